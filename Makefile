@@ -1,0 +1,36 @@
+# Needs nothing but Python >= 3.11 and make. Every target sets up what it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: venv serve test lint types format clean
+
+venv: .venv/.ready
+
+.venv/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("MiniSGL needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run: make venv PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "Installing MiniSGL into .venv; torch is a large download, this takes a few minutes once."
+	$(BIN)/python -m pip install --quiet 'torch>=2.11,<=2.13.0'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+serve: venv
+	@$(BIN)/minisgl serve $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: venv
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache

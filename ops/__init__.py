@@ -1,0 +1,1 @@
+"""Tools around the engine: benchmarks, replay, demo model. May import everything."""

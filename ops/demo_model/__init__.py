@@ -1,0 +1,1 @@
+"""The model that `minisgl serve` uses when it is given none."""

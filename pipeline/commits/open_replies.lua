@@ -1,0 +1,7 @@
+-- open_replies: make sure that the stream a frontend listens to exists, for a minute more.
+-- KEYS replies   ARGV ttl_ms   Returns its last id.
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
+if not last[1] then last = { { redis.call('XADD', KEYS[1], '*', 'events', '[]') } } end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return last[1][1]

@@ -1,0 +1,362 @@
+"""Every flag, its default and its meaning, and how a command line becomes frozen config objects.
+
+A flag is declared beside the field that it fills, once. `MINISGL_<FLAG>` in the environment sets any flag; the command
+line wins. Abbreviations are off. Nothing here reads the environment or the machine at import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pipeline.errors import ConfigError
+from pipeline.names import STAGES
+
+C = TypeVar("C")
+
+
+def flag(
+    name: str,
+    *aliases: str,
+    default: Any,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    choices: Sequence[Any] | None = None,
+    repeated: bool = False,
+) -> Any:
+    """Declare a dataclass field that a flag fills; *repeated* ones take several values."""
+    metadata = {
+        "flags": (name, *aliases),
+        "help": help,
+        "parse": parse,
+        "choices": choices,
+        "repeated": repeated,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers that refuses what is below *lowest*."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = lowest - 1
+        if value < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {lowest}")
+        return value
+
+    return number
+
+
+def auto_or(lowest: int) -> Callable[[str], int]:
+    """As `at_least`, and `auto` is 0."""
+
+    def number(text: str) -> int:
+        return 0 if text == "auto" else at_least(lowest)(text)
+
+    return number
+
+
+def seconds(text: str) -> float:
+    """Parse a number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """Parse a share above 0 and up to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a share above 0 and up to 1")
+    return value
+
+
+def port_number(text: str) -> int:
+    """Parse a TCP port."""
+    value = at_least(1)(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port is at most 65535")
+    return value
+
+
+def page_size(text: str) -> int:
+    """Parse a power of two, or `auto` as 0."""
+    value = auto_or(1)(text)
+    if value & (value - 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a power of two; use 16, 32 or 64")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Where the log is and how long it keeps what."""
+
+    redis_url: str = flag(
+        "--redis-url", default="", help="redis:// or unix:// URL; without it an embedded Redis is started"
+    )
+    namespace: str = flag("--namespace", default="minisgl", help="first part of every key in Redis")
+    data_dir: str = flag(
+        "--data-dir", default="", help="folder of the embedded Redis and the first model [state folder/port]"
+    )
+    retention_s: float = flag(
+        "--retention", default=900.0, parse=seconds, help="seconds for which a finished request can still be opened"
+    )
+    request_timeout_s: float = flag(
+        "--request-timeout", default=600.0, parse=seconds, help="seconds after which a request fails"
+    )
+    lease_s: float = flag(
+        "--lease", default=3.0, parse=seconds, help="seconds of silence after which a worker's slot may be taken over"
+    )
+    max_queued_requests: int = flag(
+        "--max-queued-requests",
+        default=1024,
+        parse=at_least(1),
+        help="requests waiting or running beyond which new ones get 503",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served, and under which names."""
+
+    model: str = flag("--model", "--model-path", default="", help="folder of the model [a random one is made]")
+    served_model_name: tuple[str, ...] = flag(
+        "--served-model-name", default=(), repeated=True, help="names clients may use [the folder's name]"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine computes."""
+
+    dtype: str = flag(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of weights and cache; auto is the checkpoint's",
+    )
+    tp: int = flag(
+        "--tp",
+        "--tensor-parallel-size",
+        "--tp-size",
+        default=1,
+        parse=at_least(1),
+        choices=(1,),
+        help="devices that share one model",
+    )
+    device: str = flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs")
+    threads: int = flag(
+        "--threads", default=0, parse=auto_or(1), help="CPU threads of an engine [cores minus one in four]"
+    )
+    attention: str = flag(
+        "--attn", "--attention-backend", default="auto", choices=("auto", "reference"), help="attention backend"
+    )
+    cache: str = flag("--cache", "--cache-type", default="naive", choices=("naive",), help="prefix cache")
+    max_prefill_length: int = flag(
+        "--max-prefill-length",
+        "--max-extend-length",
+        default=0,
+        parse=auto_or(1),
+        help="prompt tokens in a step in which nothing decodes [8192 on CUDA, 2048 on CPU]",
+    )
+    mixed_prefill_length: int = flag(
+        "--mixed-prefill-length",
+        default=0,
+        parse=auto_or(1),
+        help="prompt tokens in a step beside running streams [512 on CUDA, 16 on CPU]",
+    )
+    max_running_requests: int = flag(
+        "--max-running-requests", default=256, parse=at_least(1), help="requests an engine computes at once"
+    )
+    page_size: int = flag(
+        "--page-size", default=0, parse=page_size, help="tokens in a page of the cache [16 on CUDA, 64 on CPU]"
+    )
+    num_pages: int = flag("--num-pages", default=0, parse=auto_or(1), help="pages of the cache [from the memory]")
+    memory_ratio: float = flag(
+        "--memory-ratio", default=0.9, parse=share, help="share of the free memory that the cache may take"
+    )
+    max_seq_len: int = flag(
+        "--max-seq-len",
+        "--max-seq-len-override",
+        default=0,
+        parse=auto_or(2),
+        help="prompt + output tokens of one request [the model's]",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WebConfig:
+    """Where the frontend listens."""
+
+    host: str = flag("--host", default="127.0.0.1", help="address to listen on")
+    port: int = flag("--port", default=1919, parse=port_number, help="port to listen on")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """How many processes `serve` starts."""
+
+    tokenizers: int = flag(
+        "--tokenizers",
+        "--num-tokenizer",
+        "--tokenizer-count",
+        default=1,
+        parse=at_least(0),
+        help="tokenizer processes; 0 means 1",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """How many workers `stage` starts, or which one it is."""
+
+    replicas: int = flag("--replicas", default=1, parse=at_least(1), help="workers of this stage to start here")
+    slot: int | None = flag(
+        "--slot", default=None, parse=at_least(0), help="be that worker itself, in this slot where it is free"
+    )
+    listen_fd: int | None = flag(
+        "--listen-fd", default=None, parse=at_least(0), help="web: an inherited socket to listen on, not --host, --port"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One command line, resolved as far as it can be without looking at the machine."""
+
+    command: str
+    """`serve` or `stage`."""
+    stage: str
+    """The role of `stage`; empty for `serve`."""
+    log: LogConfig
+    model: ModelConfig
+    engine: EngineConfig
+    web: WebConfig
+    serve: ServeConfig
+    worker: StageConfig
+
+    @property
+    def data_dir(self) -> Path:
+        """The folder of this server: given, or one per port in the user's state folder."""
+        if self.log.data_dir:
+            return Path(self.log.data_dir).expanduser().absolute()
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(state).expanduser() / "minisgl" / str(self.web.port)
+
+
+OWNERS: Mapping[str, tuple[type[Any], ...]] = {
+    "serve": (ModelConfig, WebConfig, ServeConfig, EngineConfig, LogConfig),
+    "stage tokenize": (ModelConfig, StageConfig, LogConfig),
+    "stage generate": (ModelConfig, StageConfig, EngineConfig, LogConfig),
+    "stage detokenize": (ModelConfig, StageConfig, LogConfig),
+    "stage web": (WebConfig, StageConfig, LogConfig),
+}
+"""Which config objects a command fills: what its parser accepts."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def flags_of(command: str) -> list[dataclasses.Field[Any]]:
+    """Return the fields of every flag that *command* accepts."""
+    return [item for owner in OWNERS[command] for item in dataclasses.fields(owner)]
+
+
+def _default_text(item: dataclasses.Field[Any]) -> str:
+    if item.default in (None, "", 0, ()) or "[" in item.metadata["help"]:
+        return ""
+    return f" [{item.default}]"
+
+
+def build_parser(command: str, environment: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Return the parser of `minisgl <command>`; the environment gives the defaults."""
+    parser = _Parser(prog=f"minisgl {command}", allow_abbrev=False)
+    for item in flags_of(command):
+        names, parse = item.metadata["flags"], item.metadata["parse"]
+        options: dict[str, Any] = {
+            "dest": item.name,
+            "type": parse,
+            "default": item.default,
+            "help": (item.metadata["help"] + _default_text(item)).replace("%", "%%"),
+        }
+        if item.metadata["repeated"]:
+            options |= {"nargs": "+", "metavar": "NAME"}
+        if item.metadata["choices"] is not None:
+            options["choices"] = item.metadata["choices"]
+        else:
+            options.setdefault("metavar", names[0].lstrip("-").rsplit("-", 1)[-1].upper())
+        text = environment.get("MINISGL_" + names[0].lstrip("-").replace("-", "_").upper())
+        if text is not None:  # argparse parses a default that is text, so a bad value gets the flag's own error
+            options["default"] = text.split() if item.metadata["repeated"] else text
+        action = parser.add_argument(*names, **options)
+        if text is not None and action.choices is not None and parse(text) not in action.choices:
+            parser.error(f"argument {names[0]}: invalid choice: {text!r} in the environment")
+    return parser
+
+
+def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> Config:
+    """Return the config of `serve [flags]` or `stage ROLE [flags]`.
+
+    Raises:
+        ConfigError: An unknown command, stage or flag, or a value out of range.
+    """
+    command, rest = arguments[0], list(arguments[1:])
+    stage = ""
+    if command == "stage":
+        if not rest or rest[0] not in STAGES:
+            seen = rest[0] if rest else "nothing"
+            raise ConfigError(f"minisgl stage: {seen} given, expected one of {', '.join(STAGES)}")
+        stage = rest.pop(0)
+    parsed = build_parser(f"{command} {stage}".strip(), environment).parse_args(rest)
+    return Config(
+        command=command,
+        stage=stage,
+        log=_fill(LogConfig, parsed),
+        model=_fill(ModelConfig, parsed),
+        engine=_fill(EngineConfig, parsed),
+        web=_fill(WebConfig, parsed),
+        serve=_fill(ServeConfig, parsed),
+        worker=_fill(StageConfig, parsed),
+    )
+
+
+def _fill(owner: type[C], parsed: argparse.Namespace) -> C:
+    values = {}
+    for item in dataclasses.fields(owner):  # type: ignore[arg-type]  # every owner is a dataclass
+        value = getattr(parsed, item.name, item.default)
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    return owner(**values)
+
+
+def arguments_for(config: Config, stage: str) -> list[str]:
+    """Return the flags that make a `minisgl stage <stage>` process see the same config as this one."""
+    arguments: list[str] = []
+    for owner in OWNERS[f"stage {stage}"]:
+        filled = next(
+            value
+            for value in (config.log, config.model, config.engine, config.web, config.worker)
+            if isinstance(value, owner)
+        )
+        for item in dataclasses.fields(owner):
+            value = getattr(filled, item.name)
+            if owner is StageConfig or value == item.default:
+                continue
+            texts = [str(part) for part in value] if item.metadata["repeated"] else [str(value)]
+            arguments += [item.metadata["flags"][0], *texts]
+    return arguments

@@ -1,0 +1,46 @@
+"""The exception tree. What belongs to one request becomes its `Failed` event; what belongs to the process ends it."""
+
+from __future__ import annotations
+
+
+class MiniSGLError(Exception):
+    """Anything that MiniSGL raises on purpose."""
+
+
+class ConfigError(MiniSGLError):
+    """The user asked for what cannot be: the process prints the one line and exits with 2."""
+
+
+class RequestError(MiniSGLError):
+    """One request is wrong or cannot be served; its client gets *status* and the OpenAI error body."""
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+        self.status = status
+
+
+class LogError(MiniSGLError):
+    """The log did not do what it was asked to."""
+
+
+class Fenced(LogError):
+    """Another owner holds the slot now; what this one wanted to write was not written."""
+
+
+class GroupLost(LogError):
+    """A stream or its consumer group is gone: Redis lost its data."""
+
+
+class LogUnavailable(LogError):
+    """Redis cannot be reached, is loading, or takes no writes at the moment."""
+
+
+class LogFull(LogError):
+    """Redis is at its memory limit and takes no new work."""
+
+
+class UndecodableEvent(LogError):
+    """An entry of a stream is not an event of the vocabulary."""

@@ -1,0 +1,305 @@
+"""The vocabulary: every event that the log can hold, and what they carry. Knows nothing of Redis.
+
+An event is stored as the fields of its stream entry, under its own names; only nested values are JSON. Fields that have
+their default are left out. Old versions (`v`) are upcast by `decode`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from pipeline.errors import UndecodableEvent
+
+FinishReason = Literal["stop", "length"]
+
+
+class Value(BaseModel):
+    """A frozen value whose unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SamplingParams(Value):
+    """How tokens are chosen and when to stop. The seed is drawn before submit, so that a replay can repeat it."""
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    """0 is greedy, whatever the other parameters say."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0 is off."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """None: the rest of the served context."""
+    min_tokens: int = Field(default=0, ge=0)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Usage(Value):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """How many prompt tokens were found in the prefix cache."""
+
+
+class Timings(Value):
+    """Milliseconds since submit, by Redis' clock."""
+
+    admitted_ms: int
+    first_token_ms: int
+    total_ms: int
+
+
+class Event(Value):
+    """What every event has: a version, and when it was committed (milliseconds, Redis' clock; 0 before the commit)."""
+
+    v: int = 1
+    ms: int = 0
+
+
+class Submitted(Event):
+    """Web accepted a request. History `0-1`. Either `messages` (through the chat template) or `prompt` (as it is)."""
+
+    kind: Literal["submitted"] = "submitted"
+    endpoint: str
+    frontend: str
+    """Whose `replies` stream its client listens to."""
+    model: str = ""
+    """The name that the client used."""
+    messages: tuple[dict[str, Any], ...] = ()
+    prompt: str = ""
+    sampling: SamplingParams
+    deadline_ms: int = 0
+    """Redis' clock; set by the commit."""
+    labels: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the request that change nothing but are kept: user, metadata ..."""
+
+
+class Tokenized(Event):
+    """The prompt as token ids. History `0-2`."""
+
+    kind: Literal["tokenized"] = "tokenized"
+    token_ids: tuple[int, ...]
+    fingerprint: str
+    """Which tokenizer and template made them."""
+
+
+class Admitted(Event):
+    """An engine gave the request pages and computes it from the next step on."""
+
+    kind: Literal["admitted"] = "admitted"
+    engine: str
+    epoch: int
+    step: int
+    fingerprint: str
+    """Which weights and dtype compute it."""
+    cached_tokens: int = 0
+
+
+class Preempted(Event):
+    """The pages ran out and the newest request gave its own back; it will be admitted again and recomputed."""
+
+    kind: Literal["preempted"] = "preempted"
+    engine: str
+    epoch: int
+    step: int
+
+
+class TakenOver(Event):
+    """Another owner of the engine's slot goes on with the request."""
+
+    kind: Literal["taken_over"] = "taken_over"
+    engine: str
+    epoch: int
+
+
+class TokensProduced(Event):
+    """`count` tokens, the last of which is number n (n is the first half of the history id). History `n-0`."""
+
+    kind: Literal["tokens"] = "tokens"
+    count: int
+    tokens: tuple[int, ...]
+    text: str
+    """What became certain to be shown; empty while a character or a possible stop string is incomplete."""
+    step: str
+    """`<epoch>-<step>` of the engine."""
+    chunks: int = 0
+    """In how many prefill chunks the prompt (or, after a preemption, prompt and output) was computed before this
+    token; 0 for the token of a decode row."""
+
+
+class Finished(Event):
+    """The request ended as it should. Seals the history."""
+
+    kind: Literal["finished"] = "finished"
+    n: int
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+
+class Failed(Event):
+    """The request ended with an error that its client is told. Seals the history."""
+
+    kind: Literal["failed"] = "failed"
+    n: int = 0
+    """Set by the commit."""
+    status: int
+    """The HTTP status for a client that has seen no byte yet."""
+    code: str
+    message: str
+    param: str = ""
+    """The field of the request that is at fault, where one is."""
+
+
+class Cancelled(Event):
+    """Somebody ended the request. Seals the history."""
+
+    kind: Literal["cancelled"] = "cancelled"
+    n: int = 0
+    """Set by the commit."""
+    by: str
+
+
+class TokenRow(Value):
+    """Row of a step that made token number `n` (the first is 1)."""
+
+    kind: Literal["token"] = "token"
+    uid: str
+    n: int
+    token: int
+    end: FinishReason | None = None
+    """None: the request goes on."""
+    chunks: int = 0
+    """As in TokensProduced."""
+
+
+class EventRow(Value):
+    """Row of a step that says something else of a request, when it had `n` tokens."""
+
+    kind: Literal["event"] = "event"
+    uid: str
+    n: int
+    event: Annotated[Admitted | Preempted | TakenOver | Failed, Field(discriminator="kind")]
+
+
+StepRow: TypeAlias = Annotated[TokenRow | EventRow, Field(discriminator="kind")]
+
+
+class Figures(Value):
+    """What one step was made of, and what the engine held after it."""
+
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+
+
+class StepCompleted(Event):
+    """One forward pass of an engine. Stream `steps:<engine>`, id `<epoch>-<step>`."""
+
+    kind: Literal["step"] = "step"
+    rows: tuple[StepRow, ...]
+    let_go: tuple[str, ...] = ()
+    """Uids that ended elsewhere (cancel, stop string, deadline) and are forgotten now."""
+    figures: Figures = Figures()
+
+
+Mark: TypeAlias = Admitted | Preempted | TakenOver
+"""What an engine says of a request beside its tokens; clients do not see it."""
+End: TypeAlias = Finished | Failed | Cancelled
+"""What seals a history."""
+AnyEvent: TypeAlias = (
+    Submitted
+    | Tokenized
+    | Admitted
+    | Preempted
+    | TakenOver
+    | TokensProduced
+    | Finished
+    | Failed
+    | Cancelled
+    | StepCompleted
+)
+
+_ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])
+_BY_KIND: Mapping[str, type[Event]] = {
+    model.model_fields["kind"].default: model
+    for model in (
+        Submitted,
+        Tokenized,
+        Admitted,
+        Preempted,
+        TakenOver,
+        TokensProduced,
+        Finished,
+        Failed,
+        Cancelled,
+        StepCompleted,
+    )
+}
+
+
+def encode(event: Event) -> dict[str, str]:
+    """Return the stream fields of *event*; `ms` is left to the commit, which knows Redis' clock."""
+    return {
+        name: value if isinstance(value, str) else orjson.dumps(value).decode()
+        for name, value in as_plain(event).items()
+    }
+
+
+def as_plain(event: Event) -> dict[str, Any]:
+    """Return *event* as plain values without what has its default; the kind and the version are always there."""
+    omitted = {
+        name
+        for name, field in type(event).model_fields.items()
+        if name == "ms" or (name not in ("kind", "v") and getattr(event, name) == field.get_default())
+    }
+    return event.model_dump(mode="json", exclude=omitted, exclude_none=True)
+
+
+def decode(fields: Mapping[str, str]) -> AnyEvent:
+    """Return the event that *fields* hold.
+
+    Raises:
+        UndecodableEvent: The fields are of no known kind or break its rules.
+    """
+    model = _BY_KIND.get(fields.get("kind", ""))
+    if model is None:
+        raise UndecodableEvent(f"entry of unknown kind {fields.get('kind')!r}; expected one of {sorted(_BY_KIND)}")
+    texts = _text_fields(model)
+    try:
+        return _ADAPTER.validate_python(
+            {name: value if name in texts else orjson.loads(value) for name, value in fields.items()}
+        )
+    except (ValidationError, orjson.JSONDecodeError) as error:
+        raise UndecodableEvent(f"a {fields.get('kind')} entry does not decode: {error}") from error
+
+
+@functools.cache
+def _text_fields(model: type[Event]) -> frozenset[str]:
+    """Return the fields that are stored as they are; all others are JSON."""
+    return frozenset(
+        name for name, field in model.model_fields.items() if field.annotation in (str, FinishReason) or name == "kind"
+    )
+
+
+def new_uid() -> str:
+    """Return 32 hex digits that sort by time: a UUID version 7 (RFC 9562, 5.7)."""
+    value = (time.time_ns() // 1_000_000 << 80) | int.from_bytes(os.urandom(10), "big")
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return f"{value:032x}"

@@ -1,0 +1,317 @@
+"""What each commit sends to Redis and how its answer reads; no connection here, so that the synchronous and the
+asynchronous client share it. The scripts themselves, with their contracts, are in commits/*.lua.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Generic, TypeVar
+
+import orjson
+import redis.exceptions as errors
+
+from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogUnavailable
+from pipeline.events import (
+    Cancelled,
+    End,
+    Failed,
+    Finished,
+    StepCompleted,
+    Submitted,
+    Tokenized,
+    TokensProduced,
+    as_plain,
+    decode,
+    encode,
+)
+from pipeline.log import Entry, Inbox, Lease, Owner, Produced, Reply, StepCommitted, Submission, Taken
+from pipeline.names import SEAL, Names, slot_name
+
+T = TypeVar("T")
+
+REPLY_CAP = 2000
+"""MAXLEN ~ of a replies stream."""
+REPLIES_TTL_MS = 60_000
+STATUS_TTL_MS = 10_000
+LONGEST_BLOCK_MS = 2000
+"""No read waits longer, so that a stop, a lost group or a deleted stream is noticed soon."""
+SLOTS_PER_LOOK = 16
+"""How many status keys of a stage are read at once; the next ones too when one of these was there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A script with its arguments, and what its reply means."""
+
+    script: str
+    keys: Sequence[str]
+    args: Sequence[str | int]
+    parse: Callable[[Any], T]
+
+
+@functools.cache
+def script_text(name: str) -> str:
+    """Return the Lua text of a commit, with what the commits share before it."""
+    folder = resources.files("pipeline") / "commits"
+    return (folder / "lib.lua").read_text() + (folder / f"{name}.lua").read_text()
+
+
+@functools.cache
+def script_sha(name: str) -> str:
+    """Return the hash by which EVALSHA knows the script."""
+    return hashlib.sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
+
+
+def translate(error: errors.RedisError) -> LogError:
+    """Return our exception for one of redis-py's. OOM inside a script is a plain ResponseError on 6.2."""
+    text = str(error)
+    if isinstance(error, errors.OutOfMemoryError) or "OOM" in text:
+        return LogFull(f"Redis is at its maxmemory and takes no new work: {text}")
+    if isinstance(error, errors.ConnectionError | errors.TimeoutError | errors.ReadOnlyError):
+        return LogUnavailable(text)
+    if text.startswith(("NOGROUP", "UNBLOCKED", "WRONGTYPE")):
+        return GroupLost(text)
+    return LogError(text)
+
+
+def as_text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def entries_of(raw: Sequence[Any]) -> list[Entry]:
+    """Return the entries of a raw reply: [id, [name, value, ...]]. One deleted meanwhile has no fields: left out."""
+    entries = []
+    for entry_id, fields in raw:
+        if fields:
+            texts = [as_text(item) for item in fields]
+            entries.append(Entry(as_text(entry_id), dict(zip(texts[::2], texts[1::2], strict=True))))
+    return entries
+
+
+def first_stream(raw: Any) -> list[Entry]:
+    """Return the entries of the only stream in a raw reply of XREAD or XREADGROUP."""
+    return entries_of(raw[0][1]) if raw else []
+
+
+def _flat(fields: Mapping[str, str]) -> list[str]:
+    return [item for pair in fields.items() for item in pair]
+
+
+def _unless_fenced(owner: Owner, reply: Any) -> Any:
+    if reply == b"FENCED":
+        raise Fenced(f"{owner.slot} has another owner than {owner}")
+    return reply
+
+
+def _texts(raw: Sequence[bytes]) -> tuple[str, ...]:
+    return tuple(as_text(item) for item in raw)
+
+
+# Requests
+
+
+def submit(
+    names: Names, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int
+) -> Call[Submission]:
+    return Call(
+        "submit",
+        [names.request(uid), names.live, names.submitted, names.tokenized],
+        [uid, event.frontend, timeout_ms, retention_ms, max_queued, *_flat(encode(event))],
+        lambda reply: Submission(as_text(reply)),
+    )
+
+
+def tokenized(names: Names, entry: Entry, event: Tokenized) -> Call[bool]:
+    uid = entry.fields["uid"]
+    return Call(
+        "tokenized",
+        [names.submitted, names.request(uid), names.tokenized],
+        [entry.id, uid, entry.fields["frontend"], *_flat(encode(event))],
+        lambda reply: as_text(reply) == "OK",
+    )
+
+
+def end(names: Names, uid: str, event: End, *, frontend: str, retention_ms: int, consume: Entry | None) -> Call[bool]:
+    fields = {name: value for name, value in encode(event).items() if name != "n"}
+    return Call(
+        "end",
+        [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted],
+        [uid, retention_ms, REPLY_CAP, consume.id if consume else "", *_flat(fields)],
+        lambda reply: as_text(reply) == "OK",
+    )
+
+
+# Engines
+
+
+def take(names: Names, owner: Owner, max_entries: int, control_cursor: str) -> Call[Taken]:
+    def parse(reply: Any) -> Taken:
+        entries, cursor, ended, control = _unless_fenced(owner, reply)
+        return Taken(tuple(entries_of(entries)), as_text(cursor), _texts(ended), as_text(control))
+
+    return Call(
+        "take",
+        [names.owner(owner.slot), names.tokenized, names.control],
+        [str(owner), owner.slot, max_entries, control_cursor],
+        parse,
+    )
+
+
+def step(
+    names: Names,
+    owner: Owner,
+    number: int,
+    event: StepCompleted,
+    *,
+    ended: Sequence[str],
+    control_cursor: str,
+    lease_ms: int,
+) -> Call[StepCommitted]:
+    def parse(reply: Any) -> StepCommitted:
+        length, uids, cursor = _unless_fenced(owner, reply)
+        return StepCommitted(length, _texts(uids), as_text(cursor))
+
+    slot = owner.slot
+    return Call(
+        "step",
+        [names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control],
+        [
+            str(owner),
+            lease_ms,
+            f"{owner.epoch}-{number}",
+            control_cursor,
+            len(ended),
+            *ended,
+            *_flat(encode(event)),
+        ],
+        parse,
+    )
+
+
+# Detokenizers
+
+
+def produced(
+    names: Names, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
+) -> Call[bool]:
+    keys = [names.owner(owner.slot), names.steps(engine), names.live, names.control]
+    index: dict[str, int] = {}
+
+    def key_index(key: str) -> int:
+        if key not in index:
+            keys.append(key)
+            index[key] = len(keys)
+        return index[key]
+
+    writes: list[str | int] = []
+    replies: dict[str, list[dict[str, Any]]] = {}
+    for item in events:
+        fields = _flat(encode(item.event))
+        history = key_index(names.request(item.uid))
+        writes += [history, item.entry_id, item.uid, int(item.tell_engine), len(fields), *fields]
+        if isinstance(item.event, TokensProduced | Finished | Failed | Cancelled):
+            replies.setdefault(item.frontend, []).append(_reply_dict(item))
+    payloads: list[str | int] = []
+    for frontend, items in replies.items():
+        payloads += [key_index(names.replies(frontend)), orjson.dumps(items).decode()]
+
+    def parse(reply: Any) -> bool:
+        return bool(_unless_fenced(owner, reply) == b"OK")
+
+    return Call(
+        "produced", keys, [str(owner), entry.id, retention_ms, REPLY_CAP, len(replies), *payloads, *writes], parse
+    )
+
+
+def _reply_dict(item: Produced) -> dict[str, Any]:
+    return {"uid": item.uid, "id": item.entry_id, "n": item.n, "event": as_plain(item.event)}
+
+
+_REPLY_EVENTS: Mapping[str, type[TokensProduced] | type[Finished] | type[Failed] | type[Cancelled]] = {
+    "tokens": TokensProduced,
+    "finished": Finished,
+    "failed": Failed,
+    "cancelled": Cancelled,
+}
+
+
+def replies_of(entries: Sequence[Entry]) -> list[Reply]:
+    """Return what entries of a replies stream say: a list in JSON from `produced`, plain fields from `end`."""
+    replies = []
+    for entry in entries:
+        if "events" in entry.fields:
+            for item in orjson.loads(entry.fields["events"]):
+                event = _REPLY_EVENTS[item["event"]["kind"]].model_validate(item["event"])
+                replies.append(Reply(item["uid"], item["id"], item["n"], event))
+        else:
+            fields = dict(entry.fields)
+            uid = fields.pop("uid")
+            ended = decode(fields)
+            assert isinstance(ended, Finished | Failed | Cancelled)
+            replies.append(Reply(uid, SEAL, ended.n, ended))
+    return replies
+
+
+def open_replies(names: Names, frontend: str) -> Call[str]:
+    return Call("open_replies", [names.replies(frontend)], [REPLIES_TTL_MS], as_text)
+
+
+def read_replies(names: Names, frontend: str, after: str, block_ms: int) -> list[str | int]:
+    """Return the command that waits for what comes after the id *after*."""
+    block = min(block_ms, LONGEST_BLOCK_MS)
+    return ["XREAD", "COUNT", 100, "BLOCK", block, "STREAMS", names.replies(frontend), after]
+
+
+# Slots
+
+
+def acquire(names: Names, slot: str, nonce: str, lease_ms: int) -> Call[Owner | None]:
+    return Call(
+        "acquire",
+        [names.lease(slot), names.owner(slot)],
+        [nonce, lease_ms],
+        lambda epoch: Owner(slot, epoch, nonce) if epoch else None,
+    )
+
+
+def renew(names: Names, owner: Owner, lease_ms: int, status: str) -> Call[bool]:
+    slot = owner.slot
+    return Call(
+        "renew",
+        [names.lease(slot), names.owner(slot), names.status(slot)],
+        [str(owner), lease_ms, status, STATUS_TTL_MS],
+        bool,
+    )
+
+
+def release(names: Names, owner: Owner) -> Call[bool]:
+    return Call("release", [names.lease(owner.slot), names.status(owner.slot)], [str(owner)], bool)
+
+
+def claim(names: Names, inbox: Inbox, owner: Owner, other: str, max_entries: int) -> Call[list[Entry]]:
+    return Call(
+        "claim",
+        [names.owner(owner.slot), names.lease(other), inbox.stream],
+        [str(owner), inbox.group, owner.slot, other, max_entries],
+        lambda reply: entries_of(_unless_fenced(owner, reply)),
+    )
+
+
+def lease_of(holder: bytes | None, ttl_ms: int) -> Lease:
+    """Return the lease that GET and PTTL of its key say."""
+    return Lease(as_text(holder), max(ttl_ms, 0)) if holder is not None else Lease("", 0)
+
+
+def status_keys(names: Names, stage: str, first: int) -> dict[str, str]:
+    """Return slot -> key for the next slots of *stage* to look at."""
+    slots = [slot_name(stage, index) for index in range(first, first + SLOTS_PER_LOOK)]
+    return {slot: names.status(slot) for slot in slots}
+
+
+def texts_there(keys: Mapping[str, str], values: Sequence[bytes | None]) -> dict[str, str]:
+    """Return slot -> text of the keys that exist."""
+    return {slot: as_text(value) for slot, value in zip(keys, values, strict=True) if value is not None}

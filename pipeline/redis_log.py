@@ -1,0 +1,338 @@
+"""StreamLog in Redis Streams, on the commands of Redis 6.2: a client for the synchronous stages, one for asyncio (web).
+
+Only scripts that are safe to run twice and plain reads go through the client that retries; a blocking read has a
+connection of its own and is never retried, because a lost reply may have delivered entries (see `pending`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from pipeline import redis_calls as calls
+from pipeline.events import End, StepCompleted, Submitted, Tokenized
+from pipeline.log import Entry, Inbox, Lease, Owner, Produced, Reply, StepCommitted, Submission, Taken
+from pipeline.names import Names
+
+T = TypeVar("T")
+C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
+
+CONNECT_TIMEOUT_S = 2.0
+COMMAND_TIMEOUT_S = 5.0
+
+
+def _options(url: str) -> dict[str, Any]:
+    # RESP2 explicitly: then raw replies have one shape in every version of the client. Maintenance notifications
+    # switch off the check for unread data on a reused connection, and cost a refused command per connect.
+    options: dict[str, Any] = {"protocol": 2, "driver_info": None, "socket_connect_timeout": CONNECT_TIMEOUT_S}
+    if not url.startswith("unix://"):
+        options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
+    return options
+
+
+def _raw(client: C) -> C:
+    """Return *client* with its own reply parsing switched off: redis_calls knows what we sent."""
+    client.response_callbacks.clear()
+    return client
+
+
+class RedisLog:
+    """StreamLog over synchronous connections. One instance per thread."""
+
+    def __init__(self, url: str, names: Names) -> None:
+        self.url = url
+        self.names = names
+        retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 5)
+        self._redis = _raw(redis.Redis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, retry=retry, **_options(url)))
+        self._blocking = _raw(
+            redis.Redis.from_url(
+                url,
+                socket_timeout=calls.LONGEST_BLOCK_MS / 1000 + 2,
+                retry=Retry(NoBackoff(), 0),
+                **_options(url),
+            )
+        )
+
+    def close(self) -> None:
+        self._redis.close()
+        self._blocking.close()
+
+    def another(self) -> RedisLog:
+        """Return a log on connections of its own, for another thread."""
+        return RedisLog(self.url, self.names)
+
+    def _run(self, call: calls.Call[T]) -> T:
+        args = [len(call.keys), *call.keys, *call.args]
+        try:
+            try:
+                reply = self._redis.execute_command("EVALSHA", calls.script_sha(call.script), *args)
+            except redis.exceptions.NoScriptError:
+                reply = self._redis.execute_command("EVAL", calls.script_text(call.script), *args)
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+        return call.parse(reply)
+
+    def _do(self, *command: str | int | bytes) -> Any:
+        try:
+            return self._redis.execute_command(*command)
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+
+    def _block(self, *command: str | int) -> Any:
+        try:
+            return self._blocking.execute_command(*command)
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+
+    # requests
+
+    def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
+        return self._run(
+            calls.submit(
+                self.names, uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
+            )
+        )
+
+    def tokenized(self, entry: Entry, event: Tokenized) -> bool:
+        return self._run(calls.tokenized(self.names, entry, event))
+
+    def end(self, uid: str, event: End, *, frontend: str, retention_ms: int, consume: Entry | None = None) -> bool:
+        return self._run(
+            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=consume)
+        )
+
+    def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
+        if not uids:
+            return []
+        pipe = self._redis.pipeline(transaction=False)
+        for uid in uids:
+            pipe.execute_command("XRANGE", self.names.request(uid), f"({after}" if after else "-", "+")
+        try:
+            return [calls.entries_of(raw) for raw in pipe.execute()]
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+
+    def alive(self, uids: Sequence[str]) -> set[str]:
+        if not uids:
+            return set()
+        scores = self._do("ZMSCORE", self.names.live, *uids)
+        return {uid for uid, score in zip(uids, scores, strict=True) if score is not None}
+
+    # engines
+
+    def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
+        return self._run(calls.take(self.names, owner, max_entries, control_cursor))
+
+    def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
+        streams = [self.names.tokenized, self.names.control, cursor, control_cursor]
+        self._block("XREAD", "COUNT", 1, "BLOCK", min(block_ms, calls.LONGEST_BLOCK_MS), "STREAMS", *streams)
+
+    def step(
+        self,
+        owner: Owner,
+        number: int,
+        event: StepCompleted,
+        *,
+        ended: Sequence[str],
+        control_cursor: str,
+        lease_ms: int,
+    ) -> StepCommitted:
+        return self._run(
+            calls.step(self.names, owner, number, event, ended=ended, control_cursor=control_cursor, lease_ms=lease_ms)
+        )
+
+    # detokenizers
+
+    def produced(
+        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
+    ) -> bool:
+        return self._run(calls.produced(self.names, owner, entry, engine, events, retention_ms=retention_ms))
+
+    # consumer groups
+
+    def prepare(self, inbox: Inbox) -> None:
+        try:
+            self._redis.execute_command("XGROUP", "CREATE", inbox.stream, inbox.group, "0", "MKSTREAM")
+        except redis.exceptions.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise calls.translate(error) from error
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+
+    def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
+        block: list[str | int] = ["BLOCK", min(block_ms, calls.LONGEST_BLOCK_MS)] if block_ms else []
+        group: list[str | int] = ["GROUP", inbox.group, consumer, "COUNT", max_entries, *block]
+        return calls.first_stream(self._block("XREADGROUP", *group, "STREAMS", inbox.stream, ">"))
+
+    def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
+        entries: list[Entry] = []
+        first = "-"
+        while True:
+            items = self._do("XPENDING", inbox.stream, inbox.group, first, "+", 100, consumer)
+            for raw_id, *_ in items:
+                entry_id = calls.as_text(raw_id)
+                found = calls.entries_of(self._do("XRANGE", inbox.stream, entry_id, entry_id))
+                if not found:  # deleted while pending: nothing is left to do but to forget it
+                    self._do("XACK", inbox.stream, inbox.group, entry_id)
+                entries += found
+            if len(items) < 100:
+                return entries
+            first = f"({calls.as_text(items[-1][0])}"
+
+    def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
+        _, _, _, consumers = self._do("XPENDING", inbox.stream, inbox.group)
+        entries: list[Entry] = []
+        for name, _count in consumers or ():
+            other = calls.as_text(name)
+            if other != owner.slot and len(entries) < max_entries:
+                claimed = self._run(calls.claim(self.names, inbox, owner, other, max_entries - len(entries)))
+                entries += claimed
+        return entries
+
+    # slots
+
+    def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+        return self._run(calls.acquire(self.names, slot, nonce, lease_ms))
+
+    def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
+        return self._run(calls.renew(self.names, owner, lease_ms, status))
+
+    def release(self, owner: Owner) -> bool:
+        return self._run(calls.release(self.names, owner))
+
+    def lease(self, slot: str) -> Lease:
+        key = self.names.lease(slot)
+        return calls.lease_of(self._do("GET", key), self._do("PTTL", key))
+
+    def statuses(self, stage: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        first = 0
+        while True:
+            keys = calls.status_keys(self.names, stage, first)
+            there = calls.texts_there(keys, self._do("MGET", *keys.values()))
+            found |= there
+            first += calls.SLOTS_PER_LOOK
+            if not there:
+                return found
+
+    # frontends
+
+    def open_replies(self, frontend: str) -> str:
+        return self._run(calls.open_replies(self.names, frontend))
+
+    def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
+        raw = self._block(*calls.read_replies(self.names, frontend, after, block_ms))
+        entries = calls.first_stream(raw)
+        return (entries[-1].id if entries else after), calls.replies_of(entries)
+
+
+class AsyncRedisLog:
+    """The part of the log that a frontend needs, for asyncio."""
+
+    def __init__(self, url: str, names: Names) -> None:
+        self.names = names
+        self._redis = _raw(
+            redis.asyncio.Redis(
+                connection_pool=redis.asyncio.BlockingConnectionPool.from_url(
+                    url,
+                    max_connections=16,
+                    timeout=COMMAND_TIMEOUT_S,
+                    socket_timeout=COMMAND_TIMEOUT_S,
+                    retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 5),
+                    **_options(url),
+                )
+            )
+        )
+        self._blocking = _raw(
+            redis.asyncio.Redis.from_url(
+                url,
+                socket_timeout=calls.LONGEST_BLOCK_MS / 1000 + 2,
+                retry=AsyncRetry(NoBackoff(), 0),
+                **_options(url),
+            )
+        )
+
+    async def close(self) -> None:
+        await self._redis.aclose(close_connection_pool=True)
+        await self._blocking.aclose(close_connection_pool=True)
+
+    async def _run(self, call: calls.Call[T]) -> T:
+        args = [len(call.keys), *call.keys, *call.args]
+        try:
+            try:
+                reply = await self._redis.execute_command("EVALSHA", calls.script_sha(call.script), *args)
+            except redis.exceptions.NoScriptError:
+                reply = await self._redis.execute_command("EVAL", calls.script_text(call.script), *args)
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+        return call.parse(reply)
+
+    async def submit(
+        self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int
+    ) -> Submission:
+        """As StreamLog.submit."""
+        return await self._run(
+            calls.submit(
+                self.names, uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
+            )
+        )
+
+    async def end(self, uid: str, event: End, *, frontend: str, retention_ms: int) -> bool:
+        """As StreamLog.end."""
+        return await self._run(
+            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=None)
+        )
+
+    async def histories(self, cursors: Mapping[str, str]) -> dict[str, list[Entry] | None]:
+        """Return the entries of each history uid -> after id; None where there is no history any more."""
+        if not cursors:
+            return {}
+        pipe = self._redis.pipeline(transaction=False)
+        for uid, after in cursors.items():
+            pipe.execute_command("EXISTS", self.names.request(uid))
+            pipe.execute_command("XRANGE", self.names.request(uid), f"({after}" if after else "-", "+")
+        try:
+            raw = await pipe.execute()
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+        return {
+            uid: calls.entries_of(entries) if exists else None
+            for uid, exists, entries in zip(cursors, raw[::2], raw[1::2], strict=True)
+        }
+
+    async def statuses(self, stage: str) -> dict[str, str]:
+        """As StreamLog.statuses."""
+        found: dict[str, str] = {}
+        first = 0
+        while True:
+            keys = calls.status_keys(self.names, stage, first)
+            try:
+                values = await self._redis.execute_command("MGET", *keys.values())
+            except redis.exceptions.RedisError as error:
+                raise calls.translate(error) from error
+            there = calls.texts_there(keys, values)
+            found |= there
+            first += calls.SLOTS_PER_LOOK
+            if not there:
+                return found
+
+    async def open_replies(self, frontend: str) -> str:
+        """As StreamLog.open_replies."""
+        return await self._run(calls.open_replies(self.names, frontend))
+
+    async def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
+        """As StreamLog.read_replies."""
+        try:
+            raw = await self._blocking.execute_command(*calls.read_replies(self.names, frontend, after, block_ms))
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+        entries = calls.first_stream(raw)
+        return (entries[-1].id if entries else after), calls.replies_of(entries)

@@ -1,0 +1,177 @@
+"""The place of a worker: its slot, its lease and who owns it, and what it says of itself to everybody else.
+
+A lease says who may take over, the owner who may write. A thread of its own keeps the lease, publishes the status, and
+ends the process when the worker's loop has stopped coming round (the watchdog).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import structlog
+from pydantic import ValidationError
+
+from pipeline.errors import LogError, UndecodableEvent
+from pipeline.events import Value
+from pipeline.log import Owner, StreamLog
+from pipeline.names import slot_name
+
+logger = structlog.get_logger()
+
+Phase = Literal["starting", "waiting", "loading", "ready", "draining"]
+
+WATCHDOG_S = 10.0
+"""A loop that has not come round for so long is stuck, and its process ends. An error from Redis counts as progress."""
+EXIT_STUCK = 3
+"""Exit code of a process that its watchdog ended."""
+
+
+class Status(Value):
+    """What a worker says of itself: what /ready, /v1/models, the supervisor and discovery read."""
+
+    slot: str
+    owner: str
+    pid: int
+    host: str
+    phase: Phase = "starting"
+    detail: str = ""
+    """What it waits for or loads."""
+    progress: float = 0.0
+    """Of the phase `loading`, 0 to 1."""
+    address: str = ""
+    """Where a frontend listens: http://host:port."""
+    models: tuple[str, ...] = ()
+    """The names that an engine serves; the first is the model's id."""
+    context: int = 0
+    """The served context of an engine: prompt + output tokens of one request."""
+    fingerprint: str = ""
+    """Of an engine's weights, or of a tokenizer."""
+
+
+def parse_status(text: str) -> Status:
+    """Return the status that a worker published.
+
+    Raises:
+        UndecodableEvent: *text* is no status of this version.
+    """
+    try:
+        return Status.model_validate_json(text)
+    except ValidationError as error:
+        raise UndecodableEvent(f"a status does not decode: {error}") from error
+
+
+def read_statuses(log: StreamLog, stage: str) -> list[Status]:
+    """Return what the live workers of *stage* say, by slot."""
+    return [parse_status(text) for text in log.statuses(stage).values()]
+
+
+def acquire_slot(log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> Owner:
+    """Take the slot *preferred*, once its dead holder's lease has run out, or else the lowest free one of *stage*."""
+    nonce = secrets.token_hex(4)
+    if preferred is not None:
+        owner = _acquire_when_dead(log, slot_name(stage, preferred), nonce, lease_ms)
+        if owner is not None:
+            return owner
+    index = 0
+    while True:
+        owner = log.acquire(slot_name(stage, index), nonce, lease_ms)
+        if owner is not None:
+            return owner
+        index += 1
+
+
+def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+    """Wait for the lease of *slot* to run out; None as soon as its holder shows a sign of life."""
+    before = log.lease(slot)
+    while True:
+        owner = log.acquire(slot, nonce, lease_ms)
+        if owner is not None:
+            return owner
+        now = log.lease(slot)
+        if now.holder != before.holder or now.ttl_ms > before.ttl_ms:
+            return None
+        before = now
+        time.sleep(min(0.1, now.ttl_ms / 1000 + 0.001))
+
+
+class Place:
+    """A held slot: renews the lease, publishes the status, watches the loop. One thread, one log of its own."""
+
+    def __init__(self, log: StreamLog, owner: Owner, lease_ms: int) -> None:
+        self.owner = owner
+        self.lost = threading.Event()
+        """Set once another owner holds the slot."""
+        self._log = log
+        self._lease_ms = lease_ms
+        self._status = Status(slot=owner.slot, owner=str(owner), pid=os.getpid(), host=socket.gethostname())
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._came_round_s = time.monotonic()
+        self._patience_s = WATCHDOG_S
+        self._thread = threading.Thread(target=self._keep, name=f"lease {owner.slot}", daemon=True)
+        self._thread.start()
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def say(self, **changes: object) -> None:
+        """Publish *changes* of the status at once."""
+        with self._changed:
+            self._status = self._status.model_copy(update=changes)
+            self._changed.notify()
+
+    def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
+        """Tell the watchdog that the loop is alive; *patience_s* is how long the next round may take."""
+        self._came_round_s = time.monotonic()
+        self._patience_s = patience_s
+
+    def leave(self) -> None:
+        """Stop the thread and give the slot back."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+        try:
+            self._log.release(self.owner)
+        except LogError as error:
+            logger.warning("lease_not_released", slot=self.owner.slot, error=str(error))
+
+    def _keep(self) -> None:
+        published: Status | None = None
+        while not self._stopped:
+            try:
+                if not self._log.renew(self.owner, self._lease_ms, self._status.model_dump_json()):
+                    self.lost.set()
+                published = self._status
+            except LogError as error:
+                logger.warning("lease_not_renewed", slot=self.owner.slot, error=str(error))
+            with self._changed:
+                if not self._stopped and (published is self._status or published is None):
+                    self._changed.wait(self._lease_ms / 3000)
+            self._watch()
+
+    def _watch(self) -> None:
+        silent_s = time.monotonic() - self._came_round_s
+        if silent_s > self._patience_s:
+            logger.error("stuck", slot=self.owner.slot, silent_s=round(silent_s, 1), patience_s=self._patience_s)
+            os._exit(EXIT_STUCK)
+
+
+def progress_reporter(place: Place, detail: str) -> Callable[[float], None]:
+    """Return a function that publishes how far a load is, in steps of 5 %."""
+    said = -1.0
+
+    def report(progress: float) -> None:
+        nonlocal said
+        if progress - said >= 0.05 or progress >= 1:
+            said = progress
+            place.say(phase="loading", detail=detail, progress=round(progress, 2))
+
+    return report

@@ -1,0 +1,1 @@
+"""The stages: each reads events from the log, folds them, and commits what follows. Imports pipeline only."""

@@ -1,0 +1,1 @@
+"""StepCompleted -> TokensProduced | Finished: incremental text, stop strings, the end of a request."""

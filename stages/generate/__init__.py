@@ -1,0 +1,1 @@
+"""Tokenized -> StepCompleted: the schedule, the KV cache and the forward pass."""

@@ -1,0 +1,13 @@
+"""Attention over KV pages: one Protocol, several backends, `--attn` chooses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from stages.generate.attention.base import Attend, Attention, AttentionShape
+from stages.generate.attention.reference import ReferenceAttention
+
+__all__ = ["ATTENTION", "Attend", "Attention", "AttentionShape"]
+
+ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {"reference": ReferenceAttention}

@@ -1,0 +1,40 @@
+"""What an attention backend is. It writes and reads the KV pages; it knows neither the model nor the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from stages.generate.forward.batch import ForwardBatch
+
+# T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, 2 = keys and values
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(q_THD, k_TKD, v_TKD, kv_2PKSD of one layer) -> o_THD.
+
+Writes all k and v to the batch's slots before it reads any page: in one step a row may read what another one writes.
+Only the positions below a row's length count; whatever else the pages hold, NaN too, has no influence.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What is the same in every layer and every step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    window: int = 0
+    """A token sees this many tokens, itself included; 0: all before it."""
+
+
+class Attention(Protocol):
+    """Causal grouped-query attention over pages; softmax(q k / sqrt(D)) v with the sums in float32."""
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        """Do what is the same for all layers of a step, once, and return the function that the layers call."""
+        ...

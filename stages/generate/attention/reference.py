@@ -1,0 +1,65 @@
+"""The attention that the others are measured by: row after row, in float32, in torch's own operations, anywhere."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from stages.generate.attention.base import Attend, AttentionShape
+from stages.generate.forward.batch import ForwardBatch
+
+# T = packed tokens, Q = queries of a block, C = tokens of a row so far, H = query heads, K = kv heads,
+# G = query heads of one kv head, D = head dim, P = pages, S = slots of a page, N = pages of a row
+
+BLOCK = 256
+"""Queries that are computed at a time, so that a long chunk does not need Q * C * H scores at once."""
+
+
+class ReferenceAttention:
+    """See `Attention`."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        """Nothing is worth computing ahead."""
+        return partial(self._attend, batch)
+
+    def _attend(self, batch: ForwardBatch, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+        write_pages(kv_2PKSD, k_TKD, v_TKD, batch.slots_T)
+        o_THD = torch.empty_like(q_THD)
+        for row, seq_len in enumerate(batch.seq_lens):
+            first, end = batch.query_starts[row], batch.query_starts[row + 1]
+            pages_N = batch.page_table_BN[row, : -(-seq_len // self._shape.page_size)]
+            kv_2KCD = kv_2PKSD[:, pages_N].transpose(1, 2).flatten(2, 3)[:, :, :seq_len].float()
+            for begin in range(first, end, BLOCK):
+                stop = min(begin + BLOCK, end)
+                length = seq_len - (end - stop)
+                o_THD[begin:stop] = self._attend_block(q_THD[begin:stop], kv_2KCD[:, :, :length])
+        return o_THD
+
+    def _attend_block(self, q_QHD: Tensor, kv_2KCD: Tensor) -> Tensor:
+        """The queries are the last ones of the C tokens."""
+        shape, device = self._shape, q_QHD.device
+        num_queries, length = q_QHD.shape[0], kv_2KCD.shape[2]
+        q_KGQD = q_QHD.float().reshape(num_queries, shape.num_kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
+        k_KCD, v_KCD = kv_2KCD.unsqueeze(2)
+        scores_KGQC = q_KGQD @ k_KCD.transpose(-1, -2) * shape.head_dim**-0.5
+        distance_QC = torch.arange(length - num_queries, length, device=device)[:, None] - torch.arange(
+            length, device=device
+        )
+        hidden_QC = distance_QC < 0
+        if shape.window:
+            hidden_QC |= distance_QC >= shape.window
+        o_KGQD: Tensor = scores_KGQC.masked_fill(hidden_QC, float("-inf")).softmax(-1) @ v_KCD
+        return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2).to(q_QHD.dtype)
+
+
+def write_pages(kv_2PKSD: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+    """Store keys and values at slot = page * S + offset."""
+    page_size = kv_2PKSD.shape[3]
+    pages_T, offsets_T = slots_T // page_size, slots_T % page_size
+    kv_2PKSD[0, pages_T, :, offsets_T] = k_TKD
+    kv_2PKSD[1, pages_T, :, offsets_T] = v_TKD

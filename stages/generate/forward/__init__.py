@@ -1,0 +1,1 @@
+"""A BatchPlan becomes token ids: weights, batch tensors, sampling."""

@@ -1,0 +1,73 @@
+"""From a `BatchPlan` to token ids: the weights, the KV pages and the page tables of one rank. No Redis, no schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from stages.generate.attention import ATTENTION, AttentionShape
+from stages.generate.forward.batch import PageTables, build_batch
+from stages.generate.forward.sampler import sample
+from stages.generate.forward.weights import Progress, load_weights
+from stages.generate.kvcache.pool import allocate
+from stages.generate.model.checkpoint import fingerprint
+from stages.generate.model.decoder import Decoder
+from stages.generate.model.spec import ModelSpec
+from stages.generate.schedule.plan import BatchPlan
+
+
+class Engine:
+    """A loaded model. `forward` is its one verb."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        folder: Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        num_pages: int,
+        page_size: int,
+        max_running_requests: int,
+        max_seq_len: int,
+        attention: str = "reference",
+        threads: int = 0,
+        progress: Progress = lambda done_bytes, total_bytes: None,
+    ) -> None:
+        """Load the weights of the checked *folder* and allocate the pages. *threads* 0 leaves torch's number."""
+        if threads:
+            torch.set_num_threads(threads)
+        self.device, self.dtype = resolve_device(device), resolve_dtype(spec, dtype)
+        self.fingerprint = fingerprint(folder, str(self.dtype).removeprefix("torch."))
+        self._decoder = Decoder(
+            spec, load_weights(spec, folder, dtype=self.dtype, device=self.device, progress=progress)
+        )
+        self._attention = ATTENTION[attention](
+            AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
+        )
+        self._tables = PageTables(max_running_requests, max_seq_len, page_size)
+        self.kv_L2PKSD = allocate(spec, num_pages, page_size, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def logits(self, plan: BatchPlan) -> torch.Tensor:
+        """Compute one step; return logits_RV, float32, for the rows that sample, in row order."""
+        self._tables.update(plan.rows)
+        batch = build_batch(plan, self._tables, self.device)
+        return self._decoder.forward(batch, self._attention.plan(batch), self.kv_L2PKSD)
+
+    @torch.inference_mode()
+    def forward(self, plan: BatchPlan) -> list[int]:
+        """Compute one step; return a token id for each row that samples, in row order."""
+        return sample(self.logits(plan), [row.sample for row in plan.rows if row.sample])
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that `--device` means."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_dtype(spec: ModelSpec, name: str) -> torch.dtype:
+    """Return the dtype that `--dtype` means; auto is the checkpoint's."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[spec.dtype if name == "auto" else name]

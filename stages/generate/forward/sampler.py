@@ -1,0 +1,91 @@
+"""From logits to token ids. A token is a function of its row's logits, its parameters and (seed, position) alone.
+
+So a request gets the same tokens alone, in any batch, after a preemption and after a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pipeline.events import SamplingParams
+from stages.generate.schedule.plan import Sample
+
+# R = rows that sample, V = vocabulary, C = candidates
+
+MASK64: Final = 2**64 - 1
+GOLDEN64: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
+FEW: Final = 1024  # top_p looks at so many tokens before it sorts all of them; they nearly always suffice
+
+
+def sample(logits_RV: Tensor, samples: Sequence[Sample]) -> list[int]:
+    """Return one token id per row; temperature 0 is the argmax, whatever the other parameters say."""
+    if not samples:
+        return []
+    logits_RV = _without_forbidden(logits_RV, samples)
+    tokens_R = logits_RV.argmax(-1)
+    for row, how in enumerate(samples):
+        if how.params.temperature > 0:
+            tokens_R[row] = _draw(logits_RV[row], how.params, uniform(how.params.seed, how.position))
+    return [int(token) for token in tokens_R.tolist()]
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1) with 53 random bits, a pure function of its arguments.
+
+    SplitMix64 as a counter-based generator (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
+    2014): its state after `position` steps is known without taking them. The seed is mixed first, so that neighbouring
+    seeds are not shifts of one sequence.
+    """
+    return (_mix64(_mix64(seed) + position * GOLDEN64) >> 11) * 2.0**-53
+
+
+def _mix64(state: int) -> int:
+    """Return the output of SplitMix64 that follows *state*."""
+    z = (state + GOLDEN64) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return z ^ (z >> 31)
+
+
+def _without_forbidden(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Clients send stop ids: those that the vocabulary does not have are no error, and to forbid all forbids none."""
+    vocab_size = logits_RV.shape[1]
+    masked_RV = logits_RV
+    for row, how in enumerate(samples):
+        ids = {token for token in how.forbidden if 0 <= token < vocab_size}
+        if 0 < len(ids) < vocab_size:
+            masked_RV = logits_RV.clone() if masked_RV is logits_RV else masked_RV
+            masked_RV[row, sorted(ids)] = float("-inf")
+    return masked_RV
+
+
+def _draw(logits_V: Tensor, params: SamplingParams, u: float) -> Tensor:
+    """Temperature, top_k, top_p, min_p, each on what the one before left (the order of transformers); the inverse CDF.
+
+    All of it in float64, in the order of the vocabulary. Ties at a border stay together: what is kept does not depend
+    on how a sort treats equal logits, of which bfloat16 has many.
+    """
+    scaled_V = (logits_V.double() - logits_V.max()) / params.temperature  # at most 0: no temperature overflows
+    if 0 < params.top_k < len(scaled_V):
+        scaled_V = scaled_V.masked_fill(scaled_V < scaled_V.topk(params.top_k).values[-1], float("-inf"))
+    p_V = scaled_V.softmax(-1)
+    if params.top_p < 1:
+        p_V = p_V * (p_V >= _smallest_of_nucleus(p_V, params.top_p))
+    if params.min_p > 0:
+        p_V = p_V * (p_V >= params.min_p * p_V.max())
+    cdf_V = p_V.cumsum(0)
+    return torch.searchsorted(cdf_V, u * cdf_V[-1:], right=True)[0].clamp(max=len(p_V) - 1)
+
+
+def _smallest_of_nucleus(p_V: Tensor, top_p: float) -> Tensor:
+    """Return the smallest probability among the most probable tokens that together reach *top_p*."""
+    for count in (min(FEW, len(p_V)), len(p_V)):
+        p_C = p_V.topk(count).values
+        before_C = p_C.cumsum(0) - p_C
+        if before_C[-1] >= top_p:
+            break
+    return p_C[(before_C < top_p).sum() - 1]

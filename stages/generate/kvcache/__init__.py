@@ -1,0 +1,1 @@
+"""Who owns which page (torch-free bookkeeping), and the tensors that the pages are."""

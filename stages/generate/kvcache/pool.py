@@ -1,0 +1,77 @@
+"""The memory of the KV cache: one tensor, and how many pages it may have. Who owns which page is not known here."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError
+from stages.generate.model.spec import ModelSpec, tensor_shapes
+
+# L = layers, 2 = keys and values, P = pages, K = kv heads, S = slots of a page, D = head dim
+
+GIB: Final = 2**30
+CPU_LIMIT_BYTES: Final = 4 * GIB  # on a CPU the memory is everybody's; `--num-pages` asks for more
+
+
+def allocate(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return kv_L2PKSD, uninitialised: what was never written may be NaN, and must never be read."""
+    shape = (spec.num_layers, 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
+    """Return what one page takes in all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * page_size * spec.head_dim * dtype.itemsize
+
+
+def num_pages_for(
+    spec: ModelSpec,
+    *,
+    page_size: int,
+    dtype: torch.dtype,
+    max_running_requests: int,
+    max_seq_len: int,
+    memory_ratio: float,
+    available_bytes: int,
+    device: torch.device,
+) -> int:
+    """Return enough pages for all requests at full length, or what fits beside the weights in the memory.
+
+    *available_bytes* is what is free before the weights are loaded (`available_memory_bytes`).
+
+    Raises:
+        ConfigError: Not one page fits.
+    """
+    weight_bytes = sum(map(math.prod, tensor_shapes(spec).values())) * dtype.itemsize
+    budget_bytes = int(available_bytes * memory_ratio) - weight_bytes
+    if device.type == "cpu":
+        budget_bytes = min(budget_bytes, CPU_LIMIT_BYTES)
+    one_page_bytes = page_bytes(spec, page_size, dtype)
+    if budget_bytes < one_page_bytes:
+        raise ConfigError(
+            f"{available_bytes / GIB:.2f} GiB of memory is free, the weights take {weight_bytes / GIB:.2f} and a page"
+            f" {one_page_bytes / GIB:.4f}: no page fits; free memory, raise --memory-ratio or take a smaller model"
+        )
+    return min(max_running_requests * -(-max_seq_len // page_size), budget_bytes // one_page_bytes)
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """Return the memory that is free now: on the GPU, or in this machine and container (cgroup v2)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: a guess, half of what there is
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))

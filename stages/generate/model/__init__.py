@@ -1,0 +1,1 @@
+"""Architectures as data (spec.py) and the one decoder that reads them."""

@@ -1,0 +1,245 @@
+"""An architecture is data: a Hugging Face folder's config becomes a `ModelSpec`. Needs neither torch nor transformers.
+
+To add a model, add a row to `ARCHITECTURES`; where its config says something new, add a field to `ModelSpec`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+from pipeline.errors import ConfigError
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. Only `theta` counts where `kind` is default."""
+
+    kind: Literal["default", "llama3"]
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only transformer: pre-norm, rotary, grouped-query attention, SwiGLU."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    norm_eps: float
+    qk_norm: bool
+    """q and k are normalised per head before the rotation."""
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tie_embeddings: bool
+    rope: RopeSpec
+    max_positions: int
+    eos_ids: tuple[int, ...]
+    """What config.json and generation_config.json call end of sequence, together, sorted."""
+    dtype: DTypeName
+    """The dtype that the checkpoint says it has; float32 where it says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What an architecture is where its config does not say so."""
+
+    head_dim: int = 0
+    """Where the config has none; 0: hidden_size / num_attention_heads."""
+    qk_norm: bool = False
+
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "LlamaForCausalLM": Architecture(),
+    "Qwen3ForCausalLM": Architecture(head_dim=128, qk_norm=True),
+}
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Read the config of the model in *folder*.
+
+    Raises:
+        ConfigError: A file is missing or broken, or asks for what we do not compute.
+    """
+    config = _Config(folder / "config.json", read_json(folder / "config.json"))
+    architecture, row = _architecture(config)
+    config.refuse_unless("hidden_act", "silu")
+    config.refuse_unless("use_sliding_window", False)
+    config.refuse_unless("quantization_config", None)
+    if strange := set(config.fields.get("layer_types") or ()) - {"full_attention"}:
+        raise ConfigError(f"{config.path}: layer_types has {', '.join(sorted(strange))}; supported: full_attention")
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{config.path}: num_attention_heads is {heads}, not a multiple of {kv_heads} kv heads")
+    head_dim = config.integer("head_dim", row.head_dim or hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{config.path}: head_dim is {head_dim}; rotary embedding needs an even number")
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture=architecture,
+        num_layers=config.integer("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=config.integer("intermediate_size"),
+        vocab_size=config.integer("vocab_size"),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        qk_norm=row.qk_norm,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        tie_embeddings=config.flag("tie_word_embeddings"),
+        rope=_rope(config),
+        max_positions=config.integer("max_position_embeddings"),
+        eos_ids=_eos_ids(folder, config),
+        dtype=_dtype(config),
+    )
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that a checkpoint must have; those that are fused follow each other: q, k, v and gate, up."""
+    hidden, q_size, kv_size = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, spec.output_bias),
+        "mlp.gate_proj": (spec.intermediate_size, hidden, spec.mlp_bias),
+        "mlp.up_proj": (spec.intermediate_size, hidden, spec.mlp_bias),
+        "mlp.down_proj": (hidden, spec.intermediate_size, spec.mlp_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if spec.qk_norm:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
+        shapes |= {f"{prefix}{name}.weight": (rows, columns) for name, (rows, columns, _) in linears.items()}
+        shapes |= {f"{prefix}{name}.bias": (rows,) for name, (rows, _, bias) in linears.items() if bias}
+    shapes["model.norm.weight"] = (hidden,)
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in *path*.
+
+    Raises:
+        ConfigError: There is no such file, it cannot be read, or it holds something else.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; --model must be a folder with a Hugging Face checkpoint") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ConfigError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """A JSON object and the file it is from. A field that is null is absent."""
+
+    path: Path
+    fields: Mapping[str, Any]
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return cast(int, self._positive(name, default, int))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return float(self._positive(name, default, (int, float)))
+
+    def _positive(self, name: str, default: float | None, kind: type | tuple[type, ...]) -> Any:
+        value: Any = default if self.fields.get(name) is None else self.fields[name]
+        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+            seen = "is missing" if value is None else f"is {value!r}"
+            raise ConfigError(f"{self.path}: {name} {seen}; expected a positive number")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.fields.get(name)
+        if value not in (None, False, True):
+            raise ConfigError(f"{self.path}: {name} is {value!r}; expected true or false")
+        return bool(value)
+
+    def refuse_unless(self, name: str, supported: object) -> None:
+        if (value := self.fields.get(name)) not in (None, supported):
+            raise ConfigError(f"{self.path}: {name} is {value!r}; supported: {json.dumps(supported)}")
+
+
+def _architecture(config: _Config) -> tuple[str, Architecture]:
+    names = config.fields.get("architectures") or ["nothing"]
+    for name in names:
+        if name in ARCHITECTURES:
+            return name, ARCHITECTURES[name]
+    seen = ", ".join(map(str, names))
+    raise ConfigError(f"{config.path}: architectures says {seen}; supported: {', '.join(ARCHITECTURES)}")
+
+
+def _rope(config: _Config) -> RopeSpec:
+    """Read both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
+    name = "rope_scaling" if config.fields.get("rope_scaling") else "rope_parameters"
+    given = config.fields.get(name) or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ConfigError(f"{config.path}: {name} is {given!r}; expected one flat object for all layers")
+    rope = _Config(config.path, {"rope_theta": config.fields.get("rope_theta"), **given})
+    for owner in (config, rope):
+        owner.refuse_unless("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", 10_000.0)
+    match given.get("rope_type", given.get("type", "default")):
+        case "default":
+            return RopeSpec("default", theta)
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if low >= high:
+                raise ConfigError(f"{config.path}: {name} has low_freq_factor {low}, not below high_freq_factor {high}")
+            original = rope.integer("original_max_position_embeddings")
+            return RopeSpec("llama3", theta, rope.number("factor"), low, high, original)
+        case kind:
+            raise ConfigError(f"{config.path}: {name} has rope_type {kind!r}; supported: default, llama3")
+
+
+def _eos_ids(folder: Path, config: _Config) -> tuple[int, ...]:
+    ids: set[int] = set()
+    generation = folder / "generation_config.json"
+    for path, fields in (
+        (config.path, config.fields),
+        (generation, read_json(generation) if generation.exists() else {}),
+    ):
+        value = fields.get("eos_token_id")
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int and one >= 0 for one in values):
+            raise ConfigError(f"{path}: eos_token_id is {value!r}; expected a token id or a list of them")
+        ids.update(values)
+    return tuple(sorted(ids))
+
+
+def _dtype(config: _Config) -> DTypeName:
+    value = config.fields.get("dtype") or config.fields.get("torch_dtype") or "float32"
+    if value not in DTYPES:
+        raise ConfigError(f"{config.path}: dtype is {value!r}; supported: {', '.join(DTYPES)}")
+    return cast(DTypeName, value)

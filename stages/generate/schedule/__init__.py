@@ -1,0 +1,1 @@
+"""Which rows run in the next step. Free of torch, clocks and random numbers: a pure fold."""

@@ -1,0 +1,47 @@
+"""What one step computes: which rows, which tokens, into which pages. The interface between the schedule and `forward`.
+
+Knows no tensors. A plan carries only what is new: every rank keeps the page tables, a row adds pages to its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.events import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How the token after a row's last one is drawn: a function of (seed, position) and the logits alone."""
+
+    params: SamplingParams
+    position: int
+    """Index of the new token in prompt + output."""
+    forbidden: tuple[int, ...]
+    """Token ids that must not come out: the end-of-sequence and stop ids while fewer than `min_tokens` were made."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One request in one step: a decode row has one token, a prefill chunk one or more."""
+
+    table: int
+    """Row of the page table, held by this request from its admission to its end: 0 <= table < max_running_requests."""
+    start: int
+    """Position of the first token of `token_ids`; the keys and values of all positions before it are in the pages."""
+    token_ids: tuple[int, ...]
+    new_pages: tuple[int, ...]
+    """Pages appended to this table row before the step. When `start` is 0 they are the whole row."""
+    first_page: int
+    """Index in the table row at which `new_pages` begin."""
+    sample: Sample | None
+    """None: a chunk of a prompt that goes on in a later step, so no logits are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The rows of one step, decode rows first, then prefill chunks."""
+
+    step: int
+    rows: tuple[PlanRow, ...]
+    num_decode_rows: int

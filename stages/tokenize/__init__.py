@@ -1,0 +1,1 @@
+"""Submitted -> Tokenized | Failed: chat templates and encoding. Never torch."""

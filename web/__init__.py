@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI schemas, routes, the tail of the replies. Imports pipeline only; never torch, never transformers."""

@@ -1,0 +1,1 @@
+"""The wire contract of the OpenAI API."""
