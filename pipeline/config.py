@@ -355,8 +355,8 @@ def arguments_for(config: Config, stage: str) -> list[str]:
         )
         for item in dataclasses.fields(owner):
             value = getattr(filled, item.name)
-            if owner is StageConfig or value == item.default:
-                continue
+            if owner is StageConfig or value == item.default or item.name == "redis_url":
+                continue  # the URL may hold a password, and everybody can read a command line
             texts = [str(part) for part in value] if item.metadata["repeated"] else [str(value)]
             arguments += [item.metadata["flags"][0], *texts]
     return arguments

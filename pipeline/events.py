@@ -93,6 +93,8 @@ class Tokenized(Event):
     token_ids: tuple[int, ...]
     fingerprint: str
     """Which tokenizer and template made them."""
+    by: str
+    """The slot of the tokenizer."""
 
 
 class Admitted(Event):

@@ -187,6 +187,10 @@ class StreamLog(Protocol):
 
     # consumer groups
 
+    def backlog(self, inbox: Inbox) -> int:
+        """Return how many entries the stream holds: those nobody has read, and those that are worked on."""
+        ...
+
     def prepare(self, inbox: Inbox) -> None:
         """Create the stream and its group where they are missing; what was appended before is read too."""
         ...

@@ -34,6 +34,11 @@ def slot_name(stage: str, index: int) -> str:
     return f"{stage}-{index}"
 
 
+def slot_index(slot: str) -> int:
+    """Return the number in a slot's name."""
+    return int(slot.rpartition("-")[2])
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """The key names of one namespace and shard. The braces keep them all in one Redis Cluster slot."""

@@ -117,10 +117,11 @@ def _texts(raw: Sequence[bytes]) -> tuple[str, ...]:
 def submit(
     names: Names, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int
 ) -> Call[Submission]:
+    fields = {name: value for name, value in encode(event).items() if name != "deadline_ms"}
     return Call(
         "submit",
         [names.request(uid), names.live, names.submitted, names.tokenized],
-        [uid, event.frontend, timeout_ms, retention_ms, max_queued, *_flat(encode(event))],
+        [uid, event.frontend, timeout_ms, retention_ms, max_queued, *_flat(fields)],
         lambda reply: Submission(as_text(reply)),
     )
 
@@ -208,27 +209,33 @@ def produced(
         return index[key]
 
     writes: list[str | int] = []
-    replies: dict[str, list[dict[str, Any]]] = {}
     for item in events:
         fields = _flat(encode(item.event))
         history = key_index(names.request(item.uid))
         writes += [history, item.entry_id, item.uid, int(item.tell_engine), len(fields), *fields]
-        if isinstance(item.event, TokensProduced | Finished | Failed | Cancelled):
-            replies.setdefault(item.frontend, []).append(_reply_dict(item))
     payloads: list[str | int] = []
-    for frontend, items in replies.items():
-        payloads += [key_index(names.replies(frontend)), orjson.dumps(items).decode()]
+    for frontend, payload in reply_payloads(events).items():
+        payloads += [key_index(names.replies(frontend)), payload]
 
     def parse(reply: Any) -> bool:
         return bool(_unless_fenced(owner, reply) == b"OK")
 
     return Call(
-        "produced", keys, [str(owner), entry.id, retention_ms, REPLY_CAP, len(replies), *payloads, *writes], parse
+        "produced",
+        keys,
+        [str(owner), entry.id, retention_ms, REPLY_CAP, len(payloads) // 2, *payloads, *writes],
+        parse,
     )
 
 
-def _reply_dict(item: Produced) -> dict[str, Any]:
-    return {"uid": item.uid, "id": item.entry_id, "n": item.n, "event": as_plain(item.event)}
+def reply_payloads(events: Sequence[Produced]) -> dict[str, str]:
+    """Return frontend -> what it hears of *events*, in JSON; marks are not for clients."""
+    replies: dict[str, list[dict[str, Any]]] = {}
+    for item in events:
+        if isinstance(item.event, TokensProduced | Finished | Failed | Cancelled):
+            said = {"uid": item.uid, "id": item.entry_id, "n": item.n, "event": as_plain(item.event)}
+            replies.setdefault(item.frontend, []).append(said)
+    return {frontend: orjson.dumps(items).decode() for frontend, items in replies.items()}
 
 
 _REPLY_EVENTS: Mapping[str, type[TokensProduced] | type[Finished] | type[Failed] | type[Cancelled]] = {
@@ -262,8 +269,12 @@ def open_replies(names: Names, frontend: str) -> Call[str]:
 
 def read_replies(names: Names, frontend: str, after: str, block_ms: int) -> list[str | int]:
     """Return the command that waits for what comes after the id *after*."""
-    block = min(block_ms, LONGEST_BLOCK_MS)
-    return ["XREAD", "COUNT", 100, "BLOCK", block, "STREAMS", names.replies(frontend), after]
+    return ["XREAD", "COUNT", 100, *blocking(block_ms), "STREAMS", names.replies(frontend), after]
+
+
+def blocking(block_ms: int) -> list[str | int]:
+    """Return the words that make a read wait; none for 0, which Redis takes as forever."""
+    return ["BLOCK", min(block_ms, LONGEST_BLOCK_MS)] if block_ms > 0 else []
 
 
 # Slots

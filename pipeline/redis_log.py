@@ -133,7 +133,7 @@ class RedisLog:
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
         streams = [self.names.tokenized, self.names.control, cursor, control_cursor]
-        self._block("XREAD", "COUNT", 1, "BLOCK", min(block_ms, calls.LONGEST_BLOCK_MS), "STREAMS", *streams)
+        self._block("XREAD", "COUNT", 1, *calls.blocking(block_ms), "STREAMS", *streams)
 
     def step(
         self,
@@ -158,6 +158,9 @@ class RedisLog:
 
     # consumer groups
 
+    def backlog(self, inbox: Inbox) -> int:
+        return int(self._do("XLEN", inbox.stream))
+
     def prepare(self, inbox: Inbox) -> None:
         try:
             self._redis.execute_command("XGROUP", "CREATE", inbox.stream, inbox.group, "0", "MKSTREAM")
@@ -168,8 +171,7 @@ class RedisLog:
             raise calls.translate(error) from error
 
     def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
-        block: list[str | int] = ["BLOCK", min(block_ms, calls.LONGEST_BLOCK_MS)] if block_ms else []
-        group: list[str | int] = ["GROUP", inbox.group, consumer, "COUNT", max_entries, *block]
+        group: list[str | int] = ["GROUP", inbox.group, consumer, "COUNT", max_entries, *calls.blocking(block_ms)]
         return calls.first_stream(self._block("XREADGROUP", *group, "STREAMS", inbox.stream, ">"))
 
     def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:

@@ -1,1 +1,1 @@
-"""The HTTP side: OpenAI schemas, routes, the tail of the replies. Imports pipeline only; never torch, never transformers."""
+"""The frontend: HTTP in, the log out, and back. Imports pipeline only, never torch or transformers."""

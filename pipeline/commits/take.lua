@@ -1,12 +1,15 @@
 -- take: read new entries of `tokenized` for an engine. The read is fenced, so that a zombie cannot strand an entry.
 -- KEYS owner, tokenized, control   ARGV owner, slot, max_entries, control_cursor
--- Returns entries, the last id in `tokenized`, uids ended elsewhere, the control cursor; or FENCED.
+-- Returns entries, the last id that was delivered to anybody, uids ended elsewhere, the control cursor; or FENCED.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 local entries = {}
 if tonumber(ARGV[3]) > 0 then
   local reply = redis.call('XREADGROUP', 'GROUP', 'generate', ARGV[2], 'COUNT', ARGV[3], 'STREAMS', KEYS[2], '>')
   if reply then entries = reply[1][2] end
 end
-local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+local delivered = '0-0'
+for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', KEYS[2])) do -- an error, when there is no stream, has no parts
+  if group[2] == 'generate' then delivered = group[8] end
+end
 local uids, cursor = control_after(KEYS[3], ARGV[4])
-return { entries, last[1] and last[1][1] or '0-0', uids, cursor }
+return { entries, delivered, uids, cursor }

@@ -1,1 +1,1 @@
-"""One module per group of endpoints."""
+"""What answers which path. A module makes one blueprint; the request's life itself is in `web.frontend`."""

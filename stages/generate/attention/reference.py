@@ -33,7 +33,7 @@ class ReferenceAttention:
         for row, seq_len in enumerate(batch.seq_lens):
             first, end = batch.query_starts[row], batch.query_starts[row + 1]
             pages_N = batch.page_table_BN[row, : -(-seq_len // self._shape.page_size)]
-            kv_2KCD = kv_2PKSD[:, pages_N].transpose(1, 2).flatten(2, 3)[:, :, :seq_len].float()
+            kv_2KCD = kv_2PKSD[:, pages_N].transpose(1, 2).flatten(2, 3).float()
             for begin in range(first, end, BLOCK):
                 stop = min(begin + BLOCK, end)
                 length = seq_len - (end - stop)

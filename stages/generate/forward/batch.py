@@ -1,6 +1,5 @@
 """A plan as tensors: what the decoder and the attention see of a step. Knows pages and positions, not requests."""
 
-# ruff: noqa: N815  (a tensor that is a field says its shape, too)
 
 from __future__ import annotations
 

@@ -29,21 +29,28 @@ def sample(logits_RV: Tensor, samples: Sequence[Sample]) -> list[int]:
     tokens_R = logits_RV.argmax(-1)
     for row, how in enumerate(samples):
         if how.params.temperature > 0:
-            tokens_R[row] = _draw(logits_RV[row], how.params, uniform(how.params.seed, how.position))
+            p_V = distribution(logits_RV[row], how.params)
+            tokens_R[row] = pick(p_V, uniform(how.params.seed, how.position))
     return [int(token) for token in tokens_R.tolist()]
+
+
+def pick(p_V: Tensor, u: float) -> Tensor:
+    """Return the token at which the running sum of *p_V* passes the share *u* of the whole: the inverse CDF."""
+    cdf_V = p_V.cumsum(0)
+    return torch.searchsorted(cdf_V, u * cdf_V[-1:], right=True)[0].clamp(max=len(p_V) - 1)
 
 
 def uniform(seed: int, position: int) -> float:
     """Return a number in [0, 1) with 53 random bits, a pure function of its arguments.
 
     SplitMix64 as a counter-based generator (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
-    2014): its state after `position` steps is known without taking them. The seed is mixed first, so that neighbouring
-    seeds are not shifts of one sequence.
+    2014): its state after `position` steps is known without taking them. The seed is mixed first, so that no two
+    seeds that a person would choose are shifts of one sequence.
     """
-    return (_mix64(_mix64(seed) + position * GOLDEN64) >> 11) * 2.0**-53
+    return (splitmix64(splitmix64(seed) + position * GOLDEN64) >> 11) * 2.0**-53
 
 
-def _mix64(state: int) -> int:
+def splitmix64(state: int) -> int:
     """Return the output of SplitMix64 that follows *state*."""
     z = (state + GOLDEN64) & MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
@@ -63,11 +70,11 @@ def _without_forbidden(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
     return masked_RV
 
 
-def _draw(logits_V: Tensor, params: SamplingParams, u: float) -> Tensor:
-    """Temperature, top_k, top_p, min_p, each on what the one before left (the order of transformers); the inverse CDF.
+def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return p_V, float64, not normalised: temperature, top_k, top_p, min_p, each on what the one before left.
 
-    All of it in float64, in the order of the vocabulary. Ties at a border stay together: what is kept does not depend
-    on how a sort treats equal logits, of which bfloat16 has many.
+    The order is that of transformers. Ties at a border stay together: what is kept does not depend on how a sort treats
+    equal logits, of which bfloat16 has many.
     """
     scaled_V = (logits_V.double() - logits_V.max()) / params.temperature  # at most 0: no temperature overflows
     if 0 < params.top_k < len(scaled_V):
@@ -77,8 +84,7 @@ def _draw(logits_V: Tensor, params: SamplingParams, u: float) -> Tensor:
         p_V = p_V * (p_V >= _smallest_of_nucleus(p_V, params.top_p))
     if params.min_p > 0:
         p_V = p_V * (p_V >= params.min_p * p_V.max())
-    cdf_V = p_V.cumsum(0)
-    return torch.searchsorted(cdf_V, u * cdf_V[-1:], right=True)[0].clamp(max=len(p_V) - 1)
+    return p_V
 
 
 def _smallest_of_nucleus(p_V: Tensor, top_p: float) -> Tensor:

@@ -52,6 +52,7 @@ def load_weights(
                 weights[fused] = torch.empty((num_rows[fused], *source.shape[1:]), dtype=dtype, device=device)
             weights[fused][first : first + len(source)].copy_(source)
             done_bytes += source.nbytes
+            del source  # or it would live on while the next one is read
             progress(done_bytes, total_bytes)
     progress(total_bytes, total_bytes)
     return weights

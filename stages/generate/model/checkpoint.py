@@ -1,4 +1,4 @@
-"""Is this folder a checkpoint that we can serve? Asked before any process starts: no torch, no numpy, no tensor data."""
+"""Is this folder a checkpoint that we can serve? Asked before any process starts, so: neither torch nor numpy."""
 
 from __future__ import annotations
 

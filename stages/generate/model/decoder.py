@@ -1,12 +1,12 @@
 """The one decoder: every architecture is a `ModelSpec`. Knows no requests and no sampling, holds no state of a step."""
 
-# ruff: noqa: N815  (a tensor that is a field says its shape, too)
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stages.generate.attention.base import Attend
@@ -76,7 +76,7 @@ class Decoder:
     def _project(self, layer: Layer, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         spec = self._spec
         heads = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim)
-        q_THD, k_TKD, v_TKD = heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        q_THD, k_TKD, v_TKD = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
             q_THD = rms_norm(q_THD, layer.q_norm_D, spec.norm_eps)
             k_TKD = rms_norm(k_TKD, layer.k_norm_D, spec.norm_eps)

@@ -82,7 +82,7 @@ def read_spec(folder: Path) -> ModelSpec:
     config.refuse_unless("hidden_act", "silu")
     config.refuse_unless("use_sliding_window", False)
     config.refuse_unless("quantization_config", None)
-    if strange := set(config.fields.get("layer_types") or ()) - {"full_attention"}:
+    if strange := set(map(str, config.fields.get("layer_types") or ())) - {"full_attention"}:
         raise ConfigError(f"{config.path}: layer_types has {', '.join(sorted(strange))}; supported: full_attention")
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     kv_heads = config.integer("num_key_value_heads", heads)
@@ -173,7 +173,7 @@ class _Config:
     def number(self, name: str, default: float | None = None) -> float:
         return float(self._positive(name, default, (int, float)))
 
-    def _positive(self, name: str, default: float | None, kind: type | tuple[type, ...]) -> Any:
+    def _positive(self, name: str, default: float | None, kind: type[int] | tuple[type[int], type[float]]) -> Any:
         value: Any = default if self.fields.get(name) is None else self.fields[name]
         if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
             seen = "is missing" if value is None else f"is {value!r}"
@@ -192,11 +192,11 @@ class _Config:
 
 
 def _architecture(config: _Config) -> tuple[str, Architecture]:
-    names = config.fields.get("architectures") or ["nothing"]
-    for name in names:
-        if name in ARCHITECTURES:
+    names = config.fields.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in ARCHITECTURES:
             return name, ARCHITECTURES[name]
-    seen = ", ".join(map(str, names))
+    seen = json.dumps(names)
     raise ConfigError(f"{config.path}: architectures says {seen}; supported: {', '.join(ARCHITECTURES)}")
 
 

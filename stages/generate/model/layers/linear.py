@@ -1,6 +1,5 @@
 """y = W x + b, and the lookup of rows of W."""
 
-# ruff: noqa: N815  (a tensor that is a field says its shape, too)
 
 from __future__ import annotations
 

@@ -1,0 +1,249 @@
+"""The command: arguments -> config -> processes. The one file that knows all packages; it imports them when needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # `python -m minisgl` puts the caller's folder first; a `web` or `stages` folder there must not win over ours.
+    _HOME = str(Path(__file__).resolve().parent)
+    if sys.path[0] != _HOME:
+        sys.path[0] = _HOME
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING
+
+from pipeline.config import Config, arguments_for, parse_command
+from pipeline.errors import ConfigError
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+
+if TYPE_CHECKING:
+    from pipeline.redis_log import RedisLog
+    from pipeline.supervisor import Job
+
+VERSION = "0.1.0"
+USAGE = """\
+usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
+       minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
+       minisgl --version
+
+Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.
+"""
+EXIT_CONFIG = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code: 0, 1 for a failure, 2 for a command line or set-up that cannot work."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments in (["--help"], ["-h"]):
+            print(USAGE, end="")
+            return 0
+        if arguments == ["--version"]:
+            print(f"minisgl {VERSION}")
+            return 0
+        if not arguments or arguments[0].startswith("-"):
+            arguments = ["serve", *arguments]
+        if arguments[0] not in ("serve", "stage"):
+            raise ConfigError(f"{arguments[0]}: no such command; expected serve or stage (see minisgl --help)")
+        config = parse_command(arguments, os.environ)
+        if config.worker.slot is not None:
+            return run_worker(config)
+        return serve(config) if config.command == "serve" else run_stage(config)
+    except ConfigError as error:
+        print(f"minisgl: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def serve(config: Config) -> int:
+    """Start Redis, where none is given, and every stage; stay until a signal comes."""
+    from pipeline.observe import configure_logging
+    from web.server import open_listener
+
+    configure_logging()
+    began_s = time.monotonic()
+    folder = model_folder(config)
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(_redis(config))
+        listener = stack.enter_context(open_listener(config.web.host, config.web.port))
+        config = _with_model(config, folder)
+
+        def job(stage: str, *extra: str, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> Job:
+            return _job(config, stage, *extra, fds=fds, drain_s=drain_s)
+
+        jobs = [
+            job(GENERATE),  # first, because it takes longest to be ready
+            job(WEB, "--listen-fd", str(listener.fileno()), fds=(listener.fileno(),), drain_s=30.0),
+            *(job(TOKENIZE) for _ in range(max(config.serve.tokenizers, 1))),
+            job(DETOKENIZE),
+        ]
+
+        def say_ready() -> None:
+            _banner(config, folder, time.monotonic() - began_s)
+
+        return _supervise(config, url, jobs, say_ready)
+
+
+def run_stage(config: Config) -> int:
+    """Start the workers of one stage against a Redis that is there; stay until a signal comes."""
+    import structlog
+
+    from pipeline.observe import configure_logging
+    from pipeline.redis_server import check_server
+    from web.server import open_listener
+
+    configure_logging()
+    if not config.log.redis_url:
+        raise ConfigError(f"minisgl stage {config.stage}: --redis-url is missing; pass the URL all stages share")
+    check_server(config.log.redis_url)
+    with contextlib.ExitStack() as stack:
+        if config.stage == WEB:
+            listener = stack.enter_context(open_listener(config.web.host, config.web.port))
+            fd = listener.fileno()
+            jobs = [
+                _job(config, WEB, "--listen-fd", str(fd), fds=(fd,), drain_s=30.0)
+                for _ in range(config.worker.replicas)
+            ]
+        else:
+            config = _with_model(config, model_folder(config))
+            jobs = [_job(config, config.stage) for _ in range(config.worker.replicas)]
+
+        def say_ready() -> None:
+            structlog.get_logger().info("stage_ready", stage=config.stage, replicas=config.worker.replicas)
+
+        return _supervise(config, config.log.redis_url, jobs, say_ready)
+
+
+def run_worker(config: Config) -> int:
+    """Be one worker of a stage: a process that a supervisor started, or a container."""
+    from pipeline.observe import configure_logging
+    from pipeline.redis_log import RedisLog
+    from pipeline.worker import die_with_supervisor
+
+    die_with_supervisor(os.environ)
+    configure_logging(stage=config.stage)
+    if config.stage == WEB:
+        from web.server import run as run_web
+
+        return run_web(config)
+    log = RedisLog(config.log.redis_url, Names(config.log.namespace))
+    return _stage_run(config.stage)(config, log, log.another(), model_folder(config))
+
+
+def _stage_run(stage: str) -> Callable[[Config, RedisLog, RedisLog, Path], int]:
+    if stage == TOKENIZE:
+        from stages.tokenize.worker import run as run_tokenize
+
+        return run_tokenize
+    if stage == GENERATE:
+        from stages.generate.worker import run as run_generate
+
+        return run_generate
+    from stages.detokenize.worker import run as run_detokenize
+
+    return run_detokenize
+
+
+def model_folder(config: Config) -> Path:
+    """Return the folder of the model, checked without torch; without --model one is made.
+
+    Raises:
+        ConfigError: The folder holds no model that can be served; the message names the file or tensor.
+    """
+    from stages.generate.model.checkpoint import check_folder
+
+    if config.model.model:
+        folder = Path(config.model.model).expanduser().absolute()
+    else:
+        from ops.demo_model import nonsense
+
+        folder = nonsense.ensure(config.data_dir / "models")
+    check_folder(folder)
+    return folder
+
+
+def _with_model(config: Config, folder: Path) -> Config:
+    import dataclasses
+
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(folder)))
+
+
+def _job(config: Config, stage: str, *extra: str, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> Job:
+    from pipeline.supervisor import Job
+
+    return Job(stage, (*arguments_for(config, stage), *extra), fds, drain_s)
+
+
+@contextlib.contextmanager
+def _redis(config: Config) -> Iterator[str]:
+    """Give the URL of the Redis to use, and end it afterwards if it is ours."""
+    from pipeline.redis_server import check_server, lock_folder, start_embedded
+
+    if config.log.redis_url:
+        check_server(config.log.redis_url)
+        yield config.log.redis_url
+        return
+    folder = config.data_dir
+    lock: IO[str] = lock_folder(folder)
+    server = start_embedded(folder, lock)
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+def _supervise(config: Config, url: str, jobs: Sequence[Job], say_ready: Callable[[], None]) -> int:
+    """Run *jobs* until a signal comes; return the exit code."""
+    from pipeline.redis_log import RedisLog
+    from pipeline.supervisor import ChildFailed, Supervisor
+
+    log = RedisLog(url, Names(config.log.namespace))
+    supervisor = Supervisor(
+        log, jobs, program=(sys.executable, __file__), environment=_child_environment(os.environ, url)
+    )
+    supervisor.listen()
+    try:
+        supervisor.start()
+        if supervisor.wait_until_ready():
+            say_ready()
+        supervisor.run()
+        supervisor.stop([WEB, TOKENIZE, GENERATE, DETOKENIZE])
+    except ChildFailed:
+        return EXIT_CONFIG  # the child has said why
+    finally:
+        supervisor.kill()
+        log.close()
+    return 0
+
+
+def _child_environment(environment: Mapping[str, str], url: str) -> dict[str, str]:
+    """Return the environment of a worker: flags come by its command line, the URL, which may hold a password, here."""
+    kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_")}
+    return kept | {"MINISGL_REDIS_URL": url}
+
+
+def _banner(config: Config, folder: Path, seconds: float) -> None:
+    from ops.demo_model.nonsense import MODEL_ID
+
+    url = f"http://{config.web.host}:{config.web.port}"
+    if folder.name == MODEL_ID:
+        print(
+            "\nNo --model was given, so a small random model answers: it speaks nonsense.\n"
+            "For sense, pass the folder of a Llama 3 or Qwen3 checkpoint: minisgl serve --model FOLDER",
+            flush=True,
+        )
+    print(
+        f"\nMiniSGL is ready after {seconds:.1f} s: {url}/v1\n\n"
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        '    -d \'{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}\'\n\n'
+        "Ctrl-C ends it.\n",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,393 @@
+"""StreamLog in this process, for tests and the offline engine: what the commits do, under one lock.
+
+Not an emulation of Redis. What is read back equals what Redis gives; what expires is looked at when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from pipeline import redis_calls as calls
+from pipeline.errors import Fenced, GroupLost
+from pipeline.events import End, StepCompleted, Submitted, Tokenized, encode
+from pipeline.log import Entry, Inbox, Lease, Owner, Produced, Reply, StepCommitted, Submission, Taken
+from pipeline.names import GENERATE, SEAL, SUBMITTED_ID, TOKENIZED_ID, Names, parse_id, slot_name
+
+Id: TypeAlias = tuple[int, int]
+
+CONTROL_CAP: Final = 1000
+
+
+def _text(entry_id: Id) -> str:
+    return f"{entry_id[0]}-{entry_id[1]}"
+
+
+def _in_s(after_ms: float) -> float:
+    """Return the moment *after_ms* from now, on the clock that expiry uses."""
+    return time.monotonic() + after_ms / 1000
+
+
+def _over(moment_s: float) -> bool:
+    return time.monotonic() >= moment_s
+
+
+@dataclass(slots=True)
+class _Group:
+    delivered: Id = (0, 0)
+    pending: dict[Id, str] = field(default_factory=dict)
+    """Who has read an entry and not consumed it."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    entries: dict[Id, dict[str, str]] = field(default_factory=dict)
+    """In the order of their ids, because no id is accepted that is not larger than the last."""
+    last: Id = (0, 0)
+    groups: dict[str, _Group] = field(default_factory=dict)
+    expires_s: float = math.inf
+
+    def after(self, entry_id: Id, limit: int | None = None) -> list[Id]:
+        found: list[Id] = []
+        for other in reversed(self.entries):  # from the end, because it is tails that are read
+            if other <= entry_id:
+                break
+            found.append(other)
+        return found[::-1][:limit]
+
+    def read(self, ids: Iterable[Id]) -> list[Entry]:
+        return [Entry(_text(entry_id), dict(self.entries[entry_id])) for entry_id in ids if entry_id in self.entries]
+
+
+class MemoryLog:
+    """StreamLog under one condition: every append wakes whoever waits. Any number of threads may share it."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self._changed = threading.Condition()
+        self._streams: dict[str, _Stream] = {}
+        self._sweep_at = 1000  # number of streams at which the expired ones are dropped
+        self._live: dict[str, int] = {}
+        self._owners: dict[str, Owner] = {}
+        self._leases: dict[str, tuple[Owner, float]] = {}
+        self._statuses: dict[str, tuple[str, float]] = {}
+
+    # requests
+
+    def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
+        history = self.names.request(uid)
+        with self._changed:
+            if self._stream(history) is not None:
+                return Submission.DUPLICATE
+            if self._length(self.names.submitted) + self._length(self.names.tokenized) >= max_queued:
+                return Submission.BUSY
+            self._sweep()
+            fields = _stamped(encode(event))
+            deadline_ms = int(fields["ms"]) + timeout_ms
+            self._append(history, SUBMITTED_ID, fields | {"deadline_ms": str(deadline_ms)}, make=True)
+            self._streams[history].expires_s = _in_s(timeout_ms + retention_ms)
+            self._live[uid] = deadline_ms
+            self._append(self.names.submitted, None, {"uid": uid, "frontend": event.frontend}, make=True)
+            return Submission.ACCEPTED
+
+    def tokenized(self, entry: Entry, event: Tokenized) -> bool:
+        uid = entry.fields["uid"]
+        with self._changed:
+            if not self._consume(Inbox.submitted(self.names), entry.id):
+                return False
+            if not self._append(self.names.request(uid), TOKENIZED_ID, _stamped(encode(event))):
+                return False
+            fields = {"uid": uid, "frontend": entry.fields["frontend"]}
+            return self._append(self.names.tokenized, None, fields, make=True)
+
+    def end(self, uid: str, event: End, *, frontend: str, retention_ms: int, consume: Entry | None = None) -> bool:
+        with self._changed:
+            self._live.pop(uid, None)
+            if consume is not None:
+                self._consume(Inbox.submitted(self.names), consume.id)
+            history = self._stream(self.names.request(uid))
+            if history is None:
+                return False
+            fields = _stamped(encode(event) | {"n": str(history.last[0])})
+            if not self._append(self.names.request(uid), SEAL, fields):
+                return False
+            history.expires_s = _in_s(retention_ms)
+            self._append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=calls.REPLY_CAP)
+            self._tell_engines(uid)
+            return True
+
+    def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
+        with self._changed:
+            streams = [self._stream(self.names.request(uid)) for uid in uids]
+            first = parse_id(after) if after else (0, 0)
+            return [stream.read(stream.after(first)) if stream is not None else [] for stream in streams]
+
+    def alive(self, uids: Sequence[str]) -> set[str]:
+        with self._changed:
+            return {uid for uid in uids if uid in self._live}
+
+    # engines
+
+    def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
+        with self._changed:
+            self._fence(owner)
+            stream = self._stream(self.names.tokenized)
+            entries = self._deliver(Inbox.tokenized(self.names), owner.slot, max_entries) if max_entries else []
+            group = stream.groups.get(GENERATE) if stream is not None else None
+            cursor = group.delivered if group is not None else (0, 0)
+            return Taken(tuple(entries), _text(cursor), *self._control_after(control_cursor))
+
+    def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
+        cursors = {self.names.tokenized: parse_id(cursor), self.names.control: parse_id(control_cursor)}
+
+        def something_later() -> bool:
+            streams = {key: self._stream(key) for key in cursors}
+            return any(stream is not None and stream.after(cursors[key]) for key, stream in streams.items())
+
+        self._wait_for(something_later, block_ms)
+
+    def step(
+        self,
+        owner: Owner,
+        number: int,
+        event: StepCompleted,
+        *,
+        ended: Sequence[str],
+        control_cursor: str,
+        lease_ms: int,
+    ) -> StepCommitted:
+        steps = self.names.steps(owner.slot)
+        with self._changed:
+            self._fence(owner)
+            if self._holder(owner.slot) is not None:
+                self._leases[owner.slot] = (owner, _in_s(lease_ms))
+            self._append(steps, f"{owner.epoch}-{number}", _stamped(encode(event)), make=True)
+            for entry_id in ended:
+                self._consume(Inbox.tokenized(self.names), entry_id)
+            return StepCommitted(self._length(steps), *self._control_after(control_cursor))
+
+    # detokenizers
+
+    def produced(
+        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
+    ) -> bool:
+        with self._changed:
+            self._fence(owner)
+            if not self._consume(Inbox.steps(self.names, engine), entry.id):
+                return False
+            for item in events:
+                ends = item.entry_id == SEAL
+                if ends:
+                    self._live.pop(item.uid, None)
+                history = self.names.request(item.uid)
+                if self._append(history, item.entry_id, _stamped(encode(item.event))) and ends:
+                    self._streams[history].expires_s = _in_s(retention_ms)
+                    if item.tell_engine:
+                        self._tell_engines(item.uid)
+            for frontend, payload in calls.reply_payloads(events).items():
+                self._append(self.names.replies(frontend), None, {"events": payload}, cap=calls.REPLY_CAP)
+            return True
+
+    # consumer groups
+
+    def backlog(self, inbox: Inbox) -> int:
+        with self._changed:
+            return self._length(inbox.stream)
+
+    def prepare(self, inbox: Inbox) -> None:
+        with self._changed:
+            self._streams.setdefault(inbox.stream, _Stream()).groups.setdefault(inbox.group, _Group())
+
+    def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
+        entries: list[Entry] = []
+
+        def something_new() -> bool:
+            entries.extend(self._deliver(inbox, consumer, max_entries))
+            return bool(entries)
+
+        self._wait_for(something_new, block_ms)
+        return entries
+
+    def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
+        with self._changed:
+            stream, group = self._group(inbox)
+            own = sorted(entry_id for entry_id, holder in group.pending.items() if holder == consumer)
+            for entry_id in own:
+                if entry_id not in stream.entries:
+                    del group.pending[entry_id]
+            return stream.read(own)
+
+    def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
+        with self._changed:
+            self._fence(owner)
+            stream, group = self._group(inbox)
+            left = [(holder, entry_id) for entry_id, holder in group.pending.items() if self._holder(holder) is None]
+            claimed = [entry_id for holder, entry_id in sorted(left) if holder != owner.slot][:max_entries]
+            group.pending |= dict.fromkeys(claimed, owner.slot)
+            return stream.read(claimed)
+
+    # slots
+
+    def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+        with self._changed:
+            holder, before = self._holder(slot), self._owners.get(slot)
+            if holder is not None:
+                return holder if holder.nonce == nonce else None
+            owner = Owner(slot, before.epoch + 1 if before is not None else 1, nonce)
+            self._owners[slot] = owner
+            self._leases[slot] = (owner, _in_s(lease_ms))
+            return owner
+
+    def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
+        with self._changed:
+            if self._owners.get(owner.slot) != owner:
+                return False
+            self._leases[owner.slot] = (owner, _in_s(lease_ms))
+            self._statuses[owner.slot] = (status, _in_s(calls.STATUS_TTL_MS))
+            return True
+
+    def release(self, owner: Owner) -> bool:
+        with self._changed:
+            if self._holder(owner.slot) != owner:
+                return False
+            del self._leases[owner.slot]
+            self._statuses.pop(owner.slot, None)
+            return True
+
+    def lease(self, slot: str) -> Lease:
+        with self._changed:
+            if self._holder(slot) is None:
+                return Lease("", 0)
+            holder, expires_s = self._leases[slot]
+            return Lease(str(holder), max(0, int((expires_s - time.monotonic()) * 1000)))
+
+    def statuses(self, stage: str) -> dict[str, str]:
+        with self._changed:
+            found = {slot: text for slot, (text, expires_s) in self._statuses.items() if not _over(expires_s)}
+            indices = sorted(int(slot.rpartition("-")[2]) for slot in found if slot.rpartition("-")[0] == stage)
+            return {slot_name(stage, index): found[slot_name(stage, index)] for index in indices}
+
+    # frontends
+
+    def open_replies(self, frontend: str) -> str:
+        key = self.names.replies(frontend)
+        with self._changed:
+            if self._stream(key) is None:
+                self._append(key, None, {"events": "[]"}, make=True)
+            stream = self._streams[key]
+            stream.expires_s = _in_s(calls.REPLIES_TTL_MS)
+            return _text(stream.last)
+
+    def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
+        entries: list[Entry] = []
+
+        def something_later() -> bool:
+            stream = self._stream(self.names.replies(frontend))
+            if stream is not None:
+                entries.extend(stream.read(stream.after(parse_id(after), 100)))
+            return bool(entries)
+
+        self._wait_for(something_later, block_ms)
+        return (entries[-1].id if entries else after), calls.replies_of(entries)
+
+    # what the commits are made of; the caller holds the lock
+
+    def _wait_for(self, predicate: Callable[[], bool], block_ms: int) -> None:
+        with self._changed:
+            self._changed.wait_for(predicate, block_ms / 1000)
+
+    def _stream(self, key: str) -> _Stream | None:
+        stream = self._streams.get(key)
+        if stream is not None and _over(stream.expires_s):
+            del self._streams[key]
+            return None
+        return stream
+
+    def _length(self, key: str) -> int:
+        stream = self._stream(key)
+        return len(stream.entries) if stream is not None else 0
+
+    def _sweep(self) -> None:
+        """Drop the histories that expired unseen, each time that the number of streams has doubled."""
+        if len(self._streams) >= self._sweep_at:
+            self._streams = {key: stream for key, stream in self._streams.items() if not _over(stream.expires_s)}
+            self._sweep_at = max(1000, 2 * len(self._streams))
+
+    def _append(
+        self,
+        key: str,
+        entry_id: str | None,
+        fields: Mapping[str, str],
+        *,
+        make: bool = False,
+        cap: int | None = None,
+    ) -> bool:
+        """Append under *entry_id*, or the next one by the clock; False when it is not larger than the last, or (unless
+        *make*) when there is no such stream.
+        """
+        stream = self._stream(key)
+        if stream is None:
+            if not make:
+                return False
+            stream = self._streams[key] = _Stream()
+        next_id = max((_now_ms(), 0), (stream.last[0], stream.last[1] + 1))
+        new = parse_id(entry_id) if entry_id is not None else next_id
+        if new <= stream.last:
+            return False
+        stream.entries[new] = dict(fields)
+        stream.last = new
+        while cap is not None and len(stream.entries) > cap:
+            del stream.entries[next(iter(stream.entries))]
+        self._changed.notify_all()
+        return True
+
+    def _group(self, inbox: Inbox) -> tuple[_Stream, _Group]:
+        stream = self._stream(inbox.stream)
+        if stream is None or inbox.group not in stream.groups:
+            raise GroupLost(f"no group {inbox.group} on {inbox.stream}; prepare makes it")
+        return stream, stream.groups[inbox.group]
+
+    def _deliver(self, inbox: Inbox, consumer: str, max_entries: int) -> list[Entry]:
+        stream, group = self._group(inbox)
+        new = stream.after(group.delivered, max_entries)
+        group.pending |= dict.fromkeys(new, consumer)
+        group.delivered = new[-1] if new else group.delivered
+        return stream.read(new)
+
+    def _consume(self, inbox: Inbox, entry_id: str) -> bool:
+        """Acknowledge and delete an entry; False, and it stays, when it was not pending."""
+        stream = self._stream(inbox.stream)
+        group = stream.groups.get(inbox.group) if stream is not None else None
+        if stream is None or group is None or group.pending.pop(parse_id(entry_id), None) is None:
+            return False
+        stream.entries.pop(parse_id(entry_id), None)
+        return True
+
+    def _tell_engines(self, uid: str) -> None:
+        self._append(self.names.control, None, {"uid": uid}, make=True, cap=CONTROL_CAP)
+
+    def _control_after(self, cursor: str) -> tuple[tuple[str, ...], str]:
+        control = self._stream(self.names.control)
+        entries = control.read(control.after(parse_id(cursor), CONTROL_CAP)) if control is not None else []
+        return tuple(entry.fields["uid"] for entry in entries), entries[-1].id if entries else cursor
+
+    def _fence(self, owner: Owner) -> None:
+        if self._owners.get(owner.slot) != owner:
+            raise Fenced(f"{owner.slot} has another owner than {owner}")
+
+    def _holder(self, slot: str) -> Owner | None:
+        """Return who holds the lease of *slot*."""
+        lease = self._leases.get(slot)
+        return lease[0] if lease is not None and not _over(lease[1]) else None
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _stamped(fields: Mapping[str, str]) -> dict[str, str]:
+    return {"ms": str(_now_ms()), **fields}

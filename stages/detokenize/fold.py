@@ -1,0 +1,185 @@
+"""The fold of the stage: StepCompleted -> what each request's history and client are told. No clock, no Redis.
+
+Remembers the text state of every running request. What it does not know, or what does not follow, it names in
+`unknown`; the worker reads those histories and gives them to `learn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    EventRow,
+    Failed,
+    Finished,
+    FinishReason,
+    StepCompleted,
+    Submitted,
+    Timings,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+    Usage,
+)
+from pipeline.log import Produced
+from pipeline.names import SEAL, parse_id, tokens_id
+from stages.detokenize.text import Decode, IncrementalText, StopStrings
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is remembered of a running request."""
+
+    submitted: Submitted
+    prompt_tokens: int
+    text: IncrementalText
+    stops: StopStrings
+    n: int
+    marks: int
+    """The k of the last event at n."""
+    admitted_ms: int
+    first_token_ms: int
+    cached_tokens: int
+
+    def take(self, token: int) -> tuple[str, bool]:
+        """Count *token* in; return what can be shown, and whether a stop string was met."""
+        self.n += 1
+        self.marks = 0
+        return self.stops.push(self.text.push(token), armed=self.n >= self.submitted.sampling.min_tokens)
+
+    def tail(self) -> str:
+        """Return the text held back, at the end of the request."""
+        shown, met = self.stops.push(self.text.flush())
+        return shown if met else shown + self.stops.flush()
+
+
+class DetokenizeFold:
+    """The requests of one engine."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        # None: it has ended, and the engine has not heard it yet. An entry goes when the engine's last row came.
+        self._requests: dict[str, _Request | None] = {}
+
+    def unknown(self, step: StepCompleted) -> list[str]:
+        """Return the uids whose histories must be learnt before *step* can be folded."""
+        found: dict[str, None] = {}
+        for row in step.rows:
+            request = self._requests.get(row.uid)
+            follows = row.n <= request.n + 1 if request is not None else row.uid in self._requests
+            if not follows:
+                found[row.uid] = None
+        return list(found)
+
+    def learn(self, uid: str, history: Iterable[tuple[str, AnyEvent]]) -> None:
+        """Rebuild the state of a request from its history, pairs of id and event; an empty one has expired."""
+        request: _Request | None = None
+        submitted: Submitted | None = None
+        for entry_id, event in history:
+            match event:
+                case Submitted():
+                    submitted = event
+                case Tokenized() if submitted is not None:
+                    request = self._begin(submitted, event)
+                case TokensProduced() if request is not None:
+                    request.first_token_ms = request.first_token_ms or event.ms
+                    for token in event.tokens:
+                        request.take(token)
+                case Finished() | Failed():
+                    request = None
+                case Admitted() if request is not None and not request.admitted_ms:
+                    request.admitted_ms, request.cached_tokens = event.ms, event.cached_tokens
+                case _ if entry_id == SEAL:
+                    request = None
+            if request is not None:
+                request.marks = parse_id(entry_id)[1]
+        self._requests[uid] = request
+
+    def apply(self, step: StepCompleted, step_id: str) -> list[Produced]:
+        """Fold one step and return what follows from it, in the order of its rows."""
+        produced: list[Produced] = []
+        for row in step.rows:
+            request = self._requests.get(row.uid)
+            if request is None or (isinstance(row, TokenRow) and row.n <= request.n):
+                pass  # it has ended, or this was said before
+            elif isinstance(row, TokenRow):
+                produced += self._token(request, row, step, step_id)
+            else:
+                produced.append(self._mark(request, row, step))
+            if _is_last(row):
+                self._requests.pop(row.uid, None)
+        for uid in step.let_go:
+            self._requests.pop(uid, None)
+        return produced
+
+    def forget(self, step: StepCompleted) -> None:
+        """Forget the requests of a step whose commit failed: it will be folded again, on their histories."""
+        for row in step.rows:
+            self._requests.pop(row.uid, None)
+
+    def _begin(self, submitted: Submitted, tokenized: Tokenized) -> _Request:
+        return _Request(
+            submitted=submitted,
+            prompt_tokens=len(tokenized.token_ids),
+            text=IncrementalText(self._decode, tokenized.token_ids),
+            stops=StopStrings(submitted.sampling.stop),
+            n=0,
+            marks=2,
+            admitted_ms=0,
+            first_token_ms=0,
+            cached_tokens=0,
+        )
+
+    def _token(self, request: _Request, row: TokenRow, step: StepCompleted, step_id: str) -> list[Produced]:
+        request.first_token_ms = request.first_token_ms or step.ms
+        text, met_stop = request.take(row.token)
+        reason: FinishReason | None = "stop" if met_stop else row.end
+        if reason is not None and not met_stop:
+            text += request.tail()
+        tokens = TokensProduced(count=1, tokens=(row.token,), text=text, step=step_id, chunks=row.chunks)
+        frontend = request.submitted.frontend
+        produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]
+        if reason is not None:
+            # A stop string is found here alone: the engine goes on until `control` tells it.
+            produced.append(
+                Produced(
+                    row.uid, SEAL, row.n, _finished(request, reason, step.ms), frontend, tell_engine=row.end is None
+                )
+            )
+            self._requests[row.uid] = None
+        return produced
+
+    def _mark(self, request: _Request, row: EventRow, step: StepCompleted) -> Produced:
+        frontend = request.submitted.frontend
+        if isinstance(row.event, Failed):
+            self._requests[row.uid] = None
+            return Produced(row.uid, SEAL, row.n, row.event.model_copy(update={"n": row.n}), frontend)
+        if isinstance(row.event, Admitted) and not request.admitted_ms:
+            request.admitted_ms, request.cached_tokens = step.ms, row.event.cached_tokens
+        request.marks += 1
+        return Produced(row.uid, f"{row.n}-{request.marks}", row.n, row.event, frontend)
+
+
+def _is_last(row: TokenRow | EventRow) -> bool:
+    return row.end is not None if isinstance(row, TokenRow) else isinstance(row.event, Failed)
+
+
+def _finished(request: _Request, reason: FinishReason, now_ms: int) -> Finished:
+    began_ms = request.submitted.ms
+    return Finished(
+        n=request.n,
+        reason=reason,
+        usage=Usage(
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=request.n,
+            cached_tokens=request.cached_tokens,
+        ),
+        timings=Timings(
+            admitted_ms=request.admitted_ms - began_ms,
+            first_token_ms=request.first_token_ms - began_ms,
+            total_ms=now_ms - began_ms,
+        ),
+    )

@@ -1,0 +1,96 @@
+"""Token ids become text as they come: no character and no special token is ever split, and nothing is shown that a stop
+string takes back. Knows one request at a time, and nothing of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+
+PROMPT_TAIL = 5
+"""Prompt tokens decoded before the first output token: some tokenizers write a space only between tokens."""
+LONGEST_CHARACTER = 4
+"""Bytes of a UTF-8 character (RFC 3629), so the most tokens that one can be made of."""
+REPLACEMENT = "\ufffd"
+
+
+class IncrementalText:
+    """The text of one growing list of tokens. The sum of all deltas and the tail is the text of all tokens at once.
+
+    The text of a token depends on what is before it, so the tokens since the last but one whole character are kept:
+
+    | from | to | |
+    |---|---|---|
+    | 0 | whole | ended on a whole character, and was shown |
+    | whole | shown | shown too, but as bytes that are no character |
+    | shown | end | may still become a character |
+    """
+
+    def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
+        self._decode = decode
+        self._ids = list(prompt_ids[-PROMPT_TAIL:])
+        self._whole = self._shown = len(self._ids)
+
+    def push(self, token: int) -> str:
+        """Return what became certain with *token*: empty while a character is incomplete."""
+        self._ids.append(token)
+        text = self._text(len(self._ids))
+        if not text.endswith(REPLACEMENT):
+            return self._show_all(text)
+        held = [held for held in self._ids[self._shown :] if self._decode([held])]  # a special token has no text
+        if len(held) < LONGEST_CHARACTER:
+            return ""
+        # So many tokens are more than one character needs: the oldest is no part of one that can still be completed.
+        before = self._text(self._shown)
+        self._shown += 1
+        return self._text(self._shown)[len(before) :]
+
+    def flush(self) -> str:
+        """Return the text of what is held back, complete or not."""
+        return self._show_all(self._text(len(self._ids)))
+
+    def _text(self, end: int) -> str:
+        return self._decode(self._ids[:end])
+
+    def _show_all(self, text: str) -> str:
+        delta = text[len(self._text(self._shown)) :]
+        del self._ids[: self._whole]
+        self._whole = self._shown = len(self._ids)
+        return delta
+
+
+class StopStrings:
+    """Cuts a text before the first stop string, also one that is spread over several deltas."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, delta: str, *, armed: bool = True) -> tuple[str, bool]:
+        """Return what can be shown, and whether a stop string was met. Not *armed*: one that is met now is text."""
+        if not self._stops:
+            return delta, False
+        text = self._held + delta
+        if armed:
+            places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+            if places:
+                self._held = ""
+                return text[: min(places)], True
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """Return what was held back because a stop string might have begun there."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of *text* that is a beginning of *stop*, but not all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

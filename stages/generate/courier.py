@@ -1,0 +1,266 @@
+"""The thread between an engine and the log: commits steps, brings new requests and the news of ended ones.
+
+The engine never waits for Redis, but for the commit before last: one step may be on its way while the next is computed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from pipeline.errors import GroupLost, LogFull, LogUnavailable, UndecodableEvent
+from pipeline.events import Failed, StepCompleted, Submitted, Tokenized, TokensProduced, decode
+from pipeline.log import Entry, Inbox, Owner, StreamLog
+from pipeline.names import SEAL
+from stages.generate.schedule.schedule import NewRequest
+
+logger = structlog.get_logger()
+
+BLOCK_MS = 500
+BACKOFF_S = 0.05
+LIVE_EVERY_S = 1.0
+MOST_STEPS_BEHIND = 256
+"""An engine plans no further step while so many wait for the detokenizer."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request for the schedule."""
+
+    request: NewRequest
+    resumed: bool
+    """Another owner of the slot had it before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that ended elsewhere, or never could begin."""
+
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The thread is over: the slot has another owner, or the error is none that time heals."""
+
+    error: Exception
+
+
+News = Arrived | Ended | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    number: int
+    event: StepCompleted
+    ended: tuple[str, ...]
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    room: int
+    heard: int
+    """How many news the engine has taken in; where there are more by now, it is not idle any more."""
+
+
+class Courier:
+    """Owns the engine's connection to the log. *came_round* tells the watchdog that waiting for Redis is progress."""
+
+    def __init__(
+        self, log: StreamLog, owner: Owner, *, lease_ms: int, retention_ms: int, came_round: Callable[[], None]
+    ) -> None:
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._num_told = 0
+        self._num_heard = 0
+        self._log = log
+        self._owner = owner
+        self._lease_ms = lease_ms
+        self._retention_ms = retention_ms
+        self._came_round = came_round
+        self._inbox = Inbox.tokenized(log.names)
+        self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
+        self._entry_ids: dict[str, str] = {}
+        """uid -> entry of `tokenized`, of all that this engine has taken and not ended."""
+        self._cursor = self._control_cursor = "0-0"
+        self._looked_s = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: int) -> None:
+        """Hand over step *number*; *ended* are the uids whose entries it consumes. Waits while one is on its way."""
+        self._put(_Step(number, event, tuple(ended), room))
+
+    def idle(self, room: int) -> None:
+        """Say that there is nothing to compute: news are waited for."""
+        self._put(_Idle(room, self._num_heard))
+
+    def hear(self, timeout_s: float = 0.0) -> News | None:
+        """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
+        try:
+            news = self._news.get(timeout=timeout_s) if timeout_s else self._news.get_nowait()
+        except queue.Empty:
+            return None
+        self._num_heard += 1
+        return news
+
+    def stop(self) -> None:
+        """Commit what was handed over, and end the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _put(self, job: _Step | _Idle) -> None:
+        while self._thread.is_alive():
+            try:
+                self._jobs.put(job, timeout=0.5)
+                return
+            except queue.Full:
+                self._came_round()  # Redis is slow or away; that is no reason to be ended by the watchdog
+
+    def _run(self) -> None:
+        try:
+            self._keep_trying(self._adopt)
+            while True:
+                try:
+                    job = self._jobs.get(timeout=0.1)
+                except queue.Empty:
+                    if self._stopped.is_set():
+                        return
+                    continue
+                if isinstance(job, _Step):
+                    self._keep_trying(lambda job=job: self._commit(job))  # type: ignore[misc]  # bound at once
+                    if job.room > 0:
+                        self._keep_trying(lambda job=job: self._take(job.room))  # type: ignore[misc]
+                else:
+                    self._wait_for_news(job)
+        except Exception as error:  # whatever it is, the engine must hear of it
+            self._tell(Lost(error))
+
+    def _tell(self, news: News) -> None:
+        self._num_told += 1
+        self._news.put(news)
+
+    def _keep_trying(self, work: Callable[[], T]) -> T:
+        """Do *work*, which is safe to do twice, until Redis lets it."""
+        while True:
+            try:
+                return work()
+            except GroupLost as error:
+                logger.warning("group_lost", error=str(error))
+                self._log.prepare(self._inbox)
+            except (LogUnavailable, LogFull) as error:
+                logger.warning("log_unavailable", error=str(error))
+                self._came_round()
+                time.sleep(BACKOFF_S)
+
+    def _commit(self, job: _Step) -> None:
+        entry_ids = [self._entry_ids[uid] for uid in job.ended if uid in self._entry_ids]
+        done = self._log.step(
+            self._owner,
+            job.number,
+            job.event,
+            ended=entry_ids,
+            control_cursor=self._control_cursor,
+            lease_ms=self._lease_ms,
+        )
+        for uid in job.ended:
+            self._entry_ids.pop(uid, None)
+        self._hear(done.ended, done.control_cursor)
+        if time.monotonic() - self._looked_s > LIVE_EVERY_S:
+            self._look_who_lives()
+        behind = done.steps_length
+        while behind > MOST_STEPS_BEHIND and not self._stopped.is_set():
+            self._came_round()
+            time.sleep(BACKOFF_S)
+            behind = self._log.backlog(Inbox.steps(self._log.names, self._owner.slot))
+
+    def _take(self, room: int) -> None:
+        taken = self._log.take(self._owner, room, control_cursor=self._control_cursor)
+        self._cursor = taken.cursor
+        self._bring(taken.entries, resumed=False)
+        self._hear(taken.ended, taken.control_cursor)
+
+    def _wait_for_news(self, job: _Idle) -> None:
+        while self._num_told == job.heard and not self._stopped.is_set():
+            self._came_round()
+            self._keep_trying(lambda: self._take(job.room))
+            self._keep_trying(self._look_who_lives)
+            if self._num_told == job.heard:
+                self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))
+
+    def _adopt(self) -> None:
+        """Go on with what a former owner of the slot had taken: its histories are complete once no step waits."""
+        entries = self._log.pending(self._inbox, self._owner.slot)
+        while entries and self._log.backlog(Inbox.steps(self._log.names, self._owner.slot)):
+            time.sleep(BACKOFF_S)
+        if entries:
+            logger.info("taken_over", slot=self._owner.slot, requests=len(entries))
+        self._bring(entries, resumed=True)
+
+    def _bring(self, entries: Sequence[Entry], *, resumed: bool) -> None:
+        uids = [entry.fields["uid"] for entry in entries]
+        histories = self._keep_trying(lambda: self._log.histories(uids))
+        for entry, uid, history in zip(entries, uids, histories, strict=True):
+            self._entry_ids[uid] = entry.id
+            try:
+                request = new_request(uid, history)
+            except UndecodableEvent as error:
+                logger.error("history_undecodable", uid=uid, error=str(error))
+                request = None
+                self._fail(entry, error)
+            self._tell(Ended(uid) if request is None else Arrived(request, resumed))
+
+    def _fail(self, entry: Entry, error: UndecodableEvent) -> None:
+        event = Failed(status=500, code="log_damaged", message=f"The history of the request does not decode: {error}")
+        uid, frontend = entry.fields["uid"], entry.fields["frontend"]
+        self._keep_trying(lambda: self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms))
+
+    def _hear(self, uids: Sequence[str], cursor: str) -> None:
+        self._control_cursor = cursor
+        for uid in uids:
+            if uid in self._entry_ids:
+                self._tell(Ended(uid))
+
+    def _look_who_lives(self) -> None:
+        """Let go of what is not in `live` any more: `control` may have lost its entry."""
+        self._looked_s = time.monotonic()
+        uids = list(self._entry_ids)
+        gone = set(uids) - self._log.alive(uids)
+        for uid in uids:
+            if uid in gone:
+                self._tell(Ended(uid))
+
+
+def new_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
+    """Fold a history into what the schedule needs; None when it has ended or is gone."""
+    if not history or history[-1].id == SEAL:
+        return None
+    submitted: Submitted | None = None
+    tokenized: Tokenized | None = None
+    output: list[int] = []
+    for entry in history:
+        match decode(entry.fields):
+            case Submitted() as event:
+                submitted = event
+            case Tokenized() as event:
+                tokenized = event
+            case TokensProduced() as event:
+                output += event.tokens
+            case Failed():
+                return None
+            case _:
+                pass
+    if submitted is None or tokenized is None:
+        return None
+    return NewRequest(uid, tokenized.token_ids, tuple(output), submitted.sampling)

@@ -1,0 +1,56 @@
+"""PrefixCache: who owns which page, and what of a prompt is in the pages already. Torch-free, without a clock.
+
+| | naive | a cache that shares |
+|---|---|---|
+| `begin` | no page | locks the pages of the longest known prefix |
+| `grow` | pages of its own | the same, evicting what nobody has locked |
+| `fill` | nothing | full pages become known to others, as soon as the plan that fills them is made |
+| `end` | frees all | unlocks the known ones, frees the rest |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(slots=True)
+class Holding:
+    """The pages of one running request, in the order of its positions."""
+
+    pages: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    """How many tokens of the prompt were in `pages` when it began."""
+
+
+class PrefixCache(Protocol):
+    """Hands out pages; tests/stages/generate/test_prefix_cache.py is the contract."""
+
+    page_size: int
+    num_pages: int
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `grow` can give now."""
+        ...
+
+    def begin(self, token_ids: Sequence[int]) -> Holding:
+        """Return a holding with the pages of the longest cached prefix of *token_ids*, short of its last token."""
+        ...
+
+    def grow(self, holding: Holding, count: int) -> list[int] | None:
+        """Append *count* pages to *holding* and return them; None, and nothing changed, when there are not as many."""
+        ...
+
+    def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
+        """Say that after the plan now being made the pages hold the first *num_filled* of *token_ids*."""
+        ...
+
+    def end(self, holding: Holding) -> None:
+        """Let go of all pages of *holding*, which is empty afterwards."""
+        ...
+
+    def problems(self, holdings: Sequence[Holding]) -> list[str]:
+        """Return what is wrong with the books when *holdings* are all there are; empty when all is well."""
+        ...

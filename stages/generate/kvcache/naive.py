@@ -1,0 +1,47 @@
+"""The cache that shares nothing: every request computes its whole prompt into pages of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stages.generate.kvcache.base import Holding
+from stages.generate.kvcache.pages import PagePool
+
+
+class NaiveCache:
+    """PrefixCache without prefixes."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+
+    @property
+    def num_available(self) -> int:
+        return self._pool.num_free
+
+    def begin(self, token_ids: Sequence[int]) -> Holding:
+        return Holding()
+
+    def grow(self, holding: Holding, count: int) -> list[int] | None:
+        if count > self._pool.num_free:
+            return None
+        pages = self._pool.allocate(count)
+        holding.pages += pages
+        return pages
+
+    def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
+        """Nothing to remember."""
+
+    def end(self, holding: Holding) -> None:
+        self._pool.free(holding.pages)
+        holding.pages.clear()
+
+    def problems(self, holdings: Sequence[Holding]) -> list[str]:
+        held = [page for holding in holdings for page in holding.pages]
+        found = []
+        if len(set(held)) != len(held):
+            found.append("a page is held twice")
+        if len(held) + self._pool.num_free != self.num_pages:
+            found.append(f"{len(held)} pages held and {self._pool.num_free} free of {self.num_pages}")
+        return found

@@ -1,0 +1,78 @@
+"""The one place where `auto` becomes a value: the engine's config, the model and the machine give the settings."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.config import EngineConfig
+from pipeline.errors import ConfigError
+from stages.generate.forward.engine import resolve_device, resolve_dtype
+from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
+from stages.generate.model.spec import ModelSpec
+from stages.generate.schedule.schedule import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an engine runs with; no `auto` is left."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: str
+    cache: str
+    threads: int
+    page_size: int
+    num_pages: int
+    limits: Limits
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
+    """Return the settings of an engine on this machine.
+
+    Raises:
+        ConfigError: The flags, the model and the machine do not go together.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; install its CUDA build, or pass --device cpu")
+    device, dtype = resolve_device(config.device), resolve_dtype(spec, config.dtype)
+    cuda = device.type == "cuda"
+    if config.max_seq_len > spec.max_positions:
+        raise ConfigError(
+            f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
+        )
+    page_size = config.page_size or (16 if cuda else 64)
+    wanted = config.max_seq_len or spec.max_positions
+    num_pages = config.num_pages or num_pages_for(
+        spec,
+        page_size=page_size,
+        max_running_requests=config.max_running_requests,
+        max_seq_len=wanted,
+        memory_ratio=config.memory_ratio,
+        dtype=dtype,
+        device=device,
+        available_bytes=available_memory_bytes(device),
+    )
+    limits = Limits(
+        context=min(wanted, num_pages * page_size),
+        max_prefill_length=config.max_prefill_length or (8192 if cuda else 2048),
+        mixed_prefill_length=config.mixed_prefill_length or (512 if cuda else 16),
+        max_running_requests=config.max_running_requests,
+    )
+    return Settings(
+        device=device,
+        dtype=dtype,
+        attention="reference" if config.attention == "auto" else config.attention,
+        cache=config.cache,
+        threads=config.threads or default_threads(os.cpu_count() or 1),
+        page_size=page_size,
+        num_pages=num_pages,
+        limits=limits,
+    )
+
+
+def default_threads(cores: int) -> int:
+    """Return how many threads an engine uses on *cores*: one core in four is left to the other processes."""
+    return max(1, cores - max(1, cores // 4))

@@ -1,0 +1,319 @@
+"""The schedule: a pure fold. Requests and sampled tokens come in, plans and rows of the step log go out.
+
+No clock, no random number, no set order, no torch: the same calls give the same plans. Decodes come first, then chunks
+of prompts, under two budgets: one for steps in which nothing decodes, a small one beside running streams.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.events import Admitted, EventRow, Failed, FinishReason, Preempted, SamplingParams, StepRow, TokenRow
+from stages.generate.kvcache.base import Holding, PrefixCache
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+
+MOST_TAKEN = 8
+"""An engine takes no more new requests than this at a step, so that many engines share a burst."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a plan; all in tokens but the last."""
+
+    context: int
+    """The served context: prompt + output of one request. At most what the cache holds."""
+    max_prefill_length: int
+    mixed_prefill_length: int
+    max_running_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who computes: what the marks in the histories say."""
+
+    engine: str
+    epoch: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as it comes from the log; `output_ids` is not empty when its computation goes on."""
+
+    uid: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """What the schedule remembers of a request."""
+
+    uid: str
+    arrival: int
+    """Counts up; the newest is preempted first."""
+    prompt_length: int
+    token_ids: list[int]
+    """Prompt + output."""
+    limit: int
+    """Length at which it ends."""
+    sampling: SamplingParams
+    table: int = -1
+    holding: Holding = field(default_factory=Holding)
+    num_computed: int = 0
+    """Keys and values of the tokens before this position are in the pages, once the plans made so far have run."""
+    chunks: int = 0
+    """Prefill chunks planned since it was admitted; 0 once it decodes."""
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def decodes(self) -> bool:
+        return self.chunks == 0 and self.num_computed == len(self.token_ids) - 1
+
+
+class Schedule:
+    """Waiting and running requests of one engine, and the pages they hold."""
+
+    def __init__(self, cache: PrefixCache, limits: Limits, eos_ids: Sequence[int], identity: Identity) -> None:
+        assert limits.context <= cache.num_pages * cache.page_size, "the served context is what the cache holds"
+        self.identity = identity
+        self._cache = cache
+        self._limits = limits
+        self._eos_ids = tuple(eos_ids)
+        self._waiting: deque[_Running] = deque()
+        self._running: list[_Running] = []  # in the order of arrival
+        self._by_uid: dict[str, _Running] = {}
+        self._tables = deque(range(limits.max_running_requests))
+        self._num_arrived = 0
+        self._step = 0
+        self._planned: list[tuple[_Running, int]] = []
+
+    # what goes in
+
+    def add(self, new: NewRequest) -> Failed | None:
+        """Queue a request; or return why it can never run here."""
+        length = len(new.prompt_ids)
+        if length + 1 > self._limits.context:
+            return Failed(
+                status=400,
+                code="context_length_exceeded",
+                message=f"The prompt has {length} tokens, but the served context is {self._limits.context} tokens, "
+                "of which one at least is for the answer; shorten the prompt.",
+            )
+        limit = self._limits.context
+        if new.sampling.max_tokens is not None:
+            limit = min(limit, length + new.sampling.max_tokens)
+        request = _Running(new.uid, self._num_arrived, length, [*new.prompt_ids, *new.output_ids], limit, new.sampling)
+        self._num_arrived += 1
+        self._waiting.append(request)
+        self._by_uid[new.uid] = request
+        return None
+
+    def drop(self, uid: str) -> bool:
+        """Forget a request that ended elsewhere and free its pages; False when it is not here."""
+        request = self._by_uid.pop(uid, None)
+        if request is None:
+            return False
+        if request.table >= 0:
+            self._leave(request)
+        else:
+            self._waiting.remove(request)
+        return True
+
+    @property
+    def room(self) -> int:
+        """How many new requests may be taken from the log now; none while taken ones wait for pages."""
+        if self._waiting:
+            return 0
+        return min(MOST_TAKEN, self._limits.max_running_requests - len(self._running))
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def free_pages(self) -> int:
+        return self._cache.num_available
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the books; empty when all is well."""
+        found = self._cache.problems([request.holding for request in self._running])
+        if len(self._tables) + len(self._running) != self._limits.max_running_requests:
+            found.append(f"{len(self._tables)} tables free with {len(self._running)} requests running")
+        return found
+
+    # what comes out
+
+    def plan(self) -> tuple[BatchPlan, list[StepRow]] | None:
+        """Return the next step and the marks (Admitted, Preempted) that go with it; None when nothing is to be done."""
+        marks: list[StepRow] = []
+        self._planned = []
+        rows = self._plan_decodes(marks)
+        num_decode_rows = len(rows)
+        budget = self._limits.mixed_prefill_length if rows else self._limits.max_prefill_length
+        rows += self._plan_prefills(budget, marks)
+        if not rows:
+            assert not self._running, "requests run, but no row could be planned"
+            return None
+        self._step += 1
+        return BatchPlan(self._step, tuple(rows), num_decode_rows), marks
+
+    def complete(self, token_ids: Sequence[int]) -> list[TokenRow]:
+        """Fold the tokens sampled by the last plan, one for each row with a Sample; return them as rows of the log."""
+        rows: list[TokenRow] = []
+        sampled = iter(token_ids)
+        for request, chunks in self._planned:
+            token = next(sampled)
+            if request.uid not in self._by_uid:
+                continue  # it ended elsewhere while the step ran
+            request.token_ids.append(token)
+            end = self._end_of(request, token)
+            rows.append(TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks))
+            if end is not None:
+                del self._by_uid[request.uid]
+                self._leave(request)
+        self._planned = []
+        return rows
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next plan will have."""
+        return self._step + 1
+
+    def skip_step(self) -> int:
+        """Return the number of a step without rows, which only says what was let go."""
+        self._step += 1
+        return self._step
+
+    # how
+
+    def _plan_decodes(self, marks: list[StepRow]) -> list[PlanRow]:
+        rows: list[PlanRow] = []
+        for request in list(self._running):
+            if request.table < 0 or not request.decodes:
+                continue  # preempted by an older one just now, or its prompt is not through
+            first_page = len(request.holding.pages)
+            pages = self._pages_for(request, marks)
+            if pages is not None:
+                rows.append(self._row(request, 1, pages, first_page))
+        return rows
+
+    def _pages_for(self, request: _Running, marks: list[StepRow]) -> list[int] | None:
+        """Return the page that the next token needs beyond those held, preempting the newest request while there is
+        none; None when that was *request* itself."""
+        missing = self._pages_missing(request, request.num_computed + 1)
+        while (pages := self._cache.grow(request.holding, missing)) is None:
+            newest = self._running[-1]
+            self._preempt(newest, marks)
+            if newest is request:
+                return None
+        return pages
+
+    def _plan_prefills(self, budget: int, marks: list[StepRow]) -> list[PlanRow]:
+        rows: list[PlanRow] = []
+        preempted = any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks)
+        for request in self._running:
+            if budget > 0 and request.chunks > 0:
+                rows.append(self._chunk(request, budget, [], len(request.holding.pages)))
+                budget -= len(rows[-1].token_ids)
+        while budget > 0 and self._waiting and self._tables and not preempted:
+            request = self._waiting[0]
+            holding = self._cache.begin(request.token_ids)
+            request.holding = holding
+            if self._cache.grow(holding, self._pages_missing(request, len(request.token_ids))) is None:
+                self._cache.end(holding)
+                break
+            self._waiting.popleft()
+            request.table = self._tables.popleft()
+            request.num_computed = holding.cached_tokens
+            self._insert(request)
+            marks.append(self._mark(request, self._admitted(holding)))
+            rows.append(self._chunk(request, budget, list(holding.pages), 0))
+            budget -= len(rows[-1].token_ids)
+        return rows
+
+    def _chunk(self, request: _Running, budget: int, pages: list[int], first_page: int) -> PlanRow:
+        request.chunks += 1
+        count = min(budget, len(request.token_ids) - request.num_computed)
+        return self._row(request, count, pages, first_page)
+
+    def _row(self, request: _Running, count: int, pages: list[int], first_page: int) -> PlanRow:
+        start, end = request.num_computed, request.num_computed + count
+        last = end == len(request.token_ids)
+        if last:
+            self._planned.append((request, request.chunks))
+            request.chunks = 0
+        request.num_computed = end
+        self._cache.fill(request.holding, request.token_ids, end)
+        return PlanRow(
+            table=request.table,
+            start=start,
+            token_ids=tuple(request.token_ids[start:end]),
+            new_pages=tuple(pages),
+            first_page=first_page,
+            sample=self._sample(request) if last else None,
+        )
+
+    def _sample(self, request: _Running) -> Sample:
+        sampling = request.sampling
+        forbidden: tuple[int, ...] = ()
+        if request.num_output < sampling.min_tokens:
+            forbidden = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
+        return Sample(sampling, len(request.token_ids), forbidden)
+
+    def _end_of(self, request: _Running, token: int) -> FinishReason | None:
+        sampling = request.sampling
+        if token in sampling.stop_token_ids or (token in self._eos_ids and not sampling.ignore_eos):
+            return "stop"
+        return "length" if len(request.token_ids) >= request.limit else None
+
+    def _pages_missing(self, request: _Running, length: int) -> int:
+        return -(-length // self._cache.page_size) - len(request.holding.pages)
+
+    def _insert(self, request: _Running) -> None:
+        """Put a request among the running ones by arrival: a preempted one is older than what came after it."""
+        at = len(self._running)
+        while at > 0 and self._running[at - 1].arrival > request.arrival:
+            at -= 1
+        self._running.insert(at, request)
+
+    def _preempt(self, request: _Running, marks: list[StepRow]) -> None:
+        self._leave(request)
+        request.num_computed = request.chunks = 0
+        at = 0
+        while at < len(self._waiting) and self._waiting[at].arrival < request.arrival:
+            at += 1
+        self._waiting.insert(at, request)
+        identity = self.identity
+        event = Preempted(engine=identity.engine, epoch=identity.epoch, step=self.next_step)
+        marks.append(self._mark(request, event))
+
+    def _leave(self, request: _Running) -> None:
+        """Give back what a running request holds."""
+        self._running.remove(request)
+        self._cache.end(request.holding)
+        self._tables.append(request.table)
+        request.table = -1
+
+    def _admitted(self, holding: Holding) -> Admitted:
+        identity = self.identity
+        return Admitted(
+            engine=identity.engine,
+            epoch=identity.epoch,
+            step=self.next_step,
+            fingerprint=identity.fingerprint,
+            cached_tokens=holding.cached_tokens,
+        )
+
+    def _mark(self, request: _Running, event: Admitted | Preempted) -> EventRow:
+        return EventRow(uid=request.uid, n=request.num_output, event=event)

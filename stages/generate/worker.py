@@ -1,0 +1,215 @@
+"""Rank 0's loop: take in, plan, forward, commit. Tokenized -> StepCompleted.
+
+What it remembers is the schedule; whatever crosses the network goes through the courier's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from pipeline.config import Config
+from pipeline.events import EventRow, Figures, StepCompleted, StepRow, TakenOver
+from pipeline.log import Inbox, StreamLog
+from pipeline.names import GENERATE
+from pipeline.slots import Place, acquire_slot, progress_reporter
+from pipeline.worker import Stop
+from stages.generate.courier import Arrived, Courier, Ended, Lost, News
+from stages.generate.forward.engine import Engine
+from stages.generate.kvcache import make_cache
+from stages.generate.model.checkpoint import check_folder
+from stages.generate.resolve import Settings, resolve
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.schedule import Identity, Schedule
+
+logger = structlog.get_logger()
+
+STEP_TIMEOUT_S = 60.0
+"""A forward pass that takes longer is stuck, and the watchdog ends the process."""
+LOAD_TIMEOUT_S = 3600.0
+
+
+class Forward(Protocol):
+    """What the loop needs of an engine."""
+
+    def forward(self, plan: BatchPlan) -> list[int]:
+        """Compute one step; return a token id for each row that samples, in row order."""
+        ...
+
+
+class GenerateWorker:
+    """One engine's loop."""
+
+    def __init__(self, engine: Forward, schedule: Schedule, courier: Courier, place: Place) -> None:
+        self._engine = engine
+        self._schedule = schedule
+        self._courier = courier
+        self._place = place
+        self._let_go: list[str] = []
+        """Uids that ended elsewhere; the next step says so."""
+        self._rows: list[StepRow] = []
+        """Rows for the next step that no forward pass makes."""
+        self._refused: list[str] = []
+        """Uids of requests that can never run here, whose end is among `_rows`."""
+
+    def run(self, stop: Stop) -> None:
+        """Work until *stop* is set or the slot is lost."""
+        while not stop and not self._place.lost.is_set():
+            self._place.came_round(patience_s=STEP_TIMEOUT_S)
+            self._take_in()
+            planned = self._schedule.plan()
+            if planned is not None:
+                plan, marks = planned
+                rows = self._schedule.complete(self._engine.forward(plan))
+                ended = [row.uid for row in rows if row.end is not None]
+                self._commit(plan.step, [*marks, *rows], ended, _figures(plan))
+            elif self._let_go or self._rows:
+                self._commit(self._schedule.skip_step(), [], [], Figures())
+            else:
+                self._courier.idle(self._schedule.room)
+                self._wait_for_news(stop)
+
+    def _take_in(self) -> None:
+        while (news := self._courier.hear()) is not None:
+            self._fold(news)
+
+    def _wait_for_news(self, stop: Stop) -> None:
+        while not stop and not self._place.lost.is_set():
+            self._place.came_round()
+            news = self._courier.hear(timeout_s=0.2)
+            if news is not None:
+                self._fold(news)
+                return
+
+    def _fold(self, news: News) -> None:
+        match news:
+            case Arrived():
+                self._arrived(news)
+            case Ended(uid):
+                self._schedule.drop(uid)
+                self._let_go.append(uid)
+            case Lost(error):
+                raise error
+
+    def _arrived(self, news: Arrived) -> None:
+        request, identity = news.request, self._schedule.identity
+        n = len(request.output_ids)
+        failed = self._schedule.add(request)
+        if failed is not None:
+            self._rows.append(EventRow(uid=request.uid, n=n, event=failed))
+            self._refused.append(request.uid)
+        elif news.resumed:
+            event = TakenOver(engine=identity.engine, epoch=identity.epoch)
+            self._rows.append(EventRow(uid=request.uid, n=n, event=event))
+
+    def _commit(self, number: int, rows: Sequence[StepRow], ended: Sequence[str], figures: Figures) -> None:
+        schedule = self._schedule
+        event = StepCompleted(
+            rows=(*self._rows, *rows),
+            let_go=tuple(self._let_go),
+            figures=figures.model_copy(
+                update={
+                    "running": schedule.num_running,
+                    "waiting": schedule.num_waiting,
+                    "free_pages": schedule.free_pages,
+                }
+            ),
+        )
+        self._courier.commit(number, event, [*ended, *self._refused, *self._let_go], schedule.room)
+        self._rows, self._let_go, self._refused = [], [], []
+
+
+def _figures(plan: BatchPlan) -> Figures:
+    prefills = plan.rows[plan.num_decode_rows :]
+    return Figures(
+        decode_rows=plan.num_decode_rows,
+        prefill_rows=len(prefills),
+        prefill_tokens=sum(len(row.token_ids) for row in prefills),
+    )
+
+
+def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> int:
+    """Be one engine until SIGTERM; return the exit code."""
+    stop = Stop().on_signals()
+    lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
+    place = Place(lease_log, acquire_slot(log, GENERATE, lease_ms, preferred=config.worker.slot), lease_ms)
+    owner = place.owner
+    structlog.contextvars.bind_contextvars(slot=owner.slot)
+    try:
+        place.came_round(patience_s=LOAD_TIMEOUT_S)
+        place.say(phase="loading", detail="torch")
+        engine, schedule, settings = load(config, folder, place)
+        log.prepare(Inbox.tokenized(log.names))
+        log.prepare(Inbox.steps(log.names, owner.slot))
+        courier = Courier(
+            log,
+            owner,
+            lease_ms=lease_ms,
+            retention_ms=retention_ms,
+            came_round=lambda: place.came_round(patience_s=STEP_TIMEOUT_S),
+        )
+        courier.start()
+        place.say(
+            phase="ready",
+            detail="",
+            progress=1.0,
+            models=config.model.served_model_name or (folder.name,),
+            context=settings.limits.context,
+            fingerprint=engine.fingerprint,
+        )
+        try:
+            GenerateWorker(engine, schedule, courier, place).run(stop)
+        finally:
+            courier.stop()
+    finally:
+        place.leave()
+    return 0
+
+
+def load(config: Config, folder: Path, place: Place) -> tuple[Engine, Schedule, Settings]:
+    """Load the model and make its schedule.
+
+    Raises:
+        ConfigError: The folder, the flags and the machine do not go together.
+    """
+    spec = check_folder(folder)
+    settings = resolve(config.engine, spec)
+    report = progress_reporter(place, "weights")
+    began_s = time.monotonic()
+    engine = Engine(
+        spec,
+        folder,
+        device=str(settings.device),
+        dtype=str(settings.dtype).removeprefix("torch."),
+        num_pages=settings.num_pages,
+        page_size=settings.page_size,
+        max_running_requests=settings.limits.max_running_requests,
+        max_seq_len=settings.limits.context,
+        attention=settings.attention,
+        threads=settings.threads,
+        progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
+    )
+    schedule = Schedule(
+        make_cache(settings.cache, settings.num_pages, settings.page_size),
+        settings.limits,
+        spec.eos_ids,
+        Identity(place.owner.slot, place.owner.epoch, engine.fingerprint),
+    )
+    logger.info(
+        "engine_loaded",
+        seconds=round(time.monotonic() - began_s, 2),
+        architecture=spec.architecture,
+        device=str(settings.device),
+        dtype=str(settings.dtype).removeprefix("torch."),
+        attention=settings.attention,
+        cache=settings.cache,
+        pages=settings.num_pages,
+        page_size=settings.page_size,
+        context=settings.limits.context,
+        threads=settings.threads,
+    )
+    return engine, schedule, settings

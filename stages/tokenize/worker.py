@@ -1,0 +1,141 @@
+"""Submitted -> Tokenized | Failed. Reads requests, encodes what one read brings as a batch, commits each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from pipeline.config import Config
+from pipeline.errors import LogUnavailable, RequestError
+from pipeline.events import Failed, Submitted, Tokenized, decode
+from pipeline.log import Entry, Inbox, StreamLog
+from pipeline.names import GENERATE, TOKENIZE
+from pipeline.slots import Place, acquire_slot, read_statuses
+from pipeline.worker import BACKOFF_S, Stop, follow
+from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
+
+logger = structlog.get_logger()
+
+MOST_READ = 8
+"""Few enough that several tokenizers share a burst, enough to encode as a batch."""
+LONGEST_BATCH_S = 120.0
+"""Patience of the watchdog while a batch is encoded."""
+
+
+class TokenizeWorker:
+    """The fold of the stage, between two commits of the log."""
+
+    def __init__(self, log: StreamLog, place: Place, encoder: PromptEncoder, retention_ms: int) -> None:
+        self._log = log
+        self._place = place
+        self._encoder = encoder
+        self._retention_ms = retention_ms
+        self.context = 0
+        """The served context, as the engines said last."""
+
+    def handle(self, entries: Sequence[Entry]) -> None:
+        """Tokenize and commit; what is wrong with one request fails that request alone."""
+        self._place.came_round(patience_s=LONGEST_BATCH_S)
+        self.learn_context()
+        work: list[tuple[Entry, Rendered]] = []
+        for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
+            try:
+                submitted = decode(history[0].fields) if history else None
+                if not isinstance(submitted, Submitted):  # it expired, or its history was deleted
+                    raise RequestError("The history of the request is gone.", code="log_lost", status=500)
+                prompt = self._encoder.render(submitted)
+                self._encoder.refuse_too_long(prompt, self.context)
+                work.append((entry, prompt))
+            except RequestError as error:
+                self._fail(entry, error)
+            except Exception as error:  # whatever a template can raise is this request's end and nobody else's
+                logger.exception("render_failed", uid=entry.fields["uid"])
+                self._fail(entry, _unexpected(error))
+        for (entry, prompt), token_ids in zip(work, self._encode(work), strict=True):
+            if isinstance(token_ids, RequestError):
+                self._fail(entry, token_ids)
+            elif not token_ids:
+                self._fail(entry, RequestError("The prompt has no tokens; send some text.", param=prompt.param))
+            elif len(token_ids) + 1 > self.context:
+                self._fail(entry, too_long(str(len(token_ids)), self.context, prompt.param))
+            else:
+                self._log.tokenized(
+                    entry,
+                    Tokenized(token_ids=token_ids, fingerprint=self._encoder.fingerprint, by=self._place.owner.slot),
+                )
+
+    def learn_context(self) -> None:
+        """Look up what the engines serve; the last known value stands while none of them is there."""
+        contexts = [status.context for status in read_statuses(self._log, GENERATE) if status.context]
+        if contexts:
+            self.context = min(contexts)
+
+    def _encode(self, work: Sequence[tuple[Entry, Rendered]]) -> list[tuple[int, ...] | RequestError]:
+        prompts = [prompt for _, prompt in work]
+        try:
+            return list(self._encoder.encode(prompts))
+        except Exception:  # one of them is at fault: find out which
+            logger.exception("batch_not_encoded", requests=len(prompts))
+            return [self._encode_one(prompt) for prompt in prompts]
+
+    def _encode_one(self, prompt: Rendered) -> tuple[int, ...] | RequestError:
+        try:
+            return self._encoder.encode([prompt])[0]
+        except Exception as error:  # the request's own end
+            logger.exception("prompt_not_encoded")
+            return _unexpected(error)
+
+    def _fail(self, entry: Entry, error: RequestError) -> None:
+        event = Failed(
+            status=error.status, code=error.code or "invalid_value", message=error.message, param=error.param or ""
+        )
+        self._log.end(
+            entry.fields["uid"],
+            event,
+            frontend=entry.fields["frontend"],
+            retention_ms=self._retention_ms,
+            consume=entry,
+        )
+
+
+def _unexpected(error: Exception) -> RequestError:
+    return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
+
+
+def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> int:
+    """Be one tokenizer until SIGTERM; return the exit code."""
+    stop = Stop().on_signals()
+    inbox = Inbox.submitted(log.names)
+    lease_ms = int(config.log.lease_s * 1000)
+    place = Place(lease_log, acquire_slot(log, TOKENIZE, lease_ms, preferred=config.worker.slot), lease_ms)
+    structlog.contextvars.bind_contextvars(slot=place.owner.slot)
+    try:
+        place.say(phase="loading", detail="tokenizer")
+        encoder = PromptEncoder(folder)
+        worker = TokenizeWorker(log, place, encoder, int(config.log.retention_s * 1000))
+        log.prepare(inbox)
+        _wait_for_context(worker, place, stop)
+        place.say(phase="ready", detail="", fingerprint=encoder.fingerprint)
+        follow(log, inbox, place, worker.handle, stop, max_entries=MOST_READ)
+    finally:
+        place.leave()
+    return 0
+
+
+def _wait_for_context(worker: TokenizeWorker, place: Place, stop: Stop) -> None:
+    """Wait for an engine, which alone knows how long a prompt may be."""
+    said = False
+    while not stop and not worker.context:
+        place.came_round()
+        try:
+            worker.learn_context()
+        except LogUnavailable as error:
+            logger.warning("log_unavailable", error=str(error))
+        if not worker.context:
+            if not said:
+                logger.info("waiting_for", stage=GENERATE, reason="it says how long a prompt may be")
+                place.say(phase="waiting", detail=GENERATE)
+                said = True
+            stop.wait(BACKOFF_S / 4)

@@ -1,0 +1,164 @@
+"""Small random checkpoints made on the spot with transformers, and what transformers generates from them.
+
+Their weights are ten times as wide as usual: with the default width a random model repeats one token for ever, and no
+test of parity could fail on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Family = Literal["llama3", "qwen3"]
+
+TEXT = (
+    """The log is the memory of the program. An accepted request ends exactly once, whatever dies. 你好，世界！你好吗？
+Señor, ¿qué tal? Ça va très bien, merci. Grüße aus Österreich. Привет, как дела? こんにちは、世界。 안녕하세요. 🙂🙂 🚀
+def fold(state, event): return state + [event]  # a stage is a fold over events; everything else is an edge
+She sells sea shells by the sea shore; the shells she sells are sea shells, and the sea is in the shells.
+"""
+    * 4
+)
+END, START, STOP, BOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>"
+
+CHAT_TEMPLATE = """\
+{%- set state = namespace(last='') -%}
+{%- for message in messages -%}
+{%- if message.role not in ('system', 'user', 'assistant') -%}
+{{ raise_exception('Unknown role: ' + message.role) }}
+{%- endif -%}
+{%- if message.role == state.last or (message.role == 'system' and not loop.first)
+    or (message.role == 'assistant' and state.last != 'user') -%}
+{{ raise_exception('After an optional system message roles must alternate user/assistant/user/assistant/...') }}
+{%- endif -%}
+{%- set state.last = message.role -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+
+
+def make_checkpoint(
+    folder: Path,
+    architecture: Family,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    tie: bool | None = None,
+    bias: bool = False,
+    num_layers: int = 2,
+    vocab_size: int = 512,
+    max_positions: int = 512,
+) -> Path:
+    """Write a model of about 200,000 parameters and its tokenizer to *folder*, as its author would; return *folder*.
+
+    *tie* None: tied embeddings for qwen3, not for llama3. *bias* gives the linear layers that may have one a bias:
+    those of the attention, and for llama3 those of the MLP. *vocab_size* is what the tokenizer is trained to, at most.
+    """
+    tokenizer = train_tokenizer(vocab_size, with_bos=architecture == "llama3")
+    tokenizer.save_pretrained(folder)
+    eos_ids = [tokenizer.get_vocab()[token] for token in (STOP, END)]
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_positions,
+        "initializer_range": 0.2,
+        "eos_token_id": eos_ids[0],
+        "bos_token_id": tokenizer.bos_token_id,
+        "attention_bias": bias,
+        "tie_word_embeddings": architecture == "qwen3" if tie is None else tie,
+    }
+    config: LlamaConfig | Qwen3Config
+    if architecture == "llama3":
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, rope_parameters=rope, **common
+        )
+    else:
+        rope = {"rope_type": "default", "rope_theta": 10_000.0}
+        config = Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, rope_parameters=rope, **common)
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config) if isinstance(config, LlamaConfig) else Qwen3ForCausalLM(config)
+    _scatter(model)
+    torch.set_rng_state(generator_state)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = eos_ids
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def train_tokenizer(vocab_size: int, *, with_bos: bool) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer in which some characters are one token and others several byte tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END, START, STOP, *([BOS] if with_bos else [])]
+    tokenizer.train_from_iterator(
+        TEXT.splitlines(),
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    if with_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        )
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=STOP, pad_token=END, **({"bos_token": BOS} if with_bos else {})
+    )
+    fast.chat_template = ("{{ bos_token }}" if with_bos else "") + CHAT_TEMPLATE
+    return fast
+
+
+def reference_tokens(
+    folder: Path, prompt_ids: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
+) -> tuple[list[int], float]:
+    """Return what transformers generates greedily (eager, float32), and the smallest gap between its two best logits.
+
+    A test that compares tokens asserts that the gap is far above rounding, else it would compare noise. Without
+    *ignore_eos* the tokens end with the end-of-sequence token, if one comes.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    eos_ids = () if ignore_eos else model.generation_config.eos_token_id
+    tokens: list[int] = []
+    smallest_gap = float("inf")
+    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos_ids):
+        with torch.inference_mode():
+            best = model(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1].topk(2)
+        smallest_gap = min(smallest_gap, float(best.values[0] - best.values[1]))
+        tokens.append(int(best.indices[0]))
+    return tokens, smallest_gap
+
+
+def _scatter(model: torch.nn.Module) -> None:
+    """Norms are 1 and biases 0 in a new model: one left out or in the wrong place would go unseen."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)

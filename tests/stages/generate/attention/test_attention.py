@@ -1,0 +1,140 @@
+"""The contract of `Attention`, held against a dense computation without pages: one head, one query, float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from stages.generate.attention import ATTENTION, AttentionShape
+from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch
+from stages.generate.schedule.plan import BatchPlan, PlanRow
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.parametrize("name", ATTENTION)
+
+
+def dense(q_QHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, window: int = 0) -> Tensor:
+    """The queries are the last ones of the C tokens."""
+    start = len(k_CKD) - len(q_QHD)
+    out = torch.empty(q_QHD.shape, dtype=torch.float64)
+    for i in range(len(q_QHD)):
+        seen = slice(max(0, start + i + 1 - window) if window else 0, start + i + 1)
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            weights = (k_CKD[seen, kv_head].double() @ q_QHD[i, head].double() / HEAD_DIM**0.5).softmax(0)
+            out[i, head] = weights @ v_CKD[seen, kv_head].double()
+    return out
+
+
+class Case:
+    """Rows of (start, number of new tokens), their keys and values, and pages in a shuffled order amid NaN."""
+
+    def __init__(self, rows: list[tuple[int, int]], page_size: int, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.rows, self.page_size = rows, page_size
+        self.k = [torch.randn(start + count, KV_HEADS, HEAD_DIM).to(dtype) for start, count in rows]
+        self.v = [torch.randn(start + count, KV_HEADS, HEAD_DIM).to(dtype) for start, count in rows]
+        self.q_THD = torch.randn(sum(count for _, count in rows), HEADS, HEAD_DIM).to(dtype)
+        needed = [-(-(start + count) // page_size) for start, count in rows]
+        num_pages = sum(needed) + 3
+        order = iter(random.Random(0).sample(range(num_pages), num_pages))
+        self.pages = [tuple(next(order) for _ in range(count)) for count in needed]
+        self.kv_2PKSD = torch.full((2, num_pages, KV_HEADS, page_size, HEAD_DIM), float("nan"), dtype=dtype)
+        for row, (start, _) in enumerate(rows):
+            self.store(row, 0, start)
+
+    def store(self, row: int, begin: int, end: int) -> None:
+        for position in range(begin, end):
+            page, offset = self.pages[row][position // self.page_size], position % self.page_size
+            self.kv_2PKSD[0, page, :, offset] = self.k[row][position]
+            self.kv_2PKSD[1, page, :, offset] = self.v[row][position]
+
+    def batch(self) -> ForwardBatch:
+        tables = PageTables(len(self.rows), 1000, self.page_size)
+        plan = BatchPlan(
+            0,
+            tuple(
+                PlanRow(row, start, (0,) * count, self.pages[row], 0, None)
+                for row, (start, count) in enumerate(self.rows)
+            ),
+            0,
+        )
+        tables.update(plan.rows)
+        return build_batch(plan, tables, CPU)
+
+    def attend(self, name: str, window: int = 0) -> Tensor:
+        attention = ATTENTION[name](AttentionShape(HEADS, KV_HEADS, HEAD_DIM, self.page_size, window))
+        k_TKD = torch.cat([k[start:] for k, (start, _) in zip(self.k, self.rows, strict=True)])
+        v_TKD = torch.cat([v[start:] for v, (start, _) in zip(self.v, self.rows, strict=True)])
+        return attention.plan(self.batch())(self.q_THD, k_TKD, v_TKD, self.kv_2PKSD)
+
+    def expected(self, window: int = 0) -> Tensor:
+        queries = torch.split(self.q_THD, [count for _, count in self.rows])
+        return torch.cat([dense(q, k, v, window) for q, k, v in zip(queries, self.k, self.v, strict=True)])
+
+
+MIXED = [(0, 9), (70, 1), (3, 1), (16, 5), (15, 17), (64, 64), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_mixed_rows_on_shuffled_pages_agree_with_dense_attention(name: str, page_size: int) -> None:
+    case = Case(MIXED, page_size)
+    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_rows_agree_with_dense_attention(name: str, seed: int) -> None:
+    draw = random.Random(seed)
+    rows = [(draw.choice([0, draw.randrange(90)]), draw.choice([1, 1, draw.randrange(1, 40)])) for _ in range(6)]
+    case = Case(rows, draw.choice([1, 2, 8, 32]))
+    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+
+
+def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(name: str) -> None:
+    case = Case(MIXED, 4)
+    case.attend(name)
+    written = case.kv_2PKSD.clone()
+    case.kv_2PKSD.fill_(float("nan"))
+    for row, (start, count) in enumerate(MIXED):
+        case.store(row, 0, start + count)
+    assert torch.equal(written.nan_to_num(-99), case.kv_2PKSD.nan_to_num(-99))
+
+
+def test_a_row_reads_what_another_row_writes_in_the_same_step(name: str) -> None:
+    case = Case([(8, 3), (0, 8)], 8)
+    case.k[0][:8], case.v[0][:8] = case.k[1], case.v[1]
+    case.kv_2PKSD.fill_(float("nan"))
+    case.pages[0] = (case.pages[1][0], case.pages[0][1])
+    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+
+
+def test_a_chunk_longer_than_a_block_is_causal(name: str) -> None:
+    case = Case([(10, 300)], 16)
+    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+
+
+def test_a_window_hides_what_lies_before_it(name: str) -> None:
+    case = Case(MIXED, 4)
+    output = case.attend(name, window=5).double()
+    torch.testing.assert_close(output, case.expected(window=5), atol=2e-6, rtol=1e-5)
+    assert not torch.allclose(output, case.expected(), atol=1e-2)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
+    together, alone = Case(MIXED, 16), Case(MIXED, 16)
+    first = sum(count for _, count in MIXED[:4])
+    alone.rows, alone.k, alone.v = [MIXED[4]], [together.k[4]], [together.v[4]]
+    alone.pages, alone.q_THD = [together.pages[4]], together.q_THD[first : first + MIXED[4][1]]
+    torch.testing.assert_close(together.attend(name)[first : first + MIXED[4][1]], alone.attend(name))
+
+
+def test_bfloat16_is_summed_in_float32(name: str) -> None:
+    case = Case(MIXED, 16, torch.bfloat16)
+    output = case.attend(name)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), case.expected(), atol=2e-2, rtol=1e-2)

@@ -1,0 +1,47 @@
+"""A plan becomes tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.events import SamplingParams
+from stages.generate.forward.batch import PageTables, build_batch
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+
+CPU = torch.device("cpu")
+
+
+def test_a_mixed_batch_packs_decode_rows_and_chunks() -> None:
+    tables = PageTables(max_running_requests=4, max_seq_len=10, page_size=4)
+    tables.update([PlanRow(2, 0, (1, 2, 3, 4), (7,), 0, None), PlanRow(0, 0, (1, 2, 3), (5,), 0, None)])
+    sample = Sample(SamplingParams(), 5, ())
+    rows = (
+        PlanRow(2, 4, (50,), (3,), 1, sample),
+        PlanRow(0, 3, (60, 61), (9,), 1, None),
+        PlanRow(1, 0, (70, 71), (8,), 0, sample),
+    )
+    tables.update(rows)
+    batch = build_batch(BatchPlan(1, rows, 1), tables, CPU)
+    assert batch.token_ids_T.tolist() == [50, 60, 61, 70, 71]
+    assert batch.positions_T.tolist() == [4, 3, 4, 0, 1]
+    assert batch.slots_T.tolist() == [3 * 4, 5 * 4 + 3, 9 * 4, 8 * 4, 8 * 4 + 1]
+    assert batch.query_starts == (0, 1, 3, 5)
+    assert batch.seq_lens == (5, 5, 2)
+    assert batch.page_table_BN[:2].tolist() == [[7, 3], [5, 9]]
+    assert batch.page_table_BN[2, 0] == 8
+    assert batch.logits_rows_R.tolist() == [0, 4]
+    assert batch.num_decode_rows == 1
+
+
+def test_a_table_row_is_taken_over_by_the_next_request() -> None:
+    tables = PageTables(1, 8, 2)
+    tables.update([PlanRow(0, 0, (1,) * 8, (4, 3, 2, 1), 0, None)])
+    row = PlanRow(0, 0, (1, 2, 3), (6, 7), 0, None)
+    tables.update([row])
+    assert build_batch(BatchPlan(0, (row,), 0), tables, CPU).slots_T.tolist() == [12, 13, 14]
+
+
+def test_more_pages_than_a_row_has_are_our_bug() -> None:
+    with pytest.raises(AssertionError, match="3 pages in a row of 2"):
+        PageTables(1, 8, 4).update([PlanRow(0, 0, (1,), (1, 2, 3), 0, None)])

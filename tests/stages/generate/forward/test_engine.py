@@ -1,0 +1,245 @@
+"""Plans made by hand, through the engine, give the logits and tokens of transformers."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Family, make_checkpoint, reference_tokens
+from transformers import AutoModelForCausalLM
+
+import stages.generate.forward.engine as engine_module
+from pipeline.events import SamplingParams
+from stages.generate.forward.batch import ForwardBatch, build_batch
+from stages.generate.forward.engine import Engine
+from stages.generate.model.checkpoint import check_folder
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+
+PAGE_SIZE, NUM_PAGES, MAX_SEQ_LEN = 4, 128, 160
+GREEDY = SamplingParams(temperature=0)
+PROMPT = random.Random(3).choices(range(4, 480), k=61)
+OTHER = random.Random(4).choices(range(4, 480), k=23)
+
+
+def make_engine(folder: Path, **more: Any) -> Engine:
+    """An engine whose unused memory is NaN, so that whoever reads it is found out."""
+    sizes = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_running_requests": 4, "max_seq_len": MAX_SEQ_LEN}
+    engine = Engine(check_folder(folder), folder, **{**sizes, **more})
+    engine.kv_L2PKSD.fill_(float("nan"))
+    return engine
+
+
+@dataclass
+class Request:
+    """Just enough of a schedule: takes the pages of `pool` as it grows."""
+
+    table: int
+    tokens: list[int]
+    pool: list[int]
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    params: SamplingParams = GREEDY
+
+    def row(self, count: int) -> PlanRow:
+        start, end = self.computed, min(self.computed + count, len(self.tokens))
+        first = len(self.pages)
+        new = tuple(self.pool.pop() for _ in range(-(-end // PAGE_SIZE) - first))
+        self.pages += new
+        self.computed = end
+        sample = Sample(self.params, end, ()) if end == len(self.tokens) else None
+        return PlanRow(self.table, start, tuple(self.tokens[start:end]), new, first, sample)
+
+
+def plan(*rows: PlanRow) -> BatchPlan:
+    return BatchPlan(0, rows, sum(len(row.token_ids) == 1 for row in rows))
+
+
+def shuffled_pages(seed: int = 0) -> list[int]:
+    return random.Random(seed).sample(range(NUM_PAGES), NUM_PAGES)
+
+
+def generate(engine: Engine, request: Request, count: int, chunk: int) -> list[int]:
+    """Return *count* tokens of one request alone, its prompt in chunks."""
+    begin = len(request.tokens)
+    while len(request.tokens) < begin + count:
+        request.tokens += engine.forward(plan(request.row(chunk)))
+    return request.tokens[begin:]
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+def family(request: pytest.FixtureRequest) -> Family:
+    chosen: Family = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def folder(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(family), family)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Callable[[list[int]], torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            result: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+        return result
+
+    return logits
+
+
+def expected_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
+    tokens, smallest_gap = reference_tokens(folder, prompt, count)
+    assert smallest_gap > 1e-3
+    assert len(set(tokens)) > count // 2, "a model that repeats itself proves nothing"
+    return tokens
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_a_request_in_chunks_or_whole_gives_the_tokens_of_transformers(folder: Path, chunk: int) -> None:
+    tokens = generate(make_engine(folder), Request(0, list(PROMPT), shuffled_pages()), 24, chunk)
+    assert tokens == expected_tokens(folder, PROMPT, 24)
+
+
+def test_logits_agree_with_transformers(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
+    engine = make_engine(folder)
+    logits_RV = engine.logits(plan(Request(0, list(PROMPT), shuffled_pages()).row(64)))
+    assert logits_RV.dtype == torch.float32
+    torch.testing.assert_close(logits_RV, theirs(PROMPT)[-1:], atol=1e-4, rtol=0)
+
+
+def test_a_chunk_continues_where_the_last_one_ended(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
+    engine, request = make_engine(folder), Request(0, list(PROMPT), shuffled_pages())
+    for count in (1, 10, 3, 40):
+        assert engine.forward(plan(request.row(count))) == []
+    torch.testing.assert_close(engine.logits(plan(request.row(7))), theirs(PROMPT)[-1:], atol=1e-4, rtol=0)
+
+
+def test_a_decode_row_and_a_chunk_share_a_step(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
+    engine, pool = make_engine(folder), shuffled_pages()
+    decoding, arriving = Request(3, list(OTHER), pool), Request(1, list(PROMPT), pool)
+    decoding.tokens += engine.forward(plan(decoding.row(64)))
+    for _ in range(3):
+        decoding.tokens += engine.forward(plan(decoding.row(1), arriving.row(20)))
+    logits_RV = engine.logits(plan(decoding.row(1), arriving.row(20)))
+    expected = torch.stack([theirs(decoding.tokens)[-1], theirs(PROMPT)[-1]])
+    torch.testing.assert_close(logits_RV, expected, atol=1e-4, rtol=0)
+    assert decoding.tokens[len(OTHER) :] == expected_tokens(folder, OTHER, 8)[:4]
+
+
+def test_pages_computed_by_one_request_serve_another(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
+    engine, pool = make_engine(folder), shuffled_pages()
+    first = Request(0, list(PROMPT), pool)
+    second = Request(1, PROMPT[:32] + OTHER, pool)
+    rows = [first.row(64)]
+    second.pages, second.computed = first.pages[:8], 32
+    row = second.row(64)
+    rows.append(replace(row, new_pages=(*first.pages[:8], *row.new_pages), first_page=0))
+    expected = torch.stack([theirs(first.tokens)[-1], theirs(second.tokens)[-1]])
+    torch.testing.assert_close(engine.logits(plan(*rows)), expected, atol=1e-4, rtol=0)
+
+
+def test_pages_swapped_without_their_values_change_the_logits(
+    folder: Path, theirs: Callable[[list[int]], torch.Tensor]
+) -> None:
+    """The parity tests can fail: which page is read matters.
+
+    Two whole pages of one row, swapped with all they hold, change nothing for the tokens after them: attention is a sum
+    over a set, and a key carries its position with it. So keys are swapped here, or a page with another request's.
+    """
+    engine, pool = make_engine(folder), shuffled_pages()
+    request, other = Request(0, list(PROMPT), pool), Request(1, list(OTHER), pool)
+    engine.forward(plan(request.row(60), other.row(64)))
+
+    def difference(pages: list[int], of: slice) -> float:
+        kv_before, request.computed = engine.kv_L2PKSD.clone(), 60
+        engine.kv_L2PKSD[:, of, pages] = engine.kv_L2PKSD[:, of, pages[::-1]]
+        difference = (engine.logits(plan(request.row(1))) - theirs(PROMPT)[-1:]).abs().max()
+        engine.kv_L2PKSD.copy_(kv_before)
+        return float(difference)
+
+    mine, keys, keys_and_values = [request.pages[2], request.pages[9]], slice(0, 1), slice(0, 2)
+    assert difference(mine, keys_and_values) < 1e-4
+    assert difference(mine, keys) > 0.1
+    assert difference([request.pages[2], other.pages[2]], keys_and_values) > 0.1
+
+
+def test_positions_shifted_by_one_change_the_logits(
+    folder: Path, theirs: Callable[[list[int]], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parity tests can fail: the positions of a chunk matter."""
+
+    def shifted(*arguments: Any) -> ForwardBatch:
+        batch = build_batch(*arguments)
+        return replace(batch, positions_T=batch.positions_T + 1)
+
+    engine, request = make_engine(folder), Request(0, list(PROMPT), shuffled_pages())
+    engine.forward(plan(request.row(40)))
+    monkeypatch.setattr(engine_module, "build_batch", shifted)
+    assert (engine.logits(plan(request.row(64))) - theirs(PROMPT)[-1:]).abs().max() > 0.1
+
+
+def test_a_sampled_request_gets_the_same_tokens_alone_and_in_company(folder: Path) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
+    alone = generate(make_engine(folder), Request(0, list(OTHER), shuffled_pages(), params=params), 12, 64)
+    engine, pool = make_engine(folder), shuffled_pages(1)
+    one, other = Request(2, list(OTHER), pool, params=params), Request(0, list(PROMPT), pool)
+    for _ in range(12):
+        rows = (one.row(9), other.row(5))
+        tokens = iter(engine.forward(plan(*rows)))
+        for request, row in zip((one, other), rows, strict=True):
+            request.tokens += [next(tokens)] if row.sample else []
+    together = one.tokens[len(OTHER) :]
+    assert together == alone[: len(together)] and len(together) == 10
+
+
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
+    engine, pool = make_engine(folder), shuffled_pages()
+    request = Request(0, list(OTHER), pool, params=SamplingParams(seed=5))
+    tokens = generate(engine, request, 4, 64)
+    again = Request(1, list(request.tokens), pool, params=request.params)
+    tokens += generate(engine, again, 4, 16)
+    assert tokens == generate(
+        make_engine(folder), Request(0, list(OTHER), shuffled_pages(), params=request.params), 8, 64
+    )
+
+
+def test_bfloat16_computes_near_float32(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
+    engine = make_engine(folder, dtype="bfloat16", threads=1)
+    assert engine.kv_L2PKSD.dtype == torch.bfloat16
+    logits_RV = engine.logits(plan(Request(0, list(PROMPT), shuffled_pages()).row(64)))
+    torch.testing.assert_close(logits_RV, theirs(PROMPT)[-1:], atol=0.6, rtol=0)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_biases_and_either_kind_of_head_agree_with_transformers(tmp_path: Path, family: Family, tie: bool) -> None:
+    folder = make_checkpoint(tmp_path, family, tie=tie, bias=True, num_layers=3)
+    tokens = generate(make_engine(folder), Request(0, list(PROMPT), shuffled_pages()), 8, 64)
+    assert tokens == expected_tokens(folder, PROMPT, 8)
+
+
+def test_the_dtype_of_the_checkpoint_is_the_default(tmp_path: Path, family: Family) -> None:
+    folder = make_checkpoint(tmp_path, family, dtype="bfloat16")
+    assert make_engine(folder).dtype == torch.bfloat16
+    assert make_engine(folder, dtype="float32").dtype == torch.float32
+
+
+def test_a_fingerprint_tells_weights_and_dtype_apart(folder: Path, family: Family, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path, family, seed=1)
+    engines = [make_engine(folder), make_engine(folder), make_engine(folder, dtype="bfloat16"), make_engine(other)]
+    first, same, narrow, different = (engine.fingerprint for engine in engines)
+    assert first == same
+    assert len({first, narrow, different}) == 3
+
+
+def test_the_engine_imports_nothing_of_transformers() -> None:
+    code = "import sys, stages.generate.forward.engine; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,143 @@
+"""A config becomes a spec, or one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError
+from stages.generate.model.spec import ARCHITECTURES, RopeSpec, read_spec, tensor_shapes
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 7,
+}
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+LLAMA3_ROPE = RopeSpec("llama3", 500_000.0, 8.0, 1.0, 4.0, 256)
+
+
+def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_absent_and_null_fields_have_the_defaults_of_the_architecture(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, head_dim=None, num_key_value_heads=None))
+    assert (spec.head_dim, spec.num_kv_heads, spec.qk_norm, spec.tie_embeddings) == (16, 4, False, False)
+    assert (spec.rope, spec.dtype) == (RopeSpec("default", 10_000.0), "float32")
+    spec = read_spec(write(tmp_path, architectures=["Qwen3ForCausalLM"]))
+    assert (spec.head_dim, spec.qk_norm) == (128, True)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0, **SCALING}},
+        {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "llama3", **SCALING}},
+        {"rope_theta": 500_000, "rope_scaling": {"type": "llama3", **SCALING}},
+    ],
+    ids=["rope_parameters", "rope_type", "type"],
+)
+def test_both_spellings_of_rope_are_read(tmp_path: Path, rope: dict[str, Any]) -> None:
+    assert read_spec(write(tmp_path, **rope)).rope == LLAMA3_ROPE
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_theta": 1e6}},
+        {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_theta": 1e6, "rope_scaling": None, "rope_parameters": None},
+    ],
+)
+def test_rope_without_scaling_is_default(tmp_path: Path, rope: dict[str, Any]) -> None:
+    assert read_spec(write(tmp_path, **rope)).rope == RopeSpec("default", 1e6)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (7, None, (7,)),
+        ([9, 7], None, (7, 9)),
+        (7, {"eos_token_id": [8, 7]}, (7, 8)),
+        (None, {"eos_token_id": 3}, (3,)),
+        (None, {}, ()),
+    ],
+)
+def test_eos_ids_are_those_of_both_files(
+    tmp_path: Path, config: object, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    assert read_spec(write(tmp_path, generation, eos_token_id=config)).eos_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            'architectures says ["GPT2LMHeadModel"]; supported: LlamaForCausalLM, Q',
+        ),
+        ({"architectures": None}, "architectures says null; supported: LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: \"silu\""),
+        ({"use_sliding_window": True}, "use_sliding_window is True; supported: false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling has rope_type 'yarn'; supported: default, llama3",
+        ),
+        ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "low_freq_factor is missing; expected a positive number"),
+        ({"rope_scaling": {"type": "llama3", **SCALING, "low_freq_factor": 4.0}}, "not below high_freq_factor"),
+        ({"rope_parameters": {"full_attention": {}}}, "expected one flat object"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; supported: 1.0"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing; expected a positive number"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; expected a positive number"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, not a multiple of 3"),
+        ({"head_dim": 15}, "head_dim is 15; rotary embedding needs an even number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"dtype": "float8"}, "dtype is 'float8'; supported: float32, bfloat16, float16"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_what_we_do_not_compute_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(write(tmp_path, **changes))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ") and "\n" not in str(caught.value)
+
+
+def test_biases_and_a_head_of_its_own_are_tensors_of_the_checkpoint(tmp_path: Path) -> None:
+    plain = tensor_shapes(read_spec(write(tmp_path, tie_word_embeddings=True)))
+    rich = tensor_shapes(read_spec(write(tmp_path, attention_bias=True, mlp_bias=True)))
+    assert set(rich) - set(plain) == {"lm_head.weight"} | {
+        f"model.layers.{layer}.{name}_proj.bias"
+        for layer in range(2)
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    }
+    assert rich["model.layers.0.self_attn.k_proj.bias"] == (32,)
+    assert plain["model.layers.1.mlp.down_proj.weight"] == (64, 96)
+
+
+def test_every_architecture_has_a_row() -> None:
+    assert list(ARCHITECTURES) == ["LlamaForCausalLM", "Qwen3ForCausalLM"]

@@ -1,0 +1,23 @@
+"""Quart responses from the bodies that `web.openai` makes."""
+
+from __future__ import annotations
+
+import orjson
+from quart import Response
+
+from pipeline.errors import RequestError
+from web.openai.errors import error_body
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Return *value* as JSON; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else orjson.dumps(value)
+    return Response(body, status, content_type="application/json")
+
+
+def error_response(error: RequestError) -> Response:
+    """Return the nested OpenAI body, and when to come again where that helps."""
+    response = json_response(error_body(error), error.status)
+    if error.status in (429, 503):
+        response.headers["Retry-After"] = "1"
+    return response

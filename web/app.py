@@ -1,0 +1,72 @@
+"""The Quart application: routes, limits, and that every answer which is no success has the OpenAI error body."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from typing import Final
+
+import structlog
+from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException
+
+from pipeline.errors import RequestError
+from web.answers import error_response
+from web.frontend import Frontend
+from web.routes.chat import chat_routes
+from web.routes.health import health_routes
+from web.routes.models import model_routes
+
+logger = structlog.get_logger()
+
+MAX_BODY_BYTES: Final = 32 << 20
+BODY_TIMEOUT_S: Final = 30
+REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
+
+_MESSAGES: Final = {
+    404: "There is nothing at this path; see /v1/models and /v1/chat/completions.",
+    405: "This path does not take this method; see the Allow header.",
+    408: f"The body did not arrive within {BODY_TIMEOUT_S} s.",
+    413: f"The body is larger than {MAX_BODY_BYTES} bytes.",
+}
+
+
+def create_app(frontend: Frontend) -> Quart:
+    """Return the application that answers for *frontend*."""
+    app = Quart(__name__, static_folder=None)
+    app.config |= {
+        "RESPONSE_TIMEOUT": None,  # Quart's 60 s would cut a stream without a word
+        "BODY_TIMEOUT": BODY_TIMEOUT_S,
+        "MAX_CONTENT_LENGTH": MAX_BODY_BYTES,
+    }
+    app.url_map.strict_slashes = False
+    app.url_map.merge_slashes = False
+    for routes in (chat_routes(frontend), model_routes(frontend, int(time.time())), health_routes(frontend)):
+        app.register_blueprint(routes)
+
+    @app.errorhandler(RequestError)
+    async def refused(error: RequestError) -> Response:
+        return error_response(error)
+
+    @app.errorhandler(HTTPException)
+    async def refused_by_quart(error: HTTPException) -> Response:
+        status = error.code or 500
+        response = error_response(RequestError(_MESSAGES.get(status, error.name), status=status))
+        allowed = getattr(error, "valid_methods", None)  # of 405, which must name them
+        if allowed:
+            response.headers["Allow"] = ", ".join(sorted(allowed))
+        return response
+
+    @app.errorhandler(Exception)
+    async def failed(error: Exception) -> Response:
+        logger.error("handler_failed", method=request.method, path=request.path, exc_info=error)
+        return error_response(RequestError("The server failed on this request; that is our bug.", status=500))
+
+    @app.after_request
+    async def say_id(response: Response) -> Response:
+        given = request.headers.get("x-request-id", "")
+        response.headers["x-request-id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        return response
+
+    return app

@@ -1,0 +1,33 @@
+"""GET /v1/models and /v1/models/<id>: what the engines say they serve."""
+
+from __future__ import annotations
+
+from quart import Blueprint, Response
+
+from web.answers import json_response
+from web.frontend import Frontend
+
+
+def model_routes(frontend: Frontend, created_s: int) -> Blueprint:
+    routes = Blueprint("models", __name__)
+
+    def described(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "minisgl",
+            "root": frontend.readiness.models[0],
+            "parent": None,
+            "max_model_len": frontend.readiness.context,
+        }
+
+    @routes.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [described(name) for name in frontend.readiness.models]})
+
+    @routes.get("/v1/models/<path:name>")
+    async def model(name: str) -> Response:
+        return json_response(described(frontend.readiness.resolve(name)))
+
+    return routes
