@@ -102,6 +102,18 @@ def page_size(text: str) -> int:
     return value
 
 
+def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """As *parse*, and refuse what is not among *choices*."""
+
+    def choice(text: str) -> Any:
+        value = parse(text)
+        if value not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be one of {', '.join(map(str, choices))}")
+        return value
+
+    return choice
+
+
 @dataclass(frozen=True, slots=True)
 class LogConfig:
     """Where the log is and how long it keeps what."""
@@ -297,16 +309,15 @@ def build_parser(command: str, environment: Mapping[str, str]) -> argparse.Argum
         }
         if item.metadata["repeated"]:
             options |= {"nargs": "+", "metavar": "NAME"}
-        if item.metadata["choices"] is not None:
-            options["choices"] = item.metadata["choices"]
+        if item.metadata["choices"] is not None:  # not argparse's own, which does not look at defaults
+            choices = item.metadata["choices"]
+            options |= {"type": one_of(choices, parse), "metavar": "{" + ",".join(map(str, choices)) + "}"}
         else:
             options.setdefault("metavar", names[0].lstrip("-").rsplit("-", 1)[-1].upper())
         text = environment.get("MINISGL_" + names[0].lstrip("-").replace("-", "_").upper())
         if text is not None:  # argparse parses a default that is text, so a bad value gets the flag's own error
             options["default"] = text.split() if item.metadata["repeated"] else text
-        action = parser.add_argument(*names, **options)
-        if text is not None and action.choices is not None and parse(text) not in action.choices:
-            parser.error(f"argument {names[0]}: invalid choice: {text!r} in the environment")
+        parser.add_argument(*names, **options)
     return parser
 
 

@@ -265,10 +265,10 @@ def encode(event: Event) -> dict[str, str]:
 
 def as_plain(event: Event) -> dict[str, Any]:
     """Return *event* as plain values without what has its default; the kind and the version are always there."""
-    omitted = {
+    omitted = {"ms"} | {
         name
         for name, field in type(event).model_fields.items()
-        if name == "ms" or (name not in ("kind", "v") and getattr(event, name) == field.get_default())
+        if name not in ("kind", "v") and getattr(event, name) == field.get_default(call_default_factory=True)
     }
     return event.model_dump(mode="json", exclude=omitted, exclude_none=True)
 

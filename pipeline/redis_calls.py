@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -66,14 +67,21 @@ def script_sha(name: str) -> str:
     return hashlib.sha1(script_text(name).encode(), usedforsecurity=False).hexdigest()
 
 
+_IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): @user_script: ?\d+: (@user_script: ?\d+: -)?")
+"""What Redis 6.2 puts before an error inside a script, which makes each a plain ResponseError; 7 leaves it as it is."""
+
+
 def translate(error: errors.RedisError) -> LogError:
-    """Return our exception for one of redis-py's. OOM inside a script is a plain ResponseError on 6.2."""
-    text = str(error)
-    if isinstance(error, errors.OutOfMemoryError) or "OOM" in text:
+    """Return our exception for one of redis-py's."""
+    text = _IN_SCRIPT.sub("", str(error))
+    code = text.partition(" ")[0]
+    if isinstance(error, errors.OutOfMemoryError) or code == "OOM":
         return LogFull(f"Redis is at its maxmemory and takes no new work: {text}")
     if isinstance(error, errors.ConnectionError | errors.TimeoutError | errors.ReadOnlyError):
         return LogUnavailable(text)
-    if text.startswith(("NOGROUP", "UNBLOCKED", "WRONGTYPE")):
+    if code in ("READONLY", "MISCONF", "BUSY"):
+        return LogUnavailable(text)
+    if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
         return GroupLost(text)
     return LogError(text)
 
@@ -144,6 +152,13 @@ def end(names: Names, uid: str, event: End, *, frontend: str, retention_ms: int,
         [uid, retention_ms, REPLY_CAP, consume.id if consume else "", *_flat(fields)],
         lambda reply: as_text(reply) == "OK",
     )
+
+
+def history(names: Names, uid: str, after: str) -> list[str]:
+    """Return the command that reads a history from its start, or after the id *after*."""
+    if after == SEAL:  # Redis refuses an interval that begins after the largest id; this one is empty
+        return ["XRANGE", names.request(uid), "+", "-"]
+    return ["XRANGE", names.request(uid), f"({after}" if after else "-", "+"]
 
 
 # Engines
@@ -275,6 +290,13 @@ def read_replies(names: Names, frontend: str, after: str, block_ms: int) -> list
 def blocking(block_ms: int) -> list[str | int]:
     """Return the words that make a read wait; none for 0, which Redis takes as forever."""
     return ["BLOCK", min(block_ms, LONGEST_BLOCK_MS)] if block_ms > 0 else []
+
+
+# Consumer groups
+
+
+def prepare(inbox: Inbox) -> Call[None]:
+    return Call("prepare", [inbox.stream], [inbox.group], lambda _: None)
 
 
 # Slots

@@ -1,7 +1,8 @@
 """StreamLog in Redis Streams, on the commands of Redis 6.2: a client for the synchronous stages, one for asyncio (web).
 
-Only scripts that are safe to run twice and plain reads go through the client that retries; a blocking read has a
-connection of its own and is never retried, because a lost reply may have delivered entries (see `pending`).
+Only scripts that are safe to run twice and plain reads go through the client that retries; what delivers entries (read,
+take, claim) and what blocks has a connection of its own and is never retried: a lost reply may have delivered entries,
+which `pending` finds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RedisLog:
         self.names = names
         retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 5)
         self._redis = _raw(redis.Redis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, retry=retry, **_options(url)))
-        self._blocking = _raw(
+        self._once = _raw(
             redis.Redis.from_url(
                 url,
                 socket_timeout=calls.LONGEST_BLOCK_MS / 1000 + 2,
@@ -63,19 +64,20 @@ class RedisLog:
 
     def close(self) -> None:
         self._redis.close()
-        self._blocking.close()
+        self._once.close()
 
     def another(self) -> RedisLog:
         """Return a log on connections of its own, for another thread."""
         return RedisLog(self.url, self.names)
 
-    def _run(self, call: calls.Call[T]) -> T:
+    def _run(self, call: calls.Call[T], *, retry: bool = True) -> T:
         args = [len(call.keys), *call.keys, *call.args]
+        client = self._redis if retry else self._once
         try:
             try:
-                reply = self._redis.execute_command("EVALSHA", calls.script_sha(call.script), *args)
+                reply = client.execute_command("EVALSHA", calls.script_sha(call.script), *args)
             except redis.exceptions.NoScriptError:
-                reply = self._redis.execute_command("EVAL", calls.script_text(call.script), *args)
+                reply = client.execute_command("EVAL", calls.script_text(call.script), *args)
         except redis.exceptions.RedisError as error:
             raise calls.translate(error) from error
         return call.parse(reply)
@@ -88,7 +90,7 @@ class RedisLog:
 
     def _block(self, *command: str | int) -> Any:
         try:
-            return self._blocking.execute_command(*command)
+            return self._once.execute_command(*command)
         except redis.exceptions.RedisError as error:
             raise calls.translate(error) from error
 
@@ -114,7 +116,7 @@ class RedisLog:
             return []
         pipe = self._redis.pipeline(transaction=False)
         for uid in uids:
-            pipe.execute_command("XRANGE", self.names.request(uid), f"({after}" if after else "-", "+")
+            pipe.execute_command(*calls.history(self.names, uid, after))
         try:
             return [calls.entries_of(raw) for raw in pipe.execute()]
         except redis.exceptions.RedisError as error:
@@ -129,7 +131,7 @@ class RedisLog:
     # engines
 
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
-        return self._run(calls.take(self.names, owner, max_entries, control_cursor))
+        return self._run(calls.take(self.names, owner, max_entries, control_cursor), retry=False)
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
         streams = [self.names.tokenized, self.names.control, cursor, control_cursor]
@@ -162,13 +164,7 @@ class RedisLog:
         return int(self._do("XLEN", inbox.stream))
 
     def prepare(self, inbox: Inbox) -> None:
-        try:
-            self._redis.execute_command("XGROUP", "CREATE", inbox.stream, inbox.group, "0", "MKSTREAM")
-        except redis.exceptions.ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise calls.translate(error) from error
-        except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+        self._run(calls.prepare(inbox))
 
     def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
         group: list[str | int] = ["GROUP", inbox.group, consumer, "COUNT", max_entries, *calls.blocking(block_ms)]
@@ -195,7 +191,8 @@ class RedisLog:
         for name, _count in consumers or ():
             other = calls.as_text(name)
             if other != owner.slot and len(entries) < max_entries:
-                claimed = self._run(calls.claim(self.names, inbox, owner, other, max_entries - len(entries)))
+                call = calls.claim(self.names, inbox, owner, other, max_entries - len(entries))
+                claimed = self._run(call, retry=False)
                 entries += claimed
         return entries
 
@@ -300,7 +297,7 @@ class AsyncRedisLog:
         pipe = self._redis.pipeline(transaction=False)
         for uid, after in cursors.items():
             pipe.execute_command("EXISTS", self.names.request(uid))
-            pipe.execute_command("XRANGE", self.names.request(uid), f"({after}" if after else "-", "+")
+            pipe.execute_command(*calls.history(self.names, uid, after))
         try:
             raw = await pipe.execute()
         except redis.exceptions.RedisError as error:

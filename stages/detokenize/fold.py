@@ -64,6 +64,11 @@ class DetokenizeFold:
         # None: it has ended, and the engine has not heard it yet. An entry goes when the engine's last row came.
         self._requests: dict[str, _Request | None] = {}
 
+    @property
+    def num_known(self) -> int:
+        """How many requests are remembered."""
+        return len(self._requests)
+
     def unknown(self, step: StepCompleted) -> list[str]:
         """Return the uids whose histories must be learnt before *step* can be folded."""
         found: dict[str, None] = {}

@@ -649,11 +649,17 @@ def test_histories_are_read_side_by_side_and_after_an_id(log: StreamLog, detoken
     assert log.histories([]) == []
 
 
+def test_after_the_seal_a_history_has_nothing(log: StreamLog) -> None:
+    submit(log)
+    end(log, "a", CANCELLED)
+    assert log.histories(["a"], after=SEAL) == [[]]
+
+
 def test_entries_have_text_fields_and_begin_with_their_moment(log: StreamLog) -> None:
     submit(log)
     fields = history(log)[0].fields
     assert all(isinstance(name, str) and isinstance(value, str) for name, value in fields.items())
-    assert list(fields)[0] == "ms"
+    assert next(iter(fields)) == "ms"
     assert encode(decode(fields)).items() <= fields.items()
 
 

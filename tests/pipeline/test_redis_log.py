@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 from redis_servers import PLACES, LossyProxy, Servers, command, running_server
 
-from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
+from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogUnavailable
 from pipeline.events import (
     Cancelled,
     SamplingParams,
@@ -23,7 +24,7 @@ from pipeline.events import (
 )
 from pipeline.log import Entry, Inbox, Owner, Produced, Submission
 from pipeline.names import LASTING, SEAL, Names, slot_name, tokens_id
-from pipeline.redis_calls import script_text
+from pipeline.redis_calls import script_text, translate
 from pipeline.redis_log import AsyncRedisLog, RedisLog
 
 NAMES = Names("test")
@@ -244,6 +245,30 @@ def test_a_server_that_is_not_there_is_unavailable_for_a_frontend_too(tmp_path: 
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", LogFull),
+        ("READONLY You can't write against a read only replica.", LogUnavailable),
+        ("MISCONF Redis is configured to save RDB snapshots, but it is currently not able to ...", LogUnavailable),
+        ("NOGROUP No such key 'x:ROOM' or consumer group 'g' in XREADGROUP with GROUP option", GroupLost),
+        ("UNBLOCKED the stream key no longer exists", GroupLost),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", GroupLost),
+    ],
+)
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "Error running script (call to f_3c44): @user_script:1: ",
+        "Error running script (call to f_3c44): @user_script:1: @user_script: 1: -",
+    ],
+    ids=["plain", "in a script of 6.2", "before a command in a script of 6.2"],
+)
+def test_an_error_of_redis_is_told_by_its_code(before: str, text: str, kind: type[LogError]) -> None:
+    assert type(translate(ResponseError(before + text))) is kind
+
+
 # a reply that is lost on its way
 
 
@@ -267,20 +292,20 @@ def shaky(proxy: LossyProxy) -> Iterator[RedisLog]:
 def test_a_commit_whose_reply_was_lost_counts_once_and_says_so(
     log: RedisLog, shaky: RedisLog, proxy: LossyProxy
 ) -> None:
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     assert submit(shaky) is Submission.DUPLICATE
     entry = read_one(log, SUBMITTED, "tokenize-0")
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     assert not tokenize(shaky, entry)
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     engine, detokenizer = own(shaky, "generate-0"), own(log, "detokenize-0")
     assert engine.epoch == 1
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     assert step(shaky, engine, 1) == 1
     entry = read_one(log, STEPS, "detokenize-0")
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     assert not produced(shaky, detokenizer, entry)
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     assert not end(shaky)
     assert proxy.lost
     assert [e.id for e in log.histories(["a"])[0]] == ["0-1", "0-2", "1-0", SEAL]
@@ -290,7 +315,7 @@ def test_a_commit_whose_reply_was_lost_counts_once_and_says_so(
 
 def test_entries_of_a_broken_read_are_found_by_pending(log: RedisLog, shaky: RedisLog, proxy: LossyProxy) -> None:
     submit(log)
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     with pytest.raises(LogUnavailable):
         shaky.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=1000)
     assert [entry.fields["uid"] for entry in shaky.pending(SUBMITTED, "tokenize-0")] == ["a"]
@@ -302,7 +327,7 @@ def test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending(
     submit(log)
     tokenize(log, read_one(log, SUBMITTED, "tokenize-0"))
     owner = own(log, "generate-0")
-    proxy.lose_next_reply()
+    proxy.lose_a_reply()
     with pytest.raises(LogUnavailable):
         shaky.take(owner, 8, control_cursor="0-0")
     assert [entry.fields["uid"] for entry in shaky.pending(TOKENIZED, "generate-0")] == ["a"]
@@ -314,10 +339,11 @@ def test_a_broken_claim_is_not_repeated_and_its_entries_are_found_by_pending(
     submit(log)
     entry = read_one(log, SUBMITTED, "tokenize-0")
     owner = own(log, "tokenize-1")
-    proxy.lose_next_reply()
+    proxy.lose_a_reply(after=1)  # after that of the look at the consumers
     with pytest.raises(LogUnavailable):
         shaky.claim(SUBMITTED, owner, 8)
-    assert shaky.pending(SUBMITTED, "tokenize-1") + shaky.claim(SUBMITTED, owner, 8) == [entry]
+    assert shaky.pending(SUBMITTED, "tokenize-1") == [entry]
+    assert shaky.claim(SUBMITTED, owner, 8) == []
 
 
 def test_pending_forgets_entries_that_were_deleted(log: RedisLog) -> None:

@@ -1,0 +1,266 @@
+"""The command line is a contract: what there is, what it means, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pipeline.config import OWNERS, Config, arguments_for, build_parser, flags_of, parse_command
+from pipeline.errors import ConfigError
+
+MODEL = {("--model", "--model-path"), ("--served-model-name",)}
+WEB = {("--host",), ("--port",)}
+LOG = {
+    ("--redis-url",),
+    ("--namespace",),
+    ("--data-dir",),
+    ("--retention",),
+    ("--request-timeout",),
+    ("--lease",),
+    ("--max-queued-requests",),
+}
+ENGINE = {
+    ("--dtype",),
+    ("--tp", "--tensor-parallel-size", "--tp-size"),
+    ("--device",),
+    ("--threads",),
+    ("--attn", "--attention-backend"),
+    ("--cache", "--cache-type"),
+    ("--max-prefill-length", "--max-extend-length"),
+    ("--mixed-prefill-length",),
+    ("--max-running-requests",),
+    ("--page-size",),
+    ("--num-pages",),
+    ("--memory-ratio",),
+    ("--max-seq-len", "--max-seq-len-override"),
+}
+SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count")}
+WORKER = {("--replicas",), ("--slot",), ("--listen-fd",)}
+FLAGS = {
+    "serve": frozenset(MODEL | WEB | SERVE | ENGINE | LOG),
+    "stage tokenize": frozenset(MODEL | WORKER | LOG),
+    "stage generate": frozenset(MODEL | WORKER | ENGINE | LOG),
+    "stage detokenize": frozenset(MODEL | WORKER | LOG),
+    "stage web": frozenset(WEB | WORKER | LOG),
+}
+"""Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
+
+VALUES: dict[str, tuple[str, object]] = {
+    "--model": ("/m o d e l", "/m o d e l"),
+    "--served-model-name": ("a b", ("a", "b")),
+    "--host": ("::", "::"),
+    "--port": ("8000", 8000),
+    "--redis-url": ("redis://u:p@h:1/2", "redis://u:p@h:1/2"),
+    "--namespace": ("blue", "blue"),
+    "--data-dir": ("/d", "/d"),
+    "--retention": ("0.5", 0.5),
+    "--request-timeout": ("7", 7.0),
+    "--lease": ("1e1", 10.0),
+    "--max-queued-requests": ("1", 1),
+    "--dtype": ("float32", "float32"),
+    "--tp": ("1", 1),
+    "--device": ("cpu", "cpu"),
+    "--threads": ("3", 3),
+    "--attn": ("reference", "reference"),
+    "--cache": ("naive", "naive"),
+    "--max-prefill-length": ("100", 100),
+    "--mixed-prefill-length": ("10", 10),
+    "--max-running-requests": ("2", 2),
+    "--page-size": ("32", 32),
+    "--num-pages": ("5", 5),
+    "--memory-ratio": ("1", 1.0),
+    "--max-seq-len": ("2", 2),
+    "--tokenizers": ("0", 0),
+    "--replicas": ("2", 2),
+    "--slot": ("0", 0),
+    "--listen-fd": ("3", 3),
+}
+"""A value for each flag, and what it becomes."""
+
+BAD_VALUES = [
+    ("--port", "eighty", "at least 1"),
+    ("--port", "0", "at least 1"),
+    ("--port", "65536", "at most 65535"),
+    ("--retention", "0", "seconds above 0"),
+    ("--retention", "soon", "seconds above 0"),
+    ("--request-timeout", "inf", "seconds above 0"),
+    ("--lease", "-1", "seconds above 0"),
+    ("--lease", "nan", "seconds above 0"),
+    ("--max-queued-requests", "0", "at least 1"),
+    ("--max-queued-requests", "1.5", "whole number"),
+    ("--dtype", "int8", "bfloat16"),
+    ("--tp", "2", "1"),
+    ("--tp", "many", "whole number"),
+    ("--device", "tpu", "cuda"),
+    ("--threads", "-1", "at least 1"),
+    ("--attn", "fast", "reference"),
+    ("--cache", "lru", "naive"),
+    ("--max-prefill-length", "none", "at least 1"),
+    ("--mixed-prefill-length", "-5", "at least 1"),
+    ("--max-running-requests", "0", "at least 1"),
+    ("--page-size", "24", "power of two"),
+    ("--num-pages", "-2", "at least 1"),
+    ("--memory-ratio", "0", "up to 1"),
+    ("--memory-ratio", "1.1", "up to 1"),
+    ("--memory-ratio", "most", "share"),
+    ("--max-seq-len", "1", "at least 2"),
+    ("--tokenizers", "-1", "at least 0"),
+]
+
+
+def parse(*arguments: str, **environment: str) -> Config:
+    return parse_command(arguments, environment)
+
+
+def value_of(config: Config, flag: str) -> object:
+    """Return what *flag* became."""
+    for owner in (config.log, config.model, config.engine, config.web, config.serve, config.worker):
+        for item in dataclasses.fields(owner):
+            if item.metadata["flags"][0] == flag:
+                return getattr(owner, item.name)
+    raise AssertionError(f"no config object has {flag}")
+
+
+def variable(flag: str) -> str:
+    return "MINISGL_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_and_aliases_are_these(command: str) -> None:
+    assert {item.metadata["flags"] for item in flags_of(command)} == FLAGS[command]
+
+
+def test_the_commands_are_these_and_every_flag_is_tried_here() -> None:
+    assert set(OWNERS) == set(FLAGS)
+    assert {names[0] for flags in FLAGS.values() for names in flags} == set(VALUES)
+    assert {flag for flag, *_ in BAD_VALUES} <= set(VALUES)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_no_two_flags_share_a_name_or_a_field(command: str) -> None:
+    names = [name for item in flags_of(command) for name in item.metadata["flags"]]
+    fields = [item.name for item in flags_of(command)]
+    assert len(names) == len(set(names))
+    assert len(fields) == len(set(fields))
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_help_names_every_flag(command: str) -> None:
+    text = build_parser(command, {}).format_help()
+    assert all(name in text for names in FLAGS[command] for name in names)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_flag_and_alias_sets_its_value(command: str) -> None:
+    for names in FLAGS[command]:
+        text, value = VALUES[names[0]]
+        words = text.split() if names[0] == "--served-model-name" else [text]
+        for name in names:
+            assert value_of(parse(*command.split(), name, *words), names[0]) == value
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_environment_sets_every_flag_and_the_command_line_wins(command: str) -> None:
+    for flag, *_ in FLAGS[command]:
+        text, value = VALUES[flag]
+        assert value_of(parse(*command.split(), **{variable(flag): text}), flag) == value
+    assert parse("serve", "--port", "1", MINISGL_PORT="2").web.port == 1
+    assert parse("serve", "--served-model-name", "c", MINISGL_SERVED_MODEL_NAME="a b").model.served_model_name == ("c",)
+    assert parse("serve", "--device", "cpu", MINISGL_DEVICE="cuda").engine.device == "cpu"
+
+
+def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_PORT", "2")
+    assert parse("serve").web.port == 1919
+
+
+def test_abbreviations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-que"):
+        parse("serve", "--max-que", "5")
+    with pytest.raises(ConfigError, match="--por=5"):
+        parse("serve", "--por=5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["stage"], "nothing given, expected one of tokenize, generate, detokenize, web"),
+        (["stage", "cook"], "cook given, expected one of tokenize, generate, detokenize, web"),
+        (["stage", "web", "--page-size", "16"], "--page-size"),
+        (["serve", "--replicas", "2"], "--replicas"),
+        (["serve", "--port"], "--port"),
+        (["serve", "model"], "model"),
+    ],
+)
+def test_what_a_command_does_not_know_is_refused(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse(*arguments)
+
+
+@pytest.mark.parametrize(("flag", "value", "expected"), BAD_VALUES)
+@pytest.mark.parametrize("source", ["command line", "environment"])
+def test_a_bad_value_is_refused_with_flag_value_and_what_is_expected(
+    source: str, flag: str, value: str, expected: str
+) -> None:
+    arguments = [] if source == "environment" else [f"{flag}={value}"]
+    environment = {variable(flag): value} if source == "environment" else {}
+    with pytest.raises(ConfigError) as caught:
+        parse_command(["serve", *arguments], environment)
+    message = str(caught.value)
+    assert flag in message
+    assert repr(value) in message
+    assert expected in message.replace(repr(value), "")
+    assert "\n" not in message
+
+
+def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wins() -> None:
+    for flag, bad, _ in BAD_VALUES:
+        good, value = VALUES[flag]
+        assert value_of(parse("serve", flag, good, **{variable(flag): bad}), flag) == value
+
+
+def test_auto_is_zero_where_the_machine_decides() -> None:
+    flags = [
+        "--threads",
+        "--max-prefill-length",
+        "--mixed-prefill-length",
+        "--page-size",
+        "--num-pages",
+        "--max-seq-len",
+    ]
+    for flag in flags:
+        assert value_of(parse("serve", flag, "auto"), flag) == 0
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
+def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
+    for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *_words(flag))]):
+        serve = parse("serve", *flags)
+        again = parse("stage", stage, *arguments_for(serve, stage), MINISGL_REDIS_URL=serve.log.redis_url)
+        accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER}
+        for flag in accepted:
+            assert value_of(again, flag) == value_of(serve, flag)
+
+
+def test_the_flags_for_a_stage_leave_out_defaults_and_which_worker_it_is() -> None:
+    assert arguments_for(parse("serve"), "generate") == []
+    assert arguments_for(parse("stage", "generate", "--slot", "2", "--page-size", "16"), "generate") == [
+        "--page-size",
+        "16",
+    ]
+
+
+def test_the_flags_for_a_stage_do_not_show_the_redis_url_which_may_hold_a_password() -> None:
+    assert arguments_for(parse("serve", "--redis-url", "redis://u:secret@h"), "web") == []
+
+
+def _words(flag: str) -> list[str]:
+    text, _ = VALUES[flag]
+    return text.split() if flag == "--served-model-name" else [text]
+
+
+def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert str(parse("serve", "--port", "8000").data_dir) == "/state/minisgl/8000"
+    assert str(parse("serve", "--data-dir", "/d").data_dir) == "/d"

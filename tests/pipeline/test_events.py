@@ -1,0 +1,221 @@
+"""What an event looks like in the log, and that it comes back as it was."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import events
+from pipeline.errors import UndecodableEvent
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    Cancelled,
+    EventRow,
+    Failed,
+    Figures,
+    Finished,
+    Preempted,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    TakenOver,
+    Timings,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+    Usage,
+    as_plain,
+    decode,
+    encode,
+    new_uid,
+)
+
+ADMITTED = Admitted(engine="generate-0", epoch=3, step=9, fingerprint="w", cached_tokens=16)
+FAILED = Failed(n=4, status=400, code="invalid_value", message='No "such" thing:\n{}', param="prompt")
+FULL: list[AnyEvent] = [
+    Submitted(
+        endpoint="/v1/chat/completions",
+        frontend="web-0",
+        model="default",
+        messages=({"role": "user", "content": "Grüß dich"}, {"role": "assistant", "content": None, "n": [1, 2.5]}),
+        prompt="[1, 2]",
+        sampling=SamplingParams(
+            temperature=0.7,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.1,
+            seed=-(2**63),
+            max_tokens=7,
+            min_tokens=2,
+            stop=("\n", ""),
+            stop_token_ids=(1, 2),
+            ignore_eos=True,
+        ),
+        deadline_ms=1_700_000_000_000,
+        labels={"user": "u", "metadata": {"a": None}},
+    ),
+    Tokenized(token_ids=(0, 151_643), fingerprint="t", by="tokenize-0"),
+    ADMITTED,
+    Preempted(engine="generate-0", epoch=3, step=9),
+    TakenOver(engine="generate-0", epoch=3),
+    TokensProduced(count=2, tokens=(5, 6), text="123", step="3-9", chunks=2),
+    Finished(
+        n=2,
+        reason="length",
+        usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
+        timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3),
+    ),
+    FAILED,
+    Cancelled(n=3, by="client"),
+    StepCompleted(
+        rows=(
+            TokenRow(uid="a", n=1, token=5, end="stop", chunks=1),
+            TokenRow(uid="b", n=2, token=6),
+            EventRow(uid="c", n=0, event=ADMITTED),
+            EventRow(uid="d", n=4, event=FAILED),
+        ),
+        let_go=("e",),
+        figures=Figures(decode_rows=1, prefill_rows=2, prefill_tokens=3, running=4, waiting=5, free_pages=6),
+    ),
+]
+LEAST: list[AnyEvent] = [
+    Submitted(endpoint="e", frontend="f", sampling=SamplingParams()),
+    Tokenized(token_ids=(), fingerprint="", by=""),
+    Admitted(engine="g", epoch=1, step=1, fingerprint="w"),
+    TokensProduced(count=0, tokens=(), text="", step=""),
+    Failed(status=500, code="", message=""),
+    Cancelled(by=""),
+    StepCompleted(rows=()),
+]
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+json_objects = st.dictionaries(st.text(), json_values, max_size=3)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1, exclude_min=True),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    max_tokens=st.none() | st.integers(1, 2**31),
+    stop=st.lists(st.text(), max_size=3).map(tuple),
+)
+
+
+def test_every_kind_of_event_is_among_the_examples() -> None:
+    kinds = {event.kind for event in FULL}
+    assert kinds == set(events._BY_KIND)
+
+
+@pytest.mark.parametrize("event", FULL + LEAST, ids=lambda event: event.kind)
+def test_an_event_comes_back_as_it_was(event: AnyEvent) -> None:
+    assert decode(encode(event)) == event
+
+
+@settings(deadline=None, database=None)
+@given(
+    prompt=st.text(), messages=st.lists(json_objects, max_size=3).map(tuple), labels=json_objects, sampling=samplings
+)
+def test_whatever_a_client_sends_comes_back_as_it_was(
+    prompt: str, messages: tuple[dict[str, object], ...], labels: dict[str, object], sampling: SamplingParams
+) -> None:
+    event = Submitted(endpoint="e", frontend="f", prompt=prompt, messages=messages, labels=labels, sampling=sampling)
+    assert decode(encode(event)) == event
+
+
+@settings(deadline=None, database=None)
+@given(text=st.text(), tokens=st.lists(st.integers(0, 2**31), max_size=4).map(tuple))
+def test_whatever_a_model_says_comes_back_as_it_was(text: str, tokens: tuple[int, ...]) -> None:
+    event = TokensProduced(count=len(tokens), tokens=tokens, text=text, step="1-1")
+    assert decode(encode(event)) == event
+
+
+def test_the_moment_is_left_to_the_commit_and_read_back() -> None:
+    event = Cancelled(by="client", ms=17)
+    assert "ms" not in encode(event)
+    assert decode({"ms": "18", **encode(event)}).ms == 18
+
+
+def test_fields_are_text_as_it_is_and_only_other_values_are_json() -> None:
+    assert encode(TokensProduced(count=2, tokens=(5, 6), text='a "b"\n', step="3-9")) == {
+        "kind": "tokens",
+        "v": "1",
+        "count": "2",
+        "tokens": "[5,6]",
+        "text": 'a "b"\n',
+        "step": "3-9",
+    }
+    finished = encode(FULL[6])
+    assert finished["reason"] == "length"
+    assert orjson.loads(finished["usage"]) == {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
+
+
+@pytest.mark.parametrize("event", LEAST, ids=lambda event: event.kind)
+def test_fields_that_have_their_default_are_left_out(event: AnyEvent) -> None:
+    required = {name for name, field in type(event).model_fields.items() if field.is_required()}
+    assert set(encode(event)) == required | {"kind", "v"}
+
+
+def test_a_step_says_of_a_row_only_what_is_there() -> None:
+    assert as_plain(StepCompleted(rows=(TokenRow(uid="a", n=1, token=5),)))["rows"] == [
+        {"kind": "token", "uid": "a", "n": 1, "token": 5, "chunks": 0}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "unknown kind None"),
+        ({"kind": "nonsense"}, "unknown kind 'nonsense'"),
+        ({"kind": "token", "uid": "a", "n": "1", "token": "1"}, "unknown kind 'token'"),
+        ({"kind": "cancelled"}, "by"),
+        ({"kind": "cancelled", "by": "client", "n": "one"}, "does not decode"),
+        ({"kind": "cancelled", "by": "client", "n": '"one"'}, "n"),
+        ({"kind": "cancelled", "by": "client", "colour": '"red"'}, "colour"),
+        ({"kind": "tokens", "count": "1", "tokens": "[1,", "text": "", "step": ""}, "does not decode"),
+        ({"kind": "submitted", "endpoint": "e", "frontend": "f", "sampling": '{"top_p":7}'}, "top_p"),
+    ],
+)
+def test_what_is_no_event_does_not_decode_and_the_error_says_why(fields: dict[str, str], reason: str) -> None:
+    with pytest.raises(UndecodableEvent, match=reason):
+        decode(fields)
+
+
+def test_events_are_frozen() -> None:
+    event = Cancelled(by="client")
+    with pytest.raises(ValueError, match="frozen"):
+        event.by = "somebody"
+
+
+def test_a_uid_is_a_uuid_of_version_7() -> None:
+    before_ms = time.time_ns() // 1_000_000
+    text = new_uid()
+    value = uuid.UUID(text)
+    assert text == value.hex
+    assert (value.version, value.variant) == (7, uuid.RFC_4122)
+    assert before_ms <= value.int >> 80 <= time.time_ns() // 1_000_000
+
+
+def test_uids_sort_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments_ns = [1_700_000_000_000_000_000 + i * 1_000_000 for i in range(50)]
+    moments = iter(moments_ns)
+    monkeypatch.setattr(time, "time_ns", lambda: next(moments))
+    uids = [new_uid() for _ in moments_ns]
+    assert uids == sorted(uids)
+
+
+def test_uids_of_one_millisecond_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_000_000_000)
+    assert len({new_uid() for _ in range(1000)}) == 1000

@@ -1,0 +1,200 @@
+"""The fold of the detokenizer: steps in, events for histories and clients out. No Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    Cancelled,
+    EventRow,
+    Failed,
+    Finished,
+    FinishReason,
+    Preempted,
+    SamplingParams,
+    StepCompleted,
+    StepRow,
+    Submitted,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+)
+from pipeline.log import Produced
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
+from stages.detokenize.fold import DetokenizeFold
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    """Token 97 is `a`; tokens above 200 are special and have no text."""
+    return "".join(chr(token) for token in token_ids if token < 200)
+
+
+def history(*tokens: int, **sampling: Any) -> list[tuple[str, AnyEvent]]:
+    params = SamplingParams.model_validate(sampling)
+    events: list[tuple[str, AnyEvent]] = [
+        (SUBMITTED_ID, Submitted(ms=1000, endpoint="chat", frontend="web-0", sampling=params)),
+        (TOKENIZED_ID, Tokenized(ms=1001, token_ids=(1, 2, 3), fingerprint="f", by="tokenize-0")),
+    ]
+    for n, token in enumerate(tokens, start=1):
+        events.append((tokens_id(n), TokensProduced(ms=1002, count=1, tokens=(token,), text=chr(token), step="1-1")))
+    return events
+
+
+def token_row(uid: str, n: int, letter: str, end: FinishReason | None = None, chunks: int = 0) -> TokenRow:
+    return TokenRow(uid=uid, n=n, token=ord(letter), end=end, chunks=chunks)
+
+
+def admitted(uid: str, n: int = 0, cached: int = 0) -> EventRow:
+    event = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f", cached_tokens=cached)
+    return EventRow(uid=uid, n=n, event=event)
+
+
+def completed(*rows: StepRow, ms: int = 1010, let_go: tuple[str, ...] = ()) -> StepCompleted:
+    return StepCompleted(ms=ms, rows=rows, let_go=let_go)
+
+
+def texts(produced: Sequence[Produced]) -> list[str]:
+    return [item.event.text for item in produced if isinstance(item.event, TokensProduced)]
+
+
+def make_fold(uid: str = "a", **sampling: Any) -> DetokenizeFold:
+    fold = DetokenizeFold(letters)
+    fold.learn(uid, history(**sampling))
+    return fold
+
+
+def test_a_request_seen_first_is_asked_for_once() -> None:
+    fold = DetokenizeFold(letters)
+    step = completed(admitted("a"), token_row("a", 1, "x"), token_row("b", 1, "y"))
+    assert fold.unknown(step) == ["a", "b"]
+    fold.learn("a", history())
+    assert fold.unknown(step) == ["b"]
+
+
+def test_a_token_becomes_an_event_with_the_id_of_its_number() -> None:
+    (item,) = make_fold().apply(completed(token_row("a", 1, "x", chunks=2)), "1-5")
+    assert (item.entry_id, item.n, item.frontend) == ("1-0", 1, "web-0")
+    assert item.event == TokensProduced(count=1, tokens=(ord("x"),), text="x", step="1-5", chunks=2)
+
+
+def test_marks_follow_the_events_at_their_number() -> None:
+    fold = make_fold()
+    first = fold.apply(completed(admitted("a"), token_row("a", 1, "x")), "1-1")
+    assert [item.entry_id for item in first] == ["0-3", "1-0"]
+    preempted = EventRow(uid="a", n=1, event=Preempted(engine="generate-0", epoch=1, step=2))
+    second = fold.apply(completed(preempted, admitted("a", n=1), token_row("a", 2, "y")), "1-2")
+    assert [item.entry_id for item in second] == ["1-1", "1-2", "2-0"]
+
+
+def test_the_end_seals_with_reason_usage_and_timings() -> None:
+    fold = make_fold()
+    fold.apply(completed(admitted("a", cached=2), ms=1004), "1-1")
+    fold.apply(completed(token_row("a", 1, "x"), ms=1007), "1-2")
+    *_, last = fold.apply(completed(token_row("a", 2, "y", end="length"), ms=1015), "1-3")
+    assert last.entry_id == SEAL and not last.tell_engine
+    assert isinstance(last.event, Finished)
+    assert (last.event.n, last.event.reason) == (2, "length")
+    assert (last.event.usage.prompt_tokens, last.event.usage.completion_tokens, last.event.usage.cached_tokens) == (
+        3,
+        2,
+        2,
+    )
+    timings = last.event.timings
+    assert (timings.admitted_ms, timings.first_token_ms, timings.total_ms) == (4, 7, 15)
+
+
+def test_a_stop_string_ends_the_request_before_it_and_tells_the_engine() -> None:
+    fold = make_fold(stop=["xy"])
+    assert texts(fold.apply(completed(token_row("a", 1, "w")), "1-1")) == ["w"]
+    assert texts(fold.apply(completed(token_row("a", 2, "x")), "1-2")) == [""]
+    tokens, end = fold.apply(completed(token_row("a", 3, "y")), "1-3")
+    assert isinstance(tokens.event, TokensProduced) and tokens.event.text == ""
+    assert isinstance(end.event, Finished) and (end.event.reason, end.event.n) == ("stop", 3)
+    assert end.tell_engine
+
+
+def test_what_comes_after_a_stop_string_is_dropped_until_the_engine_lets_go() -> None:
+    fold = make_fold(stop=["x"])
+    fold.apply(completed(token_row("a", 1, "x")), "1-1")
+    late = completed(token_row("a", 2, "y"))
+    assert fold.unknown(late) == [] and fold.apply(late, "1-2") == []
+    fold.apply(completed(let_go=("a",)), "1-3")
+    assert fold.unknown(late) == ["a"]
+
+
+def test_a_stop_string_in_the_token_that_ends_anyway_needs_no_word_to_the_engine() -> None:
+    fold = make_fold(stop=["x"])
+    *_, end = fold.apply(completed(token_row("a", 1, "x", end="length")), "1-1")
+    assert isinstance(end.event, Finished) and end.event.reason == "stop" and not end.tell_engine
+
+
+def test_text_held_back_for_a_stop_string_is_shown_at_the_end() -> None:
+    fold = make_fold(stop=["xyz"])
+    fold.apply(completed(token_row("a", 1, "x")), "1-1")
+    tokens, _ = fold.apply(completed(token_row("a", 2, "y", end="length")), "1-2")
+    assert isinstance(tokens.event, TokensProduced) and tokens.event.text == "xy"
+
+
+def test_a_step_said_twice_says_nothing_new() -> None:
+    fold = make_fold()
+    step = completed(token_row("a", 1, "x"))
+    assert fold.apply(step, "1-1") and fold.apply(step, "1-1") == []
+
+
+def test_a_hole_is_filled_from_the_history() -> None:
+    fold = make_fold()
+    step = completed(token_row("a", 3, "z"))
+    assert fold.unknown(step) == ["a"]
+    fold.learn("a", history(ord("x"), ord("y")))
+    assert fold.unknown(step) == []
+    assert [item.entry_id for item in fold.apply(step, "1-3")] == ["3-0"]
+
+
+def test_a_successor_goes_on_with_what_was_held_back() -> None:
+    fold = DetokenizeFold(letters)
+    fold.learn("a", history(ord("w"), ord("x"), stop=["xy"]))
+    tokens, end = fold.apply(completed(token_row("a", 3, "y")), "1-3")
+    assert isinstance(tokens.event, TokensProduced) and tokens.event.text == ""
+    assert isinstance(end.event, Finished) and end.event.reason == "stop"
+
+
+def test_a_request_that_was_cancelled_gets_no_more_events() -> None:
+    fold = DetokenizeFold(letters)
+    fold.learn("a", [*history(ord("x")), (SEAL, Cancelled(n=1, by="client"))])
+    assert fold.apply(completed(token_row("a", 2, "y")), "1-2") == []
+
+
+def test_a_history_that_is_gone_gets_no_more_events() -> None:
+    fold = DetokenizeFold(letters)
+    fold.learn("a", [])
+    step = completed(token_row("a", 1, "y"))
+    assert fold.unknown(step) == [] and fold.apply(step, "1-1") == []
+
+
+def test_what_an_engine_cannot_run_fails_with_its_number() -> None:
+    failed = Failed(status=400, code="context_length_exceeded", message="too long")
+    (item,) = make_fold().apply(completed(EventRow(uid="a", n=0, event=failed)), "1-1")
+    assert item.entry_id == SEAL and item.event == failed
+
+
+def test_after_a_failed_commit_the_step_can_be_folded_again() -> None:
+    fold = make_fold()
+    step = completed(token_row("a", 1, "x"))
+    before = fold.apply(step, "1-1")
+    fold.forget(step)
+    assert fold.unknown(step) == ["a"]
+    fold.learn("a", history())
+    assert fold.apply(step, "1-1") == before
+
+
+def test_nothing_is_remembered_of_ended_requests() -> None:
+    fold = DetokenizeFold(letters)
+    for number in range(50):
+        uid = str(number)
+        fold.learn(uid, history(stop=["q"] if number % 2 else []))
+        fold.apply(completed(token_row(uid, 1, "q", end=None if number % 2 else "length")), f"1-{number + 1}")
+        fold.apply(completed(let_go=(uid,) if number % 2 else ()), f"1-{number + 100}")
+    assert fold.num_known == 0

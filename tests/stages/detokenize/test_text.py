@@ -1,0 +1,143 @@
+"""Incremental text and stop strings, on a tokenizer whose tokens are single bytes: the hardest case."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from stages.detokenize.text import IncrementalText, StopStrings
+
+SPECIAL = "<|im_end|>"
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return str(byte_tokenizer().decode(list(token_ids), skip_special_tokens=True))
+
+
+def encode(text: str) -> list[int]:
+    return list(byte_tokenizer().encode(text).ids)
+
+
+def deltas(token_ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    text = IncrementalText(decode, prompt)
+    return [*(text.push(token) for token in token_ids), text.flush()]
+
+
+def test_a_character_of_several_tokens_appears_with_its_last_one() -> None:
+    assert deltas(encode("a你🙂")) == ["a", "", "", "你", "", "", "", "🙂", ""]
+
+
+def test_half_a_character_at_the_end_is_flushed_and_not_lost() -> None:
+    assert deltas(encode("a你")[:-1]) == ["a", "", "", "\ufffd"]
+
+
+def test_a_special_token_has_no_text_and_delays_none() -> None:
+    special = byte_tokenizer().get_vocab()[SPECIAL]
+    assert deltas([*encode("ab"), special, *encode("c")]) == ["a", "b", "", "c", ""]
+
+
+def test_bytes_that_are_no_text_do_not_hold_back_what_follows() -> None:
+    broken = [encode("你")[1]] * 8
+    shown = deltas([*broken, *encode("a")])
+    assert "".join(shown) == decode([*broken, *encode("a")])
+    assert "".join(shown[:6]) != ""
+
+
+def test_a_space_that_belongs_between_words_is_kept_after_the_prompt() -> None:
+    """Decoders of the SentencePiece kind drop the space before the first word of what they are given."""
+
+    def words(token_ids: Sequence[int]) -> str:
+        return " ".join(f"w{token}" for token in token_ids)
+
+    text = IncrementalText(words, [1, 2])
+    assert text.push(3) == " w3" and text.push(4) == " w4"
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 256), st.sampled_from(encode("é你🙂\ufffd\u2028"))), max_size=40),
+    st.text(max_size=6),
+)
+@example(encode("\ufffd\ufffd你"), "")
+@example(encode("🙂🙂\ufffd")[2:], "你")
+def test_the_sum_of_the_deltas_is_the_text_of_all_tokens(token_ids: list[int], prompt: str) -> None:
+    before = encode(prompt)
+    assert "".join(deltas(token_ids, before)) == decode([*before[-5:], *token_ids])[len(decode(before[-5:])) :]
+
+
+@given(st.text(min_size=1, max_size=20))
+def test_no_delta_of_a_whole_text_holds_half_a_character(text: str) -> None:
+    shown = deltas(encode(text))
+    assert "".join(shown) == text
+    assert all("\ufffd" not in delta for delta in shown) or "\ufffd" in text
+
+
+def stopped(parts: Sequence[str], stops: Sequence[str]) -> tuple[str, bool]:
+    """Return all that is shown of *parts*, and whether a stop string was met."""
+    strings = StopStrings(stops)
+    shown = ""
+    for part in parts:
+        delta, met = strings.push(part)
+        shown += delta
+        if met:
+            return shown, True
+    return shown + strings.flush(), False
+
+
+@pytest.mark.parametrize("parts", [["one STOP two"], ["one S", "TO", "P two"], list("one STOP two")])
+def test_a_stop_string_is_never_shown_wherever_its_borders_are(parts: list[str]) -> None:
+    assert stopped(parts, ["STOP"]) == ("one ", True)
+
+
+def test_what_might_become_a_stop_string_is_held_back_only_as_long_as_it_may() -> None:
+    strings = StopStrings(["STOP"])
+    assert strings.push("a ST") == ("a ", False)
+    assert strings.push("A") == ("STA", False)
+
+
+def test_the_earliest_of_several_stop_strings_counts() -> None:
+    assert stopped(["a b c"], ["c", "b"]) == ("a ", True)
+
+
+def test_a_stop_string_that_never_completes_is_shown_at_the_end() -> None:
+    assert stopped(["a ", "STO"], ["STOP"]) == ("a STO", False)
+
+
+def test_before_min_tokens_a_stop_string_is_text() -> None:
+    strings = StopStrings(["END"])
+    assert strings.push("xENDy", armed=False) == ("xENDy", False)
+    assert strings.push("END", armed=True) == ("", True)
+
+
+@given(
+    st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3), st.data()
+)
+def test_cutting_piece_by_piece_is_cutting_the_whole_where_one_stop_is_complete_first(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    """However a text is split, what is shown is a beginning of it that holds no stop string."""
+    parts = []
+    rest = text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        parts.append(rest[:size])
+        rest = rest[size:]
+    shown, met = stopped(parts, stops)
+    assert text.startswith(shown)
+    assert met == any(stop in text for stop in stops)
+    assert met or shown == text
+    assert all(stop not in shown for stop in stops)

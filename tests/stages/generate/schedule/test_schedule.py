@@ -1,0 +1,336 @@
+"""The schedule as a fold: arrivals and tokens in, plans and rows out. No engine, no log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
+from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+
+EOS = 99
+PAGE_SIZE = 4
+IDENTITY = Identity("generate-0", 1, "f")
+
+
+def make_schedule(
+    num_pages: int = 100, context: int = 100, prefill: int = 32, mixed: int = 8, running: int = 16
+) -> Schedule:
+    limits = Limits(
+        context=context, max_prefill_length=prefill, mixed_prefill_length=mixed, max_running_requests=running
+    )
+    return Schedule(NaiveCache(num_pages, PAGE_SIZE), limits, [EOS], IDENTITY)
+
+
+def request(uid: str, length: int = 5, output: Sequence[int] = (), **sampling: object) -> NewRequest:
+    return NewRequest(uid, tuple(range(length)), tuple(output), SamplingParams.model_validate(sampling))
+
+
+def step(schedule: Schedule, token: int = 7) -> tuple[BatchPlan, list[StepRow], list[TokenRow]]:
+    """Plan and complete one step in which every sample gives *token*."""
+    planned = schedule.plan()
+    assert planned is not None
+    plan, marks = planned
+    return plan, marks, schedule.complete([token] * sum(row.sample is not None for row in plan.rows))
+
+
+def run_out(schedule: Schedule, most_steps: int = 1000) -> list[TokenRow]:
+    """Run until nothing is left to do; return all rows with tokens."""
+    rows: list[TokenRow] = []
+    for _ in range(most_steps):
+        planned = schedule.plan()
+        if planned is None:
+            return rows
+        rows += schedule.complete([7] * sum(row.sample is not None for row in planned[0].rows))
+        assert schedule.problems() == []
+    raise AssertionError("it does not end")
+
+
+def test_an_empty_schedule_has_nothing_to_plan() -> None:
+    assert make_schedule().plan() is None
+
+
+def test_a_prompt_is_computed_whole_and_then_one_token_at_a_time() -> None:
+    schedule = make_schedule()
+    assert schedule.add(request("a", length=5, max_tokens=3)) is None
+    plan, marks, rows = step(schedule)
+    assert [(row.start, row.token_ids, row.new_pages) for row in plan.rows] == [(0, (0, 1, 2, 3, 4), (0, 1))]
+    assert [mark.event.kind for mark in marks if isinstance(mark, EventRow)] == ["admitted"]
+    assert rows == [TokenRow(uid="a", n=1, token=7, chunks=1)]
+    plan, marks, rows = step(schedule)
+    assert plan.num_decode_rows == 1 and marks == []
+    assert [(row.start, row.token_ids, row.new_pages) for row in plan.rows] == [(5, (7,), ())]
+    assert rows == [TokenRow(uid="a", n=2, token=7)]
+    _, _, rows = step(schedule)
+    assert rows == [TokenRow(uid="a", n=3, token=7, end="length")]
+    assert schedule.plan() is None and schedule.free_pages == 100
+
+
+def test_a_long_prompt_goes_in_chunks_and_only_the_last_one_samples() -> None:
+    schedule = make_schedule(prefill=32, context=400)
+    schedule.add(request("a", length=70))
+    sizes, samples = [], []
+    while True:
+        plan, _, rows = step(schedule)
+        sizes.append(len(plan.rows[0].token_ids))
+        samples.append(plan.rows[0].sample is not None)
+        if rows:
+            break
+    assert sizes == [32, 32, 6] and samples == [False, False, True]
+    assert rows[0].chunks == 3
+    assert plan.rows[0].sample is not None and plan.rows[0].sample.position == 70
+
+
+def test_the_pages_of_a_chunked_prompt_are_said_once() -> None:
+    schedule = make_schedule(prefill=8, context=400)
+    schedule.add(request("a", length=20))
+    plans = [step(schedule)[0] for _ in range(3)]
+    assert [len(plan.rows[0].new_pages) for plan in plans] == [5, 0, 0]
+
+
+def test_beside_a_running_stream_prompts_get_the_small_budget() -> None:
+    schedule = make_schedule(prefill=32, mixed=8, context=400)
+    schedule.add(request("a", length=4))
+    step(schedule)
+    schedule.add(request("b", length=30))
+    plan, _, _ = step(schedule)
+    assert plan.num_decode_rows == 1
+    assert [len(row.token_ids) for row in plan.rows] == [1, 8]
+
+
+def test_several_prompts_share_one_budget_in_the_order_of_arrival() -> None:
+    schedule = make_schedule(prefill=32, context=400)
+    for uid, length in (("a", 10), ("b", 15), ("c", 20)):
+        schedule.add(request(uid, length=length))
+    plan, marks, rows = step(schedule)
+    assert [len(row.token_ids) for row in plan.rows] == [10, 15, 7]
+    assert [row.uid for row in rows] == ["a", "b"]
+    assert [mark.uid for mark in marks] == ["a", "b", "c"]
+
+
+def test_no_more_run_than_are_allowed() -> None:
+    schedule = make_schedule(running=2)
+    for uid in "abc":
+        schedule.add(request(uid, max_tokens=2))
+    plan, _, _ = step(schedule)
+    assert len(plan.rows) == 2 and schedule.num_waiting == 1
+    assert {row.uid for row in run_out(schedule)} == {"a", "b", "c"}
+
+
+def test_a_table_row_is_held_by_one_request_at_a_time() -> None:
+    schedule = make_schedule(running=2)
+    for uid in "abcd":
+        schedule.add(request(uid, max_tokens=3))
+    while (planned := schedule.plan()) is not None:
+        tables = [row.table for row in planned[0].rows]
+        assert len(set(tables)) == len(tables) and all(0 <= table < 2 for table in tables)
+        schedule.complete([7] * len(tables))
+
+
+def test_new_requests_are_taken_only_while_none_waits() -> None:
+    schedule = make_schedule(running=4)
+    assert schedule.room == 4
+    schedule.add(request("a"))
+    assert schedule.room == 0
+    step(schedule)
+    assert schedule.room == 3
+
+
+def test_an_end_of_sequence_token_ends_with_stop_unless_it_is_ignored() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a"))
+    schedule.add(request("b", ignore_eos=True))
+    _, _, rows = step(schedule, token=EOS)
+    assert [(row.uid, row.end) for row in rows] == [("a", "stop"), ("b", None)]
+
+
+def test_a_stop_token_ends_with_stop_even_when_the_end_of_sequence_is_ignored() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", stop_token_ids=[7], ignore_eos=True))
+    assert step(schedule, token=7)[2][0].end == "stop"
+
+
+def test_until_min_tokens_nothing_that_would_end_it_can_come_out() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", min_tokens=2, stop_token_ids=[55]))
+    forbidden = []
+    for _ in range(3):
+        plan, _, _ = step(schedule)
+        sample = plan.rows[0].sample
+        assert sample is not None
+        forbidden.append(sample.forbidden)
+    assert forbidden == [(EOS, 55), (EOS, 55), ()]
+
+
+def test_the_position_of_a_sample_counts_prompt_and_output() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", length=5, seed=3))
+    positions = []
+    for _ in range(3):
+        sample = step(schedule)[0].rows[0].sample
+        assert sample is not None and sample.params.seed == 3
+        positions.append(sample.position)
+    assert positions == [5, 6, 7]
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers() -> None:
+    schedule = make_schedule(context=20)
+    failed = schedule.add(request("a", length=20))
+    assert failed is not None and failed.code == "context_length_exceeded"
+    assert "20 tokens" in failed.message
+    assert schedule.add(request("b", length=19)) is None
+
+
+def test_a_request_that_fills_the_context_ends_with_length() -> None:
+    schedule = make_schedule(num_pages=5, context=20)
+    schedule.add(request("a", length=15))
+    rows = run_out(schedule)
+    assert [row.n for row in rows] == [1, 2, 3, 4, 5] and rows[-1].end == "length"
+
+
+def test_max_tokens_beyond_the_context_is_cut_to_it() -> None:
+    schedule = make_schedule(context=20)
+    schedule.add(request("a", length=15, max_tokens=1000))
+    assert len(run_out(schedule)) == 5
+
+
+def test_when_pages_run_out_the_newest_request_is_preempted_and_computed_again() -> None:
+    schedule = make_schedule(num_pages=4, context=16)
+    schedule.add(request("old", length=7, max_tokens=6))
+    schedule.add(request("new", length=7, max_tokens=6))
+    step(schedule)
+    step(schedule)  # both hold two full pages now
+    plan, marks, rows = step(schedule)
+    assert [(mark.uid, mark.n) for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "preempted"] == [
+        ("new", 2)
+    ]
+    assert [row.uid for row in rows] == ["old"] and len(plan.rows) == 1
+    later = run_out(schedule)
+    again = next(row for row in later if row.uid == "new")
+    assert (again.n, again.chunks) == (3, 1)
+    assert [row.n for row in later if row.uid == "new"] == [3, 4, 5, 6]
+
+
+def test_a_preempted_request_returns_before_those_that_came_after_it() -> None:
+    schedule = make_schedule(num_pages=4, context=16)
+    schedule.add(request("old", length=7, max_tokens=6))
+    schedule.add(request("new", length=7, max_tokens=6))
+    step(schedule)
+    schedule.add(request("last", length=3, max_tokens=2))
+    admitted: list[str] = []
+    while (planned := schedule.plan()) is not None:
+        plan, marks = planned
+        admitted += [mark.uid for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "admitted"]
+        schedule.complete([7] * sum(row.sample is not None for row in plan.rows))
+    assert admitted == ["new", "last"]
+
+
+def test_a_dropped_request_frees_its_pages_at_once() -> None:
+    schedule = make_schedule(num_pages=4, context=16)
+    schedule.add(request("a", length=13))
+    step(schedule)
+    assert schedule.free_pages == 0
+    assert schedule.drop("a") and not schedule.drop("a")
+    assert schedule.free_pages == 4 and schedule.plan() is None
+
+
+def test_a_request_dropped_while_it_waits_never_runs() -> None:
+    schedule = make_schedule(running=1)
+    schedule.add(request("a", max_tokens=2))
+    schedule.add(request("b", max_tokens=2))
+    step(schedule)
+    assert schedule.drop("b")
+    assert {row.uid for row in run_out(schedule)} == {"a"}
+
+
+def test_a_request_dropped_during_its_step_leaves_no_row() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a"))
+    schedule.add(request("b"))
+    planned = schedule.plan()
+    assert planned is not None
+    schedule.drop("a")
+    assert [row.uid for row in schedule.complete([7, 8])] == ["b"]
+
+
+def test_a_resumed_request_goes_on_where_it_was() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", length=5, output=(7, 7, 7), max_tokens=5))
+    plan, marks, rows = step(schedule)
+    assert plan.rows[0].token_ids == (0, 1, 2, 3, 4, 7, 7, 7)
+    assert (marks[0].n, rows[0].n) == (3, 4)
+    assert [row.end for row in run_out(schedule)] == ["length"]
+
+
+def test_steps_are_numbered_without_a_hole_also_when_one_has_no_rows() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", max_tokens=2))
+    first = step(schedule)[0].step
+    skipped = schedule.skip_step()
+    second = step(schedule)[0].step
+    assert [first, skipped, second] == [1, 2, 3]
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=12),
+    num_pages=st.integers(9, 20),
+    prefill=st.integers(1, 40),
+    mixed=st.integers(1, 10),
+    running=st.integers(1, 5),
+)
+def test_every_request_ends_with_the_tokens_it_would_have_alone(
+    arrivals: list[tuple[int, int, int]], num_pages: int, prefill: int, mixed: int, running: int
+) -> None:
+    """Random arrivals in a small cache: pages never leak, budgets hold, nothing starves, n counts without a hole."""
+    schedule = make_schedule(num_pages=num_pages, context=36, prefill=prefill, mixed=mixed, running=running)
+    todo = sorted((at, str(number), length, tokens) for number, (at, length, tokens) in enumerate(arrivals))
+    counts = {uid: 0 for _, uid, _, _ in todo}
+    wanted = {uid: min(tokens, 36 - length) for _, uid, length, tokens in todo}
+    ended: list[str] = []
+    holding: set[str] = set()
+    clock = 0
+    while todo or len(ended) < len(counts):
+        while todo and todo[0][0] <= clock:
+            _, uid, length, tokens = todo.pop(0)
+            assert schedule.add(request(uid, length=length, max_tokens=tokens)) is None
+        clock += 1
+        assert clock < 5000, "something starves"
+        planned = schedule.plan()
+        if planned is None:
+            continue
+        plan, marks = planned
+        for mark in marks:
+            assert isinstance(mark, EventRow) and isinstance(mark.event, Admitted | Preempted)
+            holding = holding | {mark.uid} if isinstance(mark.event, Admitted) else holding - {mark.uid}
+        budget = mixed if plan.num_decode_rows else prefill
+        assert sum(len(row.token_ids) for row in plan.rows[plan.num_decode_rows :]) <= budget
+        assert len(plan.rows) <= running and len(holding) <= running
+        assert all(len(row.token_ids) == 1 for row in plan.rows[: plan.num_decode_rows])
+        for row in schedule.complete([7] * sum(row.sample is not None for row in plan.rows)):
+            counts[row.uid] += 1
+            assert row.n == counts[row.uid]
+            if row.end:
+                ended.append(row.uid)
+                holding.discard(row.uid)
+        assert schedule.problems() == []
+    assert counts == wanted
+    assert schedule.free_pages == num_pages
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=8))
+def test_the_same_calls_give_the_same_plans(requests: list[tuple[int, int]]) -> None:
+    def plans() -> list[BatchPlan]:
+        schedule = make_schedule(num_pages=10, context=36, prefill=16)
+        for number, (length, tokens) in enumerate(requests):
+            schedule.add(request(str(number), length=length, max_tokens=tokens))
+        made = []
+        while (planned := schedule.plan()) is not None:
+            made.append(planned[0])
+            schedule.complete([7] * sum(row.sample is not None for row in planned[0].rows))
+        return made
+
+    assert plans() == plans()

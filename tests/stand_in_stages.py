@@ -1,0 +1,185 @@
+"""The stages behind a frontend, without a model: they commit to a real Redis what a test wants said.
+
+Stages     one commit at a time, by hand
+StandIn    a thread that answers what comes; what it says depends on the prompt:
+           "refuse"   a Failed with status 400        "endless"   tokens until somebody ends the request
+           "silent"   nothing at all                  "break"     one token, then a Failed with status 500
+           else       "Hel", "", "lo\u2028!", Finished
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+
+from pipeline.events import (
+    Cancelled,
+    End,
+    Failed,
+    Finished,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    Timings,
+    Tokenized,
+    TokensProduced,
+    Usage,
+    decode,
+)
+from pipeline.log import Inbox, Owner, Produced
+from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, Names, slot_name, tokens_id
+from pipeline.redis_log import RedisLog
+from pipeline.slots import Phase, Status
+
+MODELS = ("org/demo", "demo")
+CONTEXT = 128
+LEASE_MS = 60_000
+
+
+def finished(n: int) -> Finished:
+    usage = Usage(prompt_tokens=5, completion_tokens=n, cached_tokens=2)
+    return Finished(n=n, reason="stop", usage=usage, timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3))
+
+
+def tokens(n: int, text: str = "x", *, count: int = 1) -> TokensProduced:
+    return TokensProduced(count=count, tokens=(7,) * count, text=text, step=f"1-{n}")
+
+
+class Stages:
+    """All three stages, each with its slot 0."""
+
+    def __init__(self, url: str) -> None:
+        self.log = RedisLog(url, Names())
+        self._owners = {stage: self._acquire(stage) for stage in (TOKENIZE, GENERATE, DETOKENIZE)}
+        self._engine = slot_name(GENERATE, 0)
+        self._submitted = Inbox.submitted(self.log.names)
+        self._steps = Inbox.steps(self.log.names, self._engine)
+        for inbox in (self._submitted, Inbox.tokenized(self.log.names), self._steps):
+            self.log.prepare(inbox)
+        self._numbers = itertools.count(1)
+        self._control = "0-0"
+        self._entries: dict[str, str] = {}
+
+    def close(self) -> None:
+        self.log.close()
+
+    def _acquire(self, stage: str) -> Owner:
+        owner = self.log.acquire(slot_name(stage, 0), "test", LEASE_MS)
+        assert owner is not None
+        return owner
+
+    def say_phase(self, phase: Phase, *stages: str) -> None:
+        """Publish a status, for 10 s."""
+        for stage in stages or tuple(self._owners):
+            served = {"models": MODELS, "context": CONTEXT} if stage == GENERATE else {}
+            owner = self._owners[stage]
+            status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase).model_copy(
+                update=served
+            )
+            assert self.log.renew(owner, LEASE_MS, status.model_dump_json())
+
+    def take_in(self) -> list[tuple[str, Submitted]]:
+        """Tokenize and take what was submitted."""
+        came = []
+        for entry in self.log.read(self._submitted, slot_name(TOKENIZE, 0), max_entries=8, block_ms=0):
+            uid = entry.fields["uid"]
+            event = decode(self.log.histories([uid])[0][0].fields)
+            assert isinstance(event, Submitted)
+            if _words(event) == "refuse":
+                refusal = Failed(status=400, code="context_length_exceeded", message="Too long.", param="messages")
+                self.log.end(uid, refusal, frontend=event.frontend, retention_ms=60_000, consume=entry)
+            elif self.log.tokenized(entry, Tokenized(token_ids=(1, 2, 3, 4, 5), fingerprint="f", by="tokenize-0")):
+                came.append((uid, event))
+        taken = self.log.take(self._owners[GENERATE], 8, control_cursor=self._control)
+        self._entries |= {entry.fields["uid"]: entry.id for entry in taken.entries}
+        return came
+
+    def begin(self, uid: str, frontend: str) -> None:
+        """Submit a request as a frontend would, and take it in."""
+        event = Submitted(endpoint="test", frontend=frontend, prompt="p", sampling=SamplingParams())
+        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+        self.take_in()
+
+    def say(self, uid: str, n: int, *events: TokensProduced | End, frontend: str) -> tuple[str, ...]:
+        """Commit events of one step, tokens up to number *n*; return who was ended by others."""
+        ends = any(not isinstance(event, TokensProduced) for event in events)
+        entries = [self._entries[uid]] if ends and uid in self._entries else []
+        committed = self.log.step(
+            self._owners[GENERATE],
+            next(self._numbers),
+            StepCompleted(rows=()),
+            ended=entries,
+            control_cursor=self._control,
+            lease_ms=LEASE_MS,
+        )
+        self._control = committed.control_cursor
+        (entry,) = self.log.read(self._steps, slot_name(DETOKENIZE, 0), max_entries=1, block_ms=100)
+        produced = [
+            Produced(uid, tokens_id(n) if isinstance(event, TokensProduced) else SEAL, n, event, frontend)
+            for event in events
+        ]
+        assert self.log.produced(self._owners[DETOKENIZE], entry, self._engine, produced, retention_ms=60_000)
+        return committed.ended
+
+    def ends(self, uid: str) -> End | None:
+        """Return what sealed the history of *uid*."""
+        entries = self.log.histories([uid])[0]
+        last = decode(entries[-1].fields) if entries else None
+        return last if isinstance(last, Finished | Failed | Cancelled) else None
+
+
+class StandIn:
+    """A thread that is all three stages."""
+
+    def __init__(self, url: str) -> None:
+        self.stages = Stages(url)
+        self.seen: list[tuple[str, Submitted]] = []
+        """Every request that was taken in, the frontend's probe included."""
+        self._running: dict[str, tuple[Submitted, Iterator[tuple[int, TokensProduced | End]]]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stand-in stages")
+        self.stages.say_phase("ready")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self.stages.close()
+
+    def requests(self) -> list[tuple[str, Submitted]]:
+        return [(uid, event) for uid, event in self.seen if event.endpoint != "probe"]
+
+    def _run(self) -> None:
+        while not self._stopped.wait(0.002):
+            for uid, event in self.stages.take_in():
+                self.seen.append((uid, event))
+                self._running[uid] = (event, _script(event))
+            for uid, (event, script) in list(self._running.items()):
+                following = next(script, None)
+                if following is None:
+                    continue
+                n, said = following
+                ended = self.stages.say(uid, n, said, frontend=event.frontend)
+                for each in (*ended, *([] if isinstance(said, TokensProduced) else [uid])):
+                    self._running.pop(each, None)
+
+
+def _words(event: Submitted) -> str:
+    return event.prompt or str(event.messages[-1]["content"])
+
+
+def _script(event: Submitted) -> Iterator[tuple[int, TokensProduced | End]]:
+    match _words(event):
+        case "silent":
+            return
+        case "endless":
+            for n in itertools.count(1):
+                yield n, tokens(n, f"{n} ")
+        case "break":
+            yield 1, tokens(1)
+            yield 1, Failed(n=1, status=500, code="engine_error", message="It broke.")
+        case _:
+            for n, text in enumerate(("Hel", "", "lo\u2028!"), 1):
+                yield n, tokens(n, text)
+            yield 3, finished(3)

@@ -1,0 +1,261 @@
+"""What a listener hears: everything, in order, once, whatever the replies lose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+
+import pytest
+from redis_servers import LossyProxy, command
+from stand_in_stages import Stages, finished, tokens
+
+from pipeline.events import Cancelled, Failed, Finished, TokensProduced, new_uid
+from pipeline.log import Reply
+from pipeline.names import SEAL, Names, tokens_id
+from pipeline.redis_log import AsyncRedisLog
+from web.tail import Listener, Tail
+
+WEB = "web-0"
+NOBODY = "web-9"
+"""A frontend that is not there: what is said to it is in the history and in no replies."""
+
+
+@pytest.fixture
+def stages(redis_url: str) -> Iterator[Stages]:
+    with closing(Stages(redis_url)) as stages:
+        yield stages
+
+
+@asynccontextmanager
+async def tailing(url: str, *, room: int = 256) -> AsyncIterator[Tail]:
+    log = AsyncRedisLog(url, Names())
+    tail = Tail(log, WEB, room=room)
+    await log.open_replies(WEB)
+    task = asyncio.create_task(tail.run())
+    try:
+        async with asyncio.timeout(20):
+            yield tail
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await log.close()
+
+
+async def heard(listener: Listener) -> list[tuple[int, str]]:
+    """Return (n, text) of all events until the end, which has its kind for text."""
+    return [_short(reply) async for reply in listener]
+
+
+def _short(reply: Reply) -> tuple[int, str]:
+    return reply.n, reply.event.text if isinstance(reply.event, TokensProduced) else reply.event.kind
+
+
+async def say(stages: Stages, uid: str, n: int, *events: TokensProduced | Finished, frontend: str = WEB) -> None:
+    await asyncio.to_thread(stages.say, uid, n, *events, frontend=frontend)
+
+
+def test_events_reach_their_listener_in_order_until_the_end(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        one, two = new_uid(), new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(one)) as first, closing(tail.listen(two)) as second:
+                for uid in (one, two):
+                    stages.begin(uid, WEB)
+                for n in (1, 2):
+                    await say(stages, one, n, tokens(n, f"a{n}"))
+                    await say(stages, two, n, tokens(n, f"b{n}"))
+                await say(stages, one, 2, finished(2))
+                await say(stages, two, 3, tokens(3, "b3"), finished(3))
+                assert await heard(first) == [(1, "a1"), (2, "a2"), (2, "finished")]
+                assert await heard(second) == [(1, "b1"), (2, "b2"), (3, "b3"), (3, "finished")]
+            assert tail.listeners == ()
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_in_the_replies_is_filled_from_the_history(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                await say(stages, uid, 1, tokens(1, "a"))
+                await say(stages, uid, 2, tokens(2, "b"), frontend=NOBODY)
+                await say(stages, uid, 4, tokens(4, "cd", count=2), frontend=NOBODY)
+                await say(stages, uid, 5, tokens(5, "e"))
+                await say(stages, uid, 5, finished(5))
+                expected = [(1, "a"), (2, "b"), (4, "cd"), (5, "e"), (5, "finished")]
+                assert await heard(listener) == expected
+
+    asyncio.run(scenario())
+
+
+def test_what_is_said_twice_is_heard_once(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                for _ in range(2):
+                    await say(stages, uid, 1, tokens(1, "a"))
+                    await say(stages, uid, 2, tokens(2, "b"))
+                for _ in range(2):
+                    await say(stages, uid, 2, finished(2))
+                assert await heard(listener) == [(1, "a"), (2, "b"), (2, "finished")]
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_client_is_fed_from_its_history_and_holds_a_bounded_queue(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        slow, quick = new_uid(), new_uid()
+        async with tailing(redis_url, room=4) as tail:
+            with closing(tail.listen(slow)) as listener, closing(tail.listen(quick)) as other:
+                for uid in (slow, quick):
+                    stages.begin(uid, WEB)
+                for n in range(1, 31):
+                    await say(stages, slow, n, tokens(n, str(n)))
+                await say(stages, slow, 30, finished(30))
+                await say(stages, quick, 0, finished(0))  # heard after all the others: the queue is full by then
+                assert await heard(other) == [(0, "finished")]
+                sizes, texts = [], []
+                while not texts or texts[-1] != "finished":
+                    replies = await listener.next()
+                    sizes.append(len(replies))
+                    texts += [_short(reply)[1] for reply in replies]
+                assert texts == [*map(str, range(1, 31)), "finished"]
+                assert max(sizes) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_last_reply_is_found_after_a_second_of_silence(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                await say(stages, uid, 1, tokens(1, "a"))
+                await say(stages, uid, 1, finished(1), frontend=NOBODY)
+                assert await heard(listener) == [(1, "a"), (1, "finished")]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_ended_before_it_was_listened_to_is_heard_in_full(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        stages.begin(uid, NOBODY)
+        await say(stages, uid, 1, tokens(1, "a"), finished(1), frontend=NOBODY)
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                assert await heard(listener) == [(1, "a"), (1, "finished")]
+
+    asyncio.run(scenario())
+
+
+def test_an_end_said_by_anybody_is_heard(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                await say(stages, uid, 1, tokens(1, "a"))
+                await asyncio.to_thread(
+                    lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=WEB, retention_ms=1000)
+                )
+                replies = [reply async for reply in listener]
+                assert [(reply.entry_id, reply.n) for reply in replies] == [(tokens_id(1), 1), (SEAL, 1)]
+                assert isinstance(replies[1].event, Cancelled) and replies[1].event.by == "operator"
+
+    asyncio.run(scenario())
+
+
+def test_a_history_that_is_gone_ends_its_stream_with_an_error(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                await say(stages, uid, 1, tokens(1, "a"))
+                command(redis_url, "FLUSHALL")
+                replies = [reply async for reply in listener]
+                end = replies[-1].event
+                assert len(replies) == 2 and isinstance(end, Failed) and (end.code, end.status) == ("log_lost", 500)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_is_not_submitted_yet_is_not_missed(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                listener.check()
+                await asyncio.sleep(0.6)  # two rounds of the watch; there is no event for what must not happen
+                assert not listener.ended
+                stages.begin(uid, WEB)
+                await say(stages, uid, 0, finished(0))
+                assert await heard(listener) == [(0, "finished")]
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_connection_loses_no_reply(redis_url: str, stages: Stages, tmp_path: object) -> None:
+    async def scenario(proxy: LossyProxy) -> None:
+        uid = new_uid()
+        async with tailing(proxy.url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                await say(stages, uid, 1, tokens(1, "a"))
+                assert [_short(reply) for reply in await listener.next()] == [(1, "a")]
+                proxy.lose_next_reply()
+                await say(stages, uid, 2, tokens(2, "b"))
+                await say(stages, uid, 2, finished(2))
+                assert await heard(listener) == [(2, "b"), (2, "finished")]
+        assert proxy.lost
+
+    from pathlib import Path
+
+    assert isinstance(tmp_path, Path)
+    with closing(LossyProxy(redis_url, tmp_path)) as proxy:
+        asyncio.run(scenario(proxy))
+
+
+def test_a_reply_that_does_not_decode_costs_nobody_an_event(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                bad = '[{"uid":"x","id":"1-0","n":1,"event":{"kind":"tokens","of":"tomorrow"}}]'
+                command(redis_url, "XADD", Names().replies(WEB), "*", "events", bad)
+                await say(stages, uid, 1, tokens(1, "a"), finished(1))
+                assert await heard(listener) == [(1, "a"), (1, "finished")]
+
+    asyncio.run(scenario())
+
+
+def test_a_history_that_does_not_decode_ends_its_stream_with_an_error(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(uid)) as listener:
+                stages.begin(uid, WEB)
+                command(redis_url, "XADD", Names().request(uid), "1-0", "kind", "of tomorrow")
+                (reply,) = [reply async for reply in listener]
+                assert isinstance(reply.event, Failed) and reply.event.code == "log_undecodable"
+
+    asyncio.run(scenario())
+
+
+def test_the_replies_live_as_long_as_somebody_listens_to_them(redis_url: str) -> None:
+    async def scenario() -> None:
+        async with tailing(redis_url):
+            command(redis_url, "DEL", Names().replies(WEB))
+            while not command(redis_url, "EXISTS", Names().replies(WEB)):
+                await asyncio.sleep(0.02)
+        assert 0 < command(redis_url, "PTTL", Names().replies(WEB)) <= 60_000
+
+    asyncio.run(scenario())
