@@ -15,7 +15,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from pipeline.config import Config, arguments_for, parse_command
 from pipeline.errors import ConfigError
@@ -181,15 +181,13 @@ def _job(config: Config, stage: str, *extra: str, fds: tuple[int, ...] = (), dra
 @contextlib.contextmanager
 def _redis(config: Config) -> Iterator[str]:
     """Give the URL of the Redis to use, and end it afterwards if it is ours."""
-    from pipeline.redis_server import check_server, lock_folder, start_embedded
+    from pipeline.redis_server import check_server, start_embedded
 
     if config.log.redis_url:
         check_server(config.log.redis_url)
         yield config.log.redis_url
         return
-    folder = config.data_dir
-    lock: IO[str] = lock_folder(folder)
-    server = start_embedded(folder, lock)
+    server = start_embedded(config.data_dir)
     try:
         yield server.url
     finally:

@@ -90,6 +90,7 @@ def lock_folder(folder: Path) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
         if time.monotonic() > deadline_s or _is_alive(holder):
+            lock.close()
             raise ConfigError(
                 f"--data-dir {folder}: in use by another server (process {holder}); stop it, or pass another "
                 "--data-dir or --port"
@@ -119,12 +120,21 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
-def start_embedded(folder: Path, lock: IO[str]) -> RedisServer:
+def start_embedded(folder: Path) -> RedisServer:
     """Start a redis-server on a unix socket with its data in *folder*, and wait until it has loaded them.
 
     Raises:
-        ConfigError: No binary, or it did not come up; the message has its last words.
+        ConfigError: The folder is in use, there is no binary, or it did not come up; the message has its last words.
     """
+    lock = lock_folder(folder)
+    try:
+        return _start(folder, lock)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _start(folder: Path, lock: IO[str]) -> RedisServer:
     binary = find_binary()
     socket = folder / "redis.sock"
     if len(os.fsencode(socket)) > SOCKET_PATH_LIMIT:

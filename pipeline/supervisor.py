@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -94,14 +95,15 @@ class Supervisor:
             signal.signal(number, count)
 
     def start(self) -> None:
-        """Start one process for every job, in the lowest slots that are free."""
-        taken: dict[str, set[int]] = {}
+        """Start one process for every job. Each asks for the lowest slot that no other of them asks for.
+
+        Who lives in a slot keeps it (`acquire_slot`). The statuses are no help here: after a crash they outlive their
+        workers, and what these had in hand is found by whoever has their slots.
+        """
+        num_started: Counter[str] = Counter()
         for job in self._jobs:
-            slots = taken.setdefault(
-                job.stage, {slot_index(status.slot) for status in read_statuses(self._log, job.stage)}
-            )
-            slot = next(index for index in range(len(slots) + 1) if index not in slots)
-            slots.add(slot)
+            slot = num_started[job.stage]
+            num_started[job.stage] += 1
             self._children.append(_Child(job, self._spawn(job, slot), time.monotonic(), slot))
 
     def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S, need: Sequence[str] = ()) -> bool:

@@ -1,4 +1,4 @@
-"""Real Redis servers for tests: private, on a unix socket, ended by their pid; and a proxy that loses a reply on demand."""
+"""Real Redis servers for tests: private, on a unix socket, ended by their pid; and a proxy that can lose a reply."""
 
 from __future__ import annotations
 

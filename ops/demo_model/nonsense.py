@@ -36,7 +36,11 @@ def ensure(parent: Path) -> Path:
             made = Path(scratch) / MODEL_ID
             made.mkdir()
             write(made)
-            os.replace(made, folder)  # all or nothing, also when two start at once
+            try:
+                os.replace(made, folder)  # all or nothing
+            except OSError:  # a folder with something in it is not replaced: another one that started was faster
+                if not folder.is_dir():
+                    raise
     return folder
 
 

@@ -547,7 +547,8 @@ def test_replies_carry_what_was_said_with_n_and_in_order(log: StreamLog, detoken
 def test_replies_to_a_frontend_that_is_gone_are_dropped(log: StreamLog, detokenizer: Detokenizer) -> None:
     accept(log, "a")
     assert detokenizer.say(say_tokens("a", 1))
-    assert ids(log)[-1] == "1-0"
+    assert end(log, "a", CANCELLED)
+    assert ids(log)[-2:] == ["1-0", SEAL]
     assert log.read_replies("web-0", "0-0", block_ms=0) == ("0-0", [])
 
 

@@ -1,0 +1,359 @@
+"""Over HTTP, in any company and under any setting, a request gets the tokens that transformers generates."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from checkpoints import BOS, TEXT
+from servers import Server, serve
+from transformers import AutoTokenizer
+
+import stages.generate.forward.engine as engine_module
+from pipeline.events import Admitted, AnyEvent, Finished, Preempted, SamplingParams, Tokenized, TokensProduced, decode
+from pipeline.names import SEAL
+from stages.generate.forward.batch import ForwardBatch, build_batch
+from stages.generate.forward.engine import Engine
+from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.model.checkpoint import check_folder
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+
+pytestmark = pytest.mark.slow
+
+Reference = Callable[[Path, Sequence[int], int], list[int]]
+Body = Mapping[str, Any]
+
+NUM_REQUESTS = 16
+NUM_TOKENS = 64
+GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+SETTINGS = {
+    "as it comes": (),
+    "prompts in chunks": ("--page-size", "16", "--max-prefill-length", "32"),
+    "few pages": ("--page-size", "16", "--num-pages", "24"),
+}
+AS_IT_COMES, IN_CHUNKS, FEW_PAGES = SETTINGS
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Sixteen requests to one model, and what transformers makes of them."""
+
+    folder: Path
+    bodies: tuple[Body, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    expected: tuple[list[int], ...]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in self.expected]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client was told, and what the log holds of it."""
+
+    uid: str
+    text: str
+    history: tuple[AnyEvent, ...]
+
+    @property
+    def produced(self) -> list[TokensProduced]:
+        return [event for event in self.history if isinstance(event, TokensProduced)]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.produced for token in event.tokens]
+
+    def count(self, kind: type[AnyEvent]) -> int:
+        return sum(isinstance(event, kind) for event in self.history)
+
+
+def conversations(seed: int) -> list[Body]:
+    """Return requests of different lengths, half of them through the chat template."""
+    chosen = random.Random(seed)
+    bodies: list[Body] = []
+    for index in range(NUM_REQUESTS):
+        begin = chosen.randrange(len(TEXT) // 2)
+        said = TEXT[begin : begin + 3 + 22 * index]
+        if index % 2 == 0:
+            bodies.append({"prompt": said})
+        elif index % 4 == 1:
+            bodies.append({"messages": [{"role": "user", "content": said}]})
+        else:
+            half = len(said) // 2
+            roles, parts = ("system", "user", "assistant", "user"), ("Be brief.", said[:half], "你好", said[half:])
+            bodies.append(
+                {"messages": [{"role": role, "content": part} for role, part in zip(roles, parts, strict=True)]}
+            )
+    return bodies
+
+
+def prompt_ids(folder: Path, body: Body) -> tuple[int, ...]:
+    """Return the token ids that transformers makes of a request."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if "prompt" in body:
+        return tuple(tokenizer.encode(body["prompt"]))
+    return tuple(tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False))
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+def asked(request: pytest.FixtureRequest, reference: Reference) -> Asked:
+    folder: Path = request.getfixturevalue(request.param)
+    bodies = conversations(seed=14)  # with which the two best logits are never close
+    prompts = tuple(prompt_ids(folder, body) for body in bodies)
+    lengths = [len(prompt) for prompt in prompts]
+    assert min(lengths) <= 4 and max(lengths) >= 140 and len(set(lengths)) >= 14, f"of different lengths: {lengths}"
+    expected = tuple(reference(folder, prompt, NUM_TOKENS) for prompt in prompts)
+    return Asked(folder, tuple(body | GREEDY for body in bodies), prompts, expected)
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def setting(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def server(asked: Asked, setting: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("parity"), "--model", str(asked.folder), *SETTINGS[setting]) as server:
+        yield server
+
+
+def ask_whole(server: Server, body: Body) -> tuple[str, str]:
+    """Send one request; return its uid and its text."""
+    response = server.post(body)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    return response.headers["x-minisgl-uid"], choice["message"]["content"]
+
+
+def ask_streamed(server: Server, body: Body, begun: threading.Event) -> tuple[str, str]:
+    """As `ask_whole`, streamed; set *begun* at the first words."""
+    texts: list[str] = []
+    try:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", json=dict(body) | {"stream": True}, timeout=120
+        ) as response:
+            assert response.status_code == 200
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                    texts.append(delta.get("content", ""))
+                    if texts[-1]:
+                        begun.set()
+            return response.headers["x-minisgl-uid"], "".join(texts)
+    finally:
+        begun.set()
+
+
+def with_histories(server: Server, answered: Sequence[tuple[str, str]]) -> list[Answer]:
+    with server.log() as log:
+        histories = log.histories([uid for uid, _ in answered])
+    assert all(history[-1].id == SEAL for history in histories)
+    return [
+        Answer(uid, text, tuple(decode(entry.fields) for entry in history))
+        for (uid, text), history in zip(answered, histories, strict=True)
+    ]
+
+
+def ask_at_once(server: Server, bodies: Sequence[Body], order: Sequence[int]) -> list[Answer]:
+    """Send all requests at the same time, the threads started in *order*; return the answers in the bodies' order."""
+    gate = threading.Barrier(len(order))
+
+    def ask(index: int) -> tuple[str, str]:
+        gate.wait(60)
+        return ask_whole(server, bodies[index])
+
+    with ThreadPoolExecutor(len(order)) as threads:
+        running = {index: threads.submit(ask, index) for index in order}
+    return with_histories(server, [running[index].result() for index in sorted(order)])
+
+
+def ask_in_turn(server: Server, bodies: Sequence[Body], order: Sequence[int]) -> list[Answer]:
+    """Send each request in *order* when the one before it has its first words, so that each joins running ones."""
+    begun = {index: threading.Event() for index in order}
+
+    def ask(index: int, before: int | None) -> tuple[str, str]:
+        assert before is None or begun[before].wait(60)
+        return ask_streamed(server, bodies[index], begun[index])
+
+    with ThreadPoolExecutor(len(order)) as threads:
+        running = {
+            index: threads.submit(ask, index, before) for index, before in zip(order, (None, *order[:-1]), strict=True)
+        }
+    return with_histories(server, [running[index].result() for index in sorted(order)])
+
+
+def rows_by_step(answers: Sequence[Answer]) -> dict[str, list[int]]:
+    """Return for each step of the engine the `chunks` of its rows that made a token: 0 is a decode row."""
+    steps: dict[str, list[int]] = defaultdict(list)
+    for answer in answers:
+        for event in answer.produced:
+            steps[event.step].append(event.chunks)
+    return steps
+
+
+def has_mixed_step(answers: Sequence[Answer]) -> bool:
+    return any(min(rows) == 0 and max(rows) > 0 for rows in rows_by_step(answers).values())
+
+
+SHUFFLED = tuple(random.Random(7).sample(range(NUM_REQUESTS), NUM_REQUESTS))
+ARRIVALS: dict[str, Callable[[Server, Sequence[Body]], list[Answer]]] = {
+    "at once": lambda server, bodies: ask_at_once(server, bodies, range(NUM_REQUESTS)),
+    "shuffled, in turn": lambda server, bodies: ask_in_turn(server, bodies, SHUFFLED),
+    "longest first, in turn": lambda server, bodies: ask_in_turn(server, bodies, range(NUM_REQUESTS)[::-1]),
+}
+
+
+@pytest.mark.parametrize("arrival", ARRIVALS)
+def test_sixteen_requests_get_the_tokens_of_transformers(
+    server: Server, asked: Asked, setting: str, arrival: str
+) -> None:
+    answers = ARRIVALS[arrival](server, asked.bodies)
+    assert [answer.tokens for answer in answers] == list(asked.expected)
+    assert [answer.text for answer in answers] == asked.texts
+    for answer, prompt in zip(answers, asked.prompts, strict=True):
+        end = answer.history[-1]
+        assert isinstance(end, Finished)
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (len(prompt), NUM_TOKENS)
+    if setting == IN_CHUNKS:
+        assert max(event.chunks for answer in answers for event in answer.produced) >= 3
+        assert has_mixed_step(answers)
+    if setting == FEW_PAGES:
+        preempted = [answer for answer in answers if answer.count(Preempted)]
+        assert preempted
+        for answer in preempted:  # it came back, and prompt and output were computed again
+            assert answer.count(Admitted) == answer.count(Preempted) + 1
+
+
+@pytest.mark.parametrize("setting", [AS_IT_COMES], indirect=True)
+def test_prompts_become_the_token_ids_of_transformers(server: Server, asked: Asked) -> None:
+    answers = ask_at_once(server, [dict(body) | {"max_tokens": 1} for body in asked.bodies], range(NUM_REQUESTS))
+    tokenized = [next(event for event in answer.history if isinstance(event, Tokenized)) for answer in answers]
+    assert [event.token_ids for event in tokenized] == list(asked.prompts)
+    bos = AutoTokenizer.from_pretrained(asked.folder).get_vocab().get(BOS)
+    if bos is not None:
+        assert all(event.token_ids[0] == bos and Counter(event.token_ids)[bos] == 1 for event in tokenized)
+
+
+@pytest.mark.parametrize("setting", [IN_CHUNKS], indirect=True)
+def test_seeded_sampling_gives_the_same_tokens_alone_and_in_a_batch(server: Server, asked: Asked) -> None:
+    bodies = [
+        dict(body) | {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": index}
+        for index, body in enumerate(asked.bodies)
+    ]
+    alone = with_histories(server, [ask_whole(server, body) for body in bodies[::3]])
+    assert max(map(len, rows_by_step(alone).values())) == 1
+    together = ask_in_turn(server, bodies, SHUFFLED)
+    for answer in together[::3]:
+        steps = rows_by_step(together)
+        assert any(len(steps[event.step]) > 1 for event in answer.produced), "it was never in a batch"
+    assert [answer.tokens for answer in together[::3]] == [answer.tokens for answer in alone]
+    assert all(answer.tokens != greedy for answer, greedy in zip(together, asked.expected, strict=True))
+    other_seed = with_histories(server, [ask_whole(server, dict(bodies[0]) | {"seed": 99})])
+    assert other_seed[0].tokens != alone[0].tokens
+
+
+# The proof that the tests above can fail: the same engine and schedule in this process, with one thing wrong.
+
+PAGE_SIZE = 16
+
+Change = Callable[[BatchPlan], BatchPlan]
+
+
+def generated_here(asked: Asked, prompts: Sequence[Sequence[int]], change: Change) -> list[list[int]]:
+    """Return the tokens that engine and schedule make of *prompts* when every plan goes through *change*."""
+    spec = check_folder(asked.folder)
+    num_pages = NUM_REQUESTS * 16
+    engine = Engine(
+        spec,
+        asked.folder,
+        num_pages=num_pages,
+        page_size=PAGE_SIZE,
+        max_running_requests=NUM_REQUESTS,
+        max_seq_len=256,
+        threads=1,
+    )
+    engine.kv_L2PKSD.zero_()  # a wrong page is a page of somebody else, not whatever the memory held
+    limits = Limits(256, max_prefill_length=2048, mixed_prefill_length=16, max_running_requests=NUM_REQUESTS)
+    schedule = Schedule(NaiveCache(num_pages, PAGE_SIZE), limits, spec.eos_ids, Identity("generate-0", 1, ""))
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        assert schedule.add(NewRequest(str(index), tuple(prompt), (), sampling)) is None
+    tokens: dict[str, list[int]] = defaultdict(list)
+    while (planned := schedule.plan()) is not None:
+        for row in schedule.complete(engine.forward(change(planned[0]))):
+            tokens[row.uid].append(row.token)
+    assert schedule.problems() == []
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def unchanged(plan: BatchPlan) -> BatchPlan:
+    return plan
+
+
+def first_pages_exchanged() -> Change:
+    """Return a change that gives each decode row the first page of the next one.
+
+    Two whole pages of one row, exchanged, change nothing, because attention is over a set; and two rows that exchange
+    pages before anything is in them only call them by other names.
+    """
+    pages: dict[int, list[int]] = {}
+
+    def change(plan: BatchPlan) -> BatchPlan:
+        for row in plan.rows:
+            pages[row.table] = [*pages.get(row.table, [])[: row.first_page], *row.new_pages]
+        decoding = [row.table for row in plan.rows[: plan.num_decode_rows]]
+        others = dict(zip(decoding, [*decoding[1:], *decoding[:1]], strict=True))
+        rows = [
+            replace(row, new_pages=(pages[others[row.table]][0], *pages[row.table][1:]), first_page=0)
+            if row.table in others
+            else row
+            for row in plan.rows
+        ]
+        return replace(plan, rows=tuple(rows))
+
+    return change
+
+
+def num_differing(asked: Asked, tokens: Sequence[Sequence[int]]) -> int:
+    return sum(list(mine) != theirs for mine, theirs in zip(tokens, asked.expected, strict=True))
+
+
+def test_engine_and_schedule_in_this_process_give_the_tokens_of_transformers(asked: Asked) -> None:
+    assert generated_here(asked, asked.prompts, unchanged) == list(asked.expected)
+
+
+def test_pages_exchanged_between_requests_change_the_answers(asked: Asked) -> None:
+    assert num_differing(asked, generated_here(asked, asked.prompts, first_pages_exchanged())) >= 15
+
+
+def test_positions_shifted_by_one_change_the_answers(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the output only: rotary positions are relative, so that prompt and output shifted alike change nothing."""
+
+    def shifted(*arguments: Any) -> ForwardBatch:
+        batch = build_batch(*arguments)
+        decoding_T = torch.arange(len(batch.positions_T)) < batch.num_decode_rows
+        return replace(batch, positions_T=batch.positions_T + decoding_T)
+
+    monkeypatch.setattr(engine_module, "build_batch", shifted)
+    assert num_differing(asked, generated_here(asked, asked.prompts, unchanged)) >= 15
+
+
+def test_half_of_the_prompt_dropped_changes_the_answers(asked: Asked) -> None:
+    halves = [prompt[len(prompt) // 2 :] for prompt in asked.prompts]
+    assert num_differing(asked, generated_here(asked, halves, unchanged)) >= 15

@@ -1,0 +1,348 @@
+"""The engine's loop and its courier, with an engine that counts instead of computing, on both logs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from redis_servers import Servers, until
+
+from pipeline.errors import Fenced
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    Cancelled,
+    EventRow,
+    Failed,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    TakenOver,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+    decode,
+    new_uid,
+)
+from pipeline.log import Entry, Inbox, Produced, StreamLog
+from pipeline.memory_log import MemoryLog
+from pipeline.names import Names, tokens_id
+from pipeline.redis_log import RedisLog
+from pipeline.slots import Place, acquire_slot
+from pipeline.worker import Stop
+from stages.generate.courier import Courier
+from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.schedule import Identity, Limits, Schedule
+from stages.generate.worker import GenerateWorker
+
+LEASE_MS = 3000
+RETENTION_MS = 60_000
+CONTEXT = 64
+
+
+class CountingEngine:
+    """The next token of a row is its last one plus one. *pace_s*: how long a step takes."""
+
+    def __init__(self, pace_s: float = 0.0) -> None:
+        self.pace_s = pace_s
+        self.gate = threading.Event()
+        self.gate.set()
+        self.plans: list[BatchPlan] = []
+
+    def forward(self, plan: BatchPlan) -> list[int]:
+        self.gate.wait(30)
+        threading.Event().wait(self.pace_s)
+        self.plans.append(plan)
+        return [row.token_ids[-1] + 1 for row in plan.rows if row.sample is not None]
+
+
+@dataclass
+class Running:
+    """An engine's loop in a thread."""
+
+    worker: GenerateWorker
+    courier: Courier
+    place: Place
+    engine: CountingEngine
+    schedule: Schedule
+    stop: Stop
+    errors: list[BaseException] = field(default_factory=list)
+
+    def run(self) -> None:
+        try:
+            self.worker.run(self.stop)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self.courier.stop()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Callable[[], StreamLog]]:
+    """Give a function that opens the one log of this test for another thread."""
+    if request.param == "memory":
+        shared = MemoryLog(Names())
+        yield lambda: shared
+        return
+    url = redis_servers.url("wheel")
+    with contextlib.ExitStack() as stack:
+
+        def opened() -> StreamLog:
+            log = RedisLog(url, Names())
+            stack.callback(log.close)
+            return log
+
+        yield opened
+
+
+@contextlib.contextmanager
+def running(another_log: Callable[[], StreamLog], *, num_pages: int = 64, pace_s: float = 0.0) -> Iterator[Running]:
+    """Run an engine in slot generate-0 until the block ends."""
+    log = another_log()
+    owner = acquire_slot(log, "generate", LEASE_MS)
+    place = Place(another_log(), owner, LEASE_MS)
+    log.prepare(Inbox.tokenized(log.names))
+    log.prepare(Inbox.steps(log.names, owner.slot))
+    limits = Limits(context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8)
+    schedule = Schedule(NaiveCache(num_pages, 4), limits, [], Identity(owner.slot, owner.epoch, "counting"))
+    courier = Courier(another_log(), owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
+    engine = CountingEngine(pace_s)
+    item = Running(GenerateWorker(engine, schedule, courier, place), courier, place, engine, schedule, Stop())
+    thread = threading.Thread(target=item.run)
+    courier.start()
+    thread.start()
+    try:
+        yield item
+    finally:
+        item.engine.gate.set()
+        item.stop.set()
+        thread.join(30)
+        place.leave()
+        assert not thread.is_alive()
+
+
+def send(log: StreamLog, *prompt: int, **sampling: object) -> str:
+    """Bring a request as far as `tokenized`, and return its uid."""
+    uid = new_uid()
+    log.prepare(Inbox.submitted(log.names))
+    event = Submitted(endpoint="chat", frontend="web-0", sampling=SamplingParams.model_validate(sampling))
+    log.submit(uid, event, timeout_ms=60_000, retention_ms=RETENTION_MS, max_queued=100)
+    (entry,) = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=1, block_ms=1000)
+    assert log.tokenized(entry, Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0"))
+    return uid
+
+
+class Steps:
+    """Reads an engine's steps like a detokenizer that leaves them where they are."""
+
+    def __init__(self, log: StreamLog) -> None:
+        self.log = log
+        self.inbox = Inbox.steps(log.names, "generate-0")
+        self.seen: list[tuple[Entry, StepCompleted]] = []
+        log.prepare(self.inbox)
+
+    def look(self) -> list[StepCompleted]:
+        for entry in self.log.read(self.inbox, "detokenize-0", max_entries=100, block_ms=10):
+            step = decode(entry.fields)
+            assert isinstance(step, StepCompleted)
+            self.seen.append((entry, step))
+        return [step for _, step in self.seen]
+
+    def tokens(self, uid: str) -> list[TokenRow]:
+        return [row for step in self.look() for row in step.rows if isinstance(row, TokenRow) and row.uid == uid]
+
+    def marks(self, uid: str) -> list[EventRow]:
+        return [row for step in self.look() for row in step.rows if isinstance(row, EventRow) and row.uid == uid]
+
+    def let_go(self) -> set[str]:
+        return {uid for step in self.look() for uid in step.let_go}
+
+
+def test_a_request_becomes_steps_and_its_entry_is_consumed_with_the_last(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log):
+        uid = send(log, 10, 11, max_tokens=3)
+        until(lambda: len(steps.tokens(uid)) == 3)
+        assert [(row.n, row.token, row.end) for row in steps.tokens(uid)] == [
+            (1, 12, None),
+            (2, 13, None),
+            (3, 14, "length"),
+        ]
+        assert isinstance(steps.marks(uid)[0].event, Admitted)
+        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+    assert log.pending(Inbox.tokenized(log.names), "generate-0") == []
+
+
+def test_the_entry_of_a_running_request_stays_pending(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log) as engine:
+        engine.engine.gate.clear()
+        uid = send(log, 1)
+        until(lambda: bool(log.pending(Inbox.tokenized(log.names), "generate-0")))
+        engine.engine.gate.set()
+        until(lambda: len(steps.tokens(uid)) > 2)
+        assert [entry.fields["uid"] for entry in log.pending(Inbox.tokenized(log.names), "generate-0")] == [uid]
+
+
+def test_a_cancelled_request_is_let_go_and_its_pages_are_free(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log, num_pages=16) as engine:
+        engine.engine.gate.clear()
+        uid = send(log, 1)
+        until(lambda: engine.schedule.num_running == 1)
+        assert log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+        engine.engine.gate.set()
+        until(lambda: uid in steps.let_go())
+        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+        assert engine.schedule.free_pages == 16
+
+
+def test_a_request_that_ended_before_it_was_taken_never_runs(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    uid = send(log, 1)
+    log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+    with running(another_log) as engine:
+        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+        assert uid in steps.let_go() and engine.engine.plans == []
+
+
+def test_a_prompt_that_fits_no_engine_fails_with_a_row(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log):
+        uid = send(log, *range(CONTEXT))
+        until(lambda: bool(steps.marks(uid)))
+        (row,) = steps.marks(uid)
+        assert isinstance(row.event, Failed) and row.event.code == "context_length_exceeded"
+        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+
+
+def test_requests_that_arrive_together_share_steps(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    uids = [send(log, number, max_tokens=4) for number in range(6)]
+    with running(another_log) as engine:
+        until(lambda: all(len(steps.tokens(uid)) == 4 for uid in uids))
+        assert max(len(plan.rows) for plan in engine.engine.plans) == 6
+
+
+def test_a_step_says_what_it_was_made_of(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log):
+        uid = send(log, 1, 2, 3, max_tokens=2)
+        until(lambda: len(steps.tokens(uid)) == 2)
+        first, second = (step.figures for step in steps.look() if step.rows)
+        assert (first.prefill_rows, first.prefill_tokens, first.decode_rows, first.running) == (1, 3, 0, 1)
+        assert (second.prefill_rows, second.decode_rows, second.running, second.free_pages) == (0, 1, 0, 64)
+
+
+def test_a_restarted_engine_goes_on_where_the_log_ends(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log, pace_s=0.05) as engine:
+        uid = send(log, 10, max_tokens=9)
+        until(lambda: len(steps.tokens(uid)) >= 2)
+        engine.stop.set()
+    if steps.tokens(uid)[-1].end:
+        pytest.fail("it was to be stopped in the middle")
+    last = write_histories(log, steps)
+    with running(another_log):
+        until(lambda: steps.tokens(uid)[-1].end is not None)
+    rows = steps.tokens(uid)
+    assert [(row.n, row.token) for row in rows] == [(n, 10 + n) for n in range(1, 10)]
+    marks = [mark for mark in steps.marks(uid) if isinstance(mark.event, TakenOver)]
+    assert [(mark.n, mark.event.epoch) for mark in marks if isinstance(mark.event, TakenOver)] == [(last, 2)]
+
+
+def write_histories(log: StreamLog, steps: Steps) -> int:
+    """Do the detokenizer's part for all steps seen; return the last n."""
+    owner = acquire_slot(log, "detokenize", LEASE_MS)
+    last = 0
+    for entry, step in steps.seen:
+        produced = []
+        for row in step.rows:
+            if isinstance(row, TokenRow):
+                event = TokensProduced(count=1, tokens=(row.token,), text="x", step=entry.id)
+                produced.append(Produced(row.uid, tokens_id(row.n), row.n, event, "web-0"))
+                last = row.n
+        assert log.produced(owner, entry, "generate-0", produced, retention_ms=RETENTION_MS)
+    return last
+
+
+def test_an_engine_waits_for_the_steps_of_its_predecessor(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log, pace_s=0.05) as engine:
+        uid = send(log, 10, max_tokens=30)
+        until(lambda: len(steps.tokens(uid)) >= 2)
+        engine.stop.set()
+    steps.look()
+    waiting = len(steps.seen)
+    with running(another_log) as engine:
+        until(lambda: engine.place.status.phase == "starting")
+        assert engine.engine.plans == []
+        assert len(steps.look()) == waiting
+        last = write_histories(log, steps)
+        until(lambda: bool(engine.engine.plans))
+        assert engine.engine.plans[0].rows[0].token_ids == tuple(range(10, 11 + last))
+
+
+def test_an_engine_that_lost_its_slot_stops_and_writes_nothing_more(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log) as engine:
+        uid = send(log, 1, max_tokens=40)
+        until(lambda: len(steps.tokens(uid)) >= 1)
+        engine.engine.gate.clear()
+        log.release(engine.place.owner)
+        successor = log.acquire("generate-0", "other", LEASE_MS)
+        engine.engine.gate.set()
+        if successor is None:  # its lease thread was faster; then it must be stopped by hand
+            pytest.fail("the lease was renewed between release and acquire")
+        until(lambda: bool(engine.errors) or engine.place.lost.is_set())
+        until(lambda: not engine.errors or isinstance(engine.errors[0], Fenced))
+    epochs = {entry.id.split("-")[0] for entry, _ in steps.seen}
+    assert epochs == {"1"}
+
+
+def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: Servers) -> None:
+    from redis_servers import command
+
+    url = redis_servers.url("wheel")
+    log = RedisLog(url, Names())
+    steps = Steps(log)
+    bad, good = send(log, 1, max_tokens=2), send(log, 1, max_tokens=2)
+    command(url, "XADD", log.names.request(bad), "0-3", "kind", "nonsense")
+    with running(lambda: RedisLog(url, Names())):
+        until(lambda: len(steps.tokens(good)) == 2)
+        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+    *_, last = log.histories([bad])[0]
+    event: AnyEvent = decode(last.fields)
+    assert isinstance(event, Failed) and event.code == "log_damaged"
+    log.close()
+
+
+def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
+    from redis_servers import command
+
+    url = redis_servers.url("wheel")
+    log = RedisLog(url, Names())
+    steps = Steps(log)
+    with running(lambda: RedisLog(url, Names()), pace_s=0.05):  # three seconds for the whole context
+        uid = send(log, 1)
+        until(lambda: len(steps.tokens(uid)) > 0)
+        command(url, "ZREM", log.names.live, uid)
+        until(lambda: uid in steps.let_go())
+        assert not any(row.end for row in steps.tokens(uid))
+    log.close()

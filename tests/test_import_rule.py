@@ -1,0 +1,133 @@
+"""Who imports whom. Read off the source, so that an import inside a function counts too; and tried in a fresh process."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("minisgl", "ops", "pipeline", "stages", "web")
+STAGES = ("stages.tokenize", "stages.generate", "stages.detokenize")
+WITH_TORCH = (
+    "stages.generate.attention",
+    "stages.generate.forward",
+    "stages.generate.kvcache.pool",
+    "stages.generate.model.decoder",
+    "stages.generate.model.layers",
+    "stages.generate.resolve",
+)
+"""Where tensors are. Everything else starts fast and small, and the schedule decides without them."""
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Yield every module of ours, by its dotted name; a package is `name.__init__`."""
+    for top in OURS:
+        paths = [ROOT / f"{top}.py"] if top == "minisgl" else sorted((ROOT / top).rglob("*.py"))
+        for path in paths:
+            yield ".".join(path.relative_to(ROOT).with_suffix("").parts), ast.parse(path.read_text(), str(path))
+
+
+def imports(name: str, tree: ast.Module) -> set[str]:
+    """Return the dotted names that a module imports, wherever in it: `from a import b` as `a.b`."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".")[: -node.level] if node.level else []
+            found |= {".".join([*package, *([node.module] if node.module else []), alias.name]) for alias in node.names}
+    return found
+
+
+IMPORTS = {name: imports(name, tree) for name, tree in modules()}
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def offences(importers: tuple[str, ...], forbidden: tuple[str, ...], allowed: tuple[str, ...] = ()) -> list[str]:
+    """Return `importer -> imported` for each import by *importers* that is of *forbidden* and not of *allowed*."""
+    checked = [name for name in IMPORTS if within(name, *importers)]
+    assert checked, f"no module of ours is in {importers}"
+    return [
+        f"{name} -> {imported}"
+        for name in checked
+        for imported in sorted(IMPORTS[name])
+        if within(imported, *forbidden) and not within(imported, *allowed)
+    ]
+
+
+def test_every_module_of_ours_is_looked_at() -> None:
+    assert {name.partition(".")[0] for name in IMPORTS} == set(OURS)
+    assert within("stages.generate.worker", *IMPORTS)
+
+
+def test_pipeline_imports_nothing_of_ours() -> None:
+    assert not offences(("pipeline",), OURS, allowed=("pipeline",))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_imports_only_pipeline_and_itself(stage: str) -> None:
+    assert not offences((stage,), OURS, allowed=("pipeline", stage))
+
+
+def test_what_the_stages_share_is_in_pipeline() -> None:
+    shared = [name for name in IMPORTS if within(name, "stages") and not within(name, *STAGES)]
+    assert shared in ([], ["stages.__init__"])
+    assert not any(IMPORTS[name] for name in shared)
+
+
+def test_web_imports_only_pipeline_and_itself() -> None:
+    assert not offences(("web",), OURS, allowed=("pipeline", "web"))
+
+
+def test_nothing_imports_the_command() -> None:
+    assert not offences(("pipeline", "stages", "web"), ("minisgl", "ops"))
+
+
+def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
+    everybody_else = tuple(name for name in IMPORTS if not within(name, *WITH_TORCH, "ops"))
+    assert not offences((*everybody_else, "ops.demo_model"), ("torch",))
+
+
+def test_transformers_is_for_the_tokenizer_alone() -> None:
+    everybody_else = tuple(name for name in IMPORTS if not within(name, "stages.tokenize", "ops"))
+    assert not offences(everybody_else, ("transformers",))
+
+
+def test_nobody_but_the_log_appends_to_a_stream() -> None:
+    """A raw XADD outside of `pipeline` would be an event that no commit knows."""
+    appends = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules()
+        if not within(name, "pipeline")
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr.lower() == "xadd")
+        or (isinstance(node, ast.Constant) and str(node.value).upper() == "XADD")
+    ]
+    assert not appends
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("minisgl", ("torch", "transformers", "numpy")),
+        ("web.server", ("torch", "transformers", "tokenizers", "numpy")),
+        ("stages.tokenize.worker", ("torch",)),
+        ("stages.detokenize.worker", ("torch", "transformers")),
+        ("stages.generate.schedule.schedule", ("torch",)),
+        ("stages.generate.model.checkpoint", ("torch", "numpy")),
+    ],
+)
+def test_a_process_that_needs_no_torch_does_not_load_it(module: str, absent: tuple[str, ...]) -> None:
+    program = f"import sys, {module}\nprint(*sorted(set({absent!r}) & set(sys.modules)))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert loaded.stdout.split() == []
