@@ -44,10 +44,16 @@ class _Request:
     first_token_ms: int
     cached_tokens: int
 
-    def take(self, token: int) -> tuple[str, bool]:
-        """Count *token* in; return what can be shown, and whether a stop string was met."""
+    def take(self, token: int, *, ends: bool = False) -> tuple[str, bool]:
+        """Count *token* in; return what can be shown, and whether a stop string was met.
+
+        A token that *ends* the request, end-of-sequence or one of `stop_token_ids`, is counted but is no text: not
+        every one of them is a special token, which has none anyway.
+        """
         self.n += 1
         self.marks = 0
+        if ends:
+            return "", False
         return self.stops.push(self.text.push(token), armed=self.n >= self.submitted.sampling.min_tokens)
 
     def tail(self) -> str:
@@ -140,7 +146,7 @@ class DetokenizeFold:
 
     def _token(self, request: _Request, row: TokenRow, step: StepCompleted, step_id: str) -> list[Produced]:
         request.first_token_ms = request.first_token_ms or step.ms
-        text, met_stop = request.take(row.token)
+        text, met_stop = request.take(row.token, ends=row.end == "stop")
         reason: FinishReason | None = "stop" if met_stop else row.end
         if reason is not None and not met_stop:
             text += request.tail()

@@ -82,7 +82,7 @@ UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "vllm_xargs": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI, vLLM and SGLang that would change the output and that we do not have (notes/web.md, 1.2)."""
+"""Fields of OpenAI, vLLM and SGLang that would change the output and that we do not have."""
 UNSUPPORTED_IN_MESSAGE: Final[Mapping[str, Neutrals]] = {
     "annotations": ([],),
     "audio": (),

@@ -1,0 +1,164 @@
+"""The supervisor over small stand-in workers: readiness, restart, backoff, drain, and what it says of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from redis_servers import until
+
+from pipeline.errors import ConfigError
+from pipeline.names import Names
+from pipeline.redis_log import RedisLog
+from pipeline.slots import read_statuses
+from pipeline.supervisor import ChildFailed, Job, Supervisor
+
+WORKER = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from pipeline.names import Names
+from pipeline.redis_log import RedisLog
+from pipeline.slots import Place, acquire_slot
+
+stage, mode, folder, slot = sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[6])
+with (folder / "starts").open("a") as starts:
+    starts.write(f"{os.getpid()} {time.monotonic()}\\n")
+if mode == "misconfigured":
+    sys.exit(2)
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set() if mode != "deaf" else None)
+log = RedisLog(os.environ["MINISGL_REDIS_URL"], Names())
+place = Place(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), acquire_slot(log, stage, 3000, preferred=slot), 3000)
+if mode == "slow":
+    place.say(phase="loading", detail="weights", progress=0.4)
+else:
+    place.say(phase="ready")
+if mode == "crashing":
+    until = time.monotonic() + 0.1
+    while time.monotonic() < until:
+        place.came_round()
+    os._exit(7)
+while not stop.wait(0.05):
+    place.came_round()
+with (folder / "ends").open("a") as ends:
+    ends.write(f"{stage}\\n")
+place.leave()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "worker.py").write_text(WORKER)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def supervised(folder: Path, url: str, *jobs: Job) -> Iterator[Supervisor]:
+    log = RedisLog(url, Names())
+    environment = os.environ | {"MINISGL_REDIS_URL": url, "PYTHONPATH": str(Path(__file__).parents[2])}
+    supervisor = Supervisor(log, jobs, program=(sys.executable, str(folder / "worker.py")), environment=environment)
+    supervisor.start()
+    try:
+        yield supervisor
+    finally:
+        supervisor.kill()
+        log.close()
+
+
+def job(folder: Path, stage: str, mode: str = "good", drain_s: float = 10.0) -> Job:
+    return Job(stage, (mode, str(folder)), drain_s=drain_s)
+
+
+def starts(folder: Path) -> list[tuple[int, float]]:
+    """Return pid and time of every start of a worker."""
+    file = folder / "starts"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(int(pid), float(at)) for pid, at in (line.split() for line in lines)]
+
+
+def watch_until(supervisor: Supervisor, condition: object) -> None:
+    assert callable(condition)
+
+    def look() -> bool:
+        supervisor.watch()
+        return bool(condition())
+
+    until(look, timeout_s=20)
+
+
+def test_workers_of_one_stage_get_slots_of_their_own(folder: Path, redis_url: str) -> None:
+    with supervised(folder, redis_url, *(job(folder, "tokenize") for _ in range(3))) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        log = RedisLog(redis_url, Names())
+        assert [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-0", "tokenize-1", "tokenize-2"]
+        log.close()
+
+
+def test_who_is_not_ready_in_time_is_named_with_what_it_does(folder: Path, redis_url: str) -> None:
+    with (
+        supervised(folder, redis_url, job(folder, "generate", "slow")) as supervisor,
+        pytest.raises(ConfigError, match=r"not ready after 3 s: generate-0 \(loading weights 40%\)"),
+    ):
+        supervisor.wait_until_ready(3)
+
+
+def test_a_worker_that_cannot_be_configured_is_not_restarted(folder: Path, redis_url: str) -> None:
+    with (
+        supervised(folder, redis_url, job(folder, "generate", "misconfigured")) as supervisor,
+        pytest.raises(ChildFailed, match="generate-0"),
+    ):
+        supervisor.wait_until_ready(30)
+    assert len(starts(folder)) == 1
+
+
+def test_a_killed_worker_is_back_in_its_slot_without_waiting_for_the_lease(folder: Path, redis_url: str) -> None:
+    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        ((first, _),) = starts(folder)
+        os.kill(first, signal.SIGKILL)
+        watch_until(supervisor, lambda: len(starts(folder)) == 2)
+        assert supervisor.wait_until_ready(30)
+        log = RedisLog(redis_url, Names())
+        (status,) = read_statuses(log, "tokenize")
+        assert status.slot == "tokenize-0" and status.pid != first
+        log.close()
+
+
+def test_a_worker_that_keeps_dying_is_started_ever_more_rarely(folder: Path, redis_url: str) -> None:
+    with supervised(folder, redis_url, job(folder, "tokenize", "crashing")) as supervisor:
+        watch_until(supervisor, lambda: len(starts(folder)) == 5)
+    at = [when for _, when in starts(folder)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(at)]
+    assert pauses[3] > pauses[1] + 0.5  # 0, 0.4, 0.8, 1.6 s and the same start-up in each
+
+
+def test_stages_end_in_the_order_given(folder: Path, redis_url: str) -> None:
+    stages = ("generate", "tokenize", "web")
+    with supervised(folder, redis_url, *(job(folder, stage) for stage in stages)) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        supervisor.stop(["web", "tokenize", "generate"])
+    assert (folder / "ends").read_text().split() == ["web", "tokenize", "generate"]
+
+
+def test_a_worker_that_does_not_end_in_time_is_killed(folder: Path, redis_url: str) -> None:
+    with supervised(folder, redis_url, job(folder, "web", "deaf", drain_s=0.2)) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        ((pid, _),) = starts(folder)
+        supervisor.stop(["web"])
+        assert not psutil.pid_exists(pid)
+
+
+def test_a_signal_ends_the_wait_for_readiness(folder: Path, redis_url: str) -> None:
+    with supervised(folder, redis_url, job(folder, "generate", "slow")) as supervisor:
+        supervisor.signals = 1
+        began_s = time.monotonic()
+        assert not supervisor.wait_until_ready(60)
+        assert time.monotonic() - began_s < 60
