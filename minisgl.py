@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.config import Config, arguments_for, parse_command
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ usage: minisgl serve [flags]                everything on this machine; `python 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.
 """
 EXIT_CONFIG = 2
+READY_TIMEOUT_S = 600.0
+FOREVER_S = float("inf")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except MiniSGLError as error:
+        print(f"minisgl: {error}", file=sys.stderr)
+        return 1
 
 
 def serve(config: Config) -> int:
@@ -85,7 +90,7 @@ def serve(config: Config) -> int:
         def say_ready() -> None:
             _banner(config, folder, time.monotonic() - began_s)
 
-        return _supervise(config, url, jobs, say_ready)
+        return _supervise(config, url, jobs, say_ready, READY_TIMEOUT_S)
 
 
 def run_stage(config: Config) -> int:
@@ -115,7 +120,7 @@ def run_stage(config: Config) -> int:
         def say_ready() -> None:
             structlog.get_logger().info("stage_ready", stage=config.stage, replicas=config.worker.replicas)
 
-        return _supervise(config, config.log.redis_url, jobs, say_ready)
+        return _supervise(config, config.log.redis_url, jobs, say_ready, FOREVER_S)  # the others may come later
 
 
 def run_worker(config: Config) -> int:
@@ -194,7 +199,9 @@ def _redis(config: Config) -> Iterator[str]:
         server.stop()
 
 
-def _supervise(config: Config, url: str, jobs: Sequence[Job], say_ready: Callable[[], None]) -> int:
+def _supervise(
+    config: Config, url: str, jobs: Sequence[Job], say_ready: Callable[[], None], ready_timeout_s: float
+) -> int:
     """Run *jobs* until a signal comes; return the exit code."""
     from pipeline.redis_log import RedisLog
     from pipeline.supervisor import ChildFailed, Supervisor
@@ -206,7 +213,7 @@ def _supervise(config: Config, url: str, jobs: Sequence[Job], say_ready: Callabl
     supervisor.listen()
     try:
         supervisor.start()
-        if supervisor.wait_until_ready():
+        if supervisor.wait_until_ready(ready_timeout_s):
             say_ready()
         supervisor.run()
         supervisor.stop([WEB, TOKENIZE, GENERATE, DETOKENIZE])

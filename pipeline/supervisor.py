@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from pipeline.errors import ConfigError, LogError, MiniSGLError
+from pipeline.errors import LogError, MiniSGLError
 from pipeline.log import Owner, StreamLog
 from pipeline.names import slot_index
 from pipeline.slots import Status, read_statuses
@@ -30,7 +30,8 @@ LONGEST_BACKOFF_S = 5.0
 SERVICE_S = 5.0
 """A child that served for so long starts over with the shortest backoff."""
 POLL_S = 0.02
-READY_TIMEOUT_S = 600.0
+MOST_DEATHS_AT_START = 5
+"""A child that died so often and was never ready will not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ class ChildFailed(MiniSGLError):
     """A child ended with the exit code for configuration; it has said why."""
 
 
+class StartFailed(MiniSGLError):
+    """The children did not become ready; the message names who and why."""
+
+
 class Supervisor:
     """The workers of one command. `signals` is set by SIGTERM and SIGINT: the second one ends everything at once."""
 
@@ -106,25 +111,27 @@ class Supervisor:
             num_started[job.stage] += 1
             self._children.append(_Child(job, self._spawn(job, slot), time.monotonic(), slot))
 
-    def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S, need: Sequence[str] = ()) -> bool:
-        """Wait until every child says that it is ready; False when a signal came first. *need*: only these stages.
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait until every child says that it is ready; False when a signal came first.
 
         Raises:
             ChildFailed: A child ended with the exit code for configuration.
-            ConfigError: The time is over; the message names who is not ready and what it does.
+            StartFailed: A child died again and again, or the time is over.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
             self.watch()
-            late = [
-                child
-                for child in self._children
-                if (not need or child.job.stage in need) and (child.status is None or child.status.phase != "ready")
-            ]
+            late = [child for child in self._children if child.status is None or child.status.phase != "ready"]
             if not late or self.signals:
                 return not late
+            for child in late:
+                if child.failures >= MOST_DEATHS_AT_START:
+                    raise StartFailed(
+                        f"{child.name} ended {child.failures} times before it was ready, with "
+                        f"{child.process.returncode}; its own lines above say why"
+                    )
             if time.monotonic() > deadline_s:
-                raise ConfigError(
+                raise StartFailed(
                     f"not ready after {timeout_s:.0f} s: {', '.join(_why(child) for child in late)}; "
                     "its own lines above say more"
                 )

@@ -132,8 +132,8 @@ class Stages:
 class StandIn:
     """A thread that is all three stages."""
 
-    def __init__(self, url: str) -> None:
-        self.stages = Stages(url)
+    def __init__(self, url: str, stages: Stages | None = None) -> None:
+        self.stages = stages or Stages(url)
         self.seen: list[tuple[str, Submitted]] = []
         """Every request that was taken in, the frontend's probe included."""
         self._running: dict[str, tuple[Submitted, Iterator[tuple[int, TokensProduced | End]]]] = {}

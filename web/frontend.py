@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
 from pipeline.config import LogConfig
-from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError
+from pipeline.errors import LogError, LogFull, RequestError
 from pipeline.events import Cancelled, End, Failed, Finished, Submitted, new_uid
 from pipeline.log import Reply, Submission
 from pipeline.redis_log import AsyncRedisLog
+from web.loops import run_all
 from web.openai.errors import CLIENT_CLOSED, error_of
 from web.ready import Readiness, Say
 from web.tail import Tail
@@ -90,17 +91,14 @@ class Frontend:
         self.readiness = Readiness(log, self.tail, name, limits, self._say_unless_draining)
         self.draining = False
         self._log = log
-        self._limits = limits
+        self.limits = limits
         self._say = say
         self._open: set[OpenRequest] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
-    async def run(self) -> NoReturn:
+    async def run(self) -> None:
         """Listen to the log until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.tail.run())
-            group.create_task(self.readiness.run())
-        raise AssertionError("both are endless")
+        await run_all(*self.tail.loops(), self.readiness.run())
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run *work* in a task of its own, which nobody's end cancels."""
@@ -108,6 +106,11 @@ class Frontend:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a client is being answered, or something has yet to be said to the log."""
+        return bool(self._open or self._background)
 
     def admit(self) -> None:
         """Let a new request in.
@@ -129,7 +132,7 @@ class Frontend:
         """
         opened = OpenRequest(self, event, stream=stream)
         self._open.add(opened)
-        timeout_s = self._limits.request_timeout_s
+        timeout_s = self.limits.request_timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, opened, timeout_s)
         task = asyncio.current_task()
         assert task is not None
@@ -138,7 +141,8 @@ class Frontend:
             submission = await asyncio.shield(opened.submission)
         except LogFull:
             raise opened.refuse("The log is full until running requests end; send it again.", "overloaded") from None
-        except LogUnavailable:  # it may have got through all the same
+        except LogError as error:  # it may have got through all the same
+            logger.warning("not_submitted", uid=opened.uid, error=str(error))
             self.spawn(self.end(opened, Cancelled(by="web")))
             raise opened.refuse("The log cannot be reached at the moment; send it again.", "overloaded") from None
         if submission is Submission.BUSY:
@@ -147,7 +151,7 @@ class Frontend:
 
     async def submit(self, uid: str, event: Submitted) -> Submission:
         """Begin the history of *uid*. Raises as the log does."""
-        limits = self._limits
+        limits = self.limits
         return await self._log.submit(
             uid,
             event,
@@ -161,7 +165,7 @@ class Frontend:
         await asyncio.wait({opened.submission})
         for _ in range(END_TRIES):
             try:
-                retention_ms = int(self._limits.retention_s * 1000)
+                retention_ms = int(self.limits.retention_s * 1000)
                 await self._log.end(opened.uid, event, frontend=self.name, retention_ms=retention_ms)
                 return
             except LogError as error:
@@ -182,6 +186,8 @@ class Frontend:
                 await self._is_idle_within(SHUT_DOWN_S)
         if self._background:
             await asyncio.wait(self._background, timeout=SHUT_DOWN_S)
+        for task in self._background:
+            task.cancel()
 
     async def _is_idle_within(self, patience_s: float) -> bool:
         deadline_s = time.monotonic() + patience_s

@@ -68,8 +68,10 @@ class Readiness:
         """Return the served name that a client's *model* means; none and `default` mean the first.
 
         Raises:
-            RequestError: It is not served here.
+            RequestError: It is not served here, or nothing is known of any engine yet.
         """
+        if not self.models:
+            raise RequestError("The server is loading: no engine has said what it serves.", code="loading", status=503)
         if model in self.models:
             return model
         if not model or model == "default":
@@ -89,6 +91,7 @@ class Readiness:
                     await self._probe()
             except LogError as error:
                 logger.warning("statuses_unreadable", error=str(error))
+                self._statuses = dict.fromkeys(STAGES, ())
             self._publish()
             await asyncio.sleep(POLL_LOADING_S if self.waiting_for else POLL_READY_S)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import NoReturn, TypeAlias
 
 import structlog
@@ -180,17 +180,14 @@ class Tail:
     def listeners(self) -> Sequence[Listener]:
         return tuple(self._listeners.values())
 
-    async def run(self) -> NoReturn:
-        """Feed the listeners until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow())
-            group.create_task(self._watch())
-        raise AssertionError("both loops are endless")
+    def loops(self) -> tuple[Coroutine[object, object, NoReturn], ...]:
+        """Return the two loops that feed the listeners, to be run."""
+        return self._follow(), self._watch()
 
     def _drop(self, uid: str) -> None:
         self._listeners.pop(uid, None)
 
-    async def _follow(self) -> None:
+    async def _follow(self) -> NoReturn:
         """Read the replies; after an error start again at their end and check all histories."""
         pause_s = BACKOFF_S[0]
         cursor, opened_s = "", 0.0
@@ -217,7 +214,7 @@ class Tail:
                 if reply.uid in self._listeners:
                     self._listeners[reply.uid].hear(reply)
 
-    async def _watch(self) -> None:
+    async def _watch(self) -> NoReturn:
         """Read the histories of those who are behind or were silent, as soon as one says so and four times a second."""
         while True:
             try:

@@ -139,7 +139,9 @@ def kill(server: Server, stage: str, streams: Sequence[Stream]) -> None:
     num_deaths = len(server.command.log_lines("worker_died"))
     worker.suspend()
     with server.log() as log:
-        ended = [stream.uid for stream in streams if stream.uid and isinstance(events_of(log, stream.uid)[-1], Finished)]
+        ended = [
+            stream.uid for stream in streams if stream.uid and isinstance(events_of(log, stream.uid)[-1], Finished)
+        ]
     assert not ended
     worker.kill()
     eventually(lambda: is_gone(worker), f"{worker} ends")
@@ -270,7 +272,7 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
 def test_kill_9_of_the_supervisor_leaves_nothing_and_the_next_start_finishes_what_was_accepted(tmp_path: Path) -> None:
     with serve(tmp_path) as server, family_of(server.command) as family:
         assert_is_whole(family, server.command)
-        stream = Stream(server, "To be continued.", max_tokens=1000)
+        stream = Stream(server, "To be continued.", max_tokens=500)
         eventually(lambda: stream.num_frames > 5, "the stream has begun")
         server.command.process.kill()
         server.command.process.wait()
@@ -281,7 +283,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing_and_the_next_start_finishes_wha
         assert again.post(body("Who are you?", max_tokens=3)).status_code == 200
         eventually(lambda: isinstance(events_of(log, stream.uid)[-1], Finished), "the next start finishes it")
         events = events_of(log, stream.uid)
-        assert [event.count for event in events if isinstance(event, TokensProduced)] == [1] * 1000
+        assert [event.count for event in events if isinstance(event, TokensProduced)] == [1] * 500
         assert sum(isinstance(event, TakenOver) for event in events) == 1
 
 

@@ -15,11 +15,10 @@ import psutil
 import pytest
 from redis_servers import until
 
-from pipeline.errors import ConfigError
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
 from pipeline.slots import read_statuses
-from pipeline.supervisor import ChildFailed, Job, Supervisor
+from pipeline.supervisor import ChildFailed, Job, StartFailed, Supervisor
 
 WORKER = """
 import os, signal, sys, threading, time
@@ -33,6 +32,8 @@ with (folder / "starts").open("a") as starts:
     starts.write(f"{os.getpid()} {time.monotonic()}\\n")
 if mode == "misconfigured":
     sys.exit(2)
+if mode == "broken":
+    sys.exit(1)
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set() if mode != "deaf" else None)
 log = RedisLog(os.environ["MINISGL_REDIS_URL"], Names())
@@ -105,9 +106,17 @@ def test_workers_of_one_stage_get_slots_of_their_own(folder: Path, redis_url: st
 def test_who_is_not_ready_in_time_is_named_with_what_it_does(folder: Path, redis_url: str) -> None:
     with (
         supervised(folder, redis_url, job(folder, "generate", "slow")) as supervisor,
-        pytest.raises(ConfigError, match=r"not ready after 3 s: generate-0 \(loading weights 40%\)"),
+        pytest.raises(StartFailed, match=r"not ready after 3 s: generate-0 \(loading weights 40%\)"),
     ):
         supervisor.wait_until_ready(3)
+
+
+def test_a_worker_that_dies_at_every_start_is_given_up_and_named(folder: Path, redis_url: str) -> None:
+    with (
+        supervised(folder, redis_url, job(folder, "generate", "broken")) as supervisor,
+        pytest.raises(StartFailed, match="generate-0 ended 5 times before it was ready, with 1"),
+    ):
+        supervisor.wait_until_ready(60)
 
 
 def test_a_worker_that_cannot_be_configured_is_not_restarted(folder: Path, redis_url: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import RequestError
-from web.openai.schemas import UNSUPPORTED, parse_chat
+from web.openai.schemas import UNSUPPORTED, ChatRequest, parse_chat
 from web.submit import to_submitted
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -152,8 +152,6 @@ def test_neutral_numbers_are_compared_as_json_numbers() -> None:
 
 
 def test_every_optional_field_takes_null_as_absent() -> None:
-    from web.openai.schemas import ChatRequest
-
     names = set(ChatRequest.model_fields) - {"messages"}
     assert parse_chat(body(**dict.fromkeys(names))) == parse_chat(body())
 

@@ -1,0 +1,243 @@
+"""What is wrong with a request is told to its client, with the field and in the one shape, and harms nobody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import Server, serve
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.slow
+
+CONTEXT = 128
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def running(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--model", str(qwen3), "--max-seq-len", str(CONTEXT), "--served-model-name", "org/name", "other-name")
+    with serve(tmp_path_factory.mktemp("bad"), *flags) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Iterator[Server]:
+    """The server; after the test the same processes answer the next client."""
+    before = process_ids(running)
+    yield running
+    assert process_ids(running) == before
+    response = running.post(HELLO)
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] in (1, 2)
+
+
+def process_ids(server: Server) -> set[int]:
+    return {process.pid for process in server.command.processes()}
+
+
+def send(server: Server, content: bytes) -> httpx.Response:
+    """Send a body as it is."""
+    url = f"{server.url}/v1/chat/completions"
+    return httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=60)
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """Return the error in a body of the one shape that there is."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert list(body) == ["error"]
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
+    server: Server, qwen3: Path, field: str, stream: bool
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    said = "The log is the memory of the program. " * 16
+    if field == "prompt":
+        body, ids = {"prompt": said}, tokenizer.encode(said)
+    else:
+        body = {"messages": [{"role": "user", "content": said}]}
+        ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
+    assert CONTEXT < len(ids) < 2 * CONTEXT
+    error = error_of(server.post(body | {"stream": stream}), 400)
+    assert (error["code"], error["param"], error["type"]) == (
+        "context_length_exceeded",
+        field,
+        "invalid_request_error",
+    )
+    assert f"{CONTEXT} tokens" in error["message"]
+    assert f"{len(ids)} tokens" in error["message"]
+
+
+def test_a_prompt_needs_room_for_one_token_of_the_answer(server: Server, qwen3: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    fits, too_long = "!" * (CONTEXT - 1), "!" * CONTEXT
+    assert (len(tokenizer.encode(fits)), len(tokenizer.encode(too_long))) == (CONTEXT - 1, CONTEXT)
+    answer = server.post({"prompt": fits, "ignore_eos": True}).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 1
+    error = error_of(server.post({"prompt": too_long}), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_of_many_megabytes_is_refused_without_being_encoded(server: Server) -> None:
+    error = error_of(server.post({"prompt": "All work and no play. " * 400_000}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert f"{CONTEXT} tokens" in error["message"] and "at least" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("roles", [("user", "user"), ("assistant",), ("user", "system"), ("system", "system")])
+def test_a_conversation_that_the_template_refuses_gets_the_templates_words(
+    server: Server, roles: tuple[str, ...], stream: bool
+) -> None:
+    messages = [{"role": role, "content": "Hello"} for role in roles]
+    error = error_of(server.post({"messages": messages, "stream": stream}), 400)
+    assert (error["code"], error["param"]) == ("template_error", "messages")
+    assert "roles must alternate user/assistant/user/assistant/..." in error["message"]
+
+
+def test_one_bad_conversation_among_good_ones_fails_alone(server: Server) -> None:
+    bad = {"messages": 2 * [{"role": "user", "content": "Hello"}]}
+    with ThreadPoolExecutor(15) as threads:
+        statuses = threads.map(lambda index: server.post(bad if index % 3 == 1 else HELLO).status_code, range(15))
+        assert list(statuses) == 5 * [200, 400, 200]
+
+
+def test_an_unknown_model_is_not_found(server: Server) -> None:
+    error = error_of(server.post(HELLO | {"model": "gpt-4"}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "org/name, other-name" in error["message"]
+    error = error_of(httpx.get(f"{server.url}/v1/models/org/another"), 404)
+    assert error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("model", ["default", "", None, "org/name"])
+def test_default_and_nothing_are_the_served_model(server: Server, model: str | None) -> None:
+    assert server.post(HELLO | {"model": model}).json()["model"] == "org/name"
+
+
+def test_another_served_name_is_answered_under_that_name(server: Server) -> None:
+    assert server.post(HELLO | {"model": "other-name"}).json()["model"] == "other-name"
+
+
+USER = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": ["Hello"]}, "messages.0"),
+        ({"messages": [{"content": "Hello"}]}, "messages.0.role"),
+        ({"messages": [USER | {"role": "wizard"}]}, "messages.0.role"),
+        ({"messages": [USER | {"role": "tool"}]}, "messages.0.role"),
+        ({"messages": [USER | {"role": 3}]}, "messages.0.role"),
+        ({"messages": [USER, {"role": "user"}]}, "messages.1.content"),
+        ({"messages": [USER | {"content": 3}]}, "messages.0.content"),
+        ({"messages": [USER | {"content": []}]}, "messages.0.content"),
+        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"prompt": "Hello"}, "prompt"),
+        ({"messages": None, "prompt": ""}, "prompt"),
+        ({"messages": None, "prompt": 3}, "prompt"),
+        ({"model": 3}, "model"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "10"}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": "seven"}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": [""]}, "stop.0"),
+        ({"stop": ""}, "stop.0"),
+        ({"stop": [3]}, "stop.0"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"ignore_eos": "no"}, "ignore_eos"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+    ids=repr,
+)
+def test_a_wrong_value_is_refused_with_its_field(server: Server, wrong: dict[str, Any], param: str) -> None:
+    error = error_of(send(server, json.dumps(HELLO | wrong).encode()), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param.split(".")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"messages": [',
+        b"null",
+        b"[]",
+        b'"Hello"',
+        b"\xff\xfe\x00",
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+        b"[" * 100_000,
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+def test_a_body_that_is_no_json_object_is_refused(server: Server, content: bytes) -> None:
+    error = error_of(send(server, content), 400)
+    assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["with its length", "in chunks"])
+def test_a_body_of_forty_megabytes_is_too_large(server: Server, told: bool) -> None:
+    content = json.dumps(HELLO | {"user": "x" * (40 << 20)}).encode()
+    pieces = (content[begin : begin + (1 << 20)] for begin in range(0, len(content), 1 << 20))
+    url = f"{server.url}/v1/chat/completions"
+    error = error_of(httpx.post(url, content=content if told else pieces, timeout=60), 413)
+    assert error["code"] == "request_too_large"
+    assert str(32 << 20) in error["message"]
+
+
+def test_a_path_or_a_method_that_there_is_not_is_told_in_the_same_shape(server: Server) -> None:
+    assert error_of(httpx.get(f"{server.url}/v1/nothing"), 404)["code"] == "not_found"
+    response = httpx.get(f"{server.url}/v1/chat/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert "POST" in response.headers["allow"]
+
+
+@pytest.mark.parametrize("max_tokens", [CONTEXT, 10**9, 2**63 - 1])
+def test_more_tokens_than_the_context_has_are_cut_to_it(server: Server, max_tokens: int) -> None:
+    answer = server.post(HELLO | {"max_tokens": max_tokens, "ignore_eos": True}).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == CONTEXT

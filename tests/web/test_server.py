@@ -1,0 +1,185 @@
+"""The web process as it is started: its socket, the official client, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from redis_servers import command, until
+from stand_in_stages import MODELS, StandIn
+
+from pipeline.errors import ConfigError
+from pipeline.names import SEAL, Names
+from web.server import open_listener
+
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+ENDLESS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "endless"}]
+PROGRAM = """
+import os, sys
+import web.server
+from pipeline.config import parse_command
+web.server.DRAIN_S = float(sys.argv.pop(1))
+sys.exit(web.server.run(parse_command(["stage", "web", *sys.argv[1:]], os.environ)))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def client(self) -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key="x", max_retries=0, _strict_response_validation=True)
+
+    def status(self, path: str) -> int:
+        """Return the status of a GET; 0 when nobody answers."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                line = connection.makefile("rb").readline()
+        except OSError:
+            return 0
+        return int(line.split()[1]) if line else 0
+
+
+@contextmanager
+def serving(redis_url: str, *, drain_s: float = 10.0) -> Iterator[Server]:
+    """Run a web process on an inherited socket until it is ready, and end it."""
+    with open_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", "0"]
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(drain_s), *flags],
+            pass_fds=[listener.fileno()],
+            cwd=os.getcwd(),
+            stdout=subprocess.DEVNULL,
+        )
+    server = Server(process, port)
+    try:
+        until(lambda: process.poll() is not None or server.status("/ready") == 200, timeout_s=20)
+        assert process.poll() is None
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def stand_in(redis_url: str) -> Iterator[StandIn]:
+    with closing(StandIn(redis_url)) as stand_in:
+        yield stand_in
+
+
+def ends(stand_in: StandIn, redis_url: str, key: str) -> list[Any]:
+    """Return a field of the seals of all requests but the probe."""
+    found = []
+    for uid, _ in stand_in.requests():
+        for _, fields in command(redis_url, "XRANGE", Names().request(uid), SEAL, SEAL):
+            found.append(dict(zip(fields[::2], fields[1::2], strict=True)).get(key.encode(), b"").decode())
+    return found
+
+
+def test_the_official_client_is_served_and_a_signal_ends_the_process(redis_url: str, stand_in: StandIn) -> None:
+    with serving(redis_url) as server, server.client() as client:
+        assert [model.id for model in client.models.list()] == list(MODELS)
+        assert client.models.retrieve(MODELS[0]).id == MODELS[0]
+        whole = client.chat.completions.create(model=MODELS[0], messages=HELLO)
+        assert whole.choices[0].message.content == "Hello\u2028!"
+        options: Any = {"include_usage": True}
+        stream = client.chat.completions.create(
+            model=MODELS[0], messages=HELLO, stream=True, stream_options=options, seed=1
+        )
+        chunks = list(stream)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello\u2028!"
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 3
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model="gpt-5", messages=HELLO)
+        assert caught.value.code == "model_not_found" and caught.value.request_id
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=MODELS[0], messages=HELLO, n=2)
+        assert refused.value.param == "n"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 0
+    assert command(redis_url, "EXISTS", Names().lease("web-0"), Names().status("web-0")) == 0
+
+
+def test_a_closed_connection_cancels_its_request(redis_url: str, stand_in: StandIn) -> None:
+    with serving(redis_url) as server:
+        body = json.dumps({"messages": ENDLESS, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(head + body)
+            assert b" 200 " in connection.recv(65536)
+        until(lambda: ends(stand_in, redis_url, "by") == ["client"])
+
+
+def test_a_signal_ends_open_streams_with_an_error_frame_after_the_drain(redis_url: str, stand_in: StandIn) -> None:
+    with serving(redis_url, drain_s=0.3) as server, server.client() as client:
+        stream = client.chat.completions.create(model="default", messages=ENDLESS, stream=True)
+        next(iter(stream))
+        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGTERM)  # as at Ctrl-C: not the second of its kind
+        with pytest.raises(openai.APIError) as caught:
+            list(stream)
+        assert caught.value.code == "shutting_down"
+        assert server.process.wait(10) == 0
+    assert ends(stand_in, redis_url, "code") == ["shutting_down"]
+
+
+def test_a_second_signal_ends_the_process_at_once_and_the_log_keeps_the_request(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    with serving(redis_url) as server, server.client() as client:
+        stream = client.chat.completions.create(model="default", messages=ENDLESS, stream=True)
+        next(iter(stream))
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.status("/ready") == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2) == 1
+        stream.close()
+    assert ends(stand_in, redis_url, "kind") == []
+
+
+def test_a_client_that_never_reads_does_not_hold_the_shutdown(redis_url: str, stand_in: StandIn) -> None:
+    with serving(redis_url, drain_s=0.2) as server:
+        body = json.dumps({"messages": ENDLESS, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(head + body)
+            until(stand_in.requests)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) in (0, 1)
+
+
+def test_a_taken_port_is_a_configuration_error_that_says_what_to_do() -> None:
+    with open_listener("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: another program listens .* take another --port"):
+            open_listener("127.0.0.1", port)
+    with open_listener("127.0.0.1", port) as again:  # at once, though connections may linger
+        assert again.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_an_address_that_is_not_ours_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1"):
+        open_listener("192.0.2.1", 0)
+
+
+def test_importing_the_server_imports_neither_torch_nor_transformers_nor_stages() -> None:
+    program = "import sys, web.server; print([m for m in ('torch', 'transformers', 'stages') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
