@@ -1,7 +1,7 @@
 """The vocabulary: every event that the log can hold, and what they carry. Knows nothing of Redis.
 
 An event is stored as the fields of its stream entry, under its own names; only nested values are JSON. Fields that have
-their default are left out. Old versions (`v`) are upcast by `decode`.
+their default are left out. `v` is the version of an event, for readers of old logs; there is one version so far.
 """
 
 from __future__ import annotations

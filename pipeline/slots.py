@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import structlog
@@ -68,7 +68,18 @@ def parse_status(text: str) -> Status:
 
 def read_statuses(log: StreamLog, stage: str) -> list[Status]:
     """Return what the live workers of *stage* say, by slot."""
-    return [parse_status(text) for text in log.statuses(stage).values()]
+    return known_statuses(log.statuses(stage))
+
+
+def known_statuses(texts: Mapping[str, str]) -> list[Status]:
+    """Return the statuses in *texts* (slot -> JSON); one that a worker of another version wrote is left out."""
+    found = []
+    for slot, text in texts.items():
+        try:
+            found.append(parse_status(text))
+        except UndecodableEvent as error:
+            logger.warning("status_undecodable", slot=slot, error=str(error))
+    return found
 
 
 def acquire_slot(log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> Owner:
@@ -144,16 +155,15 @@ class Place:
             logger.warning("lease_not_released", slot=self.owner.slot, error=str(error))
 
     def _keep(self) -> None:
-        published: Status | None = None
         while not self._stopped:
+            published = self._status
             try:
-                if not self._log.renew(self.owner, self._lease_ms, self._status.model_dump_json()):
+                if not self._log.renew(self.owner, self._lease_ms, published.model_dump_json()):
                     self.lost.set()
-                published = self._status
             except LogError as error:
                 logger.warning("lease_not_renewed", slot=self.owner.slot, error=str(error))
             with self._changed:
-                if not self._stopped and (published is self._status or published is None):
+                if not self._stopped and published is self._status:
                     self._changed.wait(self._lease_ms / 3000)
             self._watch()
 

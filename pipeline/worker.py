@@ -57,15 +57,19 @@ class Stop:
 def follow(log: StreamLog, inbox: Inbox, place: Place, handle: Handle, stop: Stop, *, max_entries: int) -> None:
     """Feed *handle* from *inbox* until *stop* is set or the slot has another owner."""
     reader = _Reader(log, inbox, place, max_entries)
+    group_lost = False
     while not stop and not place.lost.is_set():
         place.came_round()
         try:
+            if group_lost:
+                log.prepare(inbox)
+                group_lost = False
             entries = reader.next()
             if entries:
                 handle(entries)
         except GroupLost as error:
             logger.warning("group_lost", stream=inbox.stream, error=str(error))
-            log.prepare(inbox)
+            group_lost = True
             reader.unsure()
         except LogUnavailable as error:
             logger.warning("log_unavailable", error=str(error))

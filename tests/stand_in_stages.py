@@ -3,7 +3,8 @@
 Stages     one commit at a time, by hand
 StandIn    a thread that answers what comes; what it says depends on the prompt:
            "refuse"   a Failed with status 400        "endless"   tokens until somebody ends the request
-           "silent"   nothing at all                  "break"     one token, then a Failed with status 500
+           "silent"   nothing at all                  "flood"     the same, 4 KB each
+           "break"    one token, then a Failed with status 500
            else       "Hel", "", "lo\u2028!", Finished
 """
 
@@ -176,6 +177,9 @@ def _script(event: Submitted) -> Iterator[tuple[int, TokensProduced | End]]:
         case "endless":
             for n in itertools.count(1):
                 yield n, tokens(n, f"{n} ")
+        case "flood":
+            for n in itertools.count(1):
+                yield n, tokens(n, "x" * 4096)
         case "break":
             yield 1, tokens(1)
             yield 1, Failed(n=1, status=500, code="engine_error", message="It broke.")

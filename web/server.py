@@ -32,7 +32,7 @@ logger = structlog.get_logger()
 
 BACKLOG: Final = 2048
 DRAIN_S: Final = 10.0
-HARD_EXIT_S: Final = 5.0
+HARD_EXIT_S: Final = 3.0
 USER_TIMEOUT_MS: Final = 30_000
 """After so long without an acknowledgement a client is gone, though it never said so."""
 EXIT_HARD: Final = 1

@@ -6,7 +6,8 @@
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 local first = 6 + tonumber(ARGV[5])
-redis.pcall('XADD', KEYS[3], ARGV[3], 'ms', now_ms(), unpack(slice(ARGV, first, #ARGV)))
+local added = redis.pcall('XADD', KEYS[3], ARGV[3], 'ms', now_ms(), unpack(slice(ARGV, first, #ARGV)))
+if type(added) == 'table' and not string.find(added.err, 'equal or smaller', 1, true) then return added end
 for i = 6, first - 1 do
   redis.call('XACK', KEYS[4], 'generate', ARGV[i])
   redis.call('XDEL', KEYS[4], ARGV[i])

@@ -86,7 +86,7 @@ def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> i
         log.prepare(inbox)
         try:
             if not log.lease(engine).holder:
-                logger.info("waiting_for", stage=engine)
+                logger.info("waiting_for", stages=[engine])
         except LogUnavailable as error:
             logger.warning("log_unavailable", error=str(error))
         place.say(phase="ready", detail="")

@@ -91,6 +91,7 @@ class Courier:
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, of all that this engine has taken and not ended."""
         self._cursor = self._control_cursor = "0-0"
+        self._unsure = False
         self._looked_s = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
@@ -153,16 +154,19 @@ class Courier:
 
     def _keep_trying(self, work: Callable[[], T]) -> T:
         """Do *work*, which is safe to do twice, until Redis lets it."""
+        group_lost = False
         while True:
             try:
+                if group_lost:
+                    self._log.prepare(self._inbox)
                 return work()
             except GroupLost as error:
+                group_lost = True
                 logger.warning("group_lost", error=str(error))
-                self._log.prepare(self._inbox)
             except (LogUnavailable, LogFull) as error:
                 logger.warning("log_unavailable", error=str(error))
-                self._came_round()
-                time.sleep(BACKOFF_S)
+            self._came_round()
+            time.sleep(BACKOFF_S)
 
     def _commit(self, job: _Step) -> None:
         entry_ids = [self._entry_ids[uid] for uid in job.ended if uid in self._entry_ids]
@@ -186,7 +190,12 @@ class Courier:
             behind = self._log.backlog(Inbox.steps(self._log.names, self._owner.slot))
 
     def _take(self, room: int) -> None:
+        if self._unsure:  # the reply of the last try was lost, and what it brought is pending
+            pending = self._log.pending(self._inbox, self._owner.slot)
+            self._bring([entry for entry in pending if entry.fields["uid"] not in self._entry_ids], resumed=False)
+        self._unsure = True
         taken = self._log.take(self._owner, room, control_cursor=self._control_cursor)
+        self._unsure = False
         self._cursor = taken.cursor
         self._bring(taken.entries, resumed=False)
         self._hear(taken.ended, taken.control_cursor)

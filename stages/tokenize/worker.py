@@ -135,7 +135,7 @@ def _wait_for_context(worker: TokenizeWorker, place: Place, stop: Stop) -> None:
             logger.warning("log_unavailable", error=str(error))
         if not worker.context:
             if not said:
-                logger.info("waiting_for", stage=GENERATE, reason="it says how long a prompt may be")
+                logger.info("waiting_for", stages=[GENERATE], reason="it says how long a prompt may be")
                 place.say(phase="waiting", detail=GENERATE)
                 said = True
             stop.wait(BACKOFF_S / 4)

@@ -65,10 +65,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     server: Server, qwen3: Path, field: str, stream: bool
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    tokenizer: Any = AutoTokenizer.from_pretrained(qwen3)
     said = "The log is the memory of the program. " * 16
     if field == "prompt":
-        body, ids = {"prompt": said}, tokenizer.encode(said)
+        body: dict[str, Any] = {"prompt": said}
+        ids = tokenizer.encode(said)
     else:
         body = {"messages": [{"role": "user", "content": said}]}
         ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
@@ -84,7 +85,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
 
 
 def test_a_prompt_needs_room_for_one_token_of_the_answer(server: Server, qwen3: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    tokenizer: Any = AutoTokenizer.from_pretrained(qwen3)
     fits, too_long = "!" * (CONTEXT - 1), "!" * CONTEXT
     assert (len(tokenizer.encode(fits)), len(tokenizer.encode(too_long))) == (CONTEXT - 1, CONTEXT)
     answer = server.post({"prompt": fits, "ignore_eos": True}).json()

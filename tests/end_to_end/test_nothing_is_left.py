@@ -39,8 +39,8 @@ ENGINE = "generate-0"
 RETENTION_S = 300
 MAX_RUNNING = 4
 NUM_STAYING, NUM_LEAVING_QUEUED, NUM_LEAVING_STREAM = 160, 20, 20
-CONTEXT = 2048
-"""Enough for a request to run for seconds, so that who leaves has left before it ends by itself."""
+CONTEXT = 4096
+"""Enough for a request to run for many seconds, so that who leaves has left before it ends by itself."""
 
 Body = Mapping[str, Any]
 
@@ -126,6 +126,7 @@ def leave_stream(server: Server, label: str) -> None:
 
 def leave_queued(server: Server) -> None:
     """Fill the engine with endless streams, let more clients queue behind them, and let all of them leave."""
+    port = httpx.URL(server.url).port
     request = "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{}"
     with raw(server) as client, contextlib.ExitStack() as runners, contextlib.ExitStack() as sockets:
         eventually(lambda: client.zcard(NAMES.live) == 0, "all requests before have ended")
@@ -133,9 +134,7 @@ def leave_queued(server: Server) -> None:
             runners.enter_context(streaming(server, endless(f"leaves stream {index}")))
         for index in range(NUM_LEAVING_QUEUED):
             body = json.dumps(prompt(f"leaves queued {index}", stream=index % 2 == 0))
-            connection = sockets.enter_context(
-                contextlib.closing(socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)))
-            )
+            connection = sockets.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.sendall(request.format(len(body), body).encode())
         expected = MAX_RUNNING + NUM_LEAVING_QUEUED
         eventually(lambda: client.zcard(NAMES.live) == expected, "all are accepted")
@@ -176,8 +175,8 @@ def test_after_two_hundred_requests_nothing_is_left_that_lasts(folder: Path, tmp
                 else threads.submit(leave_stream, server, f"leaves stream {index - NUM_STAYING + MAX_RUNNING}")
                 for index in order
             ]
-        for client in running:
-            client.result()
+        for request in running:
+            request.result()
         leave_queued(server)
         eventually(lambda: not any(left_over(server).values()), "every work stream is empty and nothing pending")
         assert not any(left_over(server).values())
@@ -204,12 +203,12 @@ def test_after_two_hundred_requests_nothing_is_left_that_lasts(folder: Path, tmp
 def test_a_cache_filled_by_one_request_is_free_for_the_next_when_its_client_leaves(
     folder: Path, tmp_path: Path
 ) -> None:
-    page_size, num_pages = 16, CONTEXT // 16 // 2
+    page_size, num_pages = 16, 64
     context = num_pages * page_size
     flags = ("--page-size", str(page_size), "--num-pages", str(num_pages))
     body = {"prompt": 6 * TEXT[:400], "ignore_eos": True}
     with serve(tmp_path, "--model", str(folder), *flags) as server:
-        for _ in range(3):
+        for _ in range(2):
             with streaming(server, body | {"user": "first", "stream": True}) as response:
                 first = response.headers["x-minisgl-uid"]
             answer = server.post(body | {"user": "second"})

@@ -98,19 +98,21 @@ class Streamed:
         return [choice.finish_reason for chunk in self.chunks for choice in chunk.choices]
 
 
+def tokenizer_of(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def vocabulary(folder: Path) -> dict[str, int]:
-    return cast(dict[str, int], AutoTokenizer.from_pretrained(folder).get_vocab())
+    return cast(dict[str, int], tokenizer_of(folder).get_vocab())
 
 
-def ask(
-    client: openai.OpenAI, messages: Sequence[ChatCompletionMessageParam] = HELLO, **options: Any
-) -> ChatCompletion:
-    given = {"model": MODEL, "messages": messages, "temperature": 0} | options
+def ask(client: openai.OpenAI, messages: Any = HELLO, **options: Any) -> ChatCompletion:
+    given: Any = {"model": MODEL, "messages": messages, "temperature": 0} | options
     return cast(ChatCompletion, client.chat.completions.create(**given))
 
 
 def stream(client: openai.OpenAI, **options: Any) -> Streamed:
-    given = {"model": MODEL, "messages": HELLO, "temperature": 0, "stream": True} | options
+    given: Any = {"model": MODEL, "messages": HELLO, "temperature": 0, "stream": True} | options
     with client.chat.completions.create(**given) as chunks:
         return Streamed(tuple(chunks))
 
@@ -141,7 +143,7 @@ def tokenized_in(events: Sequence[AnyEvent]) -> tuple[int, ...]:
 
 
 def template_ids(folder: Path, messages: Sequence[ChatCompletionMessageParam]) -> tuple[int, ...]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer_of(folder)
     return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
@@ -185,7 +187,7 @@ def test_the_deltas_of_a_stream_are_the_answer_and_never_half_a_character(client
 def test_what_was_said_in_the_prompt_arrives_at_the_model(client: openai.OpenAI, server: Server, folder: Path) -> None:
     (token_ids,) = {tokenized_in(history(server, answer_id)) for answer_id in (ask(client).id, stream_id(client))}
     assert token_ids == template_ids(folder, HELLO)
-    assert "你好! 你好吗?" in AutoTokenizer.from_pretrained(folder).decode(token_ids)
+    assert "你好! 你好吗?" in tokenizer_of(folder).decode(token_ids)
 
 
 def stream_id(client: openai.OpenAI) -> str:
@@ -261,7 +263,7 @@ def test_ignore_eos_goes_on_to_max_tokens(client: openai.OpenAI, server: Server,
 
 def test_a_stop_token_ends_and_is_not_shown(client: openai.OpenAI, folder: Path) -> None:
     ids = vocabulary(folder)
-    given = {"stop_token_ids": [ids["!"]]}
+    given: dict[str, Any] = {"stop_token_ids": [ids["!"]]}
     assert usage_of(assert_both_ways(client, "She sells 你好", "stop", extra_body=given)).completion_tokens == 8
     given = {"stop_token_ids": [ids["å"], ids["½ł"], ids["!"]], "min_tokens": 6}
     assert_both_ways(client, "She sells 你好", "stop", extra_body=given)
@@ -274,7 +276,7 @@ def test_min_tokens_puts_off_stop_tokens_and_stop_strings(client: openai.OpenAI,
 
 
 def test_a_seed_repeats_the_answer(client: openai.OpenAI) -> None:
-    hot = {"temperature": 2, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
+    hot: dict[str, Any] = {"temperature": 2, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
     texts = [text_of(ask(client, seed=7, **hot)) for _ in range(2)] + [stream(client, seed=7, **hot).text]
     assert len(set(texts)) == 1
     assert text_of(ask(client, seed=8, **hot)) != texts[0]

@@ -57,7 +57,7 @@ class Asked:
 
     @cached_property
     def texts(self) -> list[str]:
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
         return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in self.expected]
 
 
@@ -103,7 +103,7 @@ def conversations(seed: int) -> list[Body]:
 
 def prompt_ids(folder: Path, body: Body) -> tuple[int, ...]:
     """Return the token ids that transformers makes of a request."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     if "prompt" in body:
         return tuple(tokenizer.encode(body["prompt"]))
     return tuple(tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False))
@@ -117,7 +117,7 @@ def asked(request: pytest.FixtureRequest, reference: Reference) -> Asked:
     lengths = [len(prompt) for prompt in prompts]
     assert min(lengths) <= 4 and max(lengths) >= 140 and len(set(lengths)) >= 14, f"of different lengths: {lengths}"
     expected = tuple(reference(folder, prompt, NUM_TOKENS) for prompt in prompts)
-    return Asked(folder, tuple(body | GREEDY for body in bodies), prompts, expected)
+    return Asked(folder, tuple(dict(body) | GREEDY for body in bodies), prompts, expected)
 
 
 @pytest.fixture(scope="module", params=SETTINGS)

@@ -23,7 +23,10 @@ from pipeline.slots import read_statuses
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 300
-NUM_CLIENTS = 32
+NUM_CLIENTS = 4
+"""Requests on their way at a time. With so few a tokenizer waits for each, and Redis gives it to who has waited longest;
+in a burst it is the operating system that decides who comes to read next, and reads up to eight."""
+BURST = 32
 NUM_TOKENIZERS = 3
 
 
@@ -72,9 +75,9 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @contextlib.contextmanager
-def asked(server: Server) -> Iterator[list[Future[httpx.Response]]]:
-    """Give the answers to be of 300 requests, of which 32 are on their way at a time."""
-    with httpx.Client(timeout=120) as client, ThreadPoolExecutor(NUM_CLIENTS) as clients:
+def asked(server: Server, num_clients: int) -> Iterator[list[Future[httpx.Response]]]:
+    """Give the answers to be of 300 requests, of which *num_clients* are on their way at a time."""
+    with httpx.Client(timeout=120) as client, ThreadPoolExecutor(num_clients) as clients:
 
         def ask(number: int) -> httpx.Response:
             body = {"prompt": f"Request number {number}.", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
@@ -98,7 +101,7 @@ def tokenized_by(log: RedisLog, answers: Sequence[httpx.Response]) -> dict[str, 
 
 
 def test_each_tokenizer_takes_its_share(deployment: Deployment) -> None:
-    with deployment.server.log() as log, asked(deployment.server) as coming:
+    with deployment.server.log() as log, asked(deployment.server, NUM_CLIENTS) as coming:
         by = tokenized_by(log, [answer.result() for answer in coming])
         taken = Counter(by.values())
     assert sorted(taken) == [f"tokenize-{index}" for index in range(NUM_TOKENIZERS)]
@@ -109,7 +112,7 @@ def test_what_a_killed_tokenizer_had_read_and_not_committed_is_tokenized_all_the
     command, victim = deployment.tokenizers()[-1]
     with deployment.server.log() as log:
         (slot,) = [status.slot for status in read_statuses(log, TOKENIZE) if status.pid == victim.pid]
-        with asked(deployment.server) as coming:
+        with asked(deployment.server, BURST) as coming:
             in_hand = _stop_between_read_and_commit(log, slot, victim)
             victim.kill()
             answers = [answer.result() for answer in coming]

@@ -15,7 +15,16 @@ from pipeline.errors import LogUnavailable, UndecodableEvent
 from pipeline.log import Owner
 from pipeline.memory_log import MemoryLog
 from pipeline.names import Names
-from pipeline.slots import EXIT_STUCK, Place, Status, acquire_slot, parse_status, progress_reporter, read_statuses
+from pipeline.slots import (
+    EXIT_STUCK,
+    Place,
+    Status,
+    acquire_slot,
+    known_statuses,
+    parse_status,
+    progress_reporter,
+    read_statuses,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 LONG_MS = 60_000
@@ -199,3 +208,9 @@ def test_the_watchdog_has_the_patience_that_it_was_asked_for() -> None:
         sys.exit(7)
     """)
     assert done.returncode == 7, done.stderr
+
+
+def test_a_status_of_another_version_is_left_out_and_breaks_no_reader() -> None:
+    good = Status(slot="generate-0", owner="1:x", pid=1, host="h").model_dump_json()
+    newer = '{"slot": "generate-1", "owner": "1:y", "pid": 2, "host": "h", "something": "new"}'
+    assert [status.slot for status in known_statuses({"generate-0": good, "generate-1": newer})] == ["generate-0"]

@@ -27,9 +27,9 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 ENDLESS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "endless"}]
 PROGRAM = """
 import os, sys
-import web.server
+import web.frontend, web.server
 from pipeline.config import parse_command
-web.server.DRAIN_S = float(sys.argv.pop(1))
+web.server.DRAIN_S = web.server.HARD_EXIT_S = web.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
 sys.exit(web.server.run(parse_command(["stage", "web", *sys.argv[1:]], os.environ)))
 """
 
@@ -55,13 +55,14 @@ class Server:
 
 
 @contextmanager
-def serving(redis_url: str, *, drain_s: float = 10.0) -> Iterator[Server]:
+def serving(redis_url: str, *, patience_s: float = 10.0) -> Iterator[Server]:
     """Run a web process on an inherited socket until it is ready, and end it."""
     with open_listener("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         port = listener.getsockname()[1]
         flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", "0"]
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(drain_s), *flags],
+            [sys.executable, "-c", PROGRAM, str(patience_s), *flags],
             pass_fds=[listener.fileno()],
             cwd=os.getcwd(),
             stdout=subprocess.DEVNULL,
@@ -126,7 +127,7 @@ def test_a_closed_connection_cancels_its_request(redis_url: str, stand_in: Stand
 
 
 def test_a_signal_ends_open_streams_with_an_error_frame_after_the_drain(redis_url: str, stand_in: StandIn) -> None:
-    with serving(redis_url, drain_s=0.3) as server, server.client() as client:
+    with serving(redis_url, patience_s=0.5) as server, server.client() as client:
         stream = client.chat.completions.create(model="default", messages=ENDLESS, stream=True)
         next(iter(stream))
         server.process.send_signal(signal.SIGINT)
@@ -153,16 +154,19 @@ def test_a_second_signal_ends_the_process_at_once_and_the_log_keeps_the_request(
 
 
 def test_a_client_that_never_reads_does_not_hold_the_shutdown(redis_url: str, stand_in: StandIn) -> None:
-    with serving(redis_url, drain_s=0.2) as server:
-        body = json.dumps({"messages": ENDLESS, "stream": True}).encode()
+    with serving(redis_url, patience_s=0.2) as server:
+        body = json.dumps({"messages": [{"role": "user", "content": "flood"}], "stream": True}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             connection.connect(("127.0.0.1", server.port))
             connection.sendall(head + body)
             until(stand_in.requests)
+            ((uid, _),) = stand_in.requests()
+            until(lambda: command(redis_url, "XLEN", Names().request(uid)) > 100)  # more than all buffers hold
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(20) in (0, 1)
+            assert server.process.wait(10) == 1
+    assert ends(stand_in, redis_url, "code") == ["shutting_down"]
 
 
 def test_a_taken_port_is_a_configuration_error_that_says_what_to_do() -> None:

@@ -1,6 +1,5 @@
 """A plan as tensors: what the decoder and the attention see of a step. Knows pages and positions, not requests."""
 
-
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,6 +1,5 @@
 """The one decoder: every architecture is a `ModelSpec`. Knows no requests and no sampling, holds no state of a step."""
 
-
 from __future__ import annotations
 
 from collections.abc import Mapping

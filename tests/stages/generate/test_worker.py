@@ -6,11 +6,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from redis_servers import Servers, until
 
-from pipeline.errors import Fenced
+from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import (
     Admitted,
     AnyEvent,
@@ -27,7 +28,7 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log import Entry, Inbox, Produced, StreamLog
+from pipeline.log import Entry, Inbox, Produced, StreamLog, Taken
 from pipeline.memory_log import MemoryLog
 from pipeline.names import Names, tokens_id
 from pipeline.redis_log import RedisLog
@@ -346,3 +347,24 @@ def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
         until(lambda: uid in steps.let_go())
         assert not any(row.end for row in steps.tokens(uid))
     log.close()
+
+
+def test_requests_whose_delivery_was_lost_on_the_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log delivered them, but its reply did not come: they are pending, and nobody has seen them."""
+    log = MemoryLog(Names())
+    steps = Steps(log)
+    uid = send(log, 10, max_tokens=2)
+    take, lost = log.take, threading.Event()
+
+    def loses_the_first(*arguments: Any, **options: Any) -> Taken:
+        taken = take(*arguments, **options)
+        if taken.entries and not lost.is_set():
+            lost.set()
+            raise LogUnavailable("connection reset")
+        return taken
+
+    monkeypatch.setattr(log, "take", loses_the_first)
+    with running(lambda: log):
+        until(lambda: len(steps.tokens(uid)) == 2)
+    assert lost.is_set()
+    assert [(row.n, row.token) for row in steps.tokens(uid)] == [(1, 11), (2, 12)]

@@ -1,6 +1,5 @@
 """y = W x + b, and the lookup of rows of W."""
 
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,0 +1,122 @@
+"""The wheel: what is in it, and that it is all that a machine without our source needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import ROOT, Command, free_port, wait_until_ready
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+TORCH = "torch>=2.11,<=2.13.0"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_the_top_level_of_the_wheel_is_ours_alone(names: list[str]) -> None:
+    top = {name.partition("/")[0] for name in names}
+    assert top == {"minisgl.py", "pipeline", "stages", "web", "ops", "minisgl-0.1.0.dist-info"}
+
+
+def test_the_wheel_has_every_module_and_every_commit(names: list[str]) -> None:
+    packages = [ROOT / name for name in ("pipeline", "stages", "web", "ops")]
+    source = {
+        str(path.relative_to(ROOT))
+        for package in packages
+        for kind in ("*.py", "*.lua")
+        for path in package.rglob(kind)
+    }
+    assert {name for name in names if name.endswith((".py", ".lua"))} == source | {"minisgl.py"}
+    commits = {path.name for path in (ROOT / "pipeline" / "commits").iterdir()}
+    assert {name.rpartition("/")[2] for name in names if name.startswith("pipeline/commits/")} == commits
+    assert "lib.lua" in commits and "submit.lua" in commits
+
+
+def test_the_wheel_has_no_tests_and_nothing_that_was_made_by_running(names: list[str]) -> None:
+    parts = {part for name in names for part in name.split("/")}
+    assert not parts & {"tests", "conftest.py", "__pycache__"}
+    assert not [part for part in parts if part.startswith(("test_", ".")) or part.endswith((".pyc", ".log"))]
+
+
+def test_the_wheel_knows_its_command_and_that_it_is_not_for_pypi(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        commands = archive.read("minisgl-0.1.0.dist-info/entry_points.txt").decode()
+        metadata = archive.read("minisgl-0.1.0.dist-info/METADATA").decode()
+    assert "minisgl = minisgl:main" in commands
+    assert "Classifier: Private :: Do Not Upload" in metadata
+
+
+@pytest.fixture(scope="module")
+def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of a new venv with the wheel in it: torch first, as the README says, then the rest."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder / "venv", with_pip=True)
+    for what in (TORCH, str(wheel)):
+        install = [folder / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", what]
+        done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "venv" / "bin"
+
+
+def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_path: Path) -> None:
+    empty, port = tmp_path / "empty", free_port()
+    empty.mkdir()
+    environment = {"PATH": f"{fresh}{os.pathsep}/usr/bin{os.pathsep}/bin", "XDG_STATE_HOME": str(tmp_path / "state")}
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(
+            ["minisgl", "serve", "--port", str(port)],
+            executable=fresh / "minisgl",
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=empty,
+        )
+    command = Command(process, tmp_path / "output")
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}", [command])
+        said = httpx.post(
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8, "ignore_eos": True},
+            timeout=120,
+        )
+        assert said.status_code == 200 and said.json()["usage"]["completion_tokens"] == 8
+        for worker in command.processes():
+            assert str(ROOT) not in " ".join(worker.cmdline())
+        assert command.stop() == 0
+    finally:
+        command.stop()
+    assert "MiniSGL is ready after" in command.output
+    assert list(empty.iterdir()) == []
+
+
+def test_the_wheel_says_its_version_and_usage(fresh: Path, tmp_path: Path) -> None:
+    for line in (["minisgl"], ["python", "-m", "minisgl"]):
+        program = [str(fresh / line[0]), *line[1:]]
+        version, usage = (
+            subprocess.run([*program, flag], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+            for flag in ("--version", "--help")
+        )
+        assert version == "minisgl 0.1.0\n"
+        assert usage.startswith("usage: minisgl serve")
