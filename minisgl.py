@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(config: Config) -> int:
     """Start Redis, where none is given, and every stage; stay until a signal comes."""
     from pipeline.observe import configure_logging
-    from web.server import open_listener
+    from web.listener import open_listener
 
     configure_logging()
     began_s = time.monotonic()
@@ -99,7 +99,7 @@ def run_stage(config: Config) -> int:
 
     from pipeline.observe import configure_logging
     from pipeline.redis_server import check_server
-    from web.server import open_listener
+    from web.listener import open_listener
 
     configure_logging()
     if not config.log.redis_url:

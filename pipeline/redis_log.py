@@ -7,6 +7,7 @@ which `pending` finds.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from pipeline import redis_calls as calls
+from pipeline.errors import LogUnavailable
 from pipeline.events import End, StepCompleted, Submitted, Tokenized
 from pipeline.log import Entry, Inbox, Lease, Owner, Produced, Reply, StepCommitted, Submission, Taken
 from pipeline.names import Names
@@ -28,6 +30,7 @@ C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
 
 CONNECT_TIMEOUT_S = 2.0
 COMMAND_TIMEOUT_S = 5.0
+LONGEST_WAIT_S = calls.LONGEST_BLOCK_MS / 1000 + 2
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -56,7 +59,7 @@ class RedisLog:
         self._once = _raw(
             redis.Redis.from_url(
                 url,
-                socket_timeout=calls.LONGEST_BLOCK_MS / 1000 + 2,
+                socket_timeout=LONGEST_WAIT_S,
                 retry=Retry(NoBackoff(), 0),
                 **_options(url),
             )
@@ -253,7 +256,8 @@ class AsyncRedisLog:
         self._blocking = _raw(
             redis.asyncio.Redis.from_url(
                 url,
-                socket_timeout=calls.LONGEST_BLOCK_MS / 1000 + 2,
+                # With a time-out the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
+                socket_timeout=None,
                 retry=AsyncRetry(NoBackoff(), 0),
                 **_options(url),
             )
@@ -329,8 +333,12 @@ class AsyncRedisLog:
 
     async def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
         """As StreamLog.read_replies."""
+        command = calls.read_replies(self.names, frontend, after, block_ms)
         try:
-            raw = await self._blocking.execute_command(*calls.read_replies(self.names, frontend, after, block_ms))
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                raw = await self._blocking.execute_command(*command)
+        except TimeoutError as error:
+            raise LogUnavailable(f"no reply within {LONGEST_WAIT_S} s") from error
         except redis.exceptions.RedisError as error:
             raise calls.translate(error) from error
         entries = calls.first_stream(raw)

@@ -13,12 +13,12 @@ from typing import Final, NoReturn, Protocol
 import structlog
 
 from pipeline.config import LogConfig
-from pipeline.errors import LogError, RequestError, UndecodableEvent
+from pipeline.errors import LogError, RequestError
 from pipeline.events import Finished, SamplingParams, Submitted, new_uid
 from pipeline.log import Submission
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
 from pipeline.redis_log import AsyncRedisLog
-from pipeline.slots import Status, parse_status
+from pipeline.slots import Status, known_statuses
 from web.tail import Tail
 
 logger = structlog.get_logger()
@@ -97,7 +97,7 @@ class Readiness:
 
     async def _poll(self) -> None:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
-        self._statuses = {stage: _parsed(found) for stage, found in zip(STAGES, texts, strict=True)}
+        self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
         if engines:
             self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
@@ -136,16 +136,6 @@ class Readiness:
             return
         logger.warning("probe_failed", uid=uid, outcome=repr(outcome))
         await asyncio.sleep(PROBE_RETRY_S)
-
-
-def _parsed(texts: Mapping[str, str]) -> list[Status]:
-    statuses = []
-    for slot, text in texts.items():
-        try:
-            statuses.append(parse_status(text))
-        except UndecodableEvent as error:
-            logger.warning("status_undecodable", slot=slot, error=str(error))
-    return statuses
 
 
 def _furthest(statuses: Sequence[Status]) -> dict[str, object]:

@@ -21,7 +21,7 @@ from stand_in_stages import MODELS, StandIn
 
 from pipeline.errors import ConfigError
 from pipeline.names import SEAL, Names
-from web.server import open_listener
+from web.listener import open_listener
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 ENDLESS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "endless"}]
