@@ -1,4 +1,4 @@
-"""Who imports whom. Read off the source, so that an import inside a function counts too; and tried in a fresh process."""
+"""Who imports whom: read off the source, so that an import in a function counts too; and tried in a fresh process."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 300
 NUM_CLIENTS = 4
-"""Requests on their way at a time. With so few a tokenizer waits for each, and Redis gives it to who has waited longest;
-in a burst it is the operating system that decides who comes to read next, and reads up to eight."""
+"""Requests on their way at a time. With so few a tokenizer waits for each, and it goes to who has waited longest; in a
+burst it is the operating system that decides who comes to read next, and reads up to eight."""
 BURST = 32
 NUM_TOKENIZERS = 3
 

@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,12 @@ def _said_to_wait_for(command: Command) -> list[str]:
 def _has_settled(stage: str, command: Command) -> bool:
     """Whether the stage is ready, or has said for whom it waits: an engine and a detokenizer need nobody for that."""
     assert command.process.poll() is None, command.output
-    waits = stage in (TOKENIZE, WEB) and command.log_lines("waiting_for")
-    return bool(waits or command.log_lines("stage_ready"))
+    waits = stage in (TOKENIZE, WEB) and bool(command.log_lines("waiting_for"))
+    return waits or _is_ready(command)
+
+
+def _is_ready(command: Command) -> bool:
+    return bool(command.log_lines("stage_ready"))
 
 
 def _start(stage: str, port: int, redis_url: str, folder: Path) -> Command:
@@ -82,14 +87,12 @@ def _stages(order: Sequence[str], redis_url: str, folder: Path, *, at_once: bool
         for stage in order:
             commands[stage] = _start(stage, port, redis_url, folder)
             if not at_once:
-                eventually(
-                    lambda stage=stage: _has_settled(stage, commands[stage]), f"{stage} is ready or says why not"
-                )  # type: ignore[misc]
+                eventually(partial(_has_settled, stage, commands[stage]), f"{stage} is ready or says why it is not")
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, list(commands.values()))
         yield url, run
         for stage, command in commands.items():
-            eventually(lambda command=command: bool(command.log_lines("stage_ready")), f"{stage} is ready")  # type: ignore[misc]
+            eventually(partial(_is_ready, command), f"{stage} is ready")
         run.waited_for = {stage: _said_to_wait_for(commands[stage]) for stage in ON_THE_WAY}
     finally:
         for command in commands.values():

@@ -40,13 +40,9 @@ def test_the_top_level_of_the_wheel_is_ours_alone(names: list[str]) -> None:
 
 
 def test_the_wheel_has_every_module_and_every_commit(names: list[str]) -> None:
-    packages = [ROOT / name for name in ("pipeline", "stages", "web", "ops")]
-    source = {
-        str(path.relative_to(ROOT))
-        for package in packages
-        for kind in ("*.py", "*.lua")
-        for path in package.rglob(kind)
-    }
+    packages = ("pipeline", "stages", "web", "ops")
+    paths = [path for package in packages for kind in ("*.py", "*.lua") for path in (ROOT / package).rglob(kind)]
+    source = {str(path.relative_to(ROOT)) for path in paths}
     assert {name for name in names if name.endswith((".py", ".lua"))} == source | {"minisgl.py"}
     commits = {path.name for path in (ROOT / "pipeline" / "commits").iterdir()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("pipeline/commits/")} == commits
@@ -73,7 +69,7 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fresh")
     venv.create(folder / "venv", with_pip=True)
     for what in (TORCH, str(wheel)):
-        install = [folder / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", what]
+        install = [str(folder / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet", what]
         done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder / "venv" / "bin"

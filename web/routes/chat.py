@@ -30,9 +30,14 @@ def chat_routes(frontend: Frontend) -> Blueprint:
 
     @routes.post(CHAT_ENDPOINT)
     async def chat() -> Response:
-        asked = parse_chat(await request.get_data(False, False, False))
-        frontend.admit()
-        model = frontend.readiness.resolve(asked.model)
+        body = await request.get_data(False, False, False)
+        try:
+            asked = parse_chat(body)
+            frontend.admit()
+            model = frontend.readiness.resolve(asked.model)
+        except RequestError as error:  # the canonical line of a request that has no history
+            logger.info("request", status=error.status, error=error.code, param=error.param)
+            raise
         stream = bool(asked.stream)
         opened = await frontend.open(to_submitted(asked, frontend=frontend.name, model=model), stream=stream)
         response = await (_streamed(opened, asked.include_usage) if stream else _whole(opened))
