@@ -216,7 +216,7 @@ def _supervise(
         if supervisor.wait_until_ready(ready_timeout_s):
             say_ready()
         supervisor.run()
-        supervisor.stop([WEB, TOKENIZE, GENERATE, DETOKENIZE])
+        supervisor.stop([[WEB], [TOKENIZE, GENERATE, DETOKENIZE]])  # web drains; what is in hand then stays in the log
     except ChildFailed:
         return EXIT_CONFIG  # the child has said why
     finally:

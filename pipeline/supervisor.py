@@ -159,10 +159,10 @@ class Supervisor:
             self._looked_s = time.monotonic()
             self._read_statuses()
 
-    def stop(self, order: Sequence[str]) -> None:
-        """End the children, stage by stage in *order*, so that each can hand on what it has."""
-        for stage in order:
-            children = [child for child in self._children if child.job.stage == stage and child.process.poll() is None]
+    def stop(self, order: Sequence[Sequence[str]]) -> None:
+        """End the children: those of the first stages, and when they have ended those of the next."""
+        for stages in order:
+            children = [child for child in self._children if child.job.stage in stages and child.process.poll() is None]
             for child in children:
                 child.process.send_signal(signal.SIGTERM)
             for child in children:

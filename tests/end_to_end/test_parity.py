@@ -41,7 +41,7 @@ GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 SETTINGS = {
     "as it comes": (),
     "prompts in chunks": ("--page-size", "16", "--max-prefill-length", "32"),
-    "few pages": ("--page-size", "16", "--num-pages", "24"),
+    "few pages": ("--page-size", "16", "--num-pages", "14"),  # enough for the longest request alone
 }
 AS_IT_COMES, IN_CHUNKS, FEW_PAGES = SETTINGS
 
@@ -233,11 +233,10 @@ def test_sixteen_requests_get_the_tokens_of_transformers(
     if setting == IN_CHUNKS:
         assert max(event.chunks for answer in answers for event in answer.produced) >= 3
         assert has_mixed_step(answers)
-    if setting == FEW_PAGES:
-        preempted = [answer for answer in answers if answer.count(Preempted)]
-        assert preempted
-        for answer in preempted:  # it came back, and prompt and output were computed again
-            assert answer.count(Admitted) == answer.count(Preempted) + 1
+    if setting == FEW_PAGES and arrival == "at once":  # in turn there may be room for all that run
+        assert any(answer.count(Preempted) for answer in answers)
+    for answer in answers:  # who gave back the pages was admitted again
+        assert answer.count(Admitted) == answer.count(Preempted) + 1
 
 
 @pytest.mark.parametrize("setting", [AS_IT_COMES], indirect=True)
@@ -258,9 +257,9 @@ def test_seeded_sampling_gives_the_same_tokens_alone_and_in_a_batch(server: Serv
     ]
     alone = with_histories(server, [ask_whole(server, body) for body in bodies[::3]])
     assert max(map(len, rows_by_step(alone).values())) == 1
-    together = ask_in_turn(server, bodies, SHUFFLED)
+    together = ask_at_once(server, bodies, SHUFFLED)
+    steps = rows_by_step(together)
     for answer in together[::3]:
-        steps = rows_by_step(together)
         assert any(len(steps[event.step]) > 1 for event in answer.produced), "it was never in a batch"
     assert [answer.tokens for answer in together[::3]] == [answer.tokens for answer in alone]
     assert all(answer.tokens != greedy for answer, greedy in zip(together, asked.expected, strict=True))

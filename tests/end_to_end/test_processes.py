@@ -265,7 +265,8 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
         assert server.command.process.wait(60) == 0
         assert [process for process in family if not is_gone(process)] == []
         lines = [json.loads(line) for line in server.command.output.splitlines() if line.startswith("{")]
-        story = [line.get("uid", "signal") for line in lines if line["event"] in ("signal", "request")]
+        told = [line.get("uid", line["event"]) for line in lines if line["event"] in ("signal", "request")]
+        story = [each for each in told if each in ("signal", short.uid, endless.uid)]
         assert story == ["signal", short.uid, endless.uid]
 
 
