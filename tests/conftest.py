@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 from redis_servers import PLACES, Servers
+
+from pipeline.log import StreamLog
+from pipeline.memory_log import MemoryLog
+from pipeline.names import Names
+from pipeline.redis_log import RedisLog
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +32,21 @@ def redis_url(redis_servers: Servers) -> str:
 def each_redis_url(request: pytest.FixtureRequest, redis_servers: Servers) -> str:
     """The address of an empty Redis, once for each version."""
     return redis_servers.url(request.param)
+
+
+@pytest.fixture(params=["memory", "redis"])
+def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Callable[[], StreamLog]]:
+    """Give a function that opens this test's log for another thread: the one in memory, then the one in Redis."""
+    if request.param == "memory":
+        shared = MemoryLog(Names())
+        yield lambda: shared
+        return
+    url = redis_servers.url("wheel")
+    with contextlib.ExitStack() as stack:
+
+        def opened() -> StreamLog:
+            log = RedisLog(url, Names())
+            stack.callback(log.close)
+            return log
+
+        yield opened

@@ -7,38 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-import pytest
 from redis_servers import Servers, command, until
 
 from pipeline import worker
 from pipeline.errors import LogUnavailable
 from pipeline.events import SamplingParams, Submitted, Tokenized, new_uid
 from pipeline.log import Entry, Inbox, StreamLog
-from pipeline.memory_log import MemoryLog
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
 from pipeline.slots import Place, acquire_slot
 from pipeline.worker import Stop, follow
 
 LEASE_MS = 3000
-
-
-@pytest.fixture(params=["memory", "redis"])
-def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Callable[[], StreamLog]]:
-    """Give a function that opens the one log of this test."""
-    if request.param == "memory":
-        shared = MemoryLog(Names())
-        yield lambda: shared
-        return
-    url = redis_servers.url("wheel")
-    with contextlib.ExitStack() as stack:
-
-        def opened() -> StreamLog:
-            log = RedisLog(url, Names())
-            stack.callback(log.close)
-            return log
-
-        yield opened
 
 
 @contextlib.contextmanager

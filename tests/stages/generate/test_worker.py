@@ -82,24 +82,6 @@ class Running:
             self.courier.stop()
 
 
-@pytest.fixture(params=["memory", "redis"])
-def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Callable[[], StreamLog]]:
-    """Give a function that opens the one log of this test for another thread."""
-    if request.param == "memory":
-        shared = MemoryLog(Names())
-        yield lambda: shared
-        return
-    url = redis_servers.url("wheel")
-    with contextlib.ExitStack() as stack:
-
-        def opened() -> StreamLog:
-            log = RedisLog(url, Names())
-            stack.callback(log.close)
-            return log
-
-        yield opened
-
-
 @contextlib.contextmanager
 def running(another_log: Callable[[], StreamLog], *, num_pages: int = 64, pace_s: float = 0.0) -> Iterator[Running]:
     """Run an engine in slot generate-0 until the block ends."""
