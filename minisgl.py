@@ -34,12 +34,16 @@ usage: minisgl serve [flags]                everything on this machine; `python 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.
 """
 EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
 READY_TIMEOUT_S = 600.0
 FOREVER_S = float("inf")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code: 0, 1 for a failure, 2 for a command line or set-up that cannot work."""
+    """Run one command; return the exit code.
+
+    0; 1 for a failure; 2 for a command line or set-up that cannot work; 130 for Ctrl-C before anything ran.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments in (["--help"], ["-h"]):
@@ -59,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    except KeyboardInterrupt:  # before there were workers to drain
+        return EXIT_INTERRUPTED
     except MiniSGLError as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,7 @@ from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
 
 logger = structlog.get_logger()
 
-MOST_READ = 8
+MOST_READ = 4
 """Few enough that several tokenizers share a burst, enough to encode as a batch."""
 LONGEST_BATCH_S = 120.0
 """Patience of the watchdog while a batch is encoded."""
