@@ -108,7 +108,8 @@ def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str
     def choice(text: str) -> Any:
         value = parse(text)
         if value not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be one of {', '.join(map(str, choices))}")
+            expected = f"only {choices[0]} so far" if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {expected}")
         return value
 
     return choice
@@ -116,23 +117,26 @@ def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """Where the log is and how long it keeps what."""
+    """Where the log is, and what every stage does to it."""
 
     redis_url: str = flag(
         "--redis-url", default="", help="redis:// or unix:// URL; without it an embedded Redis is started"
     )
     namespace: str = flag("--namespace", default="minisgl", help="first part of every key in Redis")
-    data_dir: str = flag(
-        "--data-dir", default="", help="folder of the embedded Redis and the first model [state folder/port]"
-    )
     retention_s: float = flag(
         "--retention", default=900.0, parse=seconds, help="seconds for which a finished request can still be opened"
     )
-    request_timeout_s: float = flag(
-        "--request-timeout", default=600.0, parse=seconds, help="seconds after which a request fails"
-    )
     lease_s: float = flag(
         "--lease", default=3.0, parse=seconds, help="seconds of silence after which a worker's slot may be taken over"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestConfig:
+    """What a frontend takes."""
+
+    request_timeout_s: float = flag(
+        "--request-timeout", default=600.0, parse=seconds, help="seconds after which a request fails"
     )
     max_queued_requests: int = flag(
         "--max-queued-requests",
@@ -143,10 +147,27 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DataConfig:
+    """Where files are kept."""
+
+    data_dir: str = flag(
+        "--data-dir",
+        default="",
+        help="folder of the embedded Redis and the first model [state folder/port]",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model is served, and under which names."""
+    """Which model is served."""
 
     model: str = flag("--model", "--model-path", default="", help="folder of the model [a random one is made]")
+
+
+@dataclass(frozen=True, slots=True)
+class NamesConfig:
+    """Under which names the model is served."""
+
     served_model_name: tuple[str, ...] = flag(
         "--served-model-name", default=(), repeated=True, help="names clients may use [the folder's name]"
     )
@@ -200,7 +221,10 @@ class EngineConfig:
     )
     num_pages: int = flag("--num-pages", default=0, parse=auto_or(1), help="pages of the cache [from the memory]")
     memory_ratio: float = flag(
-        "--memory-ratio", default=0.9, parse=share, help="share of the free memory that the cache may take"
+        "--memory-ratio",
+        default=0.9,
+        parse=share,
+        help="share of the free memory for weights and cache; on the CPU the cache takes 4 GiB at most",
     )
     max_seq_len: int = flag(
         "--max-seq-len",
@@ -241,8 +265,14 @@ class StageConfig:
     slot: int | None = flag(
         "--slot", default=None, parse=at_least(0), help="be that worker itself, in this slot where it is free"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ListenConfig:
+    """On what a frontend listens instead of an address."""
+
     listen_fd: int | None = flag(
-        "--listen-fd", default=None, parse=at_least(0), help="web: an inherited socket to listen on, not --host, --port"
+        "--listen-fd", default=None, parse=at_least(0), help="an inherited socket to listen on, not --host and --port"
     )
 
 
@@ -255,27 +285,40 @@ class Config:
     stage: str
     """The role of `stage`; empty for `serve`."""
     log: LogConfig
+    requests: RequestConfig
+    data: DataConfig
     model: ModelConfig
+    names: NamesConfig
     engine: EngineConfig
     web: WebConfig
+    listen: ListenConfig
     serve: ServeConfig
     worker: StageConfig
 
     @property
     def data_dir(self) -> Path:
         """The folder of this server: given, or one per port in the user's state folder."""
-        if self.log.data_dir:
-            return Path(self.log.data_dir).expanduser().absolute()
+        if self.data.data_dir:
+            return Path(self.data.data_dir).expanduser().absolute()
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return Path(state).expanduser() / "minisgl" / str(self.web.port)
 
 
 OWNERS: Mapping[str, tuple[type[Any], ...]] = {
-    "serve": (ModelConfig, WebConfig, ServeConfig, EngineConfig, LogConfig),
-    "stage tokenize": (ModelConfig, StageConfig, LogConfig),
-    "stage generate": (ModelConfig, StageConfig, EngineConfig, LogConfig),
-    "stage detokenize": (ModelConfig, StageConfig, LogConfig),
-    "stage web": (WebConfig, StageConfig, LogConfig),
+    "serve": (
+        ModelConfig,
+        NamesConfig,
+        WebConfig,
+        ServeConfig,
+        EngineConfig,
+        LogConfig,
+        RequestConfig,
+        DataConfig,
+    ),
+    "stage tokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
+    "stage generate": (ModelConfig, NamesConfig, StageConfig, EngineConfig, LogConfig, DataConfig),
+    "stage detokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
+    "stage web": (WebConfig, ListenConfig, StageConfig, LogConfig, RequestConfig),
 }
 """Which config objects a command fills: what its parser accepts."""
 
@@ -339,9 +382,13 @@ def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> C
         command=command,
         stage=stage,
         log=_fill(LogConfig, parsed),
+        requests=_fill(RequestConfig, parsed),
+        data=_fill(DataConfig, parsed),
         model=_fill(ModelConfig, parsed),
+        names=_fill(NamesConfig, parsed),
         engine=_fill(EngineConfig, parsed),
         web=_fill(WebConfig, parsed),
+        listen=_fill(ListenConfig, parsed),
         serve=_fill(ServeConfig, parsed),
         worker=_fill(StageConfig, parsed),
     )
@@ -359,15 +406,17 @@ def arguments_for(config: Config, stage: str) -> list[str]:
     """Return the flags that make a `minisgl stage <stage>` process see the same config as this one."""
     arguments: list[str] = []
     for owner in OWNERS[f"stage {stage}"]:
-        filled = next(
-            value
-            for value in (config.log, config.model, config.engine, config.web, config.worker)
-            if isinstance(value, owner)
-        )
+        if owner is StageConfig or owner is ListenConfig:
+            continue  # they are about one process
+        filled = next(value for value in _filled(config) if isinstance(value, owner))
         for item in dataclasses.fields(owner):
             value = getattr(filled, item.name)
-            if owner is StageConfig or value == item.default or item.name == "redis_url":
+            if value == item.default or item.name == "redis_url":
                 continue  # the URL may hold a password, and everybody can read a command line
             texts = [str(part) for part in value] if item.metadata["repeated"] else [str(value)]
             arguments += [item.metadata["flags"][0], *texts]
     return arguments
+
+
+def _filled(config: Config) -> list[Any]:
+    return [getattr(config, item.name) for item in dataclasses.fields(config)]

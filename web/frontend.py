@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 
 import structlog
 
-from pipeline.config import LogConfig
 from pipeline.errors import LogError, LogFull, RequestError
 from pipeline.events import Cancelled, End, Failed, Finished, Submitted, new_uid
 from pipeline.log import Reply, Submission
 from pipeline.redis_log import AsyncRedisLog
 from web.loops import run_all
 from web.openai.errors import CLIENT_CLOSED, error_of
-from web.ready import Readiness, Say
+from web.ready import Limits, Readiness, Say
 from web.tail import Tail
 
 logger = structlog.get_logger()
@@ -85,7 +84,7 @@ class OpenRequest:
 class Frontend:
     """One web process: what it listens to and what it has open."""
 
-    def __init__(self, name: str, log: AsyncRedisLog, limits: LogConfig, say: Say) -> None:
+    def __init__(self, name: str, log: AsyncRedisLog, limits: Limits, say: Say) -> None:
         self.name = name
         self.tail = Tail(log, name)
         self.readiness = Readiness(log, self.tail, name, limits, self._say_unless_draining)
@@ -132,7 +131,7 @@ class Frontend:
         """
         opened = OpenRequest(self, event, stream=stream)
         self._open.add(opened)
-        timeout_s = self.limits.request_timeout_s
+        timeout_s = self.limits.timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, opened, timeout_s)
         task = asyncio.current_task()
         assert task is not None
@@ -155,9 +154,9 @@ class Frontend:
         return await self._log.submit(
             uid,
             event,
-            timeout_ms=int(limits.request_timeout_s * 1000),
+            timeout_ms=int(limits.timeout_s * 1000),
             retention_ms=int(limits.retention_s * 1000),
-            max_queued=limits.max_queued_requests,
+            max_queued=limits.max_queued,
         )
 
     async def end(self, opened: OpenRequest, event: End) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
 
 import structlog
 
-from pipeline.config import LogConfig
 from pipeline.errors import LogError, RequestError
 from pipeline.events import Finished, SamplingParams, Submitted, new_uid
 from pipeline.log import Submission
@@ -31,6 +31,15 @@ PROBE: Final = "probe"
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may take."""
+
+    timeout_s: float = 600.0
+    retention_s: float = 900.0
+    max_queued: int = 1024
+
+
 class Say(Protocol):
     """`Place.say`: publish how this process is."""
 
@@ -40,7 +49,7 @@ class Say(Protocol):
 class Readiness:
     """What the stages say, as of the last poll."""
 
-    def __init__(self, log: AsyncRedisLog, tail: Tail, frontend: str, limits: LogConfig, say: Say) -> None:
+    def __init__(self, log: AsyncRedisLog, tail: Tail, frontend: str, limits: Limits, say: Say) -> None:
         self._log = log
         self._tail = tail
         self._frontend = frontend
@@ -123,9 +132,9 @@ class Readiness:
             submission = await self._log.submit(
                 uid,
                 event,
-                timeout_ms=int(self._limits.request_timeout_s * 1000),
+                timeout_ms=int(self._limits.timeout_s * 1000),
                 retention_ms=int(self._limits.retention_s * 1000),
-                max_queued=self._limits.max_queued_requests,
+                max_queued=self._limits.max_queued,
             )
             outcome: object = submission
             if submission is not Submission.BUSY:

@@ -26,6 +26,7 @@ from pipeline.slots import Place, acquire_slot
 from web.app import create_app
 from web.frontend import Frontend
 from web.listener import BACKLOG, open_listener
+from web.ready import Limits
 
 logger = structlog.get_logger()
 
@@ -40,10 +41,10 @@ def run(config: Config) -> int:
     Raises:
         ConfigError: The address cannot be had.
     """
-    if config.worker.listen_fd is None:
+    if config.listen.listen_fd is None:
         listener = open_listener(config.web.host, config.web.port)
     else:
-        listener = socket.socket(fileno=config.worker.listen_fd)
+        listener = socket.socket(fileno=config.listen.listen_fd)
     url, names = config.log.redis_url, Names(config.log.namespace)
     lease_log = RedisLog(url, names)
     lease_ms = int(config.log.lease_s * 1000)
@@ -68,7 +69,12 @@ async def _serve(config: Config, listener: socket.socket, place: Place, hard_exi
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     place.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace))
-    frontend = Frontend(place.owner.slot, log, config.log, place.say)
+    limits = Limits(
+        timeout_s=config.requests.request_timeout_s,
+        retention_s=config.log.retention_s,
+        max_queued=config.requests.max_queued_requests,
+    )
+    frontend = Frontend(place.owner.slot, log, limits, place.say)
     stop = asyncio.Event()
     server = asyncio.create_task(_listen(frontend, listener, stop), name="server")
     beat = asyncio.create_task(_beat(place), name="beat")

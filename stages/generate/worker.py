@@ -157,7 +157,7 @@ def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> i
             phase="ready",
             detail="",
             progress=1.0,
-            models=config.model.served_model_name or (folder.name,),
+            models=config.names.served_model_name or (folder.name,),
             context=settings.limits.context,
             fingerprint=engine.fingerprint,
         )

@@ -15,12 +15,12 @@ from redis_servers import RunningServer, Servers, command, running_server
 from stand_in_stages import CONTEXT, MODELS, Stages, StandIn
 
 import web.tail
-from pipeline.config import LogConfig
 from pipeline.events import Cancelled, Failed
 from pipeline.names import SEAL, Names
 from pipeline.redis_log import AsyncRedisLog
 from web.app import MAX_BODY_BYTES, create_app
 from web.frontend import Frontend
+from web.ready import Limits
 
 CHAT = "/v1/chat/completions"
 
@@ -38,7 +38,7 @@ def stand_in(redis_url: str) -> Iterator[StandIn]:
 class Site:
     """A frontend with its application, and what it says of itself."""
 
-    def __init__(self, url: str, limits: LogConfig) -> None:
+    def __init__(self, url: str, limits: Limits) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names())
         self.frontend = Frontend("web-0", self.log, limits, self._say)
@@ -71,8 +71,8 @@ class Site:
 
 
 @asynccontextmanager
-async def site(url: str, *, ready: bool = True, limits: LogConfig | None = None) -> AsyncIterator[Site]:
-    site = Site(url, limits or LogConfig())
+async def site(url: str, *, ready: bool = True, limits: Limits | None = None) -> AsyncIterator[Site]:
+    site = Site(url, limits or Limits())
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):
@@ -217,7 +217,7 @@ def test_a_stream_is_kept_alive_while_it_waits(
 def test_a_request_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
-            here.frontend.limits = LogConfig(request_timeout_s=0.2)
+            here.frontend.limits = Limits(timeout_s=0.2)
             status, error = await error_of(here.post(chat("silent")))
             assert (status, error["code"]) == (504, "timeout")
 
@@ -226,7 +226,7 @@ def test_a_request_past_its_deadline_ends_with_504(redis_url: str, stand_in: Sta
 
 def test_too_many_requests_get_503_and_when_to_come_again(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
-        limits = LogConfig(max_queued_requests=1)
+        limits = Limits(max_queued=1)
         async with site(redis_url, limits=limits) as here, here.connection(chat("silent")):
             await until(stand_in.requests)
             response = await here.post(chat())
