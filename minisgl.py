@@ -79,7 +79,7 @@ def serve(config: Config) -> int:
     began_s = time.monotonic()
     folder = model_folder(config)
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(_redis(config))
+        url, watch_redis = stack.enter_context(_redis(config))
         listener = stack.enter_context(open_listener(config.web.host, config.web.port))
         config = _with_model(config, folder)
 
@@ -96,7 +96,7 @@ def serve(config: Config) -> int:
         def say_ready() -> None:
             _banner(config, folder, time.monotonic() - began_s)
 
-        return _supervise(config, url, jobs, say_ready, READY_TIMEOUT_S)
+        return _supervise(config, url, jobs, say_ready, READY_TIMEOUT_S, watch_redis)
 
 
 def run_stage(config: Config) -> int:
@@ -126,7 +126,7 @@ def run_stage(config: Config) -> int:
         def say_ready() -> None:
             structlog.get_logger().info("stage_ready", stage=config.stage, replicas=config.worker.replicas)
 
-        return _supervise(config, config.log.redis_url, jobs, say_ready, FOREVER_S)  # the others may come later
+        return _supervise(config, config.log.redis_url, jobs, say_ready, FOREVER_S, _nothing)  # others may come later
 
 
 def run_worker(config: Config) -> int:
@@ -142,7 +142,8 @@ def run_worker(config: Config) -> int:
 
         return run_web(config)
     log = RedisLog(config.log.redis_url, Names(config.log.namespace))
-    return _stage_run(config.stage)(config, log, log.another(), model_folder(config))
+    folder = Path(config.model.model) if config.model.model else model_folder(config)
+    return _stage_run(config.stage)(config, log, log.another(), folder)
 
 
 def _stage_run(stage: str) -> Callable[[Config, RedisLog, RedisLog, Path], int]:
@@ -163,9 +164,9 @@ def model_folder(config: Config) -> Path:
     """Return the folder of the model, checked without torch; without --model one is made.
 
     Raises:
-        ConfigError: The folder holds no model that can be served; the message names the file or tensor.
+        ConfigError: The folder does not hold what this command needs; the message names the file or tensor.
     """
-    from stages.generate.model.checkpoint import check_folder
+    from stages.generate.model.checkpoint import check_folder, check_tokenizer
 
     if config.model.model:
         folder = Path(config.model.model).expanduser().absolute()
@@ -173,7 +174,10 @@ def model_folder(config: Config) -> Path:
         from ops.demo_model import nonsense
 
         folder = nonsense.ensure(config.data_dir / "models")
-    check_folder(folder)
+    if config.stage in (TOKENIZE, DETOKENIZE):
+        check_tokenizer(folder)
+    else:
+        check_folder(folder)
     return folder
 
 
@@ -190,23 +194,28 @@ def _job(config: Config, stage: str, *extra: str, fds: tuple[int, ...] = (), dra
 
 
 @contextlib.contextmanager
-def _redis(config: Config) -> Iterator[str]:
-    """Give the URL of the Redis to use, and end it afterwards if it is ours."""
-    from pipeline.redis_server import check_server, start_embedded
+def _redis(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Give the URL of the Redis to use and what keeps it alive; end it afterwards if it is ours."""
+    from pipeline.redis_server import EmbeddedRedis, check_server
 
     if config.log.redis_url:
         check_server(config.log.redis_url)
-        yield config.log.redis_url
+        yield config.log.redis_url, _nothing
         return
-    server = start_embedded(config.data_dir)
+    server = EmbeddedRedis(config.data_dir)
     try:
-        yield server.url
+        yield server.url, server.watch
     finally:
         server.stop()
 
 
 def _supervise(
-    config: Config, url: str, jobs: Sequence[Job], say_ready: Callable[[], None], ready_timeout_s: float
+    config: Config,
+    url: str,
+    jobs: Sequence[Job],
+    say_ready: Callable[[], None],
+    ready_timeout_s: float,
+    watch_redis: Callable[[], None],
 ) -> int:
     """Run *jobs* until a signal comes; return the exit code."""
     from pipeline.redis_log import RedisLog
@@ -214,7 +223,11 @@ def _supervise(
 
     log = RedisLog(url, Names(config.log.namespace))
     supervisor = Supervisor(
-        log, jobs, program=(sys.executable, __file__), environment=_child_environment(os.environ, url)
+        log,
+        jobs,
+        program=(sys.executable, __file__),
+        environment=_child_environment(os.environ, url),
+        watch_redis=watch_redis,
     )
     supervisor.listen()
     try:
@@ -229,6 +242,10 @@ def _supervise(
         supervisor.kill()
         log.close()
     return 0
+
+
+def _nothing() -> None:
+    """Do nothing: a Redis that somebody else started is theirs to keep alive."""
 
 
 def _child_environment(environment: Mapping[str, str], url: str) -> dict[str, str]:

@@ -64,7 +64,7 @@ class Timings(Value):
 class Event(Value):
     """What every event has: a version, and when it was committed (milliseconds, Redis' clock; 0 before the commit)."""
 
-    v: int = 1
+    v: Literal[1] = 1
     ms: int = 0
 
 

@@ -1,4 +1,4 @@
-"""StreamLog in this process, for tests and the offline engine: what the commits do, under one lock.
+"""StreamLog in this process: what the commits do, under one lock.
 
 Not an emulation of Redis. What is read back equals what Redis gives; whether something expired is looked at when it is
 asked for.

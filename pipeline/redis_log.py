@@ -29,7 +29,8 @@ T = TypeVar("T")
 C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
 
 CONNECT_TIMEOUT_S = 2.0
-COMMAND_TIMEOUT_S = 5.0
+COMMAND_TIMEOUT_S = 3.0
+"""With the one retry of a synchronous command well below the patience of the watchdog: an error is progress, too."""
 LONGEST_WAIT_S = calls.LONGEST_BLOCK_MS / 1000 + 2
 
 
@@ -54,7 +55,7 @@ class RedisLog:
     def __init__(self, url: str, names: Names) -> None:
         self.url = url
         self.names = names
-        retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 5)
+        retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
         self._redis = _raw(redis.Redis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, retry=retry, **_options(url)))
         self._once = _raw(
             redis.Redis.from_url(
@@ -248,7 +249,7 @@ class AsyncRedisLog:
                     max_connections=16,
                     timeout=COMMAND_TIMEOUT_S,
                     socket_timeout=COMMAND_TIMEOUT_S,
-                    retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 5),
+                    retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3),
                     **_options(url),
                 )
             )

@@ -9,42 +9,29 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
 import redis
 import redis.exceptions
+import structlog
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from pipeline.errors import ConfigError
 from pipeline.worker import request_death_signal
+
+logger = structlog.get_logger()
 
 OLDEST = (6, 2)
 START_TIMEOUT_S = 30.0
 SOCKET_PATH_LIMIT = 100
 """Bytes; the kernel's limit for the path of a unix socket is 108."""
-
-
-@dataclass(frozen=True, slots=True)
-class RedisServer:
-    """A running embedded Redis, the lock on its folder, and where it listens."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    lock: IO[str]
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """Let it write what it has, and end it."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.lock.close()
 
 
 def find_binary() -> str:
@@ -120,69 +107,107 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
-def start_embedded(folder: Path) -> RedisServer:
-    """Start a redis-server on a unix socket with its data in *folder*, and wait until it has loaded them.
+class EmbeddedRedis:
+    """A redis-server of our own on a unix socket, its data in *folder*, which is locked while it runs.
+
+    It is started here and now, and has loaded its data when the constructor returns.
 
     Raises:
         ConfigError: The folder is in use, there is no binary, or it did not come up; the message has its last words.
     """
-    lock = lock_folder(folder)
-    try:
-        return _start(folder, lock)
-    except BaseException:
-        lock.close()
-        raise
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = lock_folder(folder)
+        try:
+            self._binary = find_binary()
+            self.process = self._start()
+        except BaseException:
+            self._lock.close()
+            raise
 
-def _start(folder: Path, lock: IO[str]) -> RedisServer:
-    binary = find_binary()
-    socket = folder / "redis.sock"
-    if len(os.fsencode(socket)) > SOCKET_PATH_LIMIT:
-        socket = Path(tempfile.gettempdir()) / f"minisgl-{sha256(os.fsencode(folder)).hexdigest()[:12]}.sock"
-    log_file = folder / "redis.log"
-    options = {
-        "port": "0",
-        "unixsocket": str(socket),
-        "unixsocketperm": "700",
-        "dir": str(folder),
-        "appendonly": "yes",
-        "appendfsync": "everysec",
-        "aof-use-rdb-preamble": "yes",
-        "save": "",
-        "maxmemory-policy": "noeviction",
-        "logfile": str(log_file),
-        "daemonize": "no",
-    }
-    socket.unlink(missing_ok=True)
-    # Its own session, so that Ctrl-C in the terminal reaches the supervisor alone, and stages can drain into it.
-    process = subprocess.Popen(
-        [binary, *(part for name, value in options.items() for part in (f"--{name}", value))],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        pass_fds=[lock.fileno()],
-        preexec_fn=lambda: request_death_signal(signal.SIGTERM),
-    )
-    url = f"unix://{socket}"
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    with redis.Redis.from_url(url, socket_timeout=2) as client:
-        while True:
-            try:
-                client.ping()
-                return RedisServer(process, url, lock)
-            except redis.exceptions.RedisError as error:
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    process.kill()
-                    words = _last_words(log_file) or str(error)
-                    raise ConfigError(f"the embedded Redis did not start ({binary}): {words}") from error
+    @property
+    def url(self) -> str:
+        return f"unix://{quote(str(self._socket))}"
+
+    def watch(self) -> None:
+        """Start it again if it has died; what it had acknowledged is in its append-only file.
+
+        Raises:
+            ConfigError: It does not come up any more.
+        """
+        if self.process.poll() is not None:
+            logger.warning("redis_died", code=self.process.returncode)
+            self.process = self._start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Let it write what it has, and end it."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._lock.close()
+
+    @property
+    def _socket(self) -> Path:
+        socket = self._folder / "redis.sock"
+        if len(os.fsencode(socket)) <= SOCKET_PATH_LIMIT:
+            return socket
+        return Path(tempfile.gettempdir()) / f"minisgl-{sha256(os.fsencode(self._folder)).hexdigest()[:12]}.sock"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._folder),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "aof-use-rdb-preamble": "yes",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "logfile": str(self._folder / "redis.log"),
+            "daemonize": "no",
+        }
+        self._socket.unlink(missing_ok=True)
+        # Its own session: Ctrl-C in the terminal reaches the supervisor alone, and stages can drain into it. It holds
+        # the lock too: a folder is free when its Redis has ended, not when its supervisor was killed.
+        process = subprocess.Popen(
+            [self._binary, *(part for name, value in options.items() for part in (f"--{name}", value))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[self._lock.fileno()],
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        with redis.Redis.from_url(self.url, socket_timeout=2, retry=Retry(NoBackoff(), 0)) as client:
+            while True:
+                try:
+                    client.ping()
+                    return process
+                except redis.exceptions.BusyLoadingError:
+                    deadline_s = time.monotonic() + START_TIMEOUT_S  # it is up, and has much to load
+                except redis.exceptions.RedisError as error:
+                    if process.poll() is not None or time.monotonic() > deadline_s:
+                        process.kill()
+                        process.wait()
+                        raise ConfigError(
+                            f"the embedded Redis did not start ({self._binary}): {self._last_words()}"
+                        ) from error
                 time.sleep(0.005)
 
+    def _last_words(self) -> str:
+        try:
+            return (self._folder / "redis.log").read_text(errors="replace").strip().splitlines()[-1]
+        except (OSError, IndexError):
+            return "it left no log"
 
-def _last_words(log_file: Path) -> str:
-    try:
-        return log_file.read_text(errors="replace").strip().splitlines()[-1]
-    except (OSError, IndexError):
-        return ""
+
+def _die_with_parent() -> None:
+    request_death_signal(signal.SIGTERM)
 
 
 def check_server(url: str) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -30,6 +30,8 @@ LONGEST_BACKOFF_S = 5.0
 SERVICE_S = 5.0
 """A child that served for so long starts over with the shortest backoff."""
 POLL_S = 0.02
+SETTLED_POLL_S = 1.0
+"""How often the statuses are read once everybody is ready."""
 MOST_DEATHS_AT_START = 5
 """A child that died so often and was never ready will not be."""
 
@@ -51,9 +53,10 @@ class _Child:
 
     job: Job
     process: subprocess.Popen[bytes]
-    started_s: float
     slot: int
     status: Status | None = None
+    ready_s: float = float("inf")
+    """When it first said that it was ready."""
     failures: int = 0
     restart_s: float = field(default=float("inf"))
     """When it is started again, while it is down."""
@@ -79,10 +82,17 @@ class Supervisor:
     """The workers of one command. `signals` is set by SIGTERM and SIGINT: the second one ends everything at once."""
 
     def __init__(
-        self, log: StreamLog, jobs: Sequence[Job], *, program: Sequence[str], environment: Mapping[str, str]
+        self,
+        log: StreamLog,
+        jobs: Sequence[Job],
+        *,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        watch_redis: Callable[[], None],
     ) -> None:
-        """*program* is the start of every child's command line, `minisgl`, by exec."""
+        """*program* is the start of every child's command line, `minisgl`, by exec; *watch_redis* keeps Redis alive."""
         self._log = log
+        self._watch_redis = watch_redis
         self._jobs = jobs
         self._program = tuple(program)
         self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid())}
@@ -109,7 +119,7 @@ class Supervisor:
         for job in self._jobs:
             slot = num_started[job.stage]
             num_started[job.stage] += 1
-            self._children.append(_Child(job, self._spawn(job, slot), time.monotonic(), slot))
+            self._children.append(_Child(job, self._spawn(job, slot), slot))
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Wait until every child says that it is ready; False when a signal came first.
@@ -149,13 +159,15 @@ class Supervisor:
 
     def watch(self) -> None:
         """Reap, restart, and read what the children say, once."""
+        self._watch_redis()
         for child in self._children:
             if child.is_down:
                 if time.monotonic() >= child.restart_s:
                     self._restart(child)
             elif child.process.poll() is not None:
                 self._reap(child)
-        if time.monotonic() - self._looked_s > 2 * POLL_S:
+        settled = all(child.status is not None and child.status.phase == "ready" for child in self._children)
+        if time.monotonic() - self._looked_s > (SETTLED_POLL_S if settled else 2 * POLL_S):
             self._looked_s = time.monotonic()
             self._read_statuses()
 
@@ -190,9 +202,8 @@ class Supervisor:
         code = child.process.returncode
         if code == EXIT_CONFIG:
             raise ChildFailed(f"{child.name} cannot run with this configuration")
-        served_s = time.monotonic() - child.started_s
-        ready = child.status is not None and child.status.phase == "ready"
-        child.failures = 1 if ready and served_s > SERVICE_S else child.failures + 1
+        served_s = max(0.0, time.monotonic() - child.ready_s)
+        child.failures = 1 if served_s > SERVICE_S else child.failures + 1
         backoff_s = 0.0 if child.failures == 1 else min(0.1 * 2.0**child.failures, LONGEST_BACKOFF_S)
         child.restart_s = time.monotonic() + backoff_s
         logger.warning(
@@ -213,7 +224,7 @@ class Supervisor:
 
     def _restart(self, child: _Child) -> None:
         child.restart_s = float("inf")
-        child.started_s = time.monotonic()
+        child.ready_s = float("inf")
         child.process = self._spawn(child.job, child.slot)
 
     def _read_statuses(self) -> None:
@@ -231,6 +242,8 @@ class Supervisor:
             status = said.get((host, child.process.pid))
             if status is not None and not child.is_down:
                 child.status, child.slot = status, slot_index(status.slot)
+                if status.phase == "ready":
+                    child.ready_s = min(child.ready_s, time.monotonic())
 
     def _end(self, child: _Child) -> None:
         deadline_s = time.monotonic() + child.job.drain_s

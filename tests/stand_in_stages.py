@@ -137,6 +137,7 @@ class StandIn:
         self.stages = stages or Stages(url)
         self.seen: list[tuple[str, Submitted]] = []
         """Every request that was taken in, the frontend's probe included."""
+        self.answers_probes = True
         self._running: dict[str, tuple[Submitted, Iterator[tuple[int, TokensProduced | End]]]] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stand-in stages")
@@ -155,7 +156,8 @@ class StandIn:
         while not self._stopped.wait(0.002):
             for uid, event in self.stages.take_in():
                 self.seen.append((uid, event))
-                self._running[uid] = (event, _script(event))
+                answered = self.answers_probes or event.endpoint != "probe"
+                self._running[uid] = (event, _script(event) if answered else iter(()))
             for uid, (event, script) in list(self._running.items()):
                 following = next(script, None)
                 if following is None:

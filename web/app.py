@@ -14,6 +14,7 @@ from werkzeug.exceptions import HTTPException
 from pipeline.errors import RequestError
 from web.answers import error_response
 from web.frontend import Frontend
+from web.openai.errors import CODES
 from web.routes.chat import chat_routes
 from web.routes.health import health_routes
 from web.routes.models import model_routes
@@ -22,6 +23,8 @@ logger = structlog.get_logger()
 
 MAX_BODY_BYTES: Final = 32 << 20
 BODY_TIMEOUT_S: Final = 30
+PATH_SHOWN: Final = 256
+"""Characters of a path in a log line; a client may send thousands."""
 REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 _MESSAGES: Final = {
@@ -45,6 +48,11 @@ def create_app(frontend: Frontend) -> Quart:
     for routes in (chat_routes(frontend), model_routes(frontend, int(time.time())), health_routes(frontend)):
         app.register_blueprint(routes)
 
+    def log_line(status: int) -> None:
+        """Write the canonical line of a request that no route took or could answer."""
+        path = request.path[:PATH_SHOWN]
+        logger.info("request", status=status, error=CODES.get(status), method=request.method, path=path)
+
     @app.errorhandler(RequestError)
     async def refused(error: RequestError) -> Response:
         return error_response(error)
@@ -52,6 +60,7 @@ def create_app(frontend: Frontend) -> Quart:
     @app.errorhandler(HTTPException)
     async def refused_by_quart(error: HTTPException) -> Response:
         status = error.code or 500
+        log_line(status)
         response = error_response(RequestError(_MESSAGES.get(status, error.name), status=status))
         allowed = getattr(error, "valid_methods", None)  # of 405, which must name them
         if allowed:
@@ -60,7 +69,8 @@ def create_app(frontend: Frontend) -> Quart:
 
     @app.errorhandler(Exception)
     async def failed(error: Exception) -> Response:
-        logger.error("handler_failed", method=request.method, path=request.path, exc_info=error)
+        logger.error("handler_failed", method=request.method, path=request.path[:PATH_SHOWN], exc_info=error)
+        log_line(500)
         return error_response(RequestError("The server failed on this request; that is our bug.", status=500))
 
     @app.after_request

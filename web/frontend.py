@@ -27,7 +27,10 @@ logger = structlog.get_logger()
 T = TypeVar("T")
 
 END_TRIES = 30
-"""How often, a second apart, the end of a request is tried while Redis is away; the deadline ends it otherwise."""
+"""How often, a second apart, the end of a request is tried while Redis is away; then its engine goes on to the last
+token, and nobody listens."""
+LOG_PATIENCE_S = 2.0
+"""How long the log has to say that a request is past its deadline, before its client is told without it."""
 SHUT_DOWN_S = 2.0
 """How long a drain waits for the log to end what is left, and then for the last frames."""
 
@@ -44,10 +47,15 @@ class OpenRequest:
         self._stream = stream
         self._since_s = time.monotonic()
         self._end: End | RequestError | None = None
+        self._broken: RequestError | None = None
 
     @property
     def ended(self) -> bool:
         return self._end is not None
+
+    @property
+    def broken(self) -> bool:
+        return self._broken is not None
 
     async def next(self) -> list[Reply]:
         """As Listener.next."""
@@ -62,10 +70,17 @@ class OpenRequest:
         self._end = error = RequestError(message, code=code, status=503)
         return error
 
+    def break_off(self) -> RequestError:
+        """Log the exception that is being handled, a bug of ours, and return what the client is told of it."""
+        logger.exception("request_broke", uid=self.uid)
+        message = "The server failed on this request; that is our bug."
+        self._broken = error = RequestError(message, code="internal_error", status=500)
+        return error
+
     def log_line(self) -> None:
         """Write the canonical line."""
         line: dict[str, object] = {"completion_tokens": self.listener.n}
-        match self._end:
+        match self._broken or self._end:
             case Finished(usage=usage, timings=timings, reason=reason):
                 line |= {"status": 200, "finish_reason": reason}
                 line |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
@@ -115,13 +130,10 @@ class Frontend:
         """Let a new request in.
 
         Raises:
-            RequestError: The process is going down, or no token has been through the stages yet.
+            RequestError: The process is going down.
         """
         if self.draining:
-            raise RequestError("The server is shutting down; send it again.", code="shutting_down", status=503)
-        if not self.readiness.probed:
-            waiting_for = ", ".join(self.readiness.waiting_for)
-            raise RequestError(f"The server is loading, it waits for: {waiting_for}.", code="loading", status=503)
+            raise RequestError("The server is shutting down; send it again later.", code="shutting_down", status=503)
 
     async def open(self, event: Submitted, *, stream: bool) -> OpenRequest:
         """Submit *event* and listen to it until the current task is done; what has not ended by then is cancelled.
@@ -144,6 +156,8 @@ class Frontend:
             logger.warning("not_submitted", uid=opened.uid, error=str(error))
             self.spawn(self.end(opened, Cancelled(by="web")))
             raise opened.refuse("The log cannot be reached at the moment; send it again.", "overloaded") from None
+        except Exception:
+            raise opened.break_off() from None
         if submission is Submission.BUSY:
             raise opened.refuse("Too many requests are waiting; send it again.", "overloaded")
         return opened
@@ -170,6 +184,16 @@ class Frontend:
             except LogError as error:
                 logger.warning("request_not_ended", uid=opened.uid, event_kind=event.kind, error=str(error))
                 await asyncio.sleep(1)
+        logger.error("request_never_ended", uid=opened.uid, event_kind=event.kind, tries=END_TRIES)
+        if isinstance(event, Failed):
+            opened.listener.fail(event.code, event.message, event.status)
+
+    async def _time_out(self, opened: OpenRequest, event: Failed) -> None:
+        """End the request in the log; a client whom the log cannot tell in time is told without it."""
+        ended = self.spawn(self.end(opened, event))
+        _, late = await asyncio.wait({ended}, timeout=LOG_PATIENCE_S)
+        if late:
+            opened.listener.fail(event.code, event.message, event.status)
 
     async def drain(self, patience_s: float) -> None:
         """Take nothing new, let what is open end, and end in the log what is left after *patience_s*."""
@@ -199,12 +223,12 @@ class Frontend:
         self._open.discard(opened)
         opened.listener.close()
         if not opened.ended:
-            self.spawn(self.end(opened, Cancelled(by="client")))
+            self.spawn(self.end(opened, Cancelled(by="web" if opened.broken else "client")))
         opened.log_line()
 
     def _expire(self, opened: OpenRequest, timeout_s: float) -> None:
         message = f"The request took longer than {timeout_s:g} s (--request-timeout)."
-        self.spawn(self.end(opened, Failed(status=504, code="timeout", message=message)))
+        self.spawn(self._time_out(opened, Failed(status=504, code="timeout", message=message)))
 
     def _say_unless_draining(self, **changes: object) -> None:
         if not self.draining:

@@ -1,6 +1,7 @@
 """Whether a request would be answered: every stage says that it is ready, and one token went through all of them.
 
-Polls the statuses of the workers; also knows from them which model names are served, and with what context.
+Polls the statuses of the workers; also knows from them which model names are served, and with what context. That token,
+the probe, decides what /ready says and nothing else: requests are taken as soon as a model is served.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol
+from typing import Final, Literal, NoReturn, Protocol
 
 import structlog
 
 from pipeline.errors import LogError, RequestError
-from pipeline.events import Finished, SamplingParams, Submitted, new_uid
+from pipeline.events import Cancelled, Finished, SamplingParams, Submitted, new_uid
 from pipeline.log import Submission
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
 from pipeline.redis_log import AsyncRedisLog
@@ -25,6 +26,8 @@ logger = structlog.get_logger()
 
 POLL_LOADING_S = 0.1
 POLL_READY_S = 2.0
+PROBE_PATIENCE_S = 10.0
+"""How long the first probe may take. Each next one may take twice as long: behind much work it is slow, not lost."""
 PROBE_RETRY_S = 1.0
 PROBE: Final = "probe"
 """Endpoint of the request that tries the way, and what is waited for while it is under way."""
@@ -60,14 +63,18 @@ class Readiness:
         self.probed = False
         """A token went through every stage: from then on the log keeps what a stage that is down cannot take."""
         self.models: tuple[str, ...] = ()
-        """The served names, the first is the default; kept while no engine is there."""
+        """The served names, the first is the default; once `probed` they are kept while no engine is there."""
         self.context = 0
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The stages without a ready worker."""
+        return tuple(stage for stage in STAGES if not any(s.phase == "ready" for s in self._statuses[stage]))
 
     @property
     def waiting_for(self) -> tuple[str, ...]:
         """The stages without a ready worker, or the probe; empty when ready."""
-        missing = tuple(stage for stage in STAGES if not any(s.phase == "ready" for s in self._statuses[stage]))
-        return missing or (() if self.probed else (PROBE,))
+        return self.missing or (() if self.probed else (PROBE,))
 
     def stages(self) -> dict[str, dict[str, object]]:
         """Return how far the furthest worker of each stage is."""
@@ -77,10 +84,13 @@ class Readiness:
         """Return the served name that a client's *model* means; none and `default` mean the first.
 
         Raises:
-            RequestError: It is not served here, or nothing is known of any engine yet.
+            RequestError: It is not served here, or no engine has said yet what it serves.
         """
         if not self.models:
-            raise RequestError("The server is loading: no engine has said what it serves.", code="loading", status=503)
+            stages = ", ".join(self.missing)
+            raise RequestError(
+                f"The server is loading, not up yet: {stages}; send it again later.", code="loading", status=503
+            )
         if model in self.models:
             return model
         if not model or model == "default":
@@ -91,26 +101,29 @@ class Readiness:
         )
 
     async def run(self) -> NoReturn:
-        """Poll, and try the way once when everybody is there; never ends."""
-        while True:
-            try:
-                await self._poll()
-                if self.waiting_for == (PROBE,):
-                    self._publish()
-                    await self._probe()
-            except LogError as error:
-                logger.warning("statuses_unreadable", error=str(error))
-                self._statuses = dict.fromkeys(STAGES, ())
-            self._publish()
-            await asyncio.sleep(POLL_LOADING_S if self.waiting_for else POLL_READY_S)
+        """Poll, and beside it try the way once everybody is there; never ends."""
+        trying = asyncio.create_task(self._try_the_way())
+        try:
+            while True:
+                arrived = trying.done() and trying.result()
+                try:
+                    await self._poll()
+                except LogError as error:
+                    logger.warning("statuses_unreadable", error=str(error))
+                    self._statuses = dict.fromkeys(STAGES, ())
+                self.probed = arrived  # set by the poll after: what dead workers said stays for 10 s
+                self._publish()
+                await asyncio.sleep(POLL_LOADING_S if self.waiting_for else POLL_READY_S)
+        finally:
+            trying.cancel()
 
     async def _poll(self) -> None:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
-        if engines:
+        if engines or not self.probed:  # until then, they may be of the server before this one
             self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
-            self.context = min(status.context for status in engines)
+            self.context = min((status.context for status in engines), default=0)
 
     def _publish(self) -> None:
         waiting_for = self.waiting_for
@@ -119,8 +132,20 @@ class Readiness:
             self._say(phase="waiting" if waiting_for else "ready", detail=", ".join(waiting_for))
             logger.info("waiting_for" if waiting_for else "ready", stages=list(waiting_for))
 
-    async def _probe(self) -> None:
-        """Send one token through every stage; no other request is accepted before it arrived."""
+    async def _try_the_way(self) -> Literal[True]:
+        """Send probes, whenever every stage is there, until one arrives."""
+        patience_s = PROBE_PATIENCE_S
+        while True:
+            if self.missing:
+                await asyncio.sleep(POLL_LOADING_S)
+            elif await self._probe(min(patience_s, self._limits.timeout_s)):
+                return True
+            else:
+                patience_s *= 2
+                await asyncio.sleep(PROBE_RETRY_S)
+
+    async def _probe(self, patience_s: float) -> bool:
+        """Send one token through every stage; say whether it arrived, and cancel it when it took too long."""
         uid = new_uid()
         event = Submitted(
             endpoint=PROBE,
@@ -128,23 +153,33 @@ class Readiness:
             prompt="a",
             sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
         )
-        with closing(self._tail.listen(uid)) as listener:
-            submission = await self._log.submit(
-                uid,
-                event,
-                timeout_ms=int(self._limits.timeout_s * 1000),
-                retention_ms=int(self._limits.retention_s * 1000),
-                max_queued=self._limits.max_queued,
-            )
-            outcome: object = submission
-            if submission is not Submission.BUSY:
-                async for reply in listener:
-                    outcome = reply.event
-        self.probed = isinstance(outcome, Finished)
-        if self.probed:
-            return
-        logger.warning("probe_failed", uid=uid, outcome=repr(outcome))
-        await asyncio.sleep(PROBE_RETRY_S)
+        retention_ms = int(self._limits.retention_s * 1000)
+        outcome: object = None
+        try:
+            with closing(self._tail.listen(uid)) as listener:
+                outcome = await self._log.submit(
+                    uid,
+                    event,
+                    timeout_ms=int(self._limits.timeout_s * 1000),
+                    retention_ms=retention_ms,
+                    max_queued=self._limits.max_queued,
+                )
+                if outcome is not Submission.BUSY:
+                    async with asyncio.timeout(patience_s):
+                        async for reply in listener:
+                            outcome = reply.event
+        except TimeoutError:
+            outcome = f"nothing within {patience_s:g} s"
+        except LogError as error:  # it may have got through all the same
+            outcome = error
+        if isinstance(outcome, Finished):
+            return True
+        logger.warning("probe_failed", uid=uid, outcome=str(outcome))
+        try:
+            await self._log.end(uid, Cancelled(by="web"), frontend=self._frontend, retention_ms=retention_ms)
+        except LogError as error:
+            logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))
+        return False
 
 
 def _furthest(statuses: Sequence[Status]) -> dict[str, object]:

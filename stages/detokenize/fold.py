@@ -7,8 +7,9 @@ Remembers the text state of every running request. What it does not know, or wha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
     AnyEvent,
@@ -43,6 +44,8 @@ class _Request:
     admitted_ms: int
     first_token_ms: int
     cached_tokens: int
+    missing: list[range] = field(default_factory=list)
+    """The numbers of tokens that its history should hold and does not."""
 
     def take(self, token: int, *, ends: bool = False) -> tuple[str, bool]:
         """Count *token* in; return what can be shown, and whether a stop string was met.
@@ -80,15 +83,20 @@ class DetokenizeFold:
         found: dict[str, None] = {}
         for row in step.rows:
             request = self._requests.get(row.uid)
-            follows = row.n <= request.n + 1 if request is not None else row.uid in self._requests
-            if not follows:
+            known = _follows(row, request) if request is not None else row.uid in self._requests
+            if not known:
                 found[row.uid] = None
         return list(found)
 
     def learn(self, uid: str, history: Iterable[tuple[str, AnyEvent]]) -> None:
-        """Rebuild the state of a request from its history, pairs of id and event; an empty one has expired."""
+        """Rebuild the state of a request from its history, pairs of id and event; an empty one has expired.
+
+        Raises:
+            UndecodableEvent: It goes on without a prompt.
+        """
         request: _Request | None = None
         submitted: Submitted | None = None
+        entry_id = SEAL
         for entry_id, event in history:
             match event:
                 case Submitted():
@@ -97,6 +105,10 @@ class DetokenizeFold:
                     request = self._begin(submitted, event)
                 case TokensProduced() if request is not None:
                     request.first_token_ms = request.first_token_ms or event.ms
+                    before = parse_id(entry_id)[0] - event.count
+                    if before > request.n:
+                        request.missing.append(range(request.n + 1, before + 1))
+                        request.n = before
                     for token in event.tokens:
                         request.take(token)
                 case Finished() | Failed():
@@ -107,6 +119,8 @@ class DetokenizeFold:
                     request = None
             if request is not None:
                 request.marks = parse_id(entry_id)[1]
+        if request is None and entry_id != SEAL:
+            raise UndecodableEvent(f"a history up to {entry_id} names no prompt")
         self._requests[uid] = request
 
     def apply(self, step: StepCompleted, step_id: str) -> list[Produced]:
@@ -114,8 +128,12 @@ class DetokenizeFold:
         produced: list[Produced] = []
         for row in step.rows:
             request = self._requests.get(row.uid)
-            if request is None or (isinstance(row, TokenRow) and row.n <= request.n):
-                pass  # it has ended, or this was said before
+            if request is None:
+                pass  # it has ended
+            elif request.missing or not _follows(row, request):
+                produced.append(self._lost(request, row))
+            elif isinstance(row, TokenRow) and row.n <= request.n:
+                pass  # this was said before
             elif isinstance(row, TokenRow):
                 produced += self._token(request, row, step, step_id)
             else:
@@ -163,6 +181,17 @@ class DetokenizeFold:
             self._requests[row.uid] = None
         return produced
 
+    def _lost(self, request: _Request, row: TokenRow | EventRow) -> Produced:
+        """End a request whose history, which was read, lacks tokens: no text may go on over a hole."""
+        last = row.n - 1 if isinstance(row, TokenRow) else row.n
+        holes = [hole for hole in (*request.missing, range(request.n + 1, last + 1)) if hole]
+        numbers = ", ".join(f"{hole[0]} to {hole[-1]}" if len(hole) > 1 else f"{hole[0]}" for hole in holes)
+        word = "token" if sum(map(len, holes)) == 1 else "tokens"
+        message = f"The log lost {word} {numbers} of this request; send it again."
+        event = Failed(n=request.n, status=500, code="log_lost", message=message)
+        self._requests[row.uid] = None
+        return Produced(row.uid, SEAL, request.n, event, request.submitted.frontend, tell_engine=True)
+
     def _mark(self, request: _Request, row: EventRow, step: StepCompleted) -> Produced:
         frontend = request.submitted.frontend
         if isinstance(row.event, Failed):
@@ -172,6 +201,10 @@ class DetokenizeFold:
             request.admitted_ms, request.cached_tokens = step.ms, row.event.cached_tokens
         request.marks += 1
         return Produced(row.uid, f"{row.n}-{request.marks}", row.n, row.event, frontend)
+
+
+def _follows(row: TokenRow | EventRow, request: _Request) -> bool:
+    return row.n <= request.n + 1
 
 
 def _is_last(row: TokenRow | EventRow) -> bool:

@@ -10,7 +10,7 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids -> text without special tokens; bytes that are no UTF-8 become U+FFFD."""
 
 PROMPT_TAIL = 5
-"""Prompt tokens decoded before the first output token: some tokenizers write a space only between tokens."""
+"""The fewest prompt tokens decoded before the first output token: some tokenizers write a space only between tokens."""
 LONGEST_CHARACTER = 4
 """Bytes of a UTF-8 character (RFC 3629), so the most tokens that one can be made of."""
 REPLACEMENT = "\ufffd"
@@ -19,7 +19,8 @@ REPLACEMENT = "\ufffd"
 class IncrementalText:
     """The text of one growing list of tokens. The sum of all deltas and the tail is the text of all tokens at once.
 
-    The text of a token depends on what is before it, so the tokens since the last but one whole character are kept:
+    The text of a token depends on what is before it, so the tokens since the last but one whole character are kept.
+    Once there was text, what is kept has some: there are decoders that take a space away from the beginning of a text.
 
     | from | to | |
     |---|---|---|
@@ -30,7 +31,9 @@ class IncrementalText:
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
         self._decode = decode
-        self._ids = list(prompt_ids[-PROMPT_TAIL:])
+        self._ids = list(prompt_ids[-(PROMPT_TAIL + LONGEST_CHARACTER - 1) :])
+        while len(self._ids) > PROMPT_TAIL and decode(self._ids).startswith(REPLACEMENT):
+            del self._ids[0]  # the end of a character; a decoder with byte pieces would spoil what follows it
         self._whole = self._shown = len(self._ids)
 
     def push(self, token: int) -> str:
@@ -55,9 +58,14 @@ class IncrementalText:
         return self._decode(self._ids[:end])
 
     def _show_all(self, text: str) -> str:
-        delta = text[len(self._text(self._shown)) :]
-        del self._ids[: self._whole]
-        self._whole = self._shown = len(self._ids)
+        before = self._text(self._shown)
+        delta = text[len(before) :]
+        if delta:
+            del self._ids[: self._whole]
+            self._whole = len(self._ids)
+        elif text and text == before:
+            del self._ids[self._shown :]  # special tokens: a run of them must not pile up
+        self._shown = len(self._ids)
         return delta
 
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, LogUnavailable, UndecodableEvent
-from pipeline.events import AnyEvent, StepCompleted, decode
-from pipeline.log import Entry, Inbox, StreamLog
+from pipeline.events import AnyEvent, Failed, StepCompleted, decode
+from pipeline.log import Entry, Inbox, Produced, StreamLog
 from pipeline.names import DETOKENIZE, GENERATE, slot_index, slot_name
 from pipeline.slots import Place, acquire_slot
 from pipeline.worker import Stop, follow
@@ -21,6 +21,8 @@ from stages.detokenize.text import Decode
 logger = structlog.get_logger()
 
 MOST_READ = 16
+LOAD_TIMEOUT_S = 600.0
+"""Patience of the watchdog while the tokenizer is loaded."""
 
 
 class DetokenizeWorker:
@@ -37,18 +39,42 @@ class DetokenizeWorker:
         """Fold and commit each step."""
         for entry in entries:
             self._place.came_round()
-            step = decode(entry.fields)
-            if not isinstance(step, StepCompleted):
-                raise UndecodableEvent(f"{self._engine} wrote a {step.kind} among its steps, id {entry.id}")
+            try:
+                step = self._step(entry)
+            except UndecodableEvent as error:  # whose tokens it had is seen at the hole that they leave
+                logger.error("step_undecodable", engine=self._engine, id=entry.id, error=str(error))
+                self._commit(entry, [])
+                continue
             unknown = self._fold.unknown(step)
             for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
-                self._fold.learn(uid, _events(history))
+                self._learn(uid, history)
             produced = self._fold.apply(step, entry.id)
             try:
-                self._log.produced(self._place.owner, entry, self._engine, produced, retention_ms=self._retention_ms)
+                self._commit(entry, produced)
             except LogError:
                 self._fold.forget(step)
                 raise
+
+    def _step(self, entry: Entry) -> StepCompleted:
+        step = decode(entry.fields)
+        if not isinstance(step, StepCompleted):
+            raise UndecodableEvent(f"{self._engine} wrote a {step.kind} among its steps")
+        return step
+
+    def _learn(self, uid: str, history: Sequence[Entry]) -> None:
+        """Give a history to the fold; one that does not decode is its request's end and nobody else's."""
+        try:
+            self._fold.learn(uid, _events(history))
+        except UndecodableEvent as error:
+            logger.error("history_undecodable", uid=uid, error=str(error))
+            message = f"The history of the request does not decode: {error}"
+            event = Failed(status=500, code="log_damaged", message=message)
+            frontend = history[0].fields.get("frontend", "")  # as it is: Submitted may be what does not decode
+            self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms)
+            self._fold.learn(uid, [])
+
+    def _commit(self, entry: Entry, produced: Sequence[Produced]) -> None:
+        self._log.produced(self._place.owner, entry, self._engine, produced, retention_ms=self._retention_ms)
 
 
 def _events(history: Sequence[Entry]) -> list[tuple[str, AnyEvent]]:
@@ -80,6 +106,7 @@ def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> i
     engine = slot_name(GENERATE, slot_index(place.owner.slot))
     structlog.contextvars.bind_contextvars(slot=place.owner.slot)
     try:
+        place.came_round(patience_s=LOAD_TIMEOUT_S)
         place.say(phase="loading", detail="tokenizer")
         fold = DetokenizeFold(load_decoder(folder))
         inbox = Inbox.steps(log.names, engine)

@@ -17,14 +17,16 @@ import structlog
 from pipeline.errors import GroupLost, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Failed, StepCompleted, Submitted, Tokenized, TokensProduced, decode
 from pipeline.log import Entry, Inbox, Owner, StreamLog
-from pipeline.names import SEAL
+from pipeline.names import DETOKENIZE, SEAL, parse_id, slot_index, slot_name
 from stages.generate.schedule.schedule import NewRequest
 
 logger = structlog.get_logger()
 
 BLOCK_MS = 500
-BACKOFF_S = 0.05
+BACKOFF_S = 0.3
+POLL_S = 0.02
 LIVE_EVERY_S = 1.0
+LISTEN_EVERY_S = 1.0
 MOST_STEPS_BEHIND = 256
 """An engine plans no further step while so many wait for the detokenizer."""
 
@@ -92,6 +94,8 @@ class Courier:
         """uid -> entry of `tokenized`, of all that this engine has taken and not ended."""
         self._cursor = self._control_cursor = "0-0"
         self._unsure = False
+        self._heard = True
+        self._listened_s = float("-inf")
         self._looked_s = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
@@ -155,7 +159,7 @@ class Courier:
     def _keep_trying(self, work: Callable[[], T]) -> T:
         """Do *work*, which is safe to do twice, until Redis lets it."""
         group_lost = False
-        while True:
+        while not self._stopped.is_set():
             try:
                 if group_lost:
                     self._log.prepare(self._inbox)
@@ -166,7 +170,8 @@ class Courier:
             except (LogUnavailable, LogFull) as error:
                 logger.warning("log_unavailable", error=str(error))
             self._came_round()
-            time.sleep(BACKOFF_S)
+            self._stopped.wait(BACKOFF_S)
+        return work()  # once more: at the end what is in hand is handed over, if Redis is there; else the log has it
 
     def _commit(self, job: _Step) -> None:
         entry_ids = [self._entry_ids[uid] for uid in job.ended if uid in self._entry_ids]
@@ -186,10 +191,12 @@ class Courier:
         behind = done.steps_length
         while behind > MOST_STEPS_BEHIND and not self._stopped.is_set():
             self._came_round()
-            time.sleep(BACKOFF_S)
+            self._stopped.wait(POLL_S)
             behind = self._log.backlog(Inbox.steps(self._log.names, self._owner.slot))
 
     def _take(self, room: int) -> None:
+        if not self._is_heard():
+            room = 0
         if self._unsure:  # the reply of the last try was lost, and what it brought is pending
             pending = self._log.pending(self._inbox, self._owner.slot)
             self._bring([entry for entry in pending if entry.fields["uid"] not in self._entry_ids], resumed=False)
@@ -200,19 +207,34 @@ class Courier:
         self._bring(taken.entries, resumed=False)
         self._hear(taken.ended, taken.control_cursor)
 
+    def _is_heard(self) -> bool:
+        """Say whether there is a detokenizer for this engine's steps; without one it takes nothing new."""
+        if time.monotonic() - self._listened_s > LISTEN_EVERY_S:
+            slot = slot_name(DETOKENIZE, slot_index(self._owner.slot))
+            heard = bool(self._log.lease(slot).holder)
+            if self._heard and not heard:
+                logger.info("waiting_for", stages=[slot])
+            self._heard = heard
+            self._listened_s = time.monotonic() if heard else float("-inf")
+        return self._heard
+
     def _wait_for_news(self, job: _Idle) -> None:
         while self._num_told == job.heard and not self._stopped.is_set():
             self._came_round()
             self._keep_trying(lambda: self._take(job.room))
             self._keep_trying(self._look_who_lives)
-            if self._num_told == job.heard:
+            if self._num_told == job.heard and not self._heard:
+                self._stopped.wait(POLL_S)
+            elif self._num_told == job.heard:
                 self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))
 
     def _adopt(self) -> None:
         """Go on with what a former owner of the slot had taken: its histories are complete once no step waits."""
         entries = self._log.pending(self._inbox, self._owner.slot)
         while entries and self._log.backlog(Inbox.steps(self._log.names, self._owner.slot)):
-            time.sleep(BACKOFF_S)
+            self._came_round()
+            if self._stopped.wait(POLL_S):
+                return
         if entries:
             logger.info("taken_over", slot=self._owner.slot, requests=len(entries))
         self._bring(entries, resumed=True)
@@ -252,7 +274,11 @@ class Courier:
 
 
 def new_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
-    """Fold a history into what the schedule needs; None when it has ended or is gone."""
+    """Fold a history into what the schedule needs; None when it has ended or is gone.
+
+    Raises:
+        UndecodableEvent: An event does not decode, or tokens are missing between two events.
+    """
     if not history or history[-1].id == SEAL:
         return None
     submitted: Submitted | None = None
@@ -265,6 +291,8 @@ def new_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
             case Tokenized() as event:
                 tokenized = event
             case TokensProduced() as event:
+                if parse_id(entry.id)[0] - event.count != len(output):
+                    raise UndecodableEvent(f"after token {len(output)} comes the event {entry.id}")
                 output += event.tokens
             case Failed():
                 return None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from pipeline.config import EngineConfig
 from pipeline.errors import ConfigError
-from stages.generate.forward.engine import resolve_device, resolve_dtype
 from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.schedule import Limits
@@ -43,6 +43,11 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         raise ConfigError(
             f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
         )
+    if config.num_pages and config.memory_ratio != EngineConfig().memory_ratio:
+        raise ConfigError(
+            f"--num-pages {config.num_pages} and --memory-ratio {config.memory_ratio} both say how large the cache is; "
+            "pass one of them"
+        )
     page_size = config.page_size or (16 if cuda else 64)
     wanted = config.max_seq_len or spec.max_positions
     num_pages = config.num_pages or num_pages_for(
@@ -60,19 +65,41 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         max_prefill_length=config.max_prefill_length or (8192 if cuda else 2048),
         mixed_prefill_length=config.mixed_prefill_length or (512 if cuda else 16),
         max_running_requests=config.max_running_requests,
+        vocab_size=spec.vocab_size,
     )
     return Settings(
         device=device,
         dtype=dtype,
         attention="reference" if config.attention == "auto" else config.attention,
         cache=config.cache,
-        threads=config.threads or default_threads(os.cpu_count() or 1),
+        threads=config.threads or default_threads(available_cores()),
         page_size=page_size,
         num_pages=num_pages,
         limits=limits,
     )
 
 
+def available_cores() -> int:
+    """Return how many cores this process may use: its affinity, and in a container its quota (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
 def default_threads(cores: int) -> int:
     """Return how many threads an engine uses on *cores*: one core in four is left to the other processes."""
     return max(1, cores - max(1, cores // 4))
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that `--device` means."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def resolve_dtype(spec: ModelSpec, name: str) -> torch.dtype:
+    """Return the dtype that `--dtype` means; auto is the checkpoint's."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return dtypes[spec.dtype if name == "auto" else name]

@@ -11,7 +11,7 @@ from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Failed, Submitted, Tokenized, decode
 from pipeline.log import Entry, Inbox, StreamLog
-from pipeline.names import GENERATE, TOKENIZE
+from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.slots import Place, acquire_slot, read_statuses
 from pipeline.worker import BACKOFF_S, Stop, follow
 from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
@@ -22,6 +22,10 @@ MOST_READ = 4
 """Few enough that several tokenizers share a burst, enough to encode as a batch."""
 LONGEST_BATCH_S = 120.0
 """Patience of the watchdog while a batch is encoded."""
+LOAD_TIMEOUT_S = 600.0
+"""Patience of the watchdog while the tokenizer is loaded."""
+OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
+"""What is no request's fault. All else is, even what is no Exception: so a tokenizer's Rust says that it panicked."""
 
 
 class TokenizeWorker:
@@ -41,6 +45,10 @@ class TokenizeWorker:
         self.learn_context()
         work: list[tuple[Entry, Rendered]] = []
         for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
+            if history and history[-1].id == SEAL:
+                # This end comes second and is refused, but it consumes the entry.
+                self._fail(entry, RequestError("The request has ended before.", code="ended"))
+                continue
             try:
                 submitted = decode(history[0].fields) if history else None
                 if not isinstance(submitted, Submitted):  # it expired, or its history was deleted
@@ -50,7 +58,9 @@ class TokenizeWorker:
                 work.append((entry, prompt))
             except RequestError as error:
                 self._fail(entry, error)
-            except Exception as error:  # whatever a template can raise is this request's end and nobody else's
+            except OF_THE_PROCESS:
+                raise
+            except BaseException as error:  # whatever a template can raise is this request's end and nobody else's
                 logger.exception("render_failed", uid=entry.fields["uid"])
                 self._fail(entry, _unexpected(error))
         for (entry, prompt), token_ids in zip(work, self._encode(work), strict=True):
@@ -76,14 +86,18 @@ class TokenizeWorker:
         prompts = [prompt for _, prompt in work]
         try:
             return list(self._encoder.encode(prompts))
-        except Exception:  # one of them is at fault: find out which
+        except OF_THE_PROCESS:
+            raise
+        except BaseException:  # one of them is at fault: find out which
             logger.exception("batch_not_encoded", requests=len(prompts))
             return [self._encode_one(prompt) for prompt in prompts]
 
     def _encode_one(self, prompt: Rendered) -> tuple[int, ...] | RequestError:
         try:
             return self._encoder.encode([prompt])[0]
-        except Exception as error:  # the request's own end
+        except OF_THE_PROCESS:
+            raise
+        except BaseException as error:  # the request's own end
             logger.exception("prompt_not_encoded")
             return _unexpected(error)
 
@@ -100,7 +114,7 @@ class TokenizeWorker:
         )
 
 
-def _unexpected(error: Exception) -> RequestError:
+def _unexpected(error: BaseException) -> RequestError:
     return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
 
 
@@ -112,6 +126,7 @@ def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> i
     place = Place(lease_log, acquire_slot(log, TOKENIZE, lease_ms, preferred=config.worker.slot), lease_ms)
     structlog.contextvars.bind_contextvars(slot=place.owner.slot)
     try:
+        place.came_round(patience_s=LOAD_TIMEOUT_S)
         place.say(phase="loading", detail="tokenizer")
         encoder = PromptEncoder(folder)
         worker = TokenizeWorker(log, place, encoder, int(config.log.retention_s * 1000))

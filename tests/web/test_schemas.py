@@ -102,6 +102,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"user": 3}, "user"),
     ({"store": "yes"}, "store"),
     ({"metadata": {SECRET: [1]}}, "metadata"),
+    ({"metadata": {SECRET: 10**30}}, "metadata"),
+    ({"metadata": {SECRET: 2**63}}, "metadata"),
+    ({"metadata": {SECRET: -(2**63) - 1}}, "metadata"),
 ]
 
 
@@ -169,7 +172,7 @@ def test_unknown_names_are_let_through_and_listed_sorted() -> None:
 def test_labels_are_kept_and_change_nothing() -> None:
     labels = {
         "user": "u",
-        "metadata": {"a": "b"},
+        "metadata": {"a": "b", "most": 2**63 - 1, "least": -(2**63), "half": 0.5, "yes": True, "none": None},
         "store": False,
         "service_tier": "auto",
         "safety_identifier": "s",

@@ -20,18 +20,20 @@ _TYPES: Final[Mapping[int, str]] = {
     503: "service_unavailable",
     504: "timeout_error",
 }
-_CODES: Final[Mapping[int, str]] = {
+CODES: Final[Mapping[int, str]] = {
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "request_too_large",
     500: "internal_error",
 }
+"""The codes of errors that have no other than their status."""
 
 
 def error_body(error: RequestError) -> bytes:
     """Return the JSON body of *error*."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    code = error.code or _CODES.get(error.status)
+    code = error.code or CODES.get(error.status)
     return orjson.dumps({"error": {"message": error.message, "type": kind, "param": error.param, "code": code}})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.events import Cancelled, Failed, Finished, FinishReason, TokensProduced, Usage
+from pipeline.events import Cancelled, Failed, Finished, TokensProduced, Usage
 from pipeline.log import Reply
 from web import sse
 from web.openai.errors import error_body, error_of
@@ -73,11 +73,8 @@ class ChatFrames:
                 return sse.frame(error_body(error_of(ended)), reply.entry_id) + sse.DONE
 
     def _finish(self, finished: Finished, event_id: str) -> bytes:
-        finish = self._choice + b'{},"logprobs":null,"finish_reason":"%s"' % _REASONS[finished.reason] + self._end
+        finish = self._choice + b'{},"logprobs":null,"finish_reason":"%s"' % finished.reason.encode() + self._end
         if not self._include_usage:
             return sse.frame(finish, event_id)
         usage = self._start + b',"choices":[],"usage":' + orjson.dumps(_usage(finished.usage)) + b"}"
         return sse.frame(finish) + sse.frame(usage, event_id)
-
-
-_REASONS: dict[FinishReason, bytes] = {"stop": b"stop", "length": b"length"}

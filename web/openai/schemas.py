@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pipeline.errors import RequestError
@@ -124,6 +124,13 @@ def _as_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _kept_exactly(value: object) -> object:
+    """Refuse a whole number that JSON in the log cannot hold; bounds on `int` alone would make a float of it."""
+    if isinstance(value, int) and not -INT64_MAX - 1 <= value <= INT64_MAX:
+        raise PydanticCustomError("int64", "Input should be a whole number of at most 64 bits")
+    return value
+
+
 class _Strict(BaseModel):
     """No "3" for 3 and no "yes" for true; NaN and infinities are refused."""
 
@@ -175,7 +182,7 @@ class ChatRequest(_Strict):
     ignore_eos: bool | None = None
 
     user: str | None = None
-    metadata: dict[str, str | int | float | bool | None] | None = None
+    metadata: dict[str, Annotated[str | int | float | bool | None, AfterValidator(_kept_exactly)]] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -40,7 +40,10 @@ def chat_routes(frontend: Frontend) -> Blueprint:
             raise
         stream = bool(asked.stream)
         opened = await frontend.open(to_submitted(asked, frontend=frontend.name, model=model), stream=stream)
-        response = await (_streamed(opened, asked.include_usage) if stream else _whole(opened))
+        try:
+            response = await (_streamed(opened, asked.include_usage) if stream else _whole(opened))
+        except Exception:
+            raise opened.break_off() from None
         response.headers["x-minisgl-uid"] = opened.uid
         if asked.unknown:
             names = (quote(name, safe="$[]")[:UNKNOWN_SHOWN] for name in asked.unknown[:UNKNOWN_SHOWN])
@@ -91,6 +94,4 @@ async def _written(opened: OpenRequest, frames: ChatFrames, replies: Sequence[Re
                 return
             replies = await opened.next()
     except Exception:  # the status is long sent: a cut connection would be worse than a frame that says so
-        logger.exception("stream_broke", uid=opened.uid)
-        error = RequestError("The server failed while it streamed; that is our bug.", status=500)
-        yield sse.frame(error_body(error)) + sse.DONE
+        yield sse.frame(error_body(opened.break_off())) + sse.DONE

@@ -25,8 +25,8 @@ class Engine:
         spec: ModelSpec,
         folder: Path,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: torch.device,
+        dtype: torch.dtype,
         num_pages: int,
         page_size: int,
         max_running_requests: int,
@@ -38,7 +38,7 @@ class Engine:
         """Load the weights of the checked *folder* and allocate the pages. *threads* 0 leaves torch's number."""
         if threads:
             torch.set_num_threads(threads)
-        self.device, self.dtype = resolve_device(device), resolve_dtype(spec, dtype)
+        self.device, self.dtype = device, dtype
         self.fingerprint = fingerprint(folder, str(self.dtype).removeprefix("torch."))
         self._decoder = Decoder(
             spec, load_weights(spec, folder, dtype=self.dtype, device=self.device, progress=progress)
@@ -60,14 +60,3 @@ class Engine:
     def forward(self, plan: BatchPlan) -> list[int]:
         """Compute one step; return a token id for each row that samples, in row order."""
         return sample(self.logits(plan), [row.sample for row in plan.rows if row.sample])
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device that `--device` means."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-
-
-def resolve_dtype(spec: ModelSpec, name: str) -> torch.dtype:
-    """Return the dtype that `--dtype` means; auto is the checkpoint's."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return dtypes[spec.dtype if name == "auto" else name]

@@ -25,7 +25,7 @@ class Holding:
 
 
 class PrefixCache(Protocol):
-    """Hands out pages; tests/stages/generate/test_prefix_cache.py is the contract."""
+    """Hands out pages; tests/stages/generate/kvcache/test_prefix_cache.py is the contract."""
 
     page_size: int
     num_pages: int

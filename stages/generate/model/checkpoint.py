@@ -35,11 +35,9 @@ def check_folder(folder: Path) -> ModelSpec:
     Raises:
         ConfigError: One line that names the file, or the file and the tensor.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: not a folder; --model must be a folder with a Hugging Face checkpoint")
+    check_is_folder(folder)
     spec = read_spec(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder / 'tokenizer.json'}: not found; save the tokenizer as a fast one (tokenizer.json)")
+    check_tokenizer(folder)
     path = folder / WEIGHTS_FILE
     if not path.is_file():
         index = path.with_name(WEIGHTS_FILE + ".index.json")
@@ -47,6 +45,19 @@ def check_folder(folder: Path) -> ModelSpec:
         raise ConfigError(f"{path}: {seen}; so far the weights must be a single safetensors file")
     _check_tensors(path, read_header(path), spec)
     return spec
+
+
+def check_is_folder(folder: Path) -> None:
+    """Raise ConfigError unless *folder* is one."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: not a folder; --model must be a folder with a Hugging Face checkpoint")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ConfigError unless *folder* has what the text stages need of a checkpoint: its fast tokenizer."""
+    check_is_folder(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder / 'tokenizer.json'}: not found; save the tokenizer as a fast one (tokenizer.json)")
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -20,13 +20,14 @@ MOST_TAKEN = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a plan; all in tokens but the last."""
+    """What bounds a plan; lengths are in tokens."""
 
     context: int
     """The served context: prompt + output of one request. At most what the cache holds."""
     max_prefill_length: int
     mixed_prefill_length: int
     max_running_requests: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,14 @@ class Schedule:
     def add(self, new: NewRequest) -> Failed | None:
         """Queue a request; or return why it can never run here."""
         length = len(new.prompt_ids)
+        strange = next((token for token in new.prompt_ids if not 0 <= token < self._limits.vocab_size), None)
+        if strange is not None:
+            return Failed(
+                status=400,
+                code="invalid_token",
+                message=f"The prompt has token {strange}, but the model's vocabulary has {self._limits.vocab_size}; "
+                "tokenizer and weights do not belong together, or the text has a token that was added later.",
+            )
         if length + 1 > self._limits.context:
             return Failed(
                 status=400,
@@ -109,6 +118,13 @@ class Schedule:
         limit = self._limits.context
         if new.sampling.max_tokens is not None:
             limit = min(limit, length + new.sampling.max_tokens)
+        if length + len(new.output_ids) >= limit:
+            return Failed(
+                status=500,
+                code="context_length_exceeded",
+                message=f"The request had {length + len(new.output_ids)} tokens when its engine was replaced by one "
+                f"with a served context of {self._limits.context}; send it again.",
+            )
         request = _Running(new.uid, self._num_arrived, length, [*new.prompt_ids, *new.output_ids], limit, new.sampling)
         self._num_arrived += 1
         self._waiting.append(request)
@@ -125,6 +141,10 @@ class Schedule:
         else:
             self._waiting.remove(request)
         return True
+
+    def holder(self, table: int) -> tuple[str, int]:
+        """Return the uid of the running request that holds a row of the page table, and how many tokens it has."""
+        return next((request.uid, request.num_output) for request in self._running if request.table == table)
 
     @property
     def room(self) -> int:

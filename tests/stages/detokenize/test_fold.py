@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
+from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
     AnyEvent,
@@ -151,6 +154,60 @@ def test_a_hole_is_filled_from_the_history() -> None:
     fold.learn("a", history(ord("x"), ord("y")))
     assert fold.unknown(step) == []
     assert [item.entry_id for item in fold.apply(step, "1-3")] == ["3-0"]
+
+
+def the_loss(produced: Sequence[Produced]) -> str:
+    """Return the message of the only item, which ends a request with the loss of tokens and tells its engine."""
+    (item,) = produced
+    assert item.entry_id == SEAL and item.frontend == "web-0" and item.tell_engine
+    assert isinstance(item.event, Failed) and (item.event.status, item.event.code) == (500, "log_lost")
+    assert item.event.n == item.n
+    return item.event.message
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (token_row("a", 3, "z"), "token 2 of"),
+        (token_row("a", 6, "z"), "tokens 2 to 5 of"),
+        (admitted("a", n=4), "tokens 2 to 4 of"),
+    ],
+)
+def test_a_hole_that_the_history_has_too_ends_the_request(row: StepRow, words: str) -> None:
+    fold = make_fold()
+    step = completed(row)
+    assert fold.unknown(step) == ["a"]
+    fold.learn("a", history(ord("x")))
+    produced = fold.apply(step, "1-3")
+    assert words in the_loss(produced) and produced[0].n == 1
+
+
+def test_after_a_hole_nothing_is_said_or_asked_until_the_engine_lets_go() -> None:
+    fold = DetokenizeFold(letters)
+    fold.learn("a", history())
+    fold.apply(completed(token_row("a", 3, "z")), "1-3")
+    late = completed(token_row("a", 4, "z"))
+    assert fold.unknown(late) == [] and fold.apply(late, "1-4") == []
+    fold.apply(completed(let_go=("a",)), "1-5")
+    assert fold.num_known == 0
+
+
+@pytest.mark.parametrize("n", [3, 4, 5])
+def test_a_hole_inside_a_history_ends_the_request_whichever_token_comes(n: int) -> None:
+    """An engine that took it over counts the tokens that are left, so what it computes is in the wrong place."""
+    fold = DetokenizeFold(letters)
+    whole = history(*b"vwxy")
+    fold.learn("a", [pair for pair in whole if pair[0] not in (tokens_id(1), tokens_id(3))])
+    step = completed(token_row("a", n, "z", end="length"))
+    assert fold.unknown(step) == []
+    produced = fold.apply(step, "1-5")
+    assert "tokens 1, 3 of" in the_loss(produced) and produced[0].n == 4
+    assert fold.num_known == 0
+
+
+def test_a_history_that_names_no_prompt_is_no_history() -> None:
+    with pytest.raises(UndecodableEvent, match="no prompt"):
+        DetokenizeFold(letters).learn("a", history(ord("x"))[2:])
 
 
 def test_a_successor_goes_on_with_what_was_held_back() -> None:

@@ -1,4 +1,6 @@
-"""Incremental text and stop strings, on a tokenizer whose tokens are single bytes: the hardest case."""
+"""Incremental text and stop strings, on two tokenizers that are hard cases: one whose tokens are single bytes, and one
+of the SentencePiece kind, whose decoder takes away the first space and lets one wrong byte spoil all bytes beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import functools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stages.detokenize.text import IncrementalText, StopStrings
+from stages.detokenize.text import PROMPT_TAIL, Decode, IncrementalText, StopStrings
 
 SPECIAL = "<|im_end|>"
+WORDS = ("▁", "▁the", "▁a", "a", "b", "\ufffd")
 
 
 @functools.cache
@@ -33,7 +36,33 @@ def encode(text: str) -> list[int]:
     return list(byte_tokenizer().encode(text).ids)
 
 
-def deltas(token_ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+@functools.cache
+def piece_tokenizer() -> Tokenizer:
+    """The decoder of Llama 2: a word begins with its space, and bytes stand for what is in no word."""
+    pieces = ["<unk>", *WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
+def decode_pieces(token_ids: Sequence[int]) -> str:
+    return str(piece_tokenizer().decode(list(token_ids), skip_special_tokens=True))
+
+
+def pieces(*names: str) -> list[int]:
+    vocab = piece_tokenizer().get_vocab()
+    return [vocab[name] for name in names]
+
+
+def byte_pieces(data: bytes) -> list[int]:
+    return pieces(*(f"<0x{byte:02X}>" for byte in data))
+
+
+def deltas(token_ids: Sequence[int], prompt: Sequence[int] = (), decode: Decode = decode) -> list[str]:
     text = IncrementalText(decode, prompt)
     return [*(text.push(token) for token in token_ids), text.flush()]
 
@@ -68,6 +97,32 @@ def test_a_space_that_belongs_between_words_is_kept_after_the_prompt() -> None:
     assert text.push(3) == " w3" and text.push(4) == " w4"
 
 
+def test_the_space_after_a_special_token_is_kept() -> None:
+    assert deltas(pieces("a", SPECIAL, "▁the"), decode=decode_pieces) == ["a", "", " the", ""]
+    assert deltas(pieces(SPECIAL, SPECIAL, "▁the"), pieces("a"), decode_pieces) == ["", "", " the", ""]
+
+
+def test_a_character_after_a_prompt_that_ends_in_one_is_whole() -> None:
+    """The tokens before the first one begin in the middle of the first of these characters."""
+    smiles = byte_pieces("🙂🙂".encode())
+    assert deltas(byte_pieces("🙂".encode()), smiles, decode_pieces) == ["", "", "", "🙂", ""]
+
+
+@pytest.mark.parametrize("run", [pieces("▁the"), byte_pieces("你".encode()), pieces(SPECIAL)])
+def test_the_work_for_a_token_does_not_grow_with_the_text(run: list[int]) -> None:
+    longest = 0
+
+    def measured(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return decode_pieces(token_ids)
+
+    text = IncrementalText(measured, pieces("a") * 100)
+    for token in run * 100:
+        text.push(token)
+    assert longest <= PROMPT_TAIL + 8
+
+
 @given(
     st.lists(st.one_of(st.integers(0, 256), st.sampled_from(encode("é你🙂\ufffd\u2028"))), max_size=40),
     st.text(max_size=6),
@@ -76,7 +131,43 @@ def test_a_space_that_belongs_between_words_is_kept_after_the_prompt() -> None:
 @example(encode("🙂🙂\ufffd")[2:], "你")
 def test_the_sum_of_the_deltas_is_the_text_of_all_tokens(token_ids: list[int], prompt: str) -> None:
     before = encode(prompt)
-    assert "".join(deltas(token_ids, before)) == decode([*before[-5:], *token_ids])[len(decode(before[-5:])) :]
+    assert "".join(deltas(token_ids, before)) == decode([*before, *token_ids])[len(decode(before)) :]
+
+
+def _spoils_no_text(data: bytes) -> bool:
+    """No beginning of *data* is text. One that is has been shown when the decoder finds a wrong byte behind it."""
+    return all("\ufffd" in data[:end].decode(errors="replace") for end in range(1, len(data) + 1))
+
+
+words = st.sampled_from([pieces(word) for word in WORDS])
+characters = st.text("é你🙂\n", min_size=1, max_size=4).map(lambda text: byte_pieces(text.encode()))
+specials = st.just(pieces(SPECIAL))
+broken = (
+    st.lists(st.integers(0x80, 0xFF), min_size=1, max_size=9)
+    .map(bytes)
+    .filter(_spoils_no_text)
+    .map(lambda data: [*pieces("a"), *byte_pieces(data), *pieces("b")])
+)
+
+
+def joined(parts: st.SearchStrategy[list[int]], max_size: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(parts, max_size=max_size).map(lambda parts: [token for part in parts for token in part])
+
+
+@given(joined(words | characters | specials | broken, 20), joined(words | characters | specials, 8), st.data())
+@example(pieces("a", SPECIAL, "▁the"), [], None)
+@example(pieces(SPECIAL, "▁", SPECIAL, "▁the"), pieces("▁"), None)
+def test_the_sum_of_the_deltas_is_the_text_of_all_pieces(
+    token_ids: list[int], prompt: list[int], data: st.DataObject | None
+) -> None:
+    """Also where special tokens stand inside characters."""
+    if data is not None:
+        for _ in range(data.draw(st.integers(0, 2))):
+            token_ids.insert(data.draw(st.integers(0, len(token_ids))), pieces(SPECIAL)[0])
+    special = set(pieces(SPECIAL))
+    assume(set(prompt[-PROMPT_TAIL:]) != special or set(prompt) == special)  # so many in a row end no real prompt
+    shown = "".join(deltas(token_ids, prompt, decode_pieces))
+    assert shown == decode_pieces([*prompt, *token_ids])[len(decode_pieces(prompt)) :]
 
 
 @given(st.text(min_size=1, max_size=20))

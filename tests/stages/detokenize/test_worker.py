@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from structlog.contextvars import bound_contextvars
+from structlog.testing import capture_logs
 
-from pipeline.errors import LogUnavailable, UndecodableEvent
+from pipeline.config import parse_command
+from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.events import (
+    End,
+    Failed,
     Finished,
     SamplingParams,
     StepCompleted,
@@ -19,10 +26,11 @@ from pipeline.events import (
 )
 from pipeline.log import Entry, Inbox, Owner
 from pipeline.memory_log import MemoryLog
-from pipeline.names import Names
-from pipeline.slots import Place
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
+from pipeline.slots import WATCHDOG_S, Place
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.worker import DetokenizeWorker
+from stages.detokenize.text import Decode
+from stages.detokenize.worker import LOAD_TIMEOUT_S, DetokenizeWorker, run
 
 LEASE_MS = 60_000
 UID = "0" * 32
@@ -37,13 +45,16 @@ class Rig:
         for inbox in (Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names), self.inbox):
             self.log.prepare(inbox)
         self.log.open_replies("web-0")
-        event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
-        self.log.submit(UID, event, timeout_ms=60_000, retention_ms=60_000, max_queued=10)
-        (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
-        self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
+        self.submit(UID)
         self.engine = self.acquire("generate-0")
         self.place = Place(self.log, self.acquire("detokenize-0"), LEASE_MS)
         self.worker = self.another_worker()
+
+    def submit(self, uid: str) -> None:
+        event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
+        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=10)
+        (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
+        self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
 
     def acquire(self, slot: str) -> Owner:
         owner = self.log.acquire(slot, "nonce", LEASE_MS)
@@ -60,9 +71,14 @@ class Rig:
         (entry,) = self.log.read(self.inbox, "detokenize-0", max_entries=1, block_ms=10)
         return entry
 
-    def text(self) -> str:
-        events = [decode(entry.fields) for entry in self.log.histories([UID])[0]]
+    def text(self, uid: str = UID) -> str:
+        events = [decode(entry.fields) for entry in self.log.histories([uid])[0]]
         return "".join(event.text for event in events if isinstance(event, TokensProduced))
+
+    def last_reply(self, uid: str = UID) -> TokensProduced | End:
+        """Return what the frontend heard last of a request."""
+        _, replies = self.log.read_replies("web-0", "0-0", block_ms=10)
+        return [reply.event for reply in replies if reply.uid == uid][-1]
 
 
 @pytest.fixture
@@ -70,8 +86,8 @@ def rig() -> Rig:
     return Rig()
 
 
-def row(n: int, letter: str, *, last: bool = False) -> TokenRow:
-    return TokenRow(uid=UID, n=n, token=ord(letter), end="length" if last else None)
+def row(n: int, letter: str, *, last: bool = False, uid: str = UID) -> TokenRow:
+    return TokenRow(uid=uid, n=n, token=ord(letter), end="length" if last else None)
 
 
 def test_a_step_reaches_the_history_and_the_frontend_in_one_commit(rig: Rig) -> None:
@@ -124,8 +140,87 @@ def test_a_step_whose_commit_never_took_place_is_not_lost(rig: Rig, monkeypatch:
     rig.place.leave()
 
 
-def test_an_entry_that_is_no_step_is_named(rig: Rig) -> None:
-    fields: Sequence[tuple[str, str]] = [("kind", "cancelled"), ("v", "1"), ("by", "x")]
-    with pytest.raises(UndecodableEvent, match="a cancelled among its steps"):
-        rig.worker.handle([Entry("1-9", dict(fields))])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kind": "cancelled", "v": "1", "by": "x"}, "a cancelled among its steps"),
+        ({"kind": "step", "v": "1", "rows": "[{"}, "a step entry does not decode"),
+        ({"kind": "of tomorrow"}, "unknown kind"),
+    ],
+)
+def test_an_entry_that_is_no_step_is_named_and_consumed(rig: Rig, fields: dict[str, str], words: str) -> None:
+    first = rig.step(1, row(1, "a"))
+    damaged = rig.step(2)
+    with capture_logs() as lines:
+        rig.worker.handle([first, Entry(damaged.id, fields), rig.step(3, row(2, "b"))])
+    (line,) = [line for line in lines if line["event"] == "step_undecodable"]
+    assert (line["log_level"], line["engine"], line["id"]) == ("error", "generate-0", damaged.id)
+    assert words in line["error"]
+    assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
     rig.place.leave()
+
+
+def test_the_tokens_of_a_step_that_was_lost_end_their_request(rig: Rig) -> None:
+    rig.worker.handle([rig.step(1, row(1, "a"))])
+    lost = rig.step(2, row(2, "b"))
+    rig.worker.handle([Entry(lost.id, {"kind": "step"}), rig.step(3, row(3, "c")), rig.step(4, row(4, "d"))])
+    event = rig.last_reply()
+    assert rig.text() == "a" and isinstance(event, Failed) and event.code == "log_lost"
+    assert rig.log.alive([UID]) == set() and rig.log.backlog(rig.inbox) == 0
+    rig.place.leave()
+
+
+@pytest.mark.parametrize("damaged", [SUBMITTED_ID, TOKENIZED_ID])
+def test_a_history_that_does_not_decode_fails_its_request_alone(
+    rig: Rig, damaged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "1" * 32
+    rig.submit(other)
+    histories = rig.log.histories
+
+    def broken(uids: Sequence[str]) -> list[list[Entry]]:
+        return [
+            [
+                Entry(entry.id, {**entry.fields, "v": "{"}) if uid == UID and entry.id == damaged else entry
+                for entry in history
+            ]
+            for uid, history in zip(uids, histories(uids), strict=True)
+        ]
+
+    monkeypatch.setattr(rig.log, "histories", broken)
+    rig.worker.handle([rig.step(1, row(1, "a"), row(1, "b", uid=other)), rig.step(2, row(2, "c"))])
+    monkeypatch.undo()
+    event = rig.last_reply(UID)
+    assert isinstance(event, Failed) and (event.status, event.code) == (500, "log_damaged")
+    assert "does not decode" in event.message
+    assert rig.text() == "" and rig.text(other) == "b" and rig.log.alive([UID, other]) == {other}
+    assert rig.log.backlog(rig.inbox) == 0
+    rig.place.leave()
+
+
+def test_a_damaged_history_that_names_no_frontend_ends_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.log, "histories", lambda uids: [[Entry(SUBMITTED_ID, {"kind": "submitted"})] for _ in uids])
+    rig.worker.handle([rig.step(1, row(1, "a"))])
+    monkeypatch.undo()
+    assert rig.log.histories([UID])[0][-1].id == SEAL and rig.log.alive([UID]) == set()
+    rig.place.leave()
+
+
+def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk must not have the watchdog of the loop end the process at every start."""
+    given_s = []
+
+    class Watched(Place):
+        def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
+            given_s.append(patience_s)
+
+    def loading(folder: Path) -> Decode:
+        raise ConfigError(f"loading {folder.name}")
+
+    monkeypatch.setattr("stages.detokenize.worker.Place", Watched)
+    monkeypatch.setattr("stages.detokenize.worker.load_decoder", loading)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    log = MemoryLog(Names())
+    with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
+        run(parse_command(["stage", "detokenize"], {}), log, log, tmp_path)
+    assert given_s == [LOAD_TIMEOUT_S]

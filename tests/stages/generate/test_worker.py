@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis_servers import Servers, until
 
-from pipeline.errors import Fenced, LogUnavailable
+from pipeline.errors import Fenced, LogUnavailable, UndecodableEvent
 from pipeline.events import (
     Admitted,
     AnyEvent,
@@ -26,6 +26,7 @@ from pipeline.events import (
     TokenRow,
     TokensProduced,
     decode,
+    encode,
     new_uid,
 )
 from pipeline.log import Entry, Inbox, Produced, StreamLog, Taken
@@ -34,7 +35,7 @@ from pipeline.names import Names, tokens_id
 from pipeline.redis_log import RedisLog
 from pipeline.slots import Place, acquire_slot
 from pipeline.worker import Stop
-from stages.generate.courier import Courier
+from stages.generate.courier import Courier, new_request
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Identity, Limits, Schedule
@@ -43,6 +44,8 @@ from stages.generate.worker import GenerateWorker
 LEASE_MS = 3000
 RETENTION_MS = 60_000
 CONTEXT = 64
+POISON = 150
+"""A token on which the engine raises."""
 
 
 class CountingEngine:
@@ -50,11 +53,14 @@ class CountingEngine:
 
     def __init__(self, pace_s: float = 0.0) -> None:
         self.pace_s = pace_s
+        self.broken = False
         self.gate = threading.Event()
         self.gate.set()
         self.plans: list[BatchPlan] = []
 
     def forward(self, plan: BatchPlan) -> list[int]:
+        if any(POISON in row.token_ids for row in plan.rows) or self.broken:
+            raise IndexError("index out of range in self")
         self.gate.wait(30)
         threading.Event().wait(self.pace_s)
         self.plans.append(plan)
@@ -83,17 +89,29 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(another_log: Callable[[], StreamLog], *, num_pages: int = 64, pace_s: float = 0.0) -> Iterator[Running]:
+def running(
+    another_log: Callable[[], StreamLog],
+    *,
+    num_pages: int = 64,
+    pace_s: float = 0.0,
+    heard: bool = True,
+    broken: bool = False,
+) -> Iterator[Running]:
     """Run an engine in slot generate-0 until the block ends."""
     log = another_log()
     owner = acquire_slot(log, "generate", LEASE_MS)
     place = Place(another_log(), owner, LEASE_MS)
     log.prepare(Inbox.tokenized(log.names))
     log.prepare(Inbox.steps(log.names, owner.slot))
-    limits = Limits(context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8)
+    if heard:
+        log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
+    limits = Limits(
+        context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200
+    )
     schedule = Schedule(NaiveCache(num_pages, 4), limits, [], Identity(owner.slot, owner.epoch, "counting"))
     courier = Courier(another_log(), owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
     engine = CountingEngine(pace_s)
+    engine.broken = broken
     item = Running(GenerateWorker(engine, schedule, courier, place), courier, place, engine, schedule, Stop())
     thread = threading.Thread(target=item.run)
     courier.start()
@@ -250,7 +268,8 @@ def test_a_restarted_engine_goes_on_where_the_log_ends(another_log: Callable[[],
 
 def write_histories(log: StreamLog, steps: Steps) -> int:
     """Do the detokenizer's part for all steps seen; return the last n."""
-    owner = acquire_slot(log, "detokenize", LEASE_MS)
+    owner = log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
+    assert owner is not None
     last = 0
     for entry, step in steps.seen:
         produced = []
@@ -350,3 +369,68 @@ def test_requests_whose_delivery_was_lost_on_the_way_are_found(monkeypatch: pyte
         until(lambda: len(steps.tokens(uid)) == 2)
     assert lost.is_set()
     assert [(row.n, row.token) for row in steps.tokens(uid)] == [(1, 11), (2, 12)]
+
+
+def test_a_request_on_which_the_engine_raises_fails_alone(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    before, poison, after = send(log, 10, max_tokens=5), send(log, 1, POISON, max_tokens=5), send(log, 20, max_tokens=5)
+    with running(another_log) as engine:
+        until(lambda: all(len(steps.tokens(uid)) == 5 for uid in (before, after)))
+        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+        assert not engine.errors and engine.schedule.free_pages == 64
+    assert [row.token for row in steps.tokens(before)] == [11, 12, 13, 14, 15]
+    failed = [mark.event for mark in steps.marks(poison) if isinstance(mark.event, Failed)]
+    assert [event.code for event in failed] == ["engine_error"] and "index out of range" in failed[0].message
+    assert steps.tokens(poison) == []
+
+
+def test_a_request_on_which_the_engine_raises_while_it_is_alone_fails_and_the_engine_goes_on(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log):
+        poison = send(log, POISON)
+        until(lambda: any(isinstance(mark.event, Failed) for mark in steps.marks(poison)))
+        good = send(log, 1, max_tokens=2)
+        until(lambda: len(steps.tokens(good)) == 2)
+
+
+def test_an_engine_that_raises_on_every_one_of_several_requests_ends_and_loses_none(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    log = another_log()
+    steps = Steps(log)
+    uids = {send(log, 1), send(log, 2)}
+    with running(another_log, broken=True) as engine:
+        until(lambda: bool(engine.errors))
+    assert isinstance(engine.errors[0], IndexError)
+    assert {entry.fields["uid"] for entry in log.pending(Inbox.tokenized(log.names), "generate-0")} == uids
+    assert not any(isinstance(mark.event, Failed) for uid in uids for mark in steps.marks(uid))
+
+
+def test_an_engine_whose_steps_nobody_reads_takes_nothing_until_somebody_does(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    log = another_log()
+    steps = Steps(log)
+    uid = send(log, 1, max_tokens=2)
+    with running(another_log, heard=False) as engine:
+        assert steps.tokens(uid) == [] and engine.engine.plans == []
+        assert log.pending(Inbox.tokenized(log.names), "generate-0") == []
+        log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
+        until(lambda: len(steps.tokens(uid)) == 2)
+
+
+def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
+    entries = [
+        Entry("0-1", encode(Submitted(endpoint="chat", frontend="web-0", sampling=SamplingParams()))),
+        Entry("0-2", encode(Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))),
+        Entry("1-0", encode(TokensProduced(count=1, tokens=(5,), text="a", step="1-1"))),
+        Entry("3-0", encode(TokensProduced(count=1, tokens=(7,), text="c", step="1-3"))),
+    ]
+    request = new_request("a", entries[:3])
+    assert request is not None and request.output_ids == (5,)
+    with pytest.raises(UndecodableEvent, match="after token 1 comes the event 3-0"):
+        new_request("a", entries)

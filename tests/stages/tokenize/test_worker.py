@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.contextvars import bound_contextvars
 
-from pipeline.errors import RequestError
-from pipeline.events import Failed, SamplingParams, Submitted, Tokenized, decode, new_uid
+from pipeline.config import parse_command
+from pipeline.errors import ConfigError, RequestError
+from pipeline.events import Cancelled, Failed, SamplingParams, Submitted, Tokenized, decode, new_uid
 from pipeline.log import Entry, Inbox
 from pipeline.memory_log import MemoryLog
 from pipeline.names import SEAL, TOKENIZED_ID, Names
-from pipeline.slots import Place, Status
+from pipeline.slots import WATCHDOG_S, Place, Status
 from stages.tokenize.prompts import Rendered
-from stages.tokenize.worker import TokenizeWorker
+from stages.tokenize.worker import LOAD_TIMEOUT_S, TokenizeWorker, run
 
 CONTEXT = 16
+
+
+class Panic(BaseException):
+    """As what the Rust of a tokenizer panics with (pyo3_runtime.PanicException): no Exception."""
 
 
 class LetterEncoder:
@@ -24,16 +32,28 @@ class LetterEncoder:
 
     fingerprint = "letters"
 
+    def __init__(self) -> None:
+        self.rendered: list[str] = []
+
     def render(self, event: Submitted) -> Rendered:
+        self.rendered.append(event.prompt)
         if event.prompt == "refused":
             raise RequestError("roles must alternate", code="template_error", param="messages")
         if event.prompt == "explodes":
             raise ZeroDivisionError("in the template")
+        if event.prompt == "interrupted":
+            raise KeyboardInterrupt
+        if event.prompt == "panics at once":
+            raise Panic("index out of bounds")
         return Rendered(event.prompt, True, "prompt")
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         if any(prompt.text == "poison" for prompt in prompts):
             raise RuntimeError("cannot be encoded")
+        if any(prompt.text == "panics" for prompt in prompts):
+            raise Panic("not a char boundary")
+        if any(prompt.text == "exits" for prompt in prompts):
+            raise SystemExit(1)
         return [tuple(map(ord, prompt.text.strip())) for prompt in prompts]
 
     def refuse_too_long(self, prompt: Rendered, context: int) -> None:
@@ -52,7 +72,8 @@ class Rig:
         status = Status(slot="generate-0", owner=str(engine), pid=1, host="here", phase="ready", context=CONTEXT)
         self.log.renew(engine, 60_000, status.model_dump_json())
         self.place = Place(self.log, owner, 60_000)
-        encoder: Any = LetterEncoder()
+        self.encoder = LetterEncoder()
+        encoder: Any = self.encoder
         self.worker = TokenizeWorker(self.log, self.place, encoder, 60_000)
 
     def submit(self, *prompts: str) -> list[str]:
@@ -95,6 +116,8 @@ def test_each_request_of_a_batch_goes_on_with_its_tokens(rig: Rig) -> None:
         ("refused", 400, "template_error", "roles must alternate"),
         ("explodes", 400, "tokenizer_error", "in the template"),
         ("poison", 400, "tokenizer_error", "cannot be encoded"),
+        ("panics at once", 400, "tokenizer_error", "out of bounds"),
+        ("panics", 400, "tokenizer_error", "char boundary"),
         ("x" * CONTEXT, 400, "context_length_exceeded", "16 tokens"),
         ("   ", 400, "invalid_value", "no tokens"),
     ],
@@ -109,12 +132,23 @@ def test_a_bad_request_fails_alone(rig: Rig, prompt: str, status: int, code: str
     assert rig.log.backlog(rig.inbox) == 0
 
 
-def test_a_request_that_was_cancelled_meanwhile_goes_nowhere(rig: Rig) -> None:
-    (uid,) = rig.submit("ab")
-    rig.log.end(uid, Failed(status=500, code="x", message="x"), frontend="web-0", retention_ms=60_000)
+@pytest.mark.parametrize(("prompt", "error"), [("interrupted", KeyboardInterrupt), ("exits", SystemExit)])
+def test_what_ends_the_process_ends_no_request(rig: Rig, prompt: str, error: type[BaseException]) -> None:
+    rig.submit(prompt)
+    with pytest.raises(error):
+        rig.handle()
+    assert rig.log.backlog(rig.inbox) == 1
+
+
+def test_a_request_that_was_cancelled_meanwhile_goes_nowhere_and_is_not_even_rendered(rig: Rig) -> None:
+    uid, _ = rig.submit("ab", "cd")
+    cancelled = Cancelled(by="client")
+    rig.log.end(uid, cancelled, frontend="web-0", retention_ms=60_000)
     rig.handle()
-    assert rig.last(uid)[0].id == SEAL
-    assert rig.log.backlog(rig.inbox) == 0 and rig.log.backlog(Inbox.tokenized(rig.log.names)) == 0
+    entry, event = rig.last(uid)
+    assert entry.id == SEAL and event == cancelled.model_copy(update={"ms": event.ms})
+    assert rig.encoder.rendered == ["cd"]
+    assert rig.log.backlog(rig.inbox) == 0 and rig.log.backlog(Inbox.tokenized(rig.log.names)) == 1
 
 
 def test_an_entry_without_a_history_is_consumed(rig: Rig) -> None:
@@ -126,3 +160,23 @@ def test_the_longest_prompt_that_leaves_room_for_one_token_goes_through(rig: Rig
     (uid,) = rig.submit("x" * (CONTEXT - 1))
     rig.handle()
     assert rig.last(uid)[0].id == TOKENIZED_ID
+
+
+def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk must not have the watchdog of the loop end the process at every start."""
+    given_s = []
+
+    class Watched(Place):
+        def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
+            given_s.append(patience_s)
+
+    def loading(folder: Path) -> LetterEncoder:
+        raise ConfigError(f"loading {folder.name}")
+
+    monkeypatch.setattr("stages.tokenize.worker.Place", Watched)
+    monkeypatch.setattr("stages.tokenize.worker.PromptEncoder", loading)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    log = MemoryLog(Names())
+    with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
+        run(parse_command(["stage", "tokenize"], {}), log, log, tmp_path)
+    assert given_s == [LOAD_TIMEOUT_S]

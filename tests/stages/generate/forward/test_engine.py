@@ -20,6 +20,7 @@ from pipeline.events import SamplingParams
 from stages.generate.forward.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
 from stages.generate.model.checkpoint import check_folder
+from stages.generate.resolve import resolve_dtype
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 PAGE_SIZE, NUM_PAGES, MAX_SEQ_LEN = 4, 128, 160
@@ -30,8 +31,16 @@ OTHER = random.Random(4).choices(range(4, 480), k=23)
 
 def make_engine(folder: Path, **more: Any) -> Engine:
     """An engine whose unused memory is NaN, so that whoever reads it is found out."""
-    sizes = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_running_requests": 4, "max_seq_len": MAX_SEQ_LEN}
-    engine = Engine(check_folder(folder), folder, **{**sizes, **more})
+    spec = check_folder(folder)
+    options = {
+        "device": torch.device("cpu"),
+        "dtype": resolve_dtype(spec, "auto"),
+        "num_pages": NUM_PAGES,
+        "page_size": PAGE_SIZE,
+        "max_running_requests": 4,
+        "max_seq_len": MAX_SEQ_LEN,
+    }
+    engine = Engine(spec, folder, **{**options, **more})
     engine.kv_L2PKSD.fill_(float("nan"))
     return engine
 
@@ -213,7 +222,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(folder: Path) ->
 
 
 def test_bfloat16_computes_near_float32(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
-    engine = make_engine(folder, dtype="bfloat16", threads=1)
+    engine = make_engine(folder, dtype=torch.bfloat16, threads=1)
     assert engine.kv_L2PKSD.dtype == torch.bfloat16
     logits_RV = engine.logits(plan(Request(0, list(PROMPT), shuffled_pages()).row(64)))
     torch.testing.assert_close(logits_RV, theirs(PROMPT)[-1:], atol=0.6, rtol=0)
@@ -229,12 +238,12 @@ def test_biases_and_either_kind_of_head_agree_with_transformers(tmp_path: Path, 
 def test_the_dtype_of_the_checkpoint_is_the_default(tmp_path: Path, family: Family) -> None:
     folder = make_checkpoint(tmp_path, family, dtype="bfloat16")
     assert make_engine(folder).dtype == torch.bfloat16
-    assert make_engine(folder, dtype="float32").dtype == torch.float32
+    assert make_engine(folder, dtype=torch.float32).dtype == torch.float32
 
 
 def test_a_fingerprint_tells_weights_and_dtype_apart(folder: Path, family: Family, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path, family, seed=1)
-    engines = [make_engine(folder), make_engine(folder), make_engine(folder, dtype="bfloat16"), make_engine(other)]
+    engines = [make_engine(folder), make_engine(folder), make_engine(folder, dtype=torch.bfloat16), make_engine(other)]
     first, same, narrow, different = (engine.fingerprint for engine in engines)
     assert first == same
     assert len({first, narrow, different}) == 3

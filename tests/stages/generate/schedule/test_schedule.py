@@ -21,7 +21,11 @@ def make_schedule(
     num_pages: int = 100, context: int = 100, prefill: int = 32, mixed: int = 8, running: int = 16
 ) -> Schedule:
     limits = Limits(
-        context=context, max_prefill_length=prefill, mixed_prefill_length=mixed, max_running_requests=running
+        context=context,
+        max_prefill_length=prefill,
+        mixed_prefill_length=mixed,
+        max_running_requests=running,
+        vocab_size=1000,
     )
     return Schedule(NaiveCache(num_pages, PAGE_SIZE), limits, [EOS], IDENTITY)
 
@@ -183,6 +187,21 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers
     assert failed is not None and failed.code == "context_length_exceeded"
     assert "20 tokens" in failed.message
     assert schedule.add(request("b", length=19)) is None
+
+
+def test_a_token_that_the_model_does_not_know_is_refused() -> None:
+    schedule = make_schedule()
+    failed = schedule.add(NewRequest("a", (1, 1000), (), SamplingParams()))
+    assert failed is not None and failed.code == "invalid_token" and "1000" in failed.message
+    assert schedule.plan() is None and schedule.room > 0
+
+
+def test_a_resumed_request_that_has_outgrown_the_context_is_refused_and_blocks_nobody() -> None:
+    schedule = make_schedule(context=10)
+    failed = schedule.add(request("a", length=5, output=(7,) * 6))
+    assert failed is not None and "send it again" in failed.message
+    schedule.add(request("b", length=5, max_tokens=1))
+    assert [row.uid for row in run_out(schedule)] == ["b"]
 
 
 def test_a_request_that_fills_the_context_ends_with_length() -> None:
