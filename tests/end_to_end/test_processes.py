@@ -203,6 +203,19 @@ def test_when_the_frontend_is_killed_its_clients_are_cut_off_and_their_requests_
     assert server.post(body("Are you back?", max_tokens=3)).status_code == 200
 
 
+def test_a_killed_redis_is_started_again_and_all_streams_go_on(
+    server: Server, undisturbed: list[tuple[str, str]]
+) -> None:
+    streams = ask_all(server)
+    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all streams have begun")
+    (redis,) = (process for process in server.command.processes() if "redis-server" in process.name())
+    pids = {stage: [worker.pid for worker in server.command.workers(stage)] for stage in STAGES}
+    redis.kill()
+    eventually(lambda: bool(server.command.log_lines("redis_died")), "the supervisor notices")
+    assert [stream.answer for stream in streams] == undisturbed
+    assert {stage: [worker.pid for worker in server.command.workers(stage)] for stage in STAGES} == pids
+
+
 def test_after_all_these_deaths_the_server_ends_as_any_other(server: Server) -> None:
     with family_of(server.command) as family:
         assert_is_whole(family, server.command)
