@@ -199,7 +199,13 @@ class EngineConfig:
     attention: str = flag(
         "--attn", "--attention-backend", default="auto", choices=("auto", "reference"), help="attention backend"
     )
-    cache: str = flag("--cache", "--cache-type", default="naive", choices=("naive",), help="prefix cache")
+    cache: str = flag(
+        "--cache",
+        "--cache-type",
+        default="radix",
+        choices=("radix", "naive"),
+        help="prefix cache; naive shares nothing",
+    )
     max_prefill_length: int = flag(
         "--max-prefill-length",
         "--max-extend-length",

@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from pipeline.config import Config
-from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver
+from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.log import Inbox, StreamLog
 from pipeline.names import GENERATE
 from pipeline.slots import Place, acquire_slot, progress_reporter
@@ -23,7 +23,7 @@ from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.resolve import Settings, resolve
-from stages.generate.schedule.plan import BatchPlan, PlanRow
+from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Identity, Schedule
 
 logger = structlog.get_logger()
@@ -31,8 +31,6 @@ logger = structlog.get_logger()
 STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
 LOAD_TIMEOUT_S = 3600.0
-NO_TOKEN = -1
-"""In the place of a token whose request failed in this very step; the schedule drops it."""
 
 
 class Forward(Protocol):
@@ -56,7 +54,7 @@ class GenerateWorker:
         self._rows: list[StepRow] = []
         """Rows for the next step that no forward pass makes."""
         self._refused: list[str] = []
-        """Uids of requests that failed here, whose end is among `_rows`."""
+        """Uids of requests that failed here; the next step consumes their entries."""
 
     def run(self, stop: Stop) -> None:
         """Work until *stop* is set or the slot is lost."""
@@ -66,8 +64,8 @@ class GenerateWorker:
             planned = self._schedule.plan()
             if planned is not None:
                 plan, marks = planned
-                rows = self._schedule.complete(self._forward(plan))
-                ended = [row.uid for row in rows if row.end is not None]
+                rows = self._forward(plan)
+                ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
                 self._commit(plan.step, [*marks, *rows], ended, _figures(plan))
             elif self._let_go or self._rows:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
@@ -75,32 +73,33 @@ class GenerateWorker:
                 self._courier.idle(self._schedule.room)
                 self._wait_for_news(stop)
 
-    def _forward(self, plan: BatchPlan) -> list[int]:
-        """Compute a step. When it raises, its rows are computed one by one, and those that raise again fail alone.
+    def _forward(self, plan: BatchPlan) -> Sequence[StepRow]:
+        """Compute a step and return its rows.
 
-        When all of several rows do, it is the engine that is broken, and its process ends.
+        When it raises, its rows are tried one by one, and the requests of those that raise again fail. The others start
+        over: what the step wrote to the pages, which they may share, cannot be trusted. When all of several rows raise,
+        it is the engine that is broken, and its process ends.
         """
         try:
-            return self._engine.forward(plan)
+            return self._schedule.complete(self._engine.forward(plan))
         except Exception:
             logger.exception("step_failed", step=plan.step, rows=len(plan.rows))
-        token_ids: list[int] = []
-        errors: list[tuple[PlanRow, Exception]] = []
+        errors: dict[str, tuple[int, Exception]] = {}
         for row in plan.rows:
             try:
-                token_ids += self._engine.forward(BatchPlan(plan.step, (row,), plan.num_decode_rows))
+                self._engine.forward(BatchPlan(plan.step, (row,), plan.num_decode_rows))
             except Exception as error:
-                errors.append((row, error))
-                token_ids += [NO_TOKEN] if row.sample is not None else []
+                uid, n = self._schedule.holder(row.table)
+                errors[uid] = n, error
         if len(errors) == len(plan.rows) > 1:
-            raise errors[0][1]
-        for row, reason in errors:
-            uid, n = self._schedule.holder(row.table)
+            raise next(iter(errors.values()))[1]
+        failed: list[StepRow] = []
+        for uid, (n, reason) in errors.items():
             event = Failed(status=500, code="engine_error", message=f"The engine failed on this request: {reason}")
+            failed.append(EventRow(uid=uid, n=n, event=event))
             self._schedule.drop(uid)
-            self._rows.append(EventRow(uid=uid, n=n, event=event))
             self._refused.append(uid)
-        return token_ids
+        return [*self._schedule.start_over(), *failed]
 
     def _take_in(self) -> None:
         while (news := self._courier.hear()) is not None:

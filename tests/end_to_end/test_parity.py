@@ -40,10 +40,11 @@ NUM_TOKENS = 64
 GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 SETTINGS = {
     "as it comes": (),
-    "prompts in chunks": ("--page-size", "16", "--max-prefill-length", "32"),
-    "few pages": ("--page-size", "16", "--num-pages", "14"),  # enough for the longest request alone
+    "prompts in chunks": ("--cache", "naive", "--page-size", "16", "--max-prefill-length", "32"),
+    "few pages": ("--cache", "naive", "--page-size", "16", "--num-pages", "14"),
+    "few shared pages": ("--page-size", "16", "--num-pages", "14"),
 }
-AS_IT_COMES, IN_CHUNKS, FEW_PAGES = SETTINGS
+AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED = SETTINGS
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         return [token for event in self.produced for token in event.tokens]
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(event.usage.cached_tokens for event in self.history if isinstance(event, Finished))
 
     def count(self, kind: type[AnyEvent]) -> int:
         return sum(isinstance(event, kind) for event in self.history)
@@ -235,6 +240,10 @@ def test_sixteen_requests_get_the_tokens_of_transformers(
         assert has_mixed_step(answers)
     if setting == FEW_PAGES and arrival == "at once":  # in turn there may be room for all that run
         assert any(answer.count(Preempted) for answer in answers)
+    if setting == FEW_SHARED:
+        again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
+        assert again[1].cached_tokens >= 16
+        assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
     for answer in answers:  # who gave back the pages was admitted again
         assert answer.count(Admitted) == answer.count(Preempted) + 1
 

@@ -90,7 +90,7 @@ BAD_VALUES = [
     ("--device", "tpu", "cuda"),
     ("--threads", "-1", "at least 1"),
     ("--attn", "fast", "reference"),
-    ("--cache", "lru", "only naive so far"),
+    ("--cache", "lru", "one of radix, naive"),
     ("--max-prefill-length", "none", "at least 1"),
     ("--mixed-prefill-length", "-5", "at least 1"),
     ("--max-running-requests", "0", "at least 1"),

@@ -51,6 +51,10 @@ class PrefixCache(Protocol):
         """Let go of all pages of *holding*, which is empty afterwards."""
         ...
 
+    def flush(self) -> int:
+        """Forget every prefix that nobody holds; return how many pages that freed."""
+        ...
+
     def problems(self, holdings: Sequence[Holding]) -> list[str]:
         """Return what is wrong with the books when *holdings* are all there are; empty when all is well."""
         ...

@@ -37,6 +37,9 @@ class NaiveCache:
         self._pool.free(holding.pages)
         holding.pages.clear()
 
+    def flush(self) -> int:
+        return 0
+
     def problems(self, holdings: Sequence[Holding]) -> list[str]:
         held = [page for holding in holdings for page in holding.pages]
         found = []

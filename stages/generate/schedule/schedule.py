@@ -183,10 +183,22 @@ class Schedule:
         budget = self._limits.mixed_prefill_length if rows else self._limits.max_prefill_length
         rows += self._plan_prefills(budget, marks)
         if not rows:
-            assert not self._running, "requests run, but no row could be planned"
+            assert not self._running and not self._waiting, "requests are here, but no row could be planned"
             return None
         self._step += 1
         return BatchPlan(self._step, tuple(rows), num_decode_rows), marks
+
+    def start_over(self) -> list[StepRow]:
+        """Undo the last plan, which failed, and return the marks that say so.
+
+        Preempts all that runs and forgets the prefixes, which the plan may not have filled.
+        """
+        marks: list[StepRow] = []
+        self._planned = []
+        for request in reversed(self._running[:]):
+            self._preempt(request, marks, self._step)
+        self._cache.flush()
+        return marks
 
     def complete(self, token_ids: Sequence[int]) -> list[TokenRow]:
         """Fold the tokens sampled by the last plan, one for each row with a Sample; return them as rows of the log."""
@@ -234,19 +246,22 @@ class Schedule:
         missing = self._pages_missing(request, request.num_computed + 1)
         while (pages := self._cache.grow(request.holding, missing)) is None:
             newest = self._running[-1]
-            self._preempt(newest, marks)
+            self._preempt(newest, marks, self.next_step)
             if newest is request:
                 return None
         return pages
 
     def _plan_prefills(self, budget: int, marks: list[StepRow]) -> list[PlanRow]:
         rows: list[PlanRow] = []
-        preempted = any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks)
+        # Who was preempted for a running request would only take back what that one needs.
+        crowded = (
+            any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks) and self._running
+        )
         for request in self._running:
             if budget > 0 and request.chunks > 0:
                 rows.append(self._chunk(request, budget, [], len(request.holding.pages)))
                 budget -= len(rows[-1].token_ids)
-        while budget > 0 and self._waiting and self._tables and not preempted:
+        while budget > 0 and self._waiting and self._tables and not crowded:
             request = self._waiting[0]
             holding = self._cache.begin(request.token_ids)
             request.holding = holding
@@ -307,7 +322,7 @@ class Schedule:
             at -= 1
         self._running.insert(at, request)
 
-    def _preempt(self, request: _Running, marks: list[StepRow]) -> None:
+    def _preempt(self, request: _Running, marks: list[StepRow], step: int) -> None:
         self._leave(request)
         request.num_computed = request.chunks = 0
         at = 0
@@ -315,7 +330,7 @@ class Schedule:
             at += 1
         self._waiting.insert(at, request)
         identity = self.identity
-        event = Preempted(engine=identity.engine, epoch=identity.epoch, step=self.next_step)
+        event = Preempted(engine=identity.engine, epoch=identity.epoch, step=step)
         marks.append(self._mark(request, event))
 
     def _leave(self, request: _Running) -> None:

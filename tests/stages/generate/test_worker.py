@@ -379,7 +379,8 @@ def test_a_request_on_which_the_engine_raises_fails_alone(another_log: Callable[
         until(lambda: all(len(steps.tokens(uid)) == 5 for uid in (before, after)))
         until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
         assert not engine.errors and engine.schedule.free_pages == 64
-    assert [row.token for row in steps.tokens(before)] == [11, 12, 13, 14, 15]
+    for uid, first in ((before, 11), (after, 21)):
+        assert [(row.n, row.token) for row in steps.tokens(uid)] == [(n, first + n - 1) for n in range(1, 6)]
     failed = [mark.event for mark in steps.marks(poison) if isinstance(mark.event, Failed)]
     assert [event.code for event in failed] == ["engine_error"] and "index out of range" in failed[0].message
     assert steps.tokens(poison) == []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stages.generate.kvcache import CACHES, make_cache
 from stages.generate.kvcache.base import Holding, PrefixCache
 from stages.generate.kvcache.pages import PagePool
+from stages.generate.kvcache.radix import RadixCache
 
 PAGES, PAGE_SIZE = 12, 4
 Make = Callable[[], PrefixCache]
@@ -108,3 +109,126 @@ def test_the_books_are_said_to_be_wrong_when_they_are(make: Make) -> None:
     cache.grow(holding, 2)
     assert cache.problems([]) != []
     assert cache.problems([holding, Holding(pages=list(holding.pages))]) != []
+
+
+# What the radix cache shares
+
+
+def started(cache: PrefixCache, tokens: list[int]) -> Holding:
+    """Begin, grow and fill, as the schedule does when it admits a request whose prompt fits one plan."""
+    holding = cache.begin(tokens)
+    assert cache.grow(holding, -(-len(tokens) // PAGE_SIZE) - len(holding.pages)) is not None
+    cache.fill(holding, tokens, len(tokens))
+    return holding
+
+
+def test_a_prompt_in_flight_is_shared_as_soon_as_its_plan_is_made() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    tokens = list(range(10))
+    first = started(cache, tokens)
+    second = cache.begin(tokens)
+    assert second.cached_tokens == 8 and second.pages == first.pages[:2]
+
+
+def test_a_shared_prefix_is_found_after_its_request_has_ended() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    first = started(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    pages = list(first.pages)
+    cache.end(first)
+    again = cache.begin([1, 2, 3, 4, 5, 6, 7, 8, 50, 51])
+    assert again.pages == pages[:2]
+    other = cache.begin([1, 2, 3, 4, 60, 61, 62, 63, 64])
+    assert other.pages == pages[:1]
+
+
+def test_a_page_of_the_same_tokens_after_others_is_another_page() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    started(cache, [1, 2, 3, 4, 9, 9, 9, 9, 0])
+    assert cache.begin([9, 9, 9, 9, 0]).cached_tokens == 0
+
+
+def test_the_output_of_a_request_is_a_prefix_of_the_next_turn() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    tokens = [1, 2, 3, 4, 5]
+    holding = started(cache, tokens)
+    tokens += [6, 7, 8]
+    cache.fill(holding, tokens, 8)
+    assert cache.begin([*tokens, 9]).cached_tokens == 8
+
+
+def test_a_locked_page_is_never_evicted_and_what_was_used_last_goes_last() -> None:
+    cache = RadixCache(6, PAGE_SIZE)
+    held = started(cache, [1, 1, 1, 1, 0])
+    for first in (2, 3):
+        cache.end(started(cache, [first] * 4 + [0]))
+    cache.end(cache.begin([2, 2, 2, 2, 0]))  # used again, so 3 is the oldest
+    taker = cache.begin([7])
+    assert cache.grow(taker, 3) is not None
+    assert cache.begin([3, 3, 3, 3, 0]).cached_tokens == 0
+    again = cache.begin([2, 2, 2, 2, 0])
+    assert again.cached_tokens == 4
+    assert cache.grow(taker, 2) is None  # one page is free; the rest is held
+    assert cache.problems([held, taker, again]) == []
+
+
+def test_a_chain_is_evicted_from_its_leaf() -> None:
+    cache = RadixCache(4, PAGE_SIZE)
+    cache.end(started(cache, [1] * 12 + [0]))
+    taker = cache.begin([5])
+    assert cache.grow(taker, 2) is not None
+    assert cache.begin([1] * 12 + [0]).cached_tokens == 8
+
+
+def test_two_that_computed_the_same_at_once_keep_their_own_pages_and_free_them() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    tokens = list(range(9))
+    first, second = cache.begin(tokens), cache.begin(tokens)
+    for holding in (first, second):
+        cache.grow(holding, 3)
+    for holding in (first, second):
+        cache.fill(holding, tokens, 9)
+    assert set(first.pages).isdisjoint(second.pages)
+    assert cache.problems([first, second]) == []
+    cache.end(first)
+    assert cache.problems([second]) == []
+    cache.end(second)
+    assert cache.num_available == PAGES and cache.problems([]) == []
+
+
+@given(st.data())
+def test_what_the_tree_returns_is_what_was_stored(data: st.DataObject) -> None:
+    """A model beside it: which tokens each page was filled with, in which place."""
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    content: dict[int, tuple[int, ...]] = {}
+    running: list[Holding] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        ends = data.draw(st.booleans())
+        if running and ends:
+            cache.end(running.pop(data.draw(st.integers(0, len(running) - 1))))
+            continue
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4 * PAGE_SIZE))
+        holding = cache.begin(tokens)
+        for index, page in enumerate(holding.pages):
+            assert content[page] == tuple(tokens[: (index + 1) * PAGE_SIZE])
+        cached = len(holding.pages)
+        if cache.grow(holding, -(-len(tokens) // PAGE_SIZE) - cached) is None:
+            cache.end(holding)
+            continue
+        for index in range(cached, len(holding.pages)):
+            content[holding.pages[index]] = tuple(tokens[: (index + 1) * PAGE_SIZE])
+        cache.fill(holding, tokens, len(tokens))
+        running.append(holding)
+        assert cache.problems(running) == []
+
+
+def test_alone_a_request_can_have_every_page_also_when_it_computed_what_another_one_did() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    tokens = list(range(9))
+    first, second = cache.begin(tokens), cache.begin(tokens)
+    for holding in (first, second):
+        cache.grow(holding, 3)
+    for holding in (first, second):
+        cache.fill(holding, tokens, 9)
+    cache.end(first)
+    assert cache.grow(second, PAGES - 3) is not None
+    assert cache.num_available == 0 and cache.problems([second]) == []

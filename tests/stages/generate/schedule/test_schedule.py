@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
-from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
 
@@ -18,7 +19,12 @@ IDENTITY = Identity("generate-0", 1, "f")
 
 
 def make_schedule(
-    num_pages: int = 100, context: int = 100, prefill: int = 32, mixed: int = 8, running: int = 16
+    num_pages: int = 100,
+    context: int = 100,
+    prefill: int = 32,
+    mixed: int = 8,
+    running: int = 16,
+    cache: str = "naive",
 ) -> Schedule:
     limits = Limits(
         context=context,
@@ -27,7 +33,7 @@ def make_schedule(
         max_running_requests=running,
         vocab_size=1000,
     )
-    return Schedule(NaiveCache(num_pages, PAGE_SIZE), limits, [EOS], IDENTITY)
+    return Schedule(make_cache(cache, num_pages, PAGE_SIZE), limits, [EOS], IDENTITY)
 
 
 def request(uid: str, length: int = 5, output: Sequence[int] = (), **sampling: object) -> NewRequest:
@@ -294,6 +300,7 @@ def test_steps_are_numbered_without_a_hole_also_when_one_has_no_rows() -> None:
     assert [first, skipped, second] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("cache", ["naive", "radix"])
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=12),
     num_pages=st.integers(9, 20),
@@ -302,10 +309,12 @@ def test_steps_are_numbered_without_a_hole_also_when_one_has_no_rows() -> None:
     running=st.integers(1, 5),
 )
 def test_every_request_ends_with_the_tokens_it_would_have_alone(
-    arrivals: list[tuple[int, int, int]], num_pages: int, prefill: int, mixed: int, running: int
+    cache: str, arrivals: list[tuple[int, int, int]], num_pages: int, prefill: int, mixed: int, running: int
 ) -> None:
     """Random arrivals in a small cache: pages never leak, budgets hold, nothing starves, n counts without a hole."""
-    schedule = make_schedule(num_pages=num_pages, context=36, prefill=prefill, mixed=mixed, running=running)
+    schedule = make_schedule(
+        num_pages=num_pages, context=36, prefill=prefill, mixed=mixed, running=running, cache=cache
+    )
     todo = sorted((at, str(number), length, tokens) for number, (at, length, tokens) in enumerate(arrivals))
     counts = {uid: 0 for _, uid, _, _ in todo}
     wanted = {uid: min(tokens, 36 - length) for _, uid, length, tokens in todo}
@@ -353,3 +362,48 @@ def test_the_same_calls_give_the_same_plans(requests: list[tuple[int, int]]) -> 
         return made
 
     assert plans() == plans()
+
+
+def test_identical_prompts_that_arrive_together_cost_one_prefill() -> None:
+    schedule = make_schedule(prefill=100, context=100, cache="radix")
+    for number in range(16):
+        schedule.add(request(str(number), length=21, max_tokens=2))
+    plan, marks, rows = step(schedule)
+    assert len(rows) == 16
+    lengths = [len(row.token_ids) for row in plan.rows]
+    assert lengths == [21] + [1] * 15  # five full pages are shared
+    cached = [
+        mark.event.cached_tokens for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "admitted"
+    ]
+    assert cached == [0] + [20] * 15
+
+
+def test_a_preempted_request_finds_its_own_pages_again() -> None:
+    schedule = make_schedule(num_pages=6, context=24, cache="radix")
+    schedule.add(request("old", length=7, max_tokens=6))
+    schedule.add(NewRequest("new", tuple(range(100, 115)), (), SamplingParams(max_tokens=6)))
+    admitted: list[Admitted] = []
+    while (planned := schedule.plan()) is not None:
+        plan, marks = planned
+        admitted += [
+            m.event for m in marks if isinstance(m, EventRow) and isinstance(m.event, Admitted) and m.uid == "new"
+        ]
+        schedule.complete([7] * sum(row.sample is not None for row in plan.rows))
+    assert len(admitted) == 2 and admitted[1].cached_tokens > 0
+
+
+@pytest.mark.parametrize("cache", ["naive", "radix"])
+def test_after_a_failed_step_everybody_starts_over_and_nothing_it_wrote_is_used(cache: str) -> None:
+    schedule = make_schedule(cache=cache)
+    schedule.add(request("a", length=9, max_tokens=3))
+    step(schedule)
+    schedule.add(request("b", length=9, max_tokens=3))
+    planned = schedule.plan()
+    assert planned is not None
+    marks = schedule.start_over()
+    assert sorted(mark.uid for mark in marks) == ["a", "b"]
+    assert schedule.problems() == [] and schedule.free_pages == 100
+    plan, marks, rows = step(schedule)
+    assert [row.start for row in plan.rows] in ([0, 0], [0, 8])  # with radix the second shares what the first computes
+    assert [(row.uid, row.n) for row in rows] == [("a", 2), ("b", 1)]
+    assert {row.uid for row in run_out(schedule) if row.end} == {"a", "b"}

@@ -1,0 +1,190 @@
+"""The cache that shares: a tree of full pages, each reached by the tokens of all pages before it and its own.
+
+A page is known to others as soon as the plan that fills it is made: keys and values are written before any are read in
+a step, so requests with the same prompt in one plan compute it once. (RadixAttention: Zheng et al., SGLang, 2024.)
+
+| pages of a holding | owner | at the end |
+|---|---|---|
+| 0 .. len(path) | the tree; this holding has locked them | unlocked; may be evicted when nobody has locked them |
+| len(path) .. end | this holding: not full yet, or somebody else filled the same tokens first | freed |
+
+A holding never locks a page that it does not use: it can always grow to what the cache holds when it is alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stages.generate.kvcache.base import Holding
+from stages.generate.kvcache.pages import PagePool
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One full page. `used` is a counter, not a clock: the same calls evict the same pages."""
+
+    tokens: tuple[int, ...]
+    page: int
+    parent: _Node | None
+    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    num_locks: int = 0
+    used: int = 0
+
+
+@dataclass(slots=True)
+class RadixHolding(Holding):
+    """A holding and its way down the tree: `path[i]` owns `pages[i]`."""
+
+    path: list[_Node] = field(default_factory=list)
+    is_private: bool = False
+    """Somebody else filled the same tokens in pages of their own: what follows is not given to the tree any more."""
+
+
+class RadixCache:
+    """PrefixCache with a page-aligned radix tree; the least recently used page goes first, in O(log n)."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+        self._root = _Node((), -1, None)
+        self._num_unlocked = 0
+        self._counter = 0
+        # Leaves that nobody has locked, as (used, order, node). An entry is void once its node is locked, has
+        # children or was used again; it is passed over when it comes up.
+        self._evictable: list[tuple[int, int, _Node]] = []
+        self._num_pushed = 0
+
+    @property
+    def num_available(self) -> int:
+        return self._pool.num_free + self._num_unlocked
+
+    def begin(self, token_ids: Sequence[int]) -> Holding:
+        holding = RadixHolding()
+        node = self._root
+        for index in range((len(token_ids) - 1) // self.page_size):  # the last token is computed in any case
+            found = node.children.get(self._page_tokens(token_ids, index))
+            if found is None:
+                break
+            node = found
+            self._lock(node)
+            holding.path.append(node)
+            holding.pages.append(node.page)
+        holding.cached_tokens = len(holding.pages) * self.page_size
+        return holding
+
+    def grow(self, holding: Holding, count: int) -> list[int] | None:
+        if count > self.num_available:
+            return None
+        while self._pool.num_free < count:
+            self._evict()
+        pages = self._pool.allocate(count)
+        holding.pages += pages
+        return pages
+
+    def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
+        assert isinstance(holding, RadixHolding)
+        path = holding.path
+        for index in range(len(path), num_filled // self.page_size):
+            parent = path[-1] if path else self._root
+            tokens = self._page_tokens(token_ids, index)
+            holding.is_private |= tokens in parent.children
+            if holding.is_private:
+                return
+            node = parent.children[tokens] = _Node(tokens, holding.pages[index], parent)
+            self._num_unlocked += 1  # until the next line
+            self._lock(node)
+            path.append(node)
+
+    def end(self, holding: Holding) -> None:
+        assert isinstance(holding, RadixHolding)
+        self._pool.free(holding.pages[len(holding.path) :])
+        for node in reversed(holding.path):
+            self._unlock(node)
+        holding.pages.clear()
+        holding.path.clear()
+        holding.is_private = False
+
+    def flush(self) -> int:
+        num_pages = self._num_unlocked
+        while self._num_unlocked:
+            self._evict()
+        return num_pages
+
+    def problems(self, holdings: Sequence[Holding]) -> list[str]:
+        found = []
+        locks: dict[int, int] = {}
+        private: list[int] = []
+        for holding in holdings:
+            path = holding.path if isinstance(holding, RadixHolding) else []
+            for node in path:
+                locks[id(node)] = locks.get(id(node), 0) + 1
+            private += holding.pages[len(path) :]
+            if [node.page for node in path] != holding.pages[: len(path)]:
+                found.append("a holding's pages are not those of its way down the tree")
+        nodes = self._nodes()
+        pages = [node.page for node in nodes] + private
+        if len(set(pages)) != len(pages):
+            found.append("a page has two owners")
+        if len(pages) + self._pool.num_free != self.num_pages:
+            found.append(f"{len(pages)} pages owned and {self._pool.num_free} free of {self.num_pages}")
+        if any(node.num_locks != locks.pop(id(node), 0) for node in nodes) or locks:
+            found.append("the locks in the tree are not those of the holdings")
+        if self._num_unlocked != sum(node.num_locks == 0 for node in nodes):
+            found.append("the count of pages that may be evicted is wrong")
+        return found
+
+    def _page_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])
+
+    def _lock(self, node: _Node) -> None:
+        self._counter += 1
+        node.used = self._counter
+        self._num_unlocked -= node.num_locks == 0
+        node.num_locks += 1
+
+    def _unlock(self, node: _Node) -> None:
+        node.num_locks -= 1
+        if node.num_locks == 0:
+            self._num_unlocked += 1
+            self._offer(node)
+
+    def _offer(self, node: _Node) -> None:
+        if not node.children:
+            self._num_pushed += 1
+            heapq.heappush(self._evictable, (node.used, self._num_pushed, node))
+            if len(self._evictable) > 2 * self.num_pages:  # most of it is void, and nothing was evicted for long
+                self._evictable = [entry for entry in self._evictable if self._is_valid(entry)]
+                heapq.heapify(self._evictable)
+
+    def _evict(self) -> None:
+        """Free the page of the least recently used leaf that nobody has locked. There is one."""
+        while True:
+            entry = heapq.heappop(self._evictable)
+            if self._is_valid(entry):
+                break
+        node = entry[2]
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens]
+        node.parent = None  # a second entry of it in the heap is void
+        self._num_unlocked -= 1
+        self._pool.free([node.page])
+        if parent is not self._root and parent.num_locks == 0:
+            self._offer(parent)
+
+    @staticmethod
+    def _is_valid(entry: tuple[int, int, _Node]) -> bool:
+        used, _, node = entry
+        return node.num_locks == 0 and not node.children and node.used == used and node.parent is not None
+
+    def _nodes(self) -> list[_Node]:
+        nodes: list[_Node] = []
+        todo = [self._root]
+        while todo:
+            children = todo.pop().children.values()
+            nodes += children
+            todo += children
+        return nodes
