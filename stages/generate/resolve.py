@@ -70,7 +70,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
     return Settings(
         device=device,
         dtype=dtype,
-        attention="reference" if config.attention == "auto" else config.attention,
+        attention=("reference" if cuda else "cpu") if config.attention == "auto" else config.attention,
         cache=config.cache,
         threads=config.threads or default_threads(available_cores()),
         page_size=page_size,

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from stages.generate.attention.base import Attend, Attention, AttentionShape
+from stages.generate.attention.cpu import CpuAttention
 from stages.generate.attention.reference import ReferenceAttention
 
 __all__ = ["ATTENTION", "Attend", "Attention", "AttentionShape"]
 
-ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {"reference": ReferenceAttention}
+ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {
+    "cpu": CpuAttention,
+    "reference": ReferenceAttention,
+}

@@ -30,15 +30,20 @@ class ReferenceAttention:
     def _attend(self, batch: ForwardBatch, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
         write_pages(kv_2PKSD, k_TKD, v_TKD, batch.slots_T)
         o_THD = torch.empty_like(q_THD)
-        for row, seq_len in enumerate(batch.seq_lens):
-            first, end = batch.query_starts[row], batch.query_starts[row + 1]
-            pages_N = batch.page_table_BN[row, : -(-seq_len // self._shape.page_size)]
-            kv_2KCD = kv_2PKSD[:, pages_N].transpose(1, 2).flatten(2, 3).float()
-            for begin in range(first, end, BLOCK):
-                stop = min(begin + BLOCK, end)
-                length = seq_len - (end - stop)
-                o_THD[begin:stop] = self._attend_block(q_THD[begin:stop], kv_2KCD[:, :, :length])
+        for row in range(len(batch.seq_lens)):
+            self.attend_row(batch, row, q_THD, kv_2PKSD, o_THD)
         return o_THD
+
+    def attend_row(self, batch: ForwardBatch, row: int, q_THD: Tensor, kv_2PKSD: Tensor, o_THD: Tensor) -> None:
+        """Compute the queries of one row, whose keys and values are in the pages, into their places in *o_THD*."""
+        seq_len = batch.seq_lens[row]
+        first, end = batch.query_starts[row], batch.query_starts[row + 1]
+        pages_N = batch.page_table_BN[row, : -(-seq_len // self._shape.page_size)]
+        kv_2KCD = kv_2PKSD[:, pages_N].transpose(1, 2).flatten(2, 3).float()
+        for begin in range(first, end, BLOCK):
+            stop = min(begin + BLOCK, end)
+            length = seq_len - (end - stop)
+            o_THD[begin:stop] = self._attend_block(q_THD[begin:stop], kv_2KCD[:, :, :length])
 
     def _attend_block(self, q_QHD: Tensor, kv_2KCD: Tensor) -> Tensor:
         """The queries are the last ones of the C tokens."""
