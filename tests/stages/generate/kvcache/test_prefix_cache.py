@@ -179,20 +179,45 @@ def test_a_chain_is_evicted_from_its_leaf() -> None:
     assert cache.begin([1] * 12 + [0]).cached_tokens == 8
 
 
-def test_two_that_computed_the_same_at_once_keep_their_own_pages_and_free_them() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
+def two_at_once(cache: PrefixCache) -> tuple[Holding, Holding]:
+    """Two requests with the same nine tokens that both began before either had filled a page."""
     tokens = list(range(9))
     first, second = cache.begin(tokens), cache.begin(tokens)
     for holding in (first, second):
         cache.grow(holding, 3)
     for holding in (first, second):
         cache.fill(holding, tokens, 9)
+    return first, second
+
+
+def test_two_that_computed_the_same_at_once_keep_their_own_pages_and_free_them() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    first, second = two_at_once(cache)
     assert set(first.pages).isdisjoint(second.pages)
     assert cache.problems([first, second]) == []
     cache.end(first)
     assert cache.problems([second]) == []
     cache.end(second)
     assert cache.num_available == PAGES and cache.problems([]) == []
+
+
+def test_alone_a_request_can_have_every_page_also_when_it_computed_what_another_one_did() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    first, second = two_at_once(cache)
+    cache.end(first)
+    assert cache.grow(second, PAGES - 3) is not None
+    assert cache.num_available == 0 and cache.problems([second]) == []
+
+
+def test_flushing_forgets_what_nobody_holds() -> None:
+    cache = RadixCache(PAGES, PAGE_SIZE)
+    held = started(cache, [1, 1, 1, 1, 0])
+    cache.end(started(cache, [2, 2, 2, 2, 0]))
+    assert cache.flush() == 1
+    assert cache.begin([2, 2, 2, 2, 0]).cached_tokens == 0
+    again = cache.begin([1, 1, 1, 1, 0])
+    assert again.cached_tokens == 4
+    assert cache.problems([held, again]) == []
 
 
 @given(st.data())
@@ -219,16 +244,3 @@ def test_what_the_tree_returns_is_what_was_stored(data: st.DataObject) -> None:
         cache.fill(holding, tokens, len(tokens))
         running.append(holding)
         assert cache.problems(running) == []
-
-
-def test_alone_a_request_can_have_every_page_also_when_it_computed_what_another_one_did() -> None:
-    cache = RadixCache(PAGES, PAGE_SIZE)
-    tokens = list(range(9))
-    first, second = cache.begin(tokens), cache.begin(tokens)
-    for holding in (first, second):
-        cache.grow(holding, 3)
-    for holding in (first, second):
-        cache.fill(holding, tokens, 9)
-    cache.end(first)
-    assert cache.grow(second, PAGES - 3) is not None
-    assert cache.num_available == 0 and cache.problems([second]) == []
