@@ -261,7 +261,7 @@ def _banner(config: Config, folder: Path, seconds: float) -> None:
     if folder.name == MODEL_ID:
         print(
             "\nNo --model was given, so a small random model answers: it speaks nonsense.\n"
-            "For sense, pass the folder of a Llama 3 or Qwen3 checkpoint: minisgl serve --model FOLDER",
+            "For sense, pass the folder of a Llama, Mistral, Qwen2 or Qwen3 checkpoint: minisgl serve --model FOLDER",
             flush=True,
         )
     print(

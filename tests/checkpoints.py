@@ -15,13 +15,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-Family = Literal["llama3", "qwen3"]
+Family = Literal["llama3", "mistral", "qwen2", "qwen3"]
+FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3")
+WINDOW = 24
+"""Tokens that a token of the mistral model sees."""
 
 TEXT = (
     """The log is the memory of the program. An accepted request ends exactly once, whatever dies. 你好，世界！你好吗？
@@ -63,7 +67,7 @@ def make_checkpoint(
 ) -> Path:
     """Write a model of about 200,000 parameters and its tokenizer to *folder*, as its author would; return *folder*.
 
-    *tie* None: tied embeddings for qwen3, not for llama3. *bias* gives the linear layers that may have one a bias:
+    *tie* None: tied embeddings for qwen3, not for the others. *bias* gives the linear layers that may have one a bias:
     those of the attention, and for llama3 those of the MLP. *vocab_size* is what the tokenizer is trained to, at most.
     """
     tokenizer = train_tokenizer(vocab_size, with_bos=architecture == "llama3")
@@ -81,7 +85,7 @@ def make_checkpoint(
         "attention_bias": bias,
         "tie_word_embeddings": architecture == "qwen3" if tie is None else tie,
     }
-    config: LlamaConfig | Qwen3Config
+    config: PreTrainedConfig
     if architecture == "llama3":
         rope = {
             "rope_type": "llama3",
@@ -95,11 +99,18 @@ def make_checkpoint(
             hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, rope_parameters=rope, **common
         )
     else:
-        rope = {"rope_type": "default", "rope_theta": 10_000.0}
-        config = Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, rope_parameters=rope, **common)
+        common |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+        if architecture != "qwen3":  # their biases are not a matter of the config
+            del common["attention_bias"]
+        if architecture == "qwen3":
+            config = Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, **common)
+        elif architecture == "qwen2":
+            config = Qwen2Config(hidden_size=64, intermediate_size=96, **common)
+        else:
+            config = MistralConfig(hidden_size=64, intermediate_size=96, head_dim=24, sliding_window=WINDOW, **common)
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config) if isinstance(config, LlamaConfig) else Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     _scatter(model)
     torch.set_rng_state(generator_state)
     assert model.generation_config is not None

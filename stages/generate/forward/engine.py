@@ -44,7 +44,7 @@ class Engine:
             spec, load_weights(spec, folder, dtype=self.dtype, device=self.device, progress=progress)
         )
         self._attention = ATTENTION[attention](
-            AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size)
+            AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window)
         )
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.kv_L2PKSD = allocate(spec, num_pages, page_size, self.dtype, self.device)

@@ -49,6 +49,8 @@ class ModelSpec:
     mlp_bias: bool
     tie_embeddings: bool
     rope: RopeSpec
+    window: int
+    """Tokens that a token sees, itself included; 0: all before it."""
     max_positions: int
     eos_ids: tuple[int, ...]
     """What config.json and generation_config.json call end of sequence, together, sorted."""
@@ -63,10 +65,16 @@ class Architecture:
     head_dim: int = 0
     """Where the config has none; 0: hidden_size / num_attention_heads."""
     qk_norm: bool = False
+    qkv_bias: bool = False
+    """The projections to q, k and v have a bias, and that to the output has none, whatever the config says."""
+    has_window: bool = False
+    """`sliding_window`, where the config has one, is how many tokens a token sees, itself included, in every layer."""
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(has_window=True),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
     "Qwen3ForCausalLM": Architecture(head_dim=128, qk_norm=True),
 }
 
@@ -103,11 +111,12 @@ def read_spec(folder: Path) -> ModelSpec:
         vocab_size=config.integer("vocab_size"),
         norm_eps=config.number("rms_norm_eps", 1e-6),
         qk_norm=row.qk_norm,
-        qkv_bias=bias,
+        qkv_bias=bias or row.qkv_bias,
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
         tie_embeddings=config.flag("tie_word_embeddings"),
         rope=_rope(config),
+        window=config.integer("sliding_window") if row.has_window and config.fields.get("sliding_window") else 0,
         max_positions=config.integer("max_position_embeddings"),
         eos_ids=_eos_ids(folder, config),
         dtype=_dtype(config),

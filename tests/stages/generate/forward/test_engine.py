@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Family, make_checkpoint, reference_tokens
+from checkpoints import FAMILIES, Family, make_checkpoint, reference_tokens
 from transformers import AutoModelForCausalLM
 
 import stages.generate.forward.engine as engine_module
@@ -82,7 +82,7 @@ def generate(engine: Engine, request: Request, count: int, chunk: int) -> list[i
     return request.tokens[begin:]
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
     chosen: Family = request.param
     return chosen
@@ -90,7 +90,8 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture(scope="module")
 def folder(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp(family), family)
+    seed = 2 if family == "qwen2" else 0  # with which the two best logits are never close
+    return make_checkpoint(tmp_path_factory.mktemp(family), family, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -175,10 +176,11 @@ def test_pages_swapped_without_their_values_change_the_logits(
         engine.kv_L2PKSD.copy_(kv_before)
         return float(difference)
 
-    mine, keys, keys_and_values = [request.pages[2], request.pages[9]], slice(0, 1), slice(0, 2)
+    # Pages that every family still sees from position 60, also the one with a window.
+    mine, keys, keys_and_values = [request.pages[11], request.pages[13]], slice(0, 1), slice(0, 2)
     assert difference(mine, keys_and_values) < 1e-4
     assert difference(mine, keys) > 0.1
-    assert difference([request.pages[2], other.pages[2]], keys_and_values) > 0.1
+    assert difference([request.pages[11], other.pages[2]], keys_and_values) > 0.1
 
 
 def test_positions_shifted_by_one_change_the_logits(

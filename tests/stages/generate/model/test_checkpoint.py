@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Family, make_checkpoint
+from checkpoints import FAMILIES, Family, make_checkpoint
 
 from pipeline.errors import ConfigError
 from stages.generate.model.checkpoint import WEIGHTS_FILE, check_folder, read_header
@@ -143,7 +143,7 @@ def test_a_tensor_that_says_nothing_new_is_let_through(folder: Path, name: str) 
     assert check_folder(folder).tie_embeddings
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_transformers_saves_is_what_we_ask_for(tmp_path: Path, family: Family, tie: bool, dtype: str) -> None:

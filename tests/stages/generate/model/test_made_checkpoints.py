@@ -6,13 +6,13 @@ from pathlib import Path
 
 import jinja2
 import pytest
-from checkpoints import BOS, END, STOP, Family, make_checkpoint, reference_tokens
+from checkpoints import BOS, END, FAMILIES, STOP, Family, make_checkpoint, reference_tokens
 from transformers import PreTrainedTokenizerFast
 
 from stages.generate.model.spec import read_spec
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokenizer_has_what_is_hard_about_tokenizers(tmp_path: Path, family: Family) -> None:
     make_checkpoint(tmp_path, family)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -23,7 +23,7 @@ def test_the_tokenizer_has_what_is_hard_about_tokenizers(tmp_path: Path, family:
     assert read_spec(tmp_path).vocab_size == len(tokenizer)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_template_refuses_two_user_messages_in_a_row(tmp_path: Path, family: Family) -> None:
     make_checkpoint(tmp_path, family)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)

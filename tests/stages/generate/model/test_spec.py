@@ -94,7 +94,7 @@ def test_eos_ids_are_those_of_both_files(
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            'architectures says ["GPT2LMHeadModel"]; supported: LlamaForCausalLM, Q',
+            'architectures says ["GPT2LMHeadModel"]; supported: LlamaForCausalLM, M',
         ),
         ({"architectures": None}, "architectures says null; supported: LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: \"silu\""),
@@ -139,5 +139,22 @@ def test_biases_and_a_head_of_its_own_are_tensors_of_the_checkpoint(tmp_path: Pa
     assert plain["model.layers.1.mlp.down_proj.weight"] == (64, 96)
 
 
+def test_a_window_is_read_where_the_architecture_has_one(tmp_path: Path) -> None:
+    mistral, qwen2 = ["MistralForCausalLM"], ["Qwen2ForCausalLM"]
+    assert read_spec(write(tmp_path, architectures=mistral, sliding_window=4096)).window == 4096
+    assert read_spec(write(tmp_path, architectures=mistral, sliding_window=None)).window == 0
+    assert read_spec(write(tmp_path, architectures=qwen2, sliding_window=4096, use_sliding_window=False)).window == 0
+
+
+def test_qwen2_has_biases_that_its_config_does_not_name(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, architectures=["Qwen2ForCausalLM"]))
+    assert (spec.qkv_bias, spec.output_bias) == (True, False)
+
+
 def test_every_architecture_has_a_row() -> None:
-    assert list(ARCHITECTURES) == ["LlamaForCausalLM", "Qwen3ForCausalLM"]
+    assert list(ARCHITECTURES) == [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ]
