@@ -111,8 +111,6 @@ class DetokenizeFold:
                         request.n = before
                     for token in event.tokens:
                         request.take(token)
-                case Finished() | Failed():
-                    request = None
                 case Admitted() if request is not None and not request.admitted_ms:
                     request.admitted_ms, request.cached_tokens = event.ms, event.cached_tokens
                 case _ if entry_id == SEAL:

@@ -39,6 +39,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         raise ConfigError("--device cuda: torch sees no CUDA device here; install its CUDA build, or pass --device cpu")
     device, dtype = resolve_device(config.device), resolve_dtype(spec, config.dtype)
     cuda = device.type == "cuda"
+    if cuda and config.attention == "cpu":
+        raise ConfigError("--attn cpu computes on a CPU; leave it out, or pass --device cpu")
     if config.max_seq_len > spec.max_positions:
         raise ConfigError(
             f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ MOST_READ = 4
 """Few enough that several tokenizers share a burst, enough to encode as a batch."""
 LONGEST_BATCH_S = 120.0
 """Patience of the watchdog while a batch is encoded."""
+LEARN_EVERY_S = 1.0
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
@@ -38,6 +40,7 @@ class TokenizeWorker:
         self._retention_ms = retention_ms
         self.context = 0
         """The served context, as the engines said last."""
+        self._learnt_s = float("-inf")
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Tokenize and commit; what is wrong with one request fails that request alone."""
@@ -77,7 +80,10 @@ class TokenizeWorker:
                 )
 
     def learn_context(self) -> None:
-        """Look up what the engines serve; the last known value stands while none of them is there."""
+        """Look up, once a second, what the engines serve; the last known value stands while none of them is there."""
+        if self.context and time.monotonic() - self._learnt_s < LEARN_EVERY_S:
+            return
+        self._learnt_s = time.monotonic()
         contexts = [status.context for status in read_statuses(self._log, GENERATE) if status.context]
         if contexts:
             self.context = min(contexts)
