@@ -1,79 +1,190 @@
-"""Attention on a CPU: all decode rows of a step in a few large operations on whole pages; chunks row by row.
+"""Attention on a CPU: all decode rows of a step in a few large operations on whole pages; chunks in torch's own kernel.
 
-A decode row has one query, so its work is reading pages. They are read as they lie, [page, kv head, slot, head dim]:
-the query heads of a kv head form one small matrix against each page, and no page is transposed or cut up.
+A decode row has one query, so its work is reading pages. Each page is taken as it lies, [kv head, slot, head dim], and
+the query heads of a kv head form one small matrix against it; what the pages of a row say is then put together with
+the softmax' usual running sums (flash decoding, https://pytorch.org/blog/flash-decoding). So rows of any lengths go
+together, and none is filled up to the longest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from stages.generate.attention.base import Attend, AttentionShape
-from stages.generate.attention.reference import ReferenceAttention, write_pages
 from stages.generate.forward.batch import ForwardBatch
 
 # B = decode rows, T = packed tokens, H = query heads, K = kv heads, G = query heads of one kv head, D = head dim,
-# P = pages, N = most pages of a decode row, S = slots of a page
+# P = pages, S = slots of a page, U = pages in use by decode rows, E = those with slots that are hidden from their row,
+# Q = queries of a chunk, N = pages of a chunk, C = tokens on them
+
+GATHER_BYTES: Final = 4 * 2**20
+"""Pages are copied together so much at a time: it is read again at once, and should still be in a core's cache."""
+BLOCK: Final = 512
+"""Queries that are computed at a time where a mask is needed, which has a number for each query and token."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodePlan:
-    """What is the same in every layer of a step."""
+    """The pages of all decode rows of a step, those with hidden slots last."""
 
-    pages_BN: Tensor
-    """Rows with fewer pages are filled up with their first page, which is hidden there."""
-    hidden_BNS: Tensor
-    """True where a row may not look: beyond its length, before its window, and in what fills it up."""
+    pages_U: Tensor
+    rows_U: Tensor
+    """Whose page it is."""
+    num_whole: int
+    """U - E."""
+    hidden_E1S: Tensor
+    """True where a row may not look: beyond its length, or before its window."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkPlan:
+    """One row whose last tokens are computed in this step."""
+
+    queries: slice
+    """Its place in T."""
+    pages_N: Tensor
+    """From the first one that the chunk's first query sees."""
+    length: int
+    """C: tokens on these pages, the last Q of which are the queries."""
 
 
 class CpuAttention:
-    """See `Attention`."""
+    """See `Attention`. Scores are rounded to the dtype of the pages, as in transformers; their softmax is float32."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        self._reference = ReferenceAttention(shape)
+        self._scale = shape.head_dim**-0.5
 
     def plan(self, batch: ForwardBatch) -> Attend:
-        """Lay out the pages of the decode rows, and what of them is hidden."""
-        decode = self._plan_decode(batch) if batch.num_decode_rows else None
+        """Lay out where keys and values go, the pages of the decode rows, and what of them is hidden."""
+        places = self._places(batch.slots_T)
+        num_decode_rows = batch.num_decode_rows
+        decode = self._plan_decode(batch) if num_decode_rows else None
+        chunks = [self._plan_chunk(batch, row) for row in range(num_decode_rows, len(batch.seq_lens))]
 
         def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
-            write_pages(kv_2PKSD, k_TKD, v_TKD, batch.slots_T)
+            for pages_PKSD, new_TKD in zip(kv_2PKSD, (k_TKD, v_TKD), strict=True):
+                pages_PKSD.view(-1, self._shape.head_dim).index_copy_(0, places, new_TKD.flatten(0, 1))
+            if decode is not None and not chunks:
+                return self._decode(decode, q_THD, kv_2PKSD)
             o_THD = torch.empty_like(q_THD)
             if decode is not None:
-                o_THD[: batch.num_decode_rows] = self._decode(decode, q_THD[: batch.num_decode_rows], kv_2PKSD)
-            for row in range(batch.num_decode_rows, len(batch.seq_lens)):
-                self._reference.attend_row(batch, row, q_THD, kv_2PKSD, o_THD)
+                o_THD[:num_decode_rows] = self._decode(decode, q_THD[:num_decode_rows], kv_2PKSD)
+            for chunk in chunks:
+                o_THD[chunk.queries] = self._chunk(chunk, q_THD[chunk.queries], kv_2PKSD)
             return o_THD
 
         return attend
 
+    def _places(self, slots_T: Tensor) -> Tensor:
+        """Return, for each token and kv head, the index among all [page, kv head, slot]."""
+        shape = self._shape
+        pages_T1, offsets_T1 = (slots_T // shape.page_size)[:, None], (slots_T % shape.page_size)[:, None]
+        return ((pages_T1 * shape.num_kv_heads + torch.arange(shape.num_kv_heads)) * shape.page_size + offsets_T1).view(
+            -1
+        )
+
+    # decode rows
+
     def _plan_decode(self, batch: ForwardBatch) -> _DecodePlan:
         page_size = self._shape.page_size
-        lengths_B = torch.tensor(batch.seq_lens[: batch.num_decode_rows])
-        num_pages = -(-int(lengths_B.max()) // page_size)
-        pages_BN = batch.page_table_BN[: batch.num_decode_rows, :num_pages].long()
-        unused_BN = torch.arange(num_pages) * page_size >= lengths_B[:, None]
-        pages_BN = torch.where(unused_BN, pages_BN[:, :1], pages_BN)  # what is left over in a table may be any number
-        positions_NS = torch.arange(num_pages * page_size).view(num_pages, page_size)
-        hidden_BNS = positions_NS >= lengths_B[:, None, None]
-        if self._shape.window:
-            hidden_BNS = hidden_BNS | (positions_NS < (lengths_B - self._shape.window)[:, None, None])
-        return _DecodePlan(pages_BN, hidden_BNS)
+        ends_B = torch.tensor(batch.seq_lens[: batch.num_decode_rows])
+        begins_B = (ends_B - self._shape.window).clamp(min=0) if self._shape.window else torch.zeros_like(ends_B)
+        first_pages_B = begins_B // page_size
+        counts_B = (ends_B - 1) // page_size - first_pages_B + 1
+        rows_U = torch.arange(len(ends_B)).repeat_interleave(counts_B)
+        before_B = counts_B.cumsum(0) - counts_B
+        indices_U = first_pages_B[rows_U] + torch.arange(len(rows_U)) - before_B[rows_U]
+        positions_US = indices_U[:, None] * page_size + torch.arange(page_size)
+        hidden_US = (positions_US < begins_B[rows_U, None]) | (positions_US >= ends_B[rows_U, None])
+        has_hidden_U = hidden_US.any(1)
+        order_U = has_hidden_U.argsort(stable=True)
+        num_whole = len(rows_U) - int(has_hidden_U.sum())
+        rows_U, indices_U = rows_U[order_U], indices_U[order_U]
+        return _DecodePlan(
+            batch.page_table_BN[rows_U, indices_U].long(), rows_U, num_whole, hidden_US[order_U[num_whole:], None]
+        )
 
     def _decode(self, plan: _DecodePlan, q_BHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
-        shape = self._shape
-        num_rows, num_pages = plan.pages_BN.shape
-        k_BNKSD, v_BNKSD = (pages_PKSD[plan.pages_BN].float() for pages_PKSD in kv_2PKSD)
-        v_BNKSD = v_BNKSD.masked_fill_(plan.hidden_BNS[:, :, None, :, None], 0.0)  # 0 * NaN would be NaN
-        q_B1KGD = q_BHD.float().view(num_rows, 1, shape.num_kv_heads, -1, shape.head_dim) * shape.head_dim**-0.5
-        scores_BNKGS = q_B1KGD @ k_BNKSD.transpose(-1, -2)
-        scores_BNKGS.masked_fill_(plan.hidden_BNS[:, :, None, None, :], float("-inf"))
-        # One softmax over the pages and slots of a row: N and S side by side, then back.
-        p_BKGNS = scores_BNKGS.permute(0, 2, 3, 1, 4).flatten(3).softmax(-1).unflatten(3, (num_pages, -1))
-        o_BNKGD = p_BKGNS.permute(0, 3, 1, 2, 4) @ v_BNKSD
-        o_BHD: Tensor = o_BNKGD.sum(1).flatten(1, 2)
-        return o_BHD.to(q_BHD.dtype)
+        k_PKSD, v_PKSD = kv_2PKSD
+        num_kv_heads = self._shape.num_kv_heads
+        q_BKGD = q_BHD.unflatten(1, (num_kv_heads, -1))
+        scores_UHS = torch.cat(
+            [
+                torch.matmul(q_BKGD.index_select(0, plan.rows_U[part]), k_UKSD.transpose(2, 3)).flatten(1, 2)
+                for part, k_UKSD in self._gather(plan, k_PKSD)
+            ]
+        )
+        scores_UHS = scores_UHS.float().mul_(self._scale)
+        scores_UHS[plan.num_whole :].masked_fill_(plan.hidden_E1S, float("-inf"))
+        most_BH = scores_UHS.new_full(q_BHD.shape[:2], float("-inf"))
+        most_BH.scatter_reduce_(0, plan.rows_U[:, None].expand_as(scores_UHS[:, :, 0]), scores_UHS.amax(2), "amax")
+        p_UHS = scores_UHS.sub_(most_BH.index_select(0, plan.rows_U)[:, :, None]).exp_()
+        sum_BH = torch.zeros_like(most_BH).index_add_(0, plan.rows_U, p_UHS.sum(2))
+        p_UKGS = p_UHS.to(q_BHD.dtype).unflatten(1, (num_kv_heads, -1))
+        o_BHD = q_BHD.new_zeros(q_BHD.shape, dtype=torch.float32)
+        for part, v_UKSD in self._gather(plan, v_PKSD):
+            v_UKSD[max(0, plan.num_whole - part.start) :].nan_to_num_()  # what is hidden may be NaN, and 0 * NaN too
+            o_UHD = torch.matmul(p_UKGS[part], v_UKSD).flatten(1, 2)
+            o_BHD.index_add_(0, plan.rows_U[part], o_UHD.float())
+        return o_BHD.div_(sum_BH[:, :, None]).to(q_BHD.dtype)
+
+    def _gather(self, plan: _DecodePlan, pages_PKSD: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the pages of the plan, copied together, some at a time."""
+        at_once = max(1, GATHER_BYTES // pages_PKSD[0].nbytes)
+        for begin in range(0, len(plan.pages_U), at_once):
+            part = slice(begin, begin + at_once)
+            yield part, pages_PKSD.index_select(0, plan.pages_U[part])
+
+    # chunks
+
+    def _plan_chunk(self, batch: ForwardBatch, row: int) -> _ChunkPlan:
+        page_size, end = self._shape.page_size, batch.seq_lens[row]
+        queries = slice(batch.query_starts[row], batch.query_starts[row + 1])
+        start = end - (queries.stop - queries.start)
+        first_page = max(0, start + 1 - self._shape.window) // page_size if self._shape.window else 0
+        pages_N = batch.page_table_BN[row, first_page : -(-end // page_size)].long()
+        return _ChunkPlan(queries, pages_N, end - first_page * page_size)
+
+    def _chunk(self, plan: _ChunkPlan, q_QHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+        q_KGQD = q_QHD.unflatten(1, (self._shape.num_kv_heads, -1)).permute(1, 2, 0, 3)
+        k_K1CD, v_K1CD = (self._tokens(plan, pages_PKSD) for pages_PKSD in kv_2PKSD)
+        num_queries = len(q_QHD)
+        if num_queries == plan.length and not 0 < self._shape.window < num_queries:
+            o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None)
+            return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
+        o_QHD = torch.empty_like(q_QHD)
+        for begin in range(0, num_queries, BLOCK):
+            end = min(begin + BLOCK, num_queries)
+            length = plan.length - num_queries + end
+            visible_QC = self._visible(end - begin, length)
+            o_KGQD = self._attend(q_KGQD[:, :, begin:end], k_K1CD[:, :, :length], v_K1CD[:, :, :length], visible_QC)
+            o_QHD[begin:end] = o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
+        return o_QHD
+
+    def _attend(self, q_KGQD: Tensor, k_K1CD: Tensor, v_K1CD: Tensor, visible_QC: Tensor | None) -> Tensor:
+        """Return o_KGQD; without a mask the queries are all the tokens there are."""
+        groups = q_KGQD.shape[1]
+        k_KGCD, v_KGCD = (tokens.expand(-1, groups, -1, -1) for tokens in (k_K1CD, v_K1CD))
+        return F.scaled_dot_product_attention(
+            q_KGQD, k_KGCD, v_KGCD, attn_mask=visible_QC, is_causal=visible_QC is None, scale=self._scale
+        )
+
+    def _tokens(self, plan: _ChunkPlan, pages_PKSD: Tensor) -> Tensor:
+        """Return the row's keys or values, [K, 1, C, D]: its pages, one kv head after the other."""
+        num_kv_heads = self._shape.num_kv_heads
+        index_KN = plan.pages_N * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+        chosen_XSD = pages_PKSD.flatten(0, 1).index_select(0, index_KN.flatten())
+        return chosen_XSD.view(num_kv_heads, 1, -1, self._shape.head_dim)[:, :, : plan.length]
+
+    def _visible(self, num_queries: int, length: int) -> Tensor:
+        """Return which tokens the last *num_queries* of *length* see, [Q, C]."""
+        distance_QC = torch.arange(length - num_queries, length)[:, None] - torch.arange(length)
+        visible_QC = distance_QC >= 0
+        return visible_QC & (distance_QC < self._shape.window) if self._shape.window else visible_QC

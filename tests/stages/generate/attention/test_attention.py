@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.generate.attention import ATTENTION, AttentionShape
+from stages.generate.attention import ATTENTION, AttentionShape, cpu
 from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
@@ -115,9 +115,22 @@ def test_a_row_reads_what_another_row_writes_in_the_same_step(name: str, count: 
     torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
 
 
-def test_a_chunk_longer_than_a_block_is_causal(name: str) -> None:
-    case = Case([(10, 300)], 16)
-    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+@pytest.mark.parametrize("start", [0, 10])
+@pytest.mark.parametrize("window", [0, 7, 800])
+def test_a_chunk_longer_than_a_block_is_causal(name: str, start: int, window: int) -> None:
+    case = Case([(start, 600)], 16)
+    output = case.attend(name, window=window).double()
+    torch.testing.assert_close(output, case.expected(window=window), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_many_pages_that_are_not_copied_together_agree_with_dense_attention(
+    name: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "GATHER_BYTES", 3 * KV_HEADS * 4 * HEAD_DIM * 4)  # three pages
+    case = Case([(45, 1), (3, 1), (70, 1), (7, 1), (0, 1)], 4)
+    output = case.attend(name, window=window).double()
+    torch.testing.assert_close(output, case.expected(window=window), atol=2e-6, rtol=1e-5)
 
 
 def test_a_window_hides_what_lies_before_it(name: str) -> None:
