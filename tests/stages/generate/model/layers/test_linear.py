@@ -1,0 +1,53 @@
+"""A packed weight multiplies as the plain one does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stages.generate.model.layers import linear
+from stages.generate.model.layers.linear import Linear, can_pack, pack
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def packs(dtype: torch.dtype) -> None:
+    if not can_pack(dtype):
+        pytest.skip(f"this CPU or torch does not multiply with packed {dtype}")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 300])
+@pytest.mark.parametrize(("rows", "columns"), [(48, 32), (1001, 70), (3, 144)])
+def test_a_packed_weight_gives_what_the_plain_one_gives(
+    dtype: torch.dtype, bias: bool, num_tokens: int, rows: int, columns: int
+) -> None:
+    packs(dtype)
+    torch.manual_seed(0)
+    weight_OI, bias_O = torch.randn(rows, columns).to(dtype), torch.randn(rows).to(dtype) if bias else None
+    x_TI = torch.randn(num_tokens, columns).to(dtype)
+    y_TO = Linear(pack(weight_OI), bias_O)(x_TI)
+    assert (y_TO.shape, y_TO.dtype) == ((num_tokens, rows), dtype)
+    torch.testing.assert_close(y_TO, Linear(weight_OI, bias_O)(x_TI), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_what_cannot_be_packed_is_said_and_not_raised() -> None:
+    assert not can_pack(torch.float64)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, AttributeError])
+def test_a_torch_without_the_operation_leaves_the_weights_plain(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def missing(*_: object) -> None:
+        raise error("gone")
+
+    monkeypatch.setattr(linear, "pack", missing)
+    assert not can_pack(torch.float32)
+
+
+def test_an_operation_that_means_something_else_by_now_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    packs(torch.float32)
+    monkeypatch.setattr(linear, "pack", lambda weight_OI: pack(-weight_OI))
+    assert not can_pack(torch.float32)
