@@ -1,0 +1,1 @@
+"""Benchmarks: what they measure, against whom, and the checkpoints they run on."""
