@@ -1,4 +1,7 @@
-"""The command: arguments -> config -> processes. The one file that knows all packages; it imports them when needed."""
+"""The command: arguments -> config -> processes; and `LLM`, for use from Python.
+
+The one file that knows all packages; it imports them when needed.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 
 if TYPE_CHECKING:
+    from ops.offline import LLM as LLM
+    from pipeline.events import SamplingParams as SamplingParams
     from pipeline.redis_log import RedisLog
     from pipeline.supervisor import Job
 
@@ -29,6 +34,7 @@ VERSION = "0.1.0"
 USAGE = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
+       minisgl bench KIND [flags]           measure: offline, serve, pipeline or compare
        minisgl --version
 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.
@@ -37,6 +43,19 @@ EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 READY_TIMEOUT_S = 600.0
 FOREVER_S = float("inf")
+
+
+def __getattr__(name: str) -> object:
+    """Import what `from minisgl import ...` names, and torch with it, only now: the command must start fast."""
+    if name == "LLM":
+        from ops.offline import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from pipeline.events import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,8 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if not arguments or arguments[0].startswith("-"):
             arguments = ["serve", *arguments]
+        if arguments[0] == "bench":
+            from ops.bench import command
+
+            return command.run(arguments[1:], os.environ)
         if arguments[0] not in ("serve", "stage"):
-            raise ConfigError(f"{arguments[0]}: no such command; expected serve or stage (see minisgl --help)")
+            raise ConfigError(f"{arguments[0]}: no such command; expected serve, stage or bench (see minisgl --help)")
         config = parse_command(arguments, os.environ)
         if config.worker.slot is not None:
             return run_worker(config)
@@ -161,30 +184,40 @@ def _stage_run(stage: str) -> Callable[[Config, RedisLog, RedisLog, Path], int]:
 
 
 def model_folder(config: Config) -> Path:
-    """Return the folder of the model, checked without torch; without --model one is made.
+    """Return the folder of the model, checked without torch; one of the hub is fetched, without --model one is made.
 
     Raises:
         ConfigError: The folder does not hold what this command needs; the message names the file or tensor.
     """
     from stages.generate.model.checkpoint import check_folder, check_tokenizer
+    from stages.generate.model.hub import fetch, hub_model
 
-    if config.model.model:
-        folder = Path(config.model.model).expanduser().absolute()
-    else:
+    text_alone, dummy = config.stage in (TOKENIZE, DETOKENIZE), config.engine.dummy_weight
+    if not config.model.model:
         from ops.demo_model import nonsense
 
         folder = nonsense.ensure(config.data_dir / "models")
-    if config.stage in (TOKENIZE, DETOKENIZE):
+    elif (on_hub := hub_model(config.model.model)) is not None:
+        folder = fetch(on_hub, weights=not text_alone and not dummy)
+    else:
+        folder = Path(config.model.model).expanduser().absolute()
+    if text_alone:
         check_tokenizer(folder)
     else:
-        check_folder(folder)
+        check_folder(folder, dummy=dummy)
     return folder
 
 
 def _with_model(config: Config, folder: Path) -> Config:
+    """Return *config* for workers, which get the folder; a model of the hub is still served under its name there."""
     import dataclasses
 
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(folder)))
+    from stages.generate.model.hub import hub_model
+
+    names, on_hub = config.names, hub_model(config.model.model)
+    if on_hub is not None and not names.served_model_name:
+        names = dataclasses.replace(names, served_model_name=(on_hub.id,))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, model=str(folder)), names=names)
 
 
 def _job(config: Config, stage: str, *extra: str, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> Job:
@@ -261,7 +294,7 @@ def _banner(config: Config, folder: Path, seconds: float) -> None:
     if folder.name == MODEL_ID:
         print(
             "\nNo --model was given, so a small random model answers: it speaks nonsense.\n"
-            "For sense, pass the folder of a Llama, Mistral, Qwen2 or Qwen3 checkpoint: minisgl serve --model FOLDER",
+            "For sense, pass a model of the Hugging Face hub, or a folder: minisgl serve --model Qwen/Qwen3-0.6B",
             flush=True,
         )
     print(

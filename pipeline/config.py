@@ -94,6 +94,13 @@ def port_number(text: str) -> int:
     return value
 
 
+def yes_or_no(text: str) -> bool:
+    """Parse what a flag that may stand alone is set to."""
+    if text.lower() not in ("yes", "true", "1", "no", "false", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be yes or no")
+    return text.lower() in ("yes", "true", "1")
+
+
 def page_size(text: str) -> int:
     """Parse a power of two, or `auto` as 0."""
     value = auto_or(1)(text)
@@ -161,7 +168,12 @@ class DataConfig:
 class ModelConfig:
     """Which model is served."""
 
-    model: str = flag("--model", "--model-path", default="", help="folder of the model [a random one is made]")
+    model: str = flag(
+        "--model",
+        "--model-path",
+        default="",
+        help="folder of the model, or owner/name[@revision] on the Hugging Face hub [a random one is made]",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +181,7 @@ class NamesConfig:
     """Under which names the model is served."""
 
     served_model_name: tuple[str, ...] = flag(
-        "--served-model-name", default=(), repeated=True, help="names clients may use [the folder's name]"
+        "--served-model-name", default=(), repeated=True, help="names clients may use [the hub's or the folder's name]"
     )
 
 
@@ -191,6 +203,9 @@ class EngineConfig:
         parse=at_least(1),
         choices=(1,),
         help="devices that share one model",
+    )
+    dummy_weight: bool = flag(
+        "--dummy-weight", default=False, parse=yes_or_no, help="random weights: no checkpoint but its config is needed"
     )
     device: str = flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs")
     threads: int = flag(
@@ -334,9 +349,9 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
-def flags_of(command: str) -> list[dataclasses.Field[Any]]:
-    """Return the fields of every flag that *command* accepts."""
-    return [item for owner in OWNERS[command] for item in dataclasses.fields(owner)]
+def flags_of(owners: Sequence[type[Any]]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of every flag that fills one of *owners*."""
+    return [item for owner in owners for item in dataclasses.fields(owner)]
 
 
 def _default_text(item: dataclasses.Field[Any]) -> str:
@@ -345,10 +360,12 @@ def _default_text(item: dataclasses.Field[Any]) -> str:
     return f" [{item.default}]"
 
 
-def build_parser(command: str, environment: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Return the parser of `minisgl <command>`; the environment gives the defaults."""
-    parser = _Parser(prog=f"minisgl {command}", allow_abbrev=False)
-    for item in flags_of(command):
+def build_parser(
+    command: str, owners: Sequence[type[Any]], environment: Mapping[str, str], about: str = ""
+) -> argparse.ArgumentParser:
+    """Return the parser of `minisgl <command>` with the flags of *owners*; the environment gives the defaults."""
+    parser = _Parser(prog=f"minisgl {command}", description=about or None, allow_abbrev=False)
+    for item in flags_of(owners):
         names, parse = item.metadata["flags"], item.metadata["parse"]
         options: dict[str, Any] = {
             "dest": item.name,
@@ -358,6 +375,8 @@ def build_parser(command: str, environment: Mapping[str, str]) -> argparse.Argum
         }
         if item.metadata["repeated"]:
             options |= {"nargs": "+", "metavar": "NAME"}
+        if isinstance(item.default, bool):
+            options |= {"nargs": "?", "const": "yes", "metavar": "yes|no"}
         if item.metadata["choices"] is not None:  # not argparse's own, which does not look at defaults
             choices = item.metadata["choices"]
             options |= {"type": one_of(choices, parse), "metavar": "{" + ",".join(map(str, choices)) + "}"}
@@ -383,7 +402,8 @@ def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> C
             seen = rest[0] if rest else "nothing"
             raise ConfigError(f"minisgl stage: {seen} given, expected one of {', '.join(STAGES)}")
         stage = rest.pop(0)
-    parsed = build_parser(f"{command} {stage}".strip(), environment).parse_args(rest)
+    name = f"{command} {stage}".strip()
+    parsed = build_parser(name, OWNERS[name], environment).parse_args(rest)
     return Config(
         command=command,
         stage=stage,
@@ -398,6 +418,18 @@ def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> C
         serve=_fill(ServeConfig, parsed),
         worker=_fill(StageConfig, parsed),
     )
+
+
+def parse_flags(
+    command: str, owners: Sequence[type[Any]], arguments: Sequence[str], environment: Mapping[str, str], about: str = ""
+) -> list[Any]:
+    """Return the config objects *owners* of a command that is not about the processes of a server: a tool.
+
+    Raises:
+        ConfigError: An unknown flag, or a value out of range.
+    """
+    parsed = build_parser(command, owners, environment, about).parse_args(arguments)
+    return [_fill(owner, parsed) for owner in owners]
 
 
 def _fill(owner: type[C], parsed: argparse.Namespace) -> C:

@@ -6,7 +6,7 @@ test of parity could fail on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +20,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-Family = Literal["llama3", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3")
+Family = Literal["llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "odd"]
+FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3", "qwen3moe", "odd")
+"""`odd` is a Llama with biases and 6 query and 3 kv heads, in which nothing but the head is a multiple of 8."""
 WINDOW = 24
 """Tokens that a token of the mistral model sees."""
 
@@ -64,11 +66,16 @@ def make_checkpoint(
     num_layers: int = 2,
     vocab_size: int = 512,
     max_positions: int = 512,
+    rope: Mapping[str, Any] | None = None,
+    experts: Mapping[str, Any] | None = None,
+    shard_size: str = "1GB",
 ) -> Path:
     """Write a model of about 200,000 parameters and its tokenizer to *folder*, as its author would; return *folder*.
 
     *tie* None: tied embeddings for qwen3, not for the others. *bias* gives the linear layers that may have one a bias:
     those of the attention, and for llama3 those of the MLP. *vocab_size* is what the tokenizer is trained to, at most.
+    *rope* replaces the family's, *experts* changes what qwen3moe says of its. Weights of more than *shard_size* become
+    several files.
     """
     tokenizer = train_tokenizer(vocab_size, with_bos=architecture == "llama3")
     tokenizer.save_pretrained(folder)
@@ -86,25 +93,34 @@ def make_checkpoint(
         "tie_word_embeddings": architecture == "qwen3" if tie is None else tie,
     }
     config: PreTrainedConfig
+    common["rope_parameters"] = dict(rope or {"rope_type": "default", "rope_theta": 10_000.0})
     if architecture == "llama3":
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": 1000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }
-        config = LlamaConfig(
-            hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, rope_parameters=rope, **common
+        common["rope_parameters"] = (
+            dict(rope)
+            if rope
+            else {
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
         )
+        config = LlamaConfig(hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, **common)
+    elif architecture == "odd":
+        common |= {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}
+        config = LlamaConfig(hidden_size=90, intermediate_size=117, head_dim=24, **common)
+    elif architecture == "qwen3":
+        config = Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, **common)
+    elif architecture == "qwen3moe":
+        common |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+        common |= {"mlp_only_layers": [0]} | dict(experts or {})
+        common |= {"head_dim": 24}  # which the class lets through without knowing it
+        config = Qwen3MoeConfig(hidden_size=64, intermediate_size=96, **common)
     else:
-        common |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-        if architecture != "qwen3":  # their biases are not a matter of the config
-            del common["attention_bias"]
-        if architecture == "qwen3":
-            config = Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, **common)
-        elif architecture == "qwen2":
+        del common["attention_bias"]  # their biases are not a matter of the config
+        if architecture == "qwen2":
             config = Qwen2Config(hidden_size=64, intermediate_size=96, **common)
         else:
             config = MistralConfig(hidden_size=64, intermediate_size=96, head_dim=24, sliding_window=WINDOW, **common)
@@ -115,7 +131,7 @@ def make_checkpoint(
     torch.set_rng_state(generator_state)
     assert model.generation_config is not None
     model.generation_config.eos_token_id = eos_ids
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 

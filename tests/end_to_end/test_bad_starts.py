@@ -103,6 +103,7 @@ MEANINGLESS: Sequence[tuple[list[str], list[str]]] = (
     (["serve", "--lease", "0"], ["--lease", "'0'", "above 0"]),
     (["serve", "--memory-ratio", "1.5"], ["--memory-ratio", "'1.5'", "up to 1"]),
     (["serve", "--dtype", "int8"], ["--dtype", "'int8'", "bfloat16"]),
+    (["serve", "--dummy-weight", "perhaps"], ["--dummy-weight", "'perhaps'", "yes or no"]),
     (["serve", "--model"], ["--model", "expected one argument"]),
     (["serve", "a-model"], ["a-model", "minisgl serve --help"]),
     (["stage", "prefill", "--redis-url", "redis://127.0.0.1:1"], ["prefill", "generate", "web"]),
@@ -164,6 +165,25 @@ def _leave_out(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def _leave_out_a_shard(folder: Path) -> None:
+    """Spread the weights over two files, and lose the second."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    first = {name: tensor for name, tensor in tensors.items() if "00001-of" in names[name]}
+    save_file(first, folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def _add(folder: Path, name: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: tensors["model.norm.weight"]}, folder / "model.safetensors")
+
+
+def _tie_and_differ(folder: Path) -> None:
+    _rewrite_config(folder, tie_word_embeddings=True)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -178,6 +198,21 @@ def _leave_out(folder: Path) -> None:
         pytest.param(_scramble_header, ["model.safetensors", "header"], id="weights have a broken header"),
         pytest.param(_reshape, ["model.safetensors", "model.norm.weight", "(127,)", "(128,)"], id="wrong shape"),
         pytest.param(_leave_out, ["model.layers.1.mlp.up_proj.weight", "missing"], id="a tensor is missing"),
+        pytest.param(lambda f: _add(f, "model.extra"), ["model.extra", "is not part of Qwen3"], id="a tensor too many"),
+        pytest.param(_leave_out_a_shard, ["model-00002-of-00002.safetensors", "not found"], id="a shard is missing"),
+        pytest.param(
+            _tie_and_differ, ["model.safetensors", "lm_head.weight", "tie_word_embeddings"], id="tied weights twice"
+        ),
+        pytest.param(
+            lambda f: _rewrite_config(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+            ["config.json", "longrope", "yarn"],
+            id="unsupported rope",
+        ),
+        pytest.param(
+            lambda f: _rewrite_config(f, hidden_act="gelu"),
+            ["config.json", "hidden_act", "gelu", "silu"],
+            id="unsupported activation",
+        ),
         pytest.param(
             lambda f: _rewrite_config(f, architectures=["MambaForCausalLM"], model_type="mamba"),
             ["config.json", "MambaForCausalLM", "Qwen3ForCausalLM"],
@@ -190,6 +225,22 @@ def test_a_model_that_cannot_be_served_is_refused_by_the_name_of_its_fault(
 ) -> None:
     spoil(model)
     assert_refused(run("serve", "--model", str(model), folder=tmp_path), str(model), *words)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE", "pass a folder"]),
+        ({"HF_ENDPOINT": "http://127.0.0.1:1"}, ["http://127.0.0.1:1 cannot be reached", "check the network"]),
+    ],
+    ids=["offline", "no network"],
+)
+def test_a_model_of_the_hub_that_cannot_be_had_is_refused(
+    environment: Mapping[str, str], words: list[str], tmp_path: Path
+) -> None:
+    environment = {**environment, "HF_HOME": str(tmp_path / "hf")}
+    ended = run("serve", "--model", "someone/small-model", folder=tmp_path, environment=environment)
+    assert_refused(ended, "--model someone/small-model: ", *words)
 
 
 def test_a_stage_alone_looks_at_the_model_too(model: Path, redis_url: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
@@ -16,9 +17,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from checkpoints import BOS, TEXT
+from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint
 from servers import Server, serve
-from transformers import AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stages.generate.forward.engine as engine_module
 from pipeline.events import Admitted, AnyEvent, Finished, Preempted, SamplingParams, Tokenized, TokensProduced, decode
@@ -32,19 +34,21 @@ from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Sche
 
 pytestmark = pytest.mark.slow
 
-Reference = Callable[[Path, Sequence[int], int], list[int]]
 Body = Mapping[str, Any]
 
 NUM_REQUESTS = 16
 NUM_TOKENS = 64
+SMALLEST_GAP = 1e-3
+"""Between the two best logits; rounding is a thousand times smaller."""
 GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 SETTINGS = {
     "as it comes": (),
     "prompts in chunks": ("--cache", "naive", "--page-size", "16", "--max-prefill-length", "32"),
     "few pages": ("--cache", "naive", "--page-size", "16", "--num-pages", "14"),
     "few shared pages": ("--page-size", "16", "--num-pages", "14"),
+    "bfloat16": ("--dtype", "bfloat16", "--page-size", "16"),
 }
-AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED = SETTINGS
+AS_IT_COMES, IN_CHUNKS, FEW_PAGES, FEW_SHARED, IN_BFLOAT16 = SETTINGS
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,43 @@ class Asked:
     def texts(self) -> list[str]:
         tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
         return [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in self.expected]
+
+
+class Reference:
+    """What transformers makes of a checkpoint, eager, on one thread: several wait longer than they compute."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+
+    def greedy(self, prompt: Sequence[int]) -> tuple[list[int], float]:
+        """Return the tokens that follow *prompt*, and the smallest gap between the two best logits on the way."""
+        tokens: list[int] = []
+        smallest_gap = float("inf")
+        todo, cache = list(prompt), None
+        while len(tokens) < NUM_TOKENS:
+            with one_thread(), torch.inference_mode():
+                out = self._model(torch.tensor([todo]), past_key_values=cache, use_cache=True)
+            best = out.logits[0, -1].topk(2)
+            smallest_gap = min(smallest_gap, float(best.values[0] - best.values[1]))
+            tokens.append(int(best.indices[0]))
+            todo, cache = tokens[-1:], out.past_key_values
+        return tokens, smallest_gap
+
+    def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Return logits_NV, float32: what transformers would choose each of *tokens* from."""
+        with one_thread(), torch.inference_mode():
+            logits_NV: Tensor = self._model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+        return logits_NV.float()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -86,24 +127,17 @@ class Answer:
         return sum(isinstance(event, kind) for event in self.history)
 
 
-def conversations(seed: int) -> list[Body]:
-    """Return requests of different lengths, half of them through the chat template."""
-    chosen = random.Random(seed)
-    bodies: list[Body] = []
-    for index in range(NUM_REQUESTS):
-        begin = chosen.randrange(len(TEXT) // 2)
-        said = TEXT[begin : begin + 3 + 22 * index]
-        if index % 2 == 0:
-            bodies.append({"prompt": said})
-        elif index % 4 == 1:
-            bodies.append({"messages": [{"role": "user", "content": said}]})
-        else:
-            half = len(said) // 2
-            roles, parts = ("system", "user", "assistant", "user"), ("Be brief.", said[:half], "你好", said[half:])
-            bodies.append(
-                {"messages": [{"role": role, "content": part} for role, part in zip(roles, parts, strict=True)]}
-            )
-    return bodies
+def conversation(index: int, attempt: int) -> Body:
+    """Return the request *index*: the later, the longer; every second one goes through the chat template."""
+    begin = random.Random(100 * attempt + index).randrange(len(TEXT) // 2)
+    said = TEXT[begin : begin + 3 + 22 * index]
+    if index % 2 == 0:
+        return {"prompt": said}
+    if index % 4 == 1:
+        return {"messages": [{"role": "user", "content": said}]}
+    half = len(said) // 2
+    roles, parts = ("system", "user", "assistant", "user"), ("Be brief.", said[:half], "你好", said[half:])
+    return {"messages": [{"role": role, "content": part} for role, part in zip(roles, parts, strict=True)]}
 
 
 def prompt_ids(folder: Path, body: Body) -> tuple[int, ...]:
@@ -114,15 +148,26 @@ def prompt_ids(folder: Path, body: Body) -> tuple[int, ...]:
     return tuple(tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False))
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen3"])
-def asked(request: pytest.FixtureRequest, reference: Reference) -> Asked:
-    folder: Path = request.getfixturevalue(request.param)
-    bodies = conversations(seed=14)  # with which the two best logits are never close
+@pytest.fixture(scope="module", params=FAMILIES)
+def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    folder = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / request.param, request.param)
+    reference = Reference(folder, torch.float32)
+    bodies: list[Body] = []
+    expected: list[list[int]] = []
+    while len(bodies) < NUM_REQUESTS:
+        for attempt in range(20):  # until one is found in which the two best logits are never close
+            body = conversation(len(bodies), attempt)
+            tokens, smallest_gap = reference.greedy(prompt_ids(folder, body))
+            if smallest_gap > SMALLEST_GAP:
+                break
+        assert smallest_gap > SMALLEST_GAP, f"request {len(bodies)}: take a model with another seed"
+        assert len(set(tokens)) > NUM_TOKENS // 4, "the model repeats itself: take another seed"
+        bodies.append(body)
+        expected.append(tokens)
     prompts = tuple(prompt_ids(folder, body) for body in bodies)
     lengths = [len(prompt) for prompt in prompts]
     assert min(lengths) <= 4 and max(lengths) >= 140 and len(set(lengths)) >= 14, f"of different lengths: {lengths}"
-    expected = tuple(reference(folder, prompt, NUM_TOKENS) for prompt in prompts)
-    return Asked(folder, tuple(dict(body) | GREEDY for body in bodies), prompts, expected)
+    return Asked(folder, tuple(dict(body) | GREEDY for body in bodies), prompts, tuple(expected))
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
@@ -224,7 +269,20 @@ ARRIVALS: dict[str, Callable[[Server, Sequence[Body]], list[Answer]]] = {
 }
 
 
-@pytest.mark.parametrize("arrival", ARRIVALS)
+AT_ONCE, SHUFFLED_IN_TURN, LONGEST_FIRST = ARRIVALS
+
+
+@pytest.mark.parametrize(
+    ("setting", "arrival"),
+    [
+        *((AS_IT_COMES, arrival) for arrival in ARRIVALS),
+        (IN_CHUNKS, AT_ONCE),
+        (IN_CHUNKS, LONGEST_FIRST),
+        *((FEW_PAGES, arrival) for arrival in ARRIVALS),
+        (FEW_SHARED, AT_ONCE),
+    ],
+    indirect=["setting"],
+)
 def test_sixteen_requests_get_the_tokens_of_transformers(
     server: Server, asked: Asked, setting: str, arrival: str
 ) -> None:
@@ -246,6 +304,24 @@ def test_sixteen_requests_get_the_tokens_of_transformers(
         assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
     for answer in answers:  # who gave back the pages was admitted again
         assert answer.count(Admitted) == answer.count(Preempted) + 1
+
+
+@pytest.mark.parametrize("setting", [IN_BFLOAT16], indirect=True)
+def test_in_bfloat16_every_token_is_the_best_one_but_for_rounding(server: Server, asked: Asked) -> None:
+    """Held to transformers in bfloat16: to its logits, because there the best two are often equal."""
+    answers = ask_at_once(server, asked.bodies, range(NUM_REQUESTS))
+    rounded, exact = Reference(asked.folder, torch.bfloat16), Reference(asked.folder, torch.float32)
+    rounding, shortfall, num_second_best = 0.0, 0.0, 0
+    for prompt, answer in zip(asked.prompts, answers, strict=True):
+        logits_NV = rounded.logits(prompt, answer.tokens)
+        rounding = max(rounding, float((logits_NV - exact.logits(prompt, answer.tokens)).abs().max()))
+        missing_N = logits_NV.max(1).values - logits_NV[torch.arange(NUM_TOKENS), torch.tensor(answer.tokens)]
+        shortfall = max(shortfall, float(missing_N.max()))
+        num_second_best += int((missing_N > 0).sum())
+    assert shortfall < rounding, "no token is further from the best one than bfloat16 moves a logit"
+    assert num_second_best < NUM_REQUESTS * NUM_TOKENS // 10
+    again = ask_whole(server, asked.bodies[-1])
+    assert with_histories(server, [again])[0].cached_tokens > 0
 
 
 @pytest.mark.parametrize("setting", [AS_IT_COMES], indirect=True)

@@ -17,6 +17,7 @@ LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
 ENGINE = {
     ("--dtype",),
     ("--tp", "--tensor-parallel-size", "--tp-size"),
+    ("--dummy-weight",),
     ("--device",),
     ("--threads",),
     ("--attn", "--attention-backend"),
@@ -55,6 +56,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--max-queued-requests": ("1", 1),
     "--dtype": ("float32", "float32"),
     "--tp": ("1", 1),
+    "--dummy-weight": ("yes", True),
     "--device": ("cpu", "cpu"),
     "--threads": ("3", 3),
     "--attn": ("reference", "reference"),
@@ -87,6 +89,7 @@ BAD_VALUES = [
     ("--dtype", "int8", "bfloat16"),
     ("--tp", "2", "only 1 so far"),
     ("--tp", "many", "whole number"),
+    ("--dummy-weight", "perhaps", "yes or no"),
     ("--device", "tpu", "cuda"),
     ("--threads", "-1", "at least 1"),
     ("--attn", "fast", "reference"),
@@ -123,7 +126,7 @@ def variable(flag: str) -> str:
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_the_flags_and_aliases_are_these(command: str) -> None:
-    assert {item.metadata["flags"] for item in flags_of(command)} == FLAGS[command]
+    assert {item.metadata["flags"] for item in flags_of(OWNERS[command])} == FLAGS[command]
 
 
 def test_the_commands_are_these_and_every_flag_is_tried_here() -> None:
@@ -134,15 +137,15 @@ def test_the_commands_are_these_and_every_flag_is_tried_here() -> None:
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_no_two_flags_share_a_name_or_a_field(command: str) -> None:
-    names = [name for item in flags_of(command) for name in item.metadata["flags"]]
-    fields = [item.name for item in flags_of(command)]
+    names = [name for item in flags_of(OWNERS[command]) for name in item.metadata["flags"]]
+    fields = [item.name for item in flags_of(OWNERS[command])]
     assert len(names) == len(set(names))
     assert len(fields) == len(set(fields))
 
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_help_names_every_flag(command: str) -> None:
-    text = build_parser(command, {}).format_help()
+    text = build_parser(command, OWNERS[command], {}).format_help()
     assert all(name in text for names in FLAGS[command] for name in names)
 
 
@@ -213,6 +216,14 @@ def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wi
     for flag, bad, _ in BAD_VALUES:
         good, value = VALUES[flag]
         assert value_of(parse("serve", flag, good, **{variable(flag): bad}), flag) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], False), (["--dummy-weight"], True), (["--dummy-weight", "no"], False)], ids=str
+)
+def test_a_flag_that_is_yes_or_no_may_stand_alone(flags: list[str], expected: bool) -> None:
+    config = parse("serve", *flags, "--port", "8000")
+    assert (config.engine.dummy_weight, config.web.port) == (expected, 8000)
 
 
 def test_auto_is_zero_where_the_machine_decides() -> None:

@@ -114,7 +114,7 @@ class CpuAttention:
     def _decode(self, plan: _DecodePlan, q_BHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
         k_PKSD, v_PKSD = kv_2PKSD
         num_kv_heads = self._shape.num_kv_heads
-        q_BKGD = q_BHD.unflatten(1, (num_kv_heads, -1))
+        q_BKGD = q_BHD.reshape(len(q_BHD), num_kv_heads, -1, self._shape.head_dim)
         scores_UHS = torch.cat(
             [
                 torch.matmul(q_BKGD.index_select(0, plan.rows_U[part]), k_UKSD.transpose(2, 3)).flatten(1, 2)
@@ -127,7 +127,7 @@ class CpuAttention:
         most_BH.scatter_reduce_(0, plan.rows_U[:, None].expand_as(scores_UHS[:, :, 0]), scores_UHS.amax(2), "amax")
         p_UHS = scores_UHS.sub_(most_BH.index_select(0, plan.rows_U)[:, :, None]).exp_()
         sum_BH = torch.zeros_like(most_BH).index_add_(0, plan.rows_U, p_UHS.sum(2))
-        p_UKGS = p_UHS.to(q_BHD.dtype).unflatten(1, (num_kv_heads, -1))
+        p_UKGS = p_UHS.to(q_BHD.dtype).view(len(p_UHS), num_kv_heads, -1, self._shape.page_size)
         o_BHD = q_BHD.new_zeros(q_BHD.shape, dtype=torch.float32)
         for part, v_UKSD in self._gather(plan, v_PKSD):
             v_UKSD[max(0, plan.num_whole - part.start) :].nan_to_num_()  # what is hidden may be NaN, and 0 * NaN too
@@ -153,7 +153,7 @@ class CpuAttention:
         return _ChunkPlan(queries, pages_N, end - first_page * page_size)
 
     def _chunk(self, plan: _ChunkPlan, q_QHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
-        q_KGQD = q_QHD.unflatten(1, (self._shape.num_kv_heads, -1)).permute(1, 2, 0, 3)
+        q_KGQD = q_QHD.reshape(len(q_QHD), self._shape.num_kv_heads, -1, self._shape.head_dim).permute(1, 2, 0, 3)
         k_K1CD, v_K1CD = (self._tokens(plan, pages_PKSD) for pages_PKSD in kv_2PKSD)
         num_queries = len(q_QHD)
         if num_queries == plan.length and not 0 < self._shape.window < num_queries:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from stages.generate.attention import ATTENTION, AttentionShape
 from stages.generate.forward.batch import PageTables, build_batch
+from stages.generate.forward.packing import pack_weights, packs
 from stages.generate.forward.sampler import sample
-from stages.generate.forward.weights import Progress, load_weights
+from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.kvcache.pool import allocate
 from stages.generate.model.checkpoint import fingerprint
 from stages.generate.model.decoder import Decoder
@@ -33,16 +35,23 @@ class Engine:
         max_seq_len: int,
         attention: str = "reference",
         threads: int = 0,
+        dummy: bool = False,
         progress: Progress = lambda done_bytes, total_bytes: None,
     ) -> None:
-        """Load the weights of the checked *folder* and allocate the pages. *threads* 0 leaves torch's number."""
+        """Load the weights of the checked *folder* and allocate the pages. *threads* 0 leaves torch's number.
+
+        *dummy* makes random weights instead, and only config.json of the folder is read.
+        """
         if threads:
             torch.set_num_threads(threads)
         self.device, self.dtype = device, dtype
-        self.fingerprint = fingerprint(folder, str(self.dtype).removeprefix("torch."))
-        self._decoder = Decoder(
-            spec, load_weights(spec, folder, dtype=self.dtype, device=self.device, progress=progress)
-        )
+        self.fingerprint = fingerprint(folder, str(self.dtype).removeprefix("torch."), dummy=dummy)
+        packed = packs(device, dtype)
+        load = dummy_weights if dummy else partial(load_weights, folder=folder, map_tied=packed)
+        weights = load(spec, dtype=self.dtype, device=self.device, progress=progress)
+        if packed:
+            pack_weights(weights)
+        self._decoder = Decoder(spec, weights)
         self._attention = ATTENTION[attention](
             AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window)
         )

@@ -1,24 +1,32 @@
-"""Weights from the file into their place: tensor by tensor, cast on the way, q|k|v and gate|up each in one matrix."""
+"""Weights from the files into their place: piece by piece, cast on the way, q|k|v and gate|up each in one matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from itertools import groupby
 from pathlib import Path
+from typing import Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from stages.generate.model.checkpoint import WEIGHTS_FILE
+from stages.generate.model.checkpoint import EMBEDDING, HEAD, TensorEntry, read_tensors
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
-FUSED = {
+FUSED: Final = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
+DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+PIECE_BYTES: Final = 2**24
+DUMMY_SEED: Final = 0
 
 Progress = Callable[[int, int], None]
 """(bytes in place, bytes in all)"""
@@ -30,32 +38,145 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    map_tied: bool = False,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> dict[str, Tensor]:
     """Return the weights by their names in the checkpoint, with `qkv_proj` and `gate_up_proj` for what is fused.
 
-    At no time is there more than the result and the one tensor that is being copied. The folder was checked before.
+    At no time is there more than the result and one piece of `PIECE_BYTES`. The files are read and not mapped, so that
+    their pages do not count as memory of this process beside the result. The folder was checked before.
+
+    *map_tied* is for who packs the head: embeddings that are tied to it, and in the file as they are wanted, are mapped
+    under both names. What is looked up in them stays in the file, and the pages of the head go when it is packed.
     """
+    entries = read_tensors(folder)
+    weights, places = _places(spec, dtype, device)
+    if map_tied and spec.tie_embeddings and _is_as_wanted(entries[EMBEDDING], places[EMBEDDING]):
+        del places[EMBEDDING]
+        weights |= {name: _mapped(entries[EMBEDDING]) for name in (EMBEDDING, HEAD)}
+    wanted = sorted(places, key=lambda name: (entries[name].file, entries[name].begin))  # as they lie on the disk
+    total_bytes, done_bytes = sum(entries[name].end - entries[name].begin for name in wanted), 0
+    piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    with _seen(progress) as report:
+        for path, names in groupby(wanted, key=lambda name: entries[name].file):
+            with path.open("rb", buffering=0) as file:
+                for name in names:
+                    for num_bytes in _fill(places[name].flatten(), file, entries[name], piece):
+                        done_bytes += num_bytes
+                        report(done_bytes, total_bytes)
+    return weights
+
+
+def dummy_weights(
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = lambda done_bytes, total_bytes: None,
+) -> dict[str, Tensor]:
+    """Return random weights of the shapes of `load_weights`, the same ones each time on one kind of device.
+
+    Each matrix keeps the size of what it is multiplied with, so that every layer has its say and no token is certain.
+    Embeddings are small: where they are tied to the head, a token's own would make it its own successor.
+    """
+    weights, _ = _places(spec, dtype, device)
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
+    total_bytes, done_bytes = sum(weight.nbytes for weight in weights.values()), 0
+    with _seen(progress) as report:
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                bound = (3 / weight.shape[1]) ** 0.5  # a uniform distribution of variance 1 / inputs
+                bound *= 0.1 if name == EMBEDDING else 1.0
+                weight.uniform_(-bound, bound, generator=generator)
+            else:
+                weight.fill_(0.0 if name.endswith(".bias") else 1.0)
+            done_bytes += weight.nbytes
+            report(done_bytes, total_bytes)
+    return weights
+
+
+@contextmanager
+def _seen(progress: Progress) -> Iterator[Progress]:
+    """Give *progress*, which is also a bar on stderr where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = ("weights", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("weights")
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes)
+            progress(done_bytes, total_bytes)
+
+        yield report
+
+
+def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights, uninitialised, and where in them each tensor of the checkpoint goes."""
     shapes = tensor_shapes(spec)
-    places: dict[str, tuple[str, int]] = {}  # name in the file -> fused name, first row
     num_rows: dict[str, int] = {}
     for name, shape in shapes.items():
-        fused = _fused_name(name)
-        places[name] = fused, num_rows.get(fused, 0)
-        num_rows[fused] = num_rows.get(fused, 0) + shape[0]
+        num_rows[_fused_name(name)] = num_rows.get(_fused_name(name), 0) + shape[0]
     weights: dict[str, Tensor] = {}
-    total_bytes, done_bytes = (folder / WEIGHTS_FILE).stat().st_size, 0
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        for name, (fused, first) in places.items():
-            source = file.get_tensor(name)
-            if fused not in weights:
-                weights[fused] = torch.empty((num_rows[fused], *source.shape[1:]), dtype=dtype, device=device)
-            weights[fused][first : first + len(source)].copy_(source)
-            done_bytes += source.nbytes
-            del source  # or it would live on while the next one is read
-            progress(done_bytes, total_bytes)
-    progress(total_bytes, total_bytes)
-    return weights
+    places: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    for name, shape in shapes.items():
+        fused = _fused_name(name)
+        if fused not in weights:
+            weights[fused] = torch.empty((num_rows[fused], *shape[1:]), dtype=dtype, device=device)
+        first = filled.get(fused, 0)
+        places[name] = weights[fused][first : first + shape[0]]
+        filled[fused] = first + shape[0]
+    return weights, places
+
+
+def _fill(place_N: Tensor, file: FileIO, entry: TensorEntry, piece: Tensor) -> Iterator[int]:
+    """Copy a tensor of the file to its place; yield how many bytes each step brought.
+
+    Straight into the place where nothing changes on the way, else over *piece*, which casts and moves.
+    """
+    file.seek(entry.begin)
+    source_dtype = DTYPES[entry.dtype]
+    direct = _is_as_wanted(entry, place_N)
+    num_elements = PIECE_BYTES // source_dtype.itemsize
+    for part_N in torch.split(place_N, num_elements):  # N = numbers of the tensor, in the order of the file
+        source_N = part_N if direct else piece.view(source_dtype)[: len(part_N)]
+        num_bytes = _read_into(source_N, file)
+        if not direct:
+            part_N.copy_(source_N)
+        yield num_bytes
+
+
+def _is_as_wanted(entry: TensorEntry, place: Tensor) -> bool:
+    """Say whether the bytes of the file are those of the memory."""
+    return DTYPES[entry.dtype] == place.dtype and place.device.type == "cpu"
+
+
+def _mapped(entry: TensorEntry) -> Tensor:
+    """Return a tensor whose memory is the file: read where it is touched, and given up by the kernel when it wants."""
+    page = mmap.ALLOCATIONGRANULARITY
+    begin = entry.begin // page * page
+    with entry.file.open("rb") as file:
+        content = mmap.mmap(file.fileno(), entry.end - begin, offset=begin, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(content, dtype=DTYPES[entry.dtype], offset=entry.begin - begin)
+    return flat.view(entry.shape)
+
+
+def _read_into(tensor_N: Tensor, file: FileIO) -> int:
+    """Fill a tensor with the next bytes of *file*; return how many they were."""
+    room = tensor_N.view(torch.uint8).numpy().data
+    done = 0
+    while done < len(room):
+        count = file.readinto(room[done:])
+        if not count:
+            raise OSError(f"{file.name!r} ended {len(room) - done} bytes early: it was changed while it was read")
+        done += count
+    return done
 
 
 def _fused_name(name: str) -> str:

@@ -12,25 +12,29 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
-from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
+from stages.generate.model.spec import ModelSpec, read_json, read_spec, tensor_shapes
 
 WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
 TENSOR_BYTES: Final[Mapping[str, int]] = {"F32": 4, "BF16": 2, "F16": 2}
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library itself
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What a safetensors header says of one tensor. `begin` and `end` are counted from the end of the header."""
+    """What a safetensors header says of one tensor. `begin` and `end` are bytes of the file."""
 
+    file: Path
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
-def check_folder(folder: Path) -> ModelSpec:
-    """Return the spec of the model in *folder* if all its files are there and fit together.
+def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
+    """Return the spec of the model in *folder* if all its files are there and fit together; *dummy* needs no weights.
 
     Raises:
         ConfigError: One line that names the file, or the file and the tensor.
@@ -38,19 +42,19 @@ def check_folder(folder: Path) -> ModelSpec:
     check_is_folder(folder)
     spec = read_spec(folder)
     check_tokenizer(folder)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        index = path.with_name(WEIGHTS_FILE + ".index.json")
-        seen = f"there is {index.name} instead" if index.exists() else "not found"
-        raise ConfigError(f"{path}: {seen}; so far the weights must be a single safetensors file")
-    _check_tensors(path, read_header(path), spec)
+    if not dummy:
+        tensors = read_tensors(folder)
+        _check_tensors(folder, tensors, spec)
+        _check_tied(tensors, spec)
     return spec
 
 
 def check_is_folder(folder: Path) -> None:
     """Raise ConfigError unless *folder* is one."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: not a folder; --model must be a folder with a Hugging Face checkpoint")
+        raise ConfigError(
+            f"{folder}: not a folder; --model must be a folder with a Hugging Face checkpoint, or owner/name on its hub"
+        )
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -58,6 +62,48 @@ def check_tokenizer(folder: Path) -> None:
     check_is_folder(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder / 'tokenizer.json'}: not found; save the tokenizer as a fast one (tokenizer.json)")
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files that hold the weights: one, or those that the index names, by their names.
+
+    Where both are there the one file counts, as in transformers.
+
+    Raises:
+        ConfigError: There is neither, the index cannot be read, or it names a file that is not there.
+    """
+    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return (single,)
+    if not index.is_file():
+        raise ConfigError(f"{single}: not found, and no {INDEX_FILE} either; save the weights as safetensors")
+    shards = sorted(set(_weight_map(index).values()))
+    for name in shards:
+        if name != Path(name).name:
+            raise ConfigError(f"{index}: names the shard {name!r}; expected a file beside it")
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder / name}: not found; {INDEX_FILE} names it")
+    return tuple(folder / name for name in shards)
+
+
+def read_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """Return every tensor of the weights of *folder*.
+
+    Raises:
+        ConfigError: A file is missing or not whole, a tensor is in two of them, or not where the index says.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    files = weight_files(folder)
+    for path in files:
+        for name, entry in read_header(path).items():
+            if name in tensors:
+                raise ConfigError(f"{path}: {name} is in {tensors[name].file.name} too; one of them must go")
+            tensors[name] = entry
+    if files != (folder / WEIGHTS_FILE,):
+        for name, shard in _weight_map(folder / INDEX_FILE).items():
+            if name not in tensors or tensors[name].file.name != shard:
+                raise ConfigError(f"{folder / shard}: {name} is missing; {INDEX_FILE} says that it is there")
+    return tensors
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -69,38 +115,44 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     raw, data_bytes = _raw_header(path)
     try:
         header = json.loads(raw)
-        entries = {name: _entry(fields) for name, fields in header.items() if name != "__metadata__"}
+        entries = {
+            name: _entry(path, fields, 8 + len(raw)) for name, fields in header.items() if name != "__metadata__"
+        }
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: its header is not that of a safetensors file: {error}") from error
-    reached = 0
+    reached = data_begin = 8 + len(raw)
+    end = data_begin + data_bytes
     for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
-        if entry.end > data_bytes:
-            raise ConfigError(
-                f"{path}: truncated: {name} ends at byte {entry.end} of the data, the file has {data_bytes}"
-            )
+        if entry.end > end:
+            raise ConfigError(f"{path}: truncated: {name} ends at byte {entry.end}, the file has {end}")
         if entry.begin != reached or entry.end < entry.begin:
             raise ConfigError(
                 f"{path}: corrupt: {name} is at {entry.begin}-{entry.end}, expected to begin at {reached}"
             )
         reached = entry.end
-    if reached != data_bytes:
-        raise ConfigError(f"{path}: corrupt: its tensors end at byte {reached} of the data, the file has {data_bytes}")
+    if reached != end:
+        raise ConfigError(f"{path}: corrupt: its tensors end at byte {reached}, the file has {end}")
     return entries
 
 
-def fingerprint(folder: Path, dtype: str) -> str:
-    """Return 16 hex digits that say which weights are computed with in which dtype.
+def fingerprint(folder: Path, dtype: str, *, dummy: bool = False) -> str:
+    """Return 16 hex digits that say which weights are computed with in which dtype; after `dummy-` if they are none.
 
-    Hashes config.json, the header of the weights and 64 samples spread over them: a fine-tuned model has the header of
-    its base, and to read gigabytes would cost the start-up seconds.
+    Hashes config.json, and of each file of the weights its header and samples, 64 in all, spread over them: a
+    fine-tuned model has the header of its base, and to read gigabytes would cost the start-up seconds.
     """
-    path = folder / WEIGHTS_FILE
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{dtype} {size} ".encode() + (folder / "config.json").read_bytes() + _raw_header(path)[0])
-    with path.open("rb") as file:
-        for sample in range(64):
-            file.seek(size * sample // 64)
-            digest.update(file.read(1024))
+    digest = hashlib.sha256(f"{dtype} ".encode() + (folder / "config.json").read_bytes())
+    if dummy:
+        return f"dummy-{digest.hexdigest()[:16]}"
+    files = weight_files(folder)
+    num_samples = -(-64 // len(files))
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{size} ".encode() + _raw_header(path)[0])
+        with path.open("rb") as file:
+            for sample in range(num_samples):
+                file.seek(size * sample // num_samples)
+                digest.update(file.read(1024))
     return digest.hexdigest()[:16]
 
 
@@ -117,24 +169,68 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _entry(fields: Any) -> TensorEntry:
-    begin, end = map(int, fields["data_offsets"])
-    return TensorEntry(str(fields["dtype"]), tuple(map(int, fields["shape"])), begin, end)
+def _entry(path: Path, fields: Any, data_begin: int) -> TensorEntry:
+    begin, end = (data_begin + int(offset) for offset in fields["data_offsets"])
+    return TensorEntry(path, str(fields["dtype"]), tuple(map(int, fields["shape"])), begin, end)
 
 
-def _check_tensors(path: Path, entries: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return which file each tensor is in, as the index says."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index}: weight_map is not an object of tensors and their files; download it again")
+    return names
+
+
+def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
     expected = tensor_shapes(spec)
     for name in expected:
         if name not in entries:
-            raise ConfigError(f"{path}: {name} is missing; {spec.architecture} needs it")
+            where = WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else INDEX_FILE
+            raise ConfigError(f"{folder / where}: {name} is missing; {spec.architecture} needs it")
     for name, entry in entries.items():
-        if name not in expected:
-            if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_embeddings):
+        path = entry.file
+        shape = expected.get(name)
+        if shape is None and name == HEAD and spec.tie_embeddings:
+            shape = expected[EMBEDDING]  # its bytes are compared as well
+        if shape is None:
+            if name.endswith(".rotary_emb.inv_freq"):
                 continue  # old checkpoints carry it, and it says nothing that the config does not
             raise ConfigError(f"{path}: {name} is not part of {spec.architecture}; it would be ignored")
         if entry.dtype not in TENSOR_BYTES:
             raise ConfigError(f"{path}: {name} is {entry.dtype}; supported: {', '.join(TENSOR_BYTES)}")
-        if entry.shape != expected[name]:
-            raise ConfigError(f"{path}: {name} has shape {entry.shape}; config.json means {expected[name]}")
+        if entry.shape != shape:
+            raise ConfigError(f"{path}: {name} has shape {entry.shape}; config.json means {shape}")
         if entry.end - entry.begin != math.prod(entry.shape) * TENSOR_BYTES[entry.dtype]:
             raise ConfigError(f"{path}: corrupt: {name} has {entry.end - entry.begin} bytes for shape {entry.shape}")
+
+
+def _check_tied(tensors: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
+    """Refuse a head beside embeddings that are tied to it, unless every byte of it is theirs.
+
+    Some checkpoints carry the same weights under both names, and say nothing wrong by it. Where they differ, config and
+    file contradict each other, and either answer would be a guess.
+    """
+    if not (spec.tie_embeddings and HEAD in tensors):
+        return
+    head, embedding = tensors[HEAD], tensors[EMBEDDING]
+    if head.dtype != embedding.dtype or not _same_bytes(head, embedding):
+        raise ConfigError(
+            f"{head.file}: {HEAD} is given beside {EMBEDDING} and differs from it, but config.json has"
+            " tie_word_embeddings; remove the one or the other"
+        )
+
+
+def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
+    """Compare two tensors of one size, a megabyte at a time: a gigabyte in the page cache takes half a second."""
+    piece, other_piece = bytearray(2**20), bytearray(2**20)
+    with one.file.open("rb", buffering=0) as file, other.file.open("rb", buffering=0) as other_file:
+        file.seek(one.begin)
+        other_file.seek(other.begin)
+        for begin in range(one.begin, one.end, len(piece)):
+            size = min(len(piece), one.end - begin)
+            file.readinto(memoryview(piece)[:size])
+            other_file.readinto(memoryview(other_piece)[:size])
+            if piece != other_piece:  # behind the last bytes there is what was the same before
+                return False
+    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,73 +9,86 @@ from torch import Tensor
 
 from stages.generate.attention.base import Attend
 from stages.generate.forward.batch import ForwardBatch
-from stages.generate.model.layers.activation import swiglu
 from stages.generate.model.layers.embedding import embed
+from stages.generate.model.layers.experts import Experts
 from stages.generate.model.layers.linear import Linear
+from stages.generate.model.layers.mlp import FeedForward, Mlp
 from stages.generate.model.layers.norm import rms_norm
-from stages.generate.model.layers.rope import apply_rope, rope_frequencies, rope_tables
+from stages.generate.model.layers.rope import apply_rope, make_rope, rope_tables
 from stages.generate.model.spec import ModelSpec
 
 # T = packed tokens, R = rows that sample, E = hidden size, H = query heads, K = kv heads, D = head dim, V = vocabulary,
-# L = layers, P = pages, S = slots of a page
+# L = layers, P = pages, S = slots of a page, N = H + K
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one layer; `q_norm_D` and `k_norm_D` are None where the architecture has none."""
+    """The weights of one layer."""
 
     input_norm_E: Tensor
     qkv: Linear
-    q_norm_D: Tensor | None
-    k_norm_D: Tensor | None
+    qk_norm_ND: Tensor | None
+    """The norm of each query head, then of each kv head; None where the architecture has none."""
     output: Linear
     mlp_norm_E: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward
 
 
 class Decoder:
-    """A spec and its weights, by their fused names (`forward/weights.py`)."""
+    """A spec and its weights."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+        """Take the weights, by their fused names (`forward/weights.py`), out of *weights*, which is empty then."""
+
         def linear(name: str) -> Linear:
-            return Linear(weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+            return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
+
+        def mlp(name: str) -> Mlp:
+            return Mlp(linear(f"{name}.gate_up_proj"), linear(f"{name}.down_proj"))
+
+        def experts(name: str) -> Experts:
+            each = [mlp(f"{name}.experts.{expert}") for expert in range(spec.experts.num_experts)]
+            return Experts(linear(f"{name}.gate"), each, spec.experts.experts_per_token, spec.experts.normalize)
+
+        def qk_norm(name: str) -> Tensor:
+            q_norm_D, k_norm_D = (weights.pop(f"{name}.{kind}_norm.weight") for kind in "qk")
+            return torch.cat((q_norm_D.expand(spec.num_heads, -1), k_norm_D.expand(spec.num_kv_heads, -1)))
 
         self._spec = spec
-        self._embedding_VE = weights["model.embed_tokens.weight"]
+        self._embedding_VE = weights.pop("model.embed_tokens.weight")
         self._layers = [
             Layer(
-                input_norm_E=weights[f"{prefix}.input_layernorm.weight"],
+                input_norm_E=weights.pop(f"{prefix}.input_layernorm.weight"),
                 qkv=linear(f"{prefix}.self_attn.qkv_proj"),
-                q_norm_D=weights.get(f"{prefix}.self_attn.q_norm.weight"),
-                k_norm_D=weights.get(f"{prefix}.self_attn.k_norm.weight"),
+                qk_norm_ND=qk_norm(f"{prefix}.self_attn") if spec.qk_norm else None,
                 output=linear(f"{prefix}.self_attn.o_proj"),
-                mlp_norm_E=weights[f"{prefix}.post_attention_layernorm.weight"],
-                gate_up=linear(f"{prefix}.mlp.gate_up_proj"),
-                down=linear(f"{prefix}.mlp.down_proj"),
+                mlp_norm_E=weights.pop(f"{prefix}.post_attention_layernorm.weight"),
+                mlp=(experts if layer in spec.experts.layers else mlp)(f"{prefix}.mlp"),
             )
-            for prefix in (f"model.layers.{layer}" for layer in range(spec.num_layers))
+            for layer, prefix in ((layer, f"model.layers.{layer}") for layer in range(spec.num_layers))
         ]
-        self._norm_E = weights["model.norm.weight"]
-        self._head = Linear(self._embedding_VE, None) if spec.tie_embeddings else linear("lm_head")
-        self._freq_F = rope_frequencies(spec.rope, spec.head_dim, self._embedding_VE.device)
+        self._norm_E = weights.pop("model.norm.weight")
+        self._head = linear("lm_head") if "lm_head.weight" in weights else Linear(self._embedding_VE, None)
+        self._rope = make_rope(spec.rope, spec.head_dim, self._embedding_VE.device)
+        assert not weights, f"nobody took {', '.join(weights)}"
 
     def forward(self, batch: ForwardBatch, attend: Attend, kv_L2PKSD: Tensor) -> Tensor:
         """Return logits_RV in float32, for the rows that sample; writes the keys and values of all rows."""
         eps = self._spec.norm_eps
         x_TE = embed(batch.token_ids_T, self._embedding_VE)
-        cos_sin = rope_tables(self._freq_F, batch.positions_T, x_TE.dtype)
+        cos_sin = rope_tables(self._rope, batch.positions_T, x_TE.dtype)
         for layer, kv_2PKSD in zip(self._layers, kv_L2PKSD, strict=True):
             q_THD, k_TKD, v_TKD = self._project(layer, rms_norm(x_TE, layer.input_norm_E, eps), cos_sin)
             x_TE = x_TE + layer.output(attend(q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1))
-            x_TE = x_TE + layer.down(swiglu(layer.gate_up(rms_norm(x_TE, layer.mlp_norm_E, eps))))
+            x_TE = x_TE + layer.mlp(rms_norm(x_TE, layer.mlp_norm_E, eps))
         return self._head(rms_norm(x_TE[batch.logits_rows_R], self._norm_E, eps)).float()
 
     def _project(self, layer: Layer, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         spec = self._spec
+        num_qk = spec.num_heads + spec.num_kv_heads
         heads = layer.qkv(x_TE).view(len(x_TE), -1, spec.head_dim)
-        q_THD, k_TKD, v_TKD = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_THD = rms_norm(q_THD, layer.q_norm_D, spec.norm_eps)
-            k_TKD = rms_norm(k_TKD, layer.k_norm_D, spec.norm_eps)
-        return apply_rope(q_THD, *cos_sin), apply_rope(k_TKD, *cos_sin), v_TKD
+        qk_TND, v_TKD = heads[:, :num_qk], heads[:, num_qk:]
+        if layer.qk_norm_ND is not None:
+            qk_TND = rms_norm(qk_TND, layer.qk_norm_ND, spec.norm_eps)
+        qk_TND = apply_rope(qk_TND, *cos_sin)
+        return qk_TND[:, : spec.num_heads], qk_TND[:, spec.num_heads :], v_TKD

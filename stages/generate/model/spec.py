@@ -6,27 +6,57 @@ To add a model, add a row to `ARCHITECTURES`; where its config says something ne
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from pipeline.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: Final = ("float32", "bfloat16", "float16")
+ORIGINAL_REACH: Final = "original_max_position_embeddings"
+
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding. Only `theta` counts where `kind` is default."""
+    """Rotary position embedding: each kind heeds its own fields, `theta` and, but for default, `factor`."""
 
-    kind: Literal["default", "llama3"]
+    kind: RopeKind
     theta: float
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    """The context that the model was trained with, before it was stretched: dynamic, llama3, yarn."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """The bounds of yarn's ramp are whole dimensions."""
+    attention_factor: float = 1.0
+    """What yarn multiplies cosine and sine with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The mixture of experts that some layers have for an MLP."""
+
+    layers: tuple[int, ...]
+    """Which layers; the others have one dense MLP."""
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    normalize: bool
+    """The weights of the experts that a token goes to are made to sum to 1."""
+
+
+NO_EXPERTS: Final = ExpertsSpec((), 0, 0, 0, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +86,7 @@ class ModelSpec:
     """What config.json and generation_config.json call end of sequence, together, sorted."""
     dtype: DTypeName
     """The dtype that the checkpoint says it has; float32 where it says nothing."""
+    experts: ExpertsSpec = NO_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +100,8 @@ class Architecture:
     """The projections to q, k and v have a bias, and that to the output has none, whatever the config says."""
     has_window: bool = False
     """`sliding_window`, where the config has one, is how many tokens a token sees, itself included, in every layer."""
+    has_experts: bool = False
+    """Layers have experts for an MLP, but those that the config leaves out."""
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -76,6 +109,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "MistralForCausalLM": Architecture(has_window=True),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True),
     "Qwen3ForCausalLM": Architecture(head_dim=128, qk_norm=True),
+    "Qwen3MoeForCausalLM": Architecture(qk_norm=True, has_experts=True),
 }
 
 
@@ -100,6 +134,7 @@ def read_spec(folder: Path) -> ModelSpec:
     if head_dim % 2:
         raise ConfigError(f"{config.path}: head_dim is {head_dim}; rotary embedding needs an even number")
     bias = config.flag("attention_bias")
+    rope, max_positions = _rope(config)
     return ModelSpec(
         architecture=architecture,
         num_layers=config.integer("num_hidden_layers"),
@@ -115,32 +150,35 @@ def read_spec(folder: Path) -> ModelSpec:
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
         tie_embeddings=config.flag("tie_word_embeddings"),
-        rope=_rope(config),
+        rope=rope,
         window=config.integer("sliding_window") if row.has_window and config.fields.get("sliding_window") else 0,
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=max_positions,
         eos_ids=_eos_ids(folder, config),
         dtype=_dtype(config),
+        experts=_experts(config) if row.has_experts else NO_EXPERTS,
     )
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a checkpoint must have; those that are fused follow each other: q, k, v and gate, up."""
     hidden, q_size, kv_size = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    linears = {
+    attention: _Linears = {
         "self_attn.q_proj": (q_size, hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv_size, hidden, spec.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, spec.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, spec.output_bias),
-        "mlp.gate_proj": (spec.intermediate_size, hidden, spec.mlp_bias),
-        "mlp.up_proj": (spec.intermediate_size, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, spec.intermediate_size, spec.mlp_bias),
     }
+    dense = _mlp_shapes("mlp", hidden, spec.intermediate_size, spec.mlp_bias)
+    experts: _Linears = {"mlp.gate": (spec.experts.num_experts, hidden, False)}
+    for expert in range(spec.experts.num_experts):
+        experts |= _mlp_shapes(f"mlp.experts.{expert}", hidden, spec.experts.intermediate_size, False)
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if spec.qk_norm:
         norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
+        linears = attention | (experts if layer in spec.experts.layers else dense)
         shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
         shapes |= {f"{prefix}{name}.weight": (rows, columns) for name, (rows, columns, _) in linears.items()}
         shapes |= {f"{prefix}{name}.bias": (rows,) for name, (rows, _, bias) in linears.items() if bias}
@@ -148,6 +186,18 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tie_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     return shapes
+
+
+_Linears: TypeAlias = dict[str, tuple[int, int, bool]]
+"""name -> outputs, inputs, has a bias"""
+
+
+def _mlp_shapes(prefix: str, hidden_size: int, intermediate_size: int, bias: bool) -> _Linears:
+    return {
+        f"{prefix}.gate_proj": (intermediate_size, hidden_size, bias),
+        f"{prefix}.up_proj": (intermediate_size, hidden_size, bias),
+        f"{prefix}.down_proj": (hidden_size, intermediate_size, bias),
+    }
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -189,8 +239,8 @@ class _Config:
             raise ConfigError(f"{self.path}: {name} {seen}; expected a positive number")
         return value
 
-    def flag(self, name: str) -> bool:
-        value = self.fields.get(name)
+    def flag(self, name: str, absent: bool = False) -> bool:
+        value = self.fields.get(name, absent)
         if value not in (None, False, True):
             raise ConfigError(f"{self.path}: {name} is {value!r}; expected true or false")
         return bool(value)
@@ -209,8 +259,11 @@ def _architecture(config: _Config) -> tuple[str, Architecture]:
     raise ConfigError(f"{config.path}: architectures says {seen}; supported: {', '.join(ARCHITECTURES)}")
 
 
-def _rope(config: _Config) -> RopeSpec:
-    """Read both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
+def _rope(config: _Config) -> tuple[RopeSpec, int]:
+    """Return the rope and how many positions it reaches.
+
+    Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before).
+    """
     name = "rope_scaling" if config.fields.get("rope_scaling") else "rope_parameters"
     given = config.fields.get(name) or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -218,18 +271,74 @@ def _rope(config: _Config) -> RopeSpec:
     rope = _Config(config.path, {"rope_theta": config.fields.get("rope_theta"), **given})
     for owner in (config, rope):
         owner.refuse_unless("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", 10_000.0)
-    match given.get("rope_type", given.get("type", "default")):
+    theta, reach = rope.number("rope_theta", 10_000.0), config.integer("max_position_embeddings")
+    # The config's own field wins over the rope's, and either may be absent, as in transformers.
+    original = config.integer(ORIGINAL_REACH, rope.integer(ORIGINAL_REACH, reach))
+    match given.get("rope_type") or given.get("type") or "default":
         case "default":
-            return RopeSpec("default", theta)
+            return RopeSpec("default", theta), reach
+        case "linear":
+            factor = rope.number("factor")
+            return RopeSpec("linear", theta, factor), int(reach * factor)
+        case "dynamic":
+            factor = rope.number("factor")
+            return RopeSpec("dynamic", theta, factor, original_max_positions=reach), int(reach * factor)
         case "llama3":
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if low >= high:
                 raise ConfigError(f"{config.path}: {name} has low_freq_factor {low}, not below high_freq_factor {high}")
-            original = rope.integer("original_max_position_embeddings")
-            return RopeSpec("llama3", theta, rope.number("factor"), low, high, original)
+            return RopeSpec("llama3", theta, rope.number("factor"), low, high, original), reach
+        case "yarn":
+            return _yarn(rope, theta, original, rope.number("factor", reach / original))
         case kind:
-            raise ConfigError(f"{config.path}: {name} has rope_type {kind!r}; supported: default, llama3")
+            supported = ", ".join(ROPE_KINDS)
+            raise ConfigError(f"{config.path}: {name} has rope_type {kind!r}; supported: {supported}")
+
+
+def _yarn(rope: _Config, theta: float, original: int, factor: float) -> tuple[RopeSpec, int]:
+    """Read what is yarn's alone (https://arxiv.org/abs/2309.00071) as transformers does, for whom 0 is absent."""
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    def optional(name: str, default: float) -> float:
+        return rope.number(name, default) if rope.fields.get(name) else default
+
+    over, under = optional("mscale", 0.0), optional("mscale_all_dim", 0.0)
+    inferred = mscale(over) / mscale(under) if over and under else mscale(1.0)
+    spec = RopeSpec(
+        "yarn",
+        theta,
+        factor,
+        original_max_positions=original,
+        beta_fast=optional("beta_fast", 32.0),
+        beta_slow=optional("beta_slow", 1.0),
+        truncate=rope.flag("truncate", absent=True),
+        attention_factor=rope.number("attention_factor", inferred),
+    )
+    if spec.beta_fast <= spec.beta_slow:
+        raise ConfigError(f"{rope.path}: yarn has beta_fast {spec.beta_fast}, not above beta_slow {spec.beta_slow}")
+    return spec, int(original * factor)
+
+
+def _experts(config: _Config) -> ExpertsSpec:
+    """Read the mixture of experts; transformers 5 writes `num_local_experts`, the hub has `num_experts`."""
+    name = "num_experts" if config.fields.get("num_experts") is not None else "num_local_experts"
+    num_experts, per_token = config.integer(name), config.integer("num_experts_per_tok")
+    if per_token > num_experts:
+        raise ConfigError(f"{config.path}: num_experts_per_tok is {per_token}, more than the {num_experts} experts")
+    dense = config.fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ConfigError(f"{config.path}: mlp_only_layers is {dense!r}; expected a list of layers")
+    step = config.integer("decoder_sparse_step", 1)
+    layers = range(step - 1, config.integer("num_hidden_layers"), step)
+    return ExpertsSpec(
+        layers=tuple(layer for layer in layers if layer not in dense),
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob"),
+    )
 
 
 def _eos_ids(folder: Path, config: _Config) -> tuple[int, ...]:

@@ -1,8 +1,13 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), with the long-context scaling of Llama 3.1."""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), and how it is stretched for long contexts.
+
+A rotation depends on the position alone, never on the request: requests share pages and batches. What each kind does to
+the frequencies is what transformers' `modeling_rope_utils` does.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,28 +17,86 @@ from stages.generate.model.spec import RopeSpec
 # T = packed tokens, H = heads, D = head dim, F = D / 2 frequencies
 
 
-def rope_frequencies(rope: RopeSpec, head_dim: int, device: torch.device) -> Tensor:
-    """Return freq_F in float32, radians per position."""
-    freq_F = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    if rope.kind == "default":
-        return freq_F
-    # Llama 3.1: long waves are stretched by `factor`, short ones kept, between the two bounds it is blended.
-    turns_F = rope.original_max_positions * freq_F / (2 * math.pi)
-    keep_F = ((turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - keep_F) * freq_F / rope.factor + keep_F * freq_F
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rope with what can be computed of it ahead."""
+
+    spec: RopeSpec
+    exponent_F: Tensor
+    """Frequency = theta ** -exponent, before it is stretched."""
+    freq_F: Tensor
+    """Radians per position, float32; of dynamic, at the positions that the model was trained with."""
 
 
-def rope_tables(freq_F: Tensor, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos_T1D and sin_T1D for one step; computed in float32 (bfloat16 cannot count beyond 256), cast at the end.
+def make_rope(spec: RopeSpec, head_dim: int, device: torch.device) -> Rope:
+    """Return the rope of a model whose heads have *head_dim*."""
+    exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    freq_F = 1.0 / spec.theta**exponent_F
+    if spec.kind == "linear":
+        freq_F = freq_F / spec.factor
+    elif spec.kind == "llama3":
+        freq_F = _between(freq_F / spec.factor, freq_F, _llama3_kept(spec, freq_F))
+    elif spec.kind == "yarn":
+        freq_F = _between(freq_F / spec.factor, freq_F, _yarn_kept(spec, head_dim).to(device))
+    return Rope(spec, exponent_F, freq_F)
+
+
+def rope_tables(rope: Rope, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cos_T1D and sin_T1D for one step, as `apply_rope` wants them: the first half of the sines is negative.
+
+    Computed in float32 (bfloat16 cannot count beyond 256), cast at the end.
 
     Computed per step instead of looked up: a table for 131,072 positions would take more memory than it saves time.
     """
-    angle_T1F = (positions_T.float()[:, None] * freq_F)[:, None]
-    angle_T1D = torch.cat((angle_T1F, angle_T1F), dim=-1)
-    return angle_T1D.cos().to(dtype), angle_T1D.sin().to(dtype)
+    freq = _dynamic_frequencies(rope, positions_T) if rope.spec.kind == "dynamic" else rope.freq_F
+    angle_T1F = (positions_T.float()[:, None] * freq)[:, None]
+    cos_T1F, sin_T1F = angle_T1F.cos(), angle_T1F.sin()
+    cos_T1D, sin_T1D = torch.cat((cos_T1F, cos_T1F), dim=-1), torch.cat((-sin_T1F, sin_T1F), dim=-1)
+    if rope.spec.attention_factor != 1.0:
+        cos_T1D, sin_T1D = cos_T1D * rope.spec.attention_factor, sin_T1D * rope.spec.attention_factor
+    return cos_T1D.to(dtype), sin_T1D.to(dtype)
 
 
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Rotate pairs (i, i + D/2) of each head, the pairing of the Hugging Face checkpoints."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
+    return torch.addcmul(x_THD * cos_T1D, x_THD.roll(x_THD.shape[-1] // 2, dims=-1), sin_T1D)
+
+
+def _dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
+    """Return freq_TF: a token at position p turns as fast as transformers lets it when p + 1 tokens are there.
+
+    So it is what transformers computes token by token on its cache. Where transformers computes a prompt at once that
+    is longer than the training context, it turns all its tokens by the speed of the last one, which no engine that
+    shares pages between requests can do.
+    """
+    spec = rope.spec
+    trained = spec.original_max_positions
+    length_T = (positions_T + 1).clamp(min=trained).float()
+    head_dim = 2 * len(rope.exponent_F)
+    stretch_T = (spec.factor * length_T / trained - (spec.factor - 1)) ** (head_dim / (head_dim - 2))
+    return 1.0 / (spec.theta * stretch_T)[:, None] ** rope.exponent_F
+
+
+def _llama3_kept(spec: RopeSpec, freq_F: Tensor) -> Tensor:
+    """Llama 3.1: waves that fit often into the training context are kept, long ones stretched, by their turns in it."""
+    turns_F = spec.original_max_positions * freq_F / (2 * math.pi)
+    return ((turns_F - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+
+
+def _yarn_kept(spec: RopeSpec, head_dim: int) -> Tensor:
+    """YaRN (https://arxiv.org/abs/2309.00071): as Llama 3.1, but the ramp is over the dimensions, not the turns."""
+
+    def dimension(turns: float) -> float:
+        """Return where in the head the wave turns so often in the training context."""
+        return head_dim * math.log(spec.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001  # as transformers avoids the division by 0
+    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+
+
+def _between(stretched_F: Tensor, plain_F: Tensor, kept_F: Tensor) -> Tensor:
+    return (1 - kept_F) * stretched_F + kept_F * plain_F

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
+import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from safetensors import safe_open
-from safetensors.torch import load_file
+from checkpoints import FAMILIES, Family, make_checkpoint
+from safetensors.torch import load_file, save_file
 
 import stages.generate.forward.weights as weights_module
-from stages.generate.forward.weights import load_weights
-from stages.generate.model.checkpoint import WEIGHTS_FILE
-from stages.generate.model.spec import read_spec
+from stages.generate.forward.weights import dummy_weights, load_weights
+from stages.generate.model.checkpoint import INDEX_FILE, WEIGHTS_FILE
+from stages.generate.model.spec import read_spec, tensor_shapes
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> dict[str, torch.Tensor]:
     return load_weights(read_spec(folder), folder, dtype=dtype, device=CPU, **more)
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name]), name
 
 
 def test_fused_weights_hold_their_parts_in_order(folder: Path) -> None:
@@ -40,42 +49,157 @@ def test_fused_weights_hold_their_parts_in_order(folder: Path) -> None:
     assert torch.equal(ours["model.norm.weight"], theirs["model.norm.weight"])
 
 
+def test_each_expert_is_fused_by_itself_and_its_router_is_not(tmp_path: Path) -> None:
+    ours, theirs = load(make_checkpoint(tmp_path, "qwen3moe")), load_file(tmp_path / WEIGHTS_FILE)
+    expert, router = "model.layers.1.mlp.experts.5.", "model.layers.1.mlp.gate.weight"
+    gate, up = (theirs[f"{expert}{part}_proj.weight"] for part in ("gate", "up"))
+    assert torch.equal(ours[f"{expert}gate_up_proj.weight"], torch.cat((gate, up)))
+    assert torch.equal(ours[router], theirs[router])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_take_their_own_size_and_no_more(folder: Path, dtype: torch.dtype) -> None:
-    weights = load(folder, dtype)
+def test_the_weights_take_their_own_size_and_no_more(tmp_path: Path, family: Family, dtype: torch.dtype) -> None:
+    weights = load(make_checkpoint(tmp_path, family), dtype)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in weights.values()}
-    num_parameters = sum(tensor.numel() for tensor in load_file(folder / WEIGHTS_FILE).values())
+    num_parameters = sum(tensor.numel() for tensor in load_file(tmp_path / WEIGHTS_FILE).values())
     assert sum(storages.values()) == num_parameters * dtype.itemsize
     assert len(storages) == len(weights)
 
 
-def test_one_tensor_of_the_file_is_in_memory_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
-
-    class Watched:
-        def __init__(self, path: Path, framework: str) -> None:
-            self._file: Any = safe_open(path, framework=framework)
-
-        def __enter__(self) -> Watched:
-            self._file.__enter__()
-            return self
-
-        def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
-            self._file.__exit__(*error)
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            assert not [name for tensor in alive if tensor() is not None]
-            tensor: torch.Tensor = self._file.get_tensor(name)
-            alive.append(weakref.ref(tensor))
-            return tensor
-
-    monkeypatch.setattr(weights_module, "safe_open", Watched)
-    load(folder)
-    assert len(alive) == len(load_file(folder / WEIGHTS_FILE))
+@pytest.mark.parametrize("saved", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_cast_on_the_way_whatever_the_size_of_a_piece(
+    tmp_path: Path, saved: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", dtype=saved, tie=False)
+    monkeypatch.setattr(weights_module, "PIECE_BYTES", 1000)  # neither a row nor a tensor
+    ours, theirs = load(tmp_path, dtype), load_file(tmp_path / WEIGHTS_FILE)
+    assert torch.equal(ours["lm_head.weight"], theirs["lm_head.weight"].to(dtype))
+    up = theirs["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(ours["model.layers.0.mlp.gate_up_proj.weight"][len(up) :], up.to(dtype))
 
 
-def test_progress_grows_to_the_size_of_the_file(folder: Path) -> None:
+def test_several_files_give_the_weights_of_one(tmp_path: Path) -> None:
+    """Also where the parts of a fused weight are in different files."""
+    one = load(make_checkpoint(tmp_path / "one", "qwen3moe"))
+    folder = make_checkpoint(tmp_path / "several", "qwen3moe", shard_size="30KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 10
+    places = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+    parts = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    assert len({places[name] for name in parts}) > 1
+    assert_same(load(folder), one)
+
+
+def test_progress_grows_to_the_size_of_the_weights(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
     load(folder, progress=lambda done, total: seen.append((done, total)))
-    size = (folder / WEIGHTS_FILE).stat().st_size
+    size = sum(tensor.nbytes for tensor in load_file(folder / WEIGHTS_FILE).values())
     assert seen == sorted(seen) and seen[-1] == (size, size) and len(seen) > 10
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_no_zeros(folder: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    path = tmp_path / WEIGHTS_FILE
+    with pytest.raises(OSError, match="bytes early"):
+        load(tmp_path, progress=lambda done, total: os.truncate(path, 8192))
+
+
+# Weights that nobody trained
+
+
+def test_dummy_weights_have_the_names_and_shapes_of_real_ones(tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3moe", bias=True))
+    real, dummy = load(tmp_path), dummy_weights(spec, dtype=torch.float32, device=CPU)
+    assert {name: weight.shape for name, weight in dummy.items()} == {name: each.shape for name, each in real.items()}
+
+
+def test_dummy_weights_are_the_same_each_time_and_differ_among_themselves(folder: Path) -> None:
+    spec = read_spec(folder)
+    one, again = (dummy_weights(spec, dtype=torch.bfloat16, device=CPU) for _ in range(2))
+    assert_same(one, again)
+    q, o = (one[f"model.layers.0.self_attn.{name}.weight"] for name in ("qkv_proj", "o_proj"))
+    assert 0.8 < float(q.float().std() * q.shape[1] ** 0.5) < 1.2
+    assert not torch.equal(o, one["model.layers.1.self_attn.o_proj.weight"])
+    assert torch.equal(one["model.norm.weight"], torch.ones(spec.hidden_size, dtype=torch.bfloat16))
+
+
+def test_progress_of_dummy_weights_grows_to_their_size(folder: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    made = dummy_weights(
+        read_spec(folder), dtype=torch.float32, device=CPU, progress=lambda done, total: seen.append((done, total))
+    )
+    size = sum(weight.nbytes for weight in made.values())
+    assert seen == sorted(seen) and seen[-1] == (size, size)
+
+
+# In a process of its own
+
+LOAD = """
+import sys, json
+from pathlib import Path
+import torch
+from stages.generate.forward.weights import load_weights
+from stages.generate.model.spec import read_spec
+
+def memory(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()
+before = memory("VmHWM")
+spec = read_spec(folder)
+weights = load_weights(spec, folder, dtype=dtype, device=torch.device("cpu"))
+size = sum(weight.nbytes for weight in weights.values())
+print(json.dumps({"bytes": size, "peak": memory("VmHWM") - before, "resident": memory("VmRSS") - before}))
+"""
+
+
+def run_load(folder: Path, dtype: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LOAD, str(folder), dtype], cwd=ROOT, check=True, text=True, timeout=120, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in two files of bfloat16, 200 MB, most of it in a few large tensors."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("large"), "llama3", dtype="bfloat16", tie=False, bias=True)
+    vocab_size, hidden, inner = 24_000, 1024, 8192
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": inner}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / WEIGHTS_FILE).unlink()
+    shapes = tensor_shapes(read_spec(folder))
+    names: dict[str, str] = {}
+    for shard, part in enumerate((list(shapes)[::2], list(shapes)[1::2])):
+        save_file(
+            {name: torch.zeros(shapes[name], dtype=torch.bfloat16) for name in part}, folder / f"{shard}.safetensors"
+        )
+        names |= dict.fromkeys(part, f"{shard}.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux' /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_peak_of_a_load_is_the_weights_once(large: Path, dtype: str) -> None:
+    """All that the process ever had in memory, mapped files too: as they are, and when they are cast on the way."""
+    seen = json.loads(run_load(large, dtype, capture_output=True).stdout)
+    assert seen["bytes"] > (180e6 if dtype == "bfloat16" else 360e6)
+    assert seen["peak"] < 1.15 * seen["bytes"] + 2 * weights_module.PIECE_BYTES
+    assert seen["peak"] > 0.9 * seen["resident"] > 0.8 * seen["bytes"], "the measure measures"
+
+
+def test_a_bar_is_shown_on_a_terminal_alone(folder: Path) -> None:
+    silent = run_load(folder, "float32", capture_output=True)
+    assert silent.stderr == "" and silent.stdout.startswith("{")
+    terminal, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    shown = run_load(folder, "float32", stdout=subprocess.PIPE, stderr=theirs, env=environment)
+    os.close(theirs)
+    said = os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert "weights" in said and "kB" in said and "weights" not in shown.stdout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError
-from stages.generate.model.spec import ARCHITECTURES, RopeSpec, read_spec, tensor_shapes
+from stages.generate.model.spec import ARCHITECTURES, ExpertsSpec, RopeSpec, read_spec, tensor_shapes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,6 +29,15 @@ SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
 }
 LLAMA3_ROPE = RopeSpec("llama3", 500_000.0, 8.0, 1.0, 4.0, 256)
 
@@ -74,6 +83,24 @@ def test_rope_without_scaling_is_default(tmp_path: Path, rope: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default", "factor": 9.0}, 1024),
+        ({"rope_type": "linear", "factor": 2.5}, 2560),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2048),
+        ({"rope_type": "llama3", **SCALING}, 1024),
+        (YARN, 1024),
+        ({**YARN, "original_max_position_embeddings": 100}, 400),
+        ({"rope_type": "yarn", "factor": 4.0}, 4096),
+        ({**YARN, "factor": None}, 1024),
+    ],
+    ids=str,
+)
+def test_a_stretched_rope_reaches_further(tmp_path: Path, rope: dict[str, Any], expected: int) -> None:
+    assert read_spec(write(tmp_path, rope_parameters=rope)).max_positions == expected
+
+
+@pytest.mark.parametrize(
     ("config", "generation", "expected"),
     [
         (7, None, (7,)),
@@ -102,9 +129,14 @@ def test_eos_ids_are_those_of_both_files(
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_scaling has rope_type 'yarn'; supported: default, llama3",
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            "rope_scaling has rope_type 'longrope'; supported: default, linear, dynamic, llama3, yarn",
         ),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing; expected a positive number"),
+        ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor is '2'; expected a positive number"),
+        ({"rope_scaling": {**YARN, "truncate": "no"}}, "truncate is 'no'; expected true or false"),
+        ({"rope_scaling": {**YARN, "attention_factor": -1.0}}, "attention_factor is -1.0; expected a positive number"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, "yarn has beta_fast 1.0, not above beta_slow 2.0"),
         ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "low_freq_factor is missing; expected a positive number"),
         ({"rope_scaling": {"type": "llama3", **SCALING, "low_freq_factor": 4.0}}, "not below high_freq_factor"),
         ({"rope_parameters": {"full_attention": {}}}, "expected one flat object"),
@@ -151,10 +183,57 @@ def test_qwen2_has_biases_that_its_config_does_not_name(tmp_path: Path) -> None:
     assert (spec.qkv_bias, spec.output_bias) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"mlp_only_layers": [1, 4]}, (0, 2, 3, 5)),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, (1, 5)),
+    ],
+    ids=str,
+)
+def test_experts_are_in_the_layers_that_the_config_means(
+    tmp_path: Path, changes: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    spec = read_spec(write(tmp_path, **(MOE | changes)))
+    assert spec.experts == ExpertsSpec(layers, 8, 2, 40, True)
+    shapes = tensor_shapes(spec)
+    assert {name.split(".")[2] for name in shapes if ".experts." in name} == {str(layer) for layer in layers}
+    last = f"model.layers.{layers[-1]}.mlp"
+    assert shapes[f"{last}.gate.weight"] == (8, 64)
+    assert shapes[f"{last}.experts.7.down_proj.weight"] == (64, 40)
+    assert f"{last}.gate_proj.weight" not in shapes
+
+
+def test_both_spellings_of_the_number_of_experts_are_read(tmp_path: Path) -> None:
+    """The hub's, and that of transformers 5."""
+    changes = MOE | {"num_experts": None, "num_local_experts": 8}
+    assert read_spec(write(tmp_path, **changes)).experts == read_spec(write(tmp_path, **MOE)).experts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "num_local_experts is missing"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, more than the 8 experts"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; expected a list of layers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; expected a positive number"),
+        ({"norm_topk_prob": 1.5}, "norm_topk_prob is 1.5; expected true or false"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_experts_that_cannot_be_are_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(write(tmp_path, **(MOE | changes)))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_every_architecture_has_a_row() -> None:
     assert list(ARCHITECTURES) == [
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
     ]

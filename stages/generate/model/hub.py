@@ -1,0 +1,107 @@
+"""Models by their name on the Hugging Face hub: fetched into that library's cache, before any process starts.
+
+The library is imported only where such a name is given. What it heeds counts here too: HF_HOME, HF_HUB_OFFLINE,
+HF_ENDPOINT, HF_TOKEN and `hf auth login`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pipeline.errors import ConfigError
+
+NAME: Final = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+TEXT_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+WEIGHT_FILES: Final = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+"""Not every safetensors file: some models have their weights a second time, for another program."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """`owner/name` and a branch, tag or commit; "" is the main branch."""
+
+    id: str
+    revision: str
+
+    @property
+    def given(self) -> str:
+        """What the user wrote."""
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+
+def hub_model(model: str) -> HubModel | None:
+    """Return the model of the hub that `--model` names; None where it is a folder, or cannot be such a name."""
+    found = NAME.fullmatch(model)
+    if found is None or Path(model).is_dir():
+        return None
+    return HubModel(found["id"], found["revision"] or "")
+
+
+def fetch(model: HubModel, *, weights: bool) -> Path:
+    """Return the folder in the library's cache that holds the model; download what of it is not there yet.
+
+    Raises:
+        ConfigError: It cannot be had; the one line says why and what to do.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():  # one of its bars would be drawn into a log file all the same
+        disable_progress_bars()
+    try:
+        return Path(
+            snapshot_download(
+                model.id,
+                revision=model.revision or None,
+                allow_patterns=[*TEXT_FILES, *(WEIGHT_FILES if weights else ())],
+            )
+        )
+    except Exception as error:  # of the library, of its HTTP client, which has changed before, and of the disk
+        raise ConfigError(f"--model {model.given}: {_reason(model, error)}") from error
+
+
+def _reason(model: HubModel, error: Exception) -> str:
+    """Say in one line why *model* cannot be had, and what to do."""
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    match error:
+        case errors.GatedRepoError():
+            return f"its owner asks for consent; agree at {hub}/{model.id}, then log in with `hf auth login`"
+        case errors.RepositoryNotFoundError():
+            return (
+                f"neither a folder here nor a model that {hub} shows you; check the name, and for a private model log"
+                " in with `hf auth login` or set HF_TOKEN"
+            )
+        case errors.RevisionNotFoundError():
+            return f"{hub}/{model.id} has no revision {model.revision}; leave out @{model.revision} for the main one"
+        case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
+            return (
+                f"not a folder, and not whole in {constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to download"
+                " it; unset it, or pass a folder"
+            )
+        case errors.LocalEntryNotFoundError():
+            return (
+                f"not a folder, and {hub} cannot be reached ({_first_line(error)}); check the network, or pass a folder"
+            )
+    return f"could not be downloaded from {hub}: {_first_line(error)}; try again, or pass a folder"
+
+
+def _first_line(error: Exception) -> str:
+    """Return what went wrong first, in one line: the library wraps its errors, and explains them in paragraphs."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,249 @@
+"""A model of the hub comes from the library's cache or from the hub, and what goes wrong is one line.
+
+The hub is a small server here; the library reads its environment when it is imported, so each fetch is a process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+
+from stages.generate.model.hub import HubModel, hub_model
+
+ROOT = Path(__file__).parents[4]
+ID, COMMIT = "someone/small-model", "0123456789abcdef0123456789abcdef01234567"
+FETCH = """
+import sys
+from pipeline.errors import ConfigError
+from stages.generate.model.hub import fetch, hub_model
+model = hub_model(sys.argv[1])
+assert model is not None
+try:
+    print(fetch(model, weights=sys.argv[2] == "weights"))
+except ConfigError as error:
+    sys.exit(f"minisgl: {error}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", HubModel("Qwen/Qwen3-0.6B", "")),
+        ("Qwen/Qwen3-0.6B@v1.0", HubModel("Qwen/Qwen3-0.6B", "v1.0")),
+        ("a/b@refs/pr/1", HubModel("a/b", "refs/pr/1")),
+        ("", None),
+        ("Qwen3-0.6B", None),
+        ("/Qwen/Qwen3-0.6B", None),
+        ("./Qwen/Qwen3-0.6B", None),
+        ("../Qwen3-0.6B", None),
+        ("~/Qwen3-0.6B", None),
+        ("models/Qwen/Qwen3-0.6B", None),
+        ("Qwen/Qwen3 0.6B", None),
+        ("a/b@", None),
+    ],
+)
+def test_a_name_of_the_hub_is_told_from_a_path(text: str, expected: HubModel | None) -> None:
+    assert hub_model(text) == expected
+    assert expected is None or expected.given == text
+
+
+def test_a_folder_that_is_there_wins_over_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_model("models/qwen3") is not None
+    (tmp_path / "models" / "qwen3").mkdir(parents=True)
+    assert hub_model("models/qwen3") is None
+
+
+def test_the_library_is_imported_only_for_a_model_of_the_hub() -> None:
+    code = "import sys, stages.generate.model.hub; sys.exit('huggingface_hub' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def fetch(cache: Path, model: str = ID, what: str = "weights", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Fetch *model* into *cache*, with nothing of this machine's own settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    known = {"HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", FETCH, model, what],
+        cwd=ROOT,
+        env=kept | known | environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1 and done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("minisgl: ")]
+    assert len(lines) == 1 and done.stderr.endswith(f"{lines[0]}\n"), done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+# What is in the cache
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", shard_size="200KB")
+
+
+@pytest.fixture
+def cached(checkpoint: Path, tmp_path: Path) -> Path:
+    """A folder for HF_HOME in which the model is, as the library would have put it there."""
+    repository = tmp_path / "hub" / f"models--{ID.replace('/', '--')}"
+    shutil.copytree(checkpoint, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    return tmp_path
+
+
+@pytest.mark.parametrize("model", [ID, f"{ID}@main", f"{ID}@{COMMIT}"])
+def test_offline_a_model_comes_from_the_cache(cached: Path, model: str) -> None:
+    done = fetch(cached, model, HF_HUB_OFFLINE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (Path(done.stdout.strip()) / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("model", ["someone/else", f"{ID}@v2"])
+def test_offline_a_model_that_is_not_in_the_cache_is_refused(cached: Path, model: str) -> None:
+    assert_refused(fetch(cached, model, HF_HUB_OFFLINE="1"), f"--model {model}: ", str(cached), "HF_HUB_OFFLINE")
+
+
+def test_without_a_network_a_model_comes_from_the_cache_too(cached: Path) -> None:
+    done = fetch(cached, HF_ENDPOINT="http://127.0.0.1:1")
+    assert done.returncode == 0 and COMMIT in done.stdout
+
+
+def test_without_a_network_a_model_that_is_not_in_the_cache_is_refused(tmp_path: Path) -> None:
+    done = fetch(tmp_path, HF_ENDPOINT="http://127.0.0.1:1")
+    assert_refused(done, f"--model {ID}: not a folder, and http://127.0.0.1:1 cannot be reached", "Connection refused")
+
+
+# What the hub says
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """As much of the hub as a download needs: one public model, one that asks for consent, and nothing else."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _HubAnswers)
+        self.files = files
+        self.sent: set[str] = set()
+        self.broken = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _HubAnswers(http.server.BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if self.server.broken:
+            self._answer(500, b"out of order")
+        elif "/consent/first" in path:
+            self._answer(403, b"{}", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
+        elif f"/{ID}" not in path:
+            self._answer(401, b"{}", **{"X-Error-Code": "RepoNotFound", "X-Error-Message": "Not found."})
+        elif "/revision/v9" in path:
+            self._answer(404, b"{}", **{"X-Error-Code": "RevisionNotFound", "X-Error-Message": "No such revision."})
+        elif path.startswith(f"/api/models/{ID}/tree/"):
+            files = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.server.files.items()
+            ]
+            self._answer(200, json.dumps(files).encode())
+        elif path.startswith(f"/api/models/{ID}"):
+            self._answer(200, json.dumps({"id": ID, "sha": COMMIT, "siblings": []}).encode())
+        else:
+            name = path.rpartition("/")[2]
+            data = self.server.files[name]
+            if self.command == "GET":
+                self.server.sent.add(name)
+            etag = hashlib.sha1(data).hexdigest()
+            self._answer(200, data, **{"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
+
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(checkpoint: Path) -> Iterator[Hub]:
+    files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    others = ("consolidated.safetensors", "pytorch_model.bin", "README.md", "tf_model.h5")
+    with Hub(files | dict.fromkeys(others, b"not for us")) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_only_what_is_needed_is_downloaded_and_only_once(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
+    done = fetch(tmp_path, HF_ENDPOINT=hub.url)
+    assert (done.returncode, done.stderr) == (0, ""), "and no bar is drawn into a file"
+    folder = Path(done.stdout.strip())
+    assert folder.name == COMMIT and folder.is_relative_to(tmp_path)
+    assert hub.sent == {path.name for path in checkpoint.iterdir()}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in checkpoint.iterdir()
+    }
+    hub.sent.clear()
+    assert fetch(tmp_path, HF_ENDPOINT=hub.url).stdout == done.stdout
+    assert hub.sent == set()
+
+
+def test_who_reads_text_alone_downloads_no_weights(hub: Hub, tmp_path: Path) -> None:
+    done = fetch(tmp_path, ID, "text", HF_ENDPOINT=hub.url)
+    assert done.returncode == 0, done.stderr
+    assert {"tokenizer.json", "config.json"} <= hub.sent
+    assert not any("safetensors" in name for name in hub.sent)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("no/such-model", ["neither a folder here nor a model that", "check the name", "hf auth login"]),
+        ("consent/first", ["its owner asks for consent", "/consent/first", "hf auth login"]),
+        (f"{ID}@v9", ["has no revision v9", "leave out @v9"]),
+        ("a--b/c", ["could not be downloaded", "HFValidationError"]),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_one_line(hub: Hub, tmp_path: Path, model: str, words: list[str]) -> None:
+    assert_refused(fetch(tmp_path, model, HF_ENDPOINT=hub.url), f"--model {model}: ", *words)
+
+
+def test_a_hub_that_is_out_of_order_is_said_in_one_line(hub: Hub, tmp_path: Path) -> None:
+    hub.broken = True
+    assert_refused(fetch(tmp_path, HF_ENDPOINT=hub.url), f"--model {ID}: ", hub.url, "500")
