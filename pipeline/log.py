@@ -75,6 +75,8 @@ class Taken:
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str
+    flush: str
+    """Id of the last `flush` since `control_cursor`; empty when there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class StepCommitted:
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str
+    flush: str
+    """As in Taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,13 @@ class StreamLog(Protocol):
         lease_ms: int,
     ) -> StepCommitted:
         """Append step `<epoch>-<number>` of an engine and consume the `tokenized` entries *ended*. Raises Fenced."""
+        ...
+
+    def flush(self, by: str) -> str:
+        """Ask all engines to forget the prefixes that nobody uses; return an id, which `take` and `step` give them.
+
+        A doorbell: it may be lost, so who waits for the engines to say that they did it asks again.
+        """
         ...
 
     # detokenizers

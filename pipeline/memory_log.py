@@ -131,6 +131,12 @@ class MemoryLog:
         with self._changed:
             return {uid for uid in uids if uid in self._live}
 
+    def forget(self, uids: Sequence[str]) -> None:
+        """Delete histories now: in the memory of one process nobody else will open them within the retention."""
+        with self._changed:
+            for uid in uids:
+                self._streams.pop(self.names.request(uid), None)
+
     # engines
 
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
@@ -170,6 +176,11 @@ class MemoryLog:
             for entry_id in ended:
                 self._consume(Inbox.tokenized(self.names), entry_id)
             return StepCommitted(self._length(steps), *self._control_after(control_cursor))
+
+    def flush(self, by: str) -> str:
+        with self._changed:
+            self._append(self.names.control, None, {"flush": by}, make=True, cap=CONTROL_CAP)
+            return _text(self._streams[self.names.control].last)
 
     # detokenizers
 
@@ -371,10 +382,13 @@ class MemoryLog:
     def _tell_engines(self, uid: str) -> None:
         self._append(self.names.control, None, {"uid": uid}, make=True, cap=CONTROL_CAP)
 
-    def _control_after(self, cursor: str) -> tuple[tuple[str, ...], str]:
+    def _control_after(self, cursor: str) -> tuple[tuple[str, ...], str, str]:
+        """Return the uids in `control` after a cursor, the cursor to go on from, and the id of the last flush or ""."""
         control = self._stream(self.names.control)
         entries = control.read(control.after(parse_id(cursor), CONTROL_CAP)) if control is not None else []
-        return tuple(entry.fields["uid"] for entry in entries), entries[-1].id if entries else cursor
+        uids = tuple(entry.fields["uid"] for entry in entries if "uid" in entry.fields)
+        flushes = [entry.id for entry in entries if "flush" in entry.fields]
+        return uids, entries[-1].id if entries else cursor, flushes[-1] if flushes else ""
 
     def _fence(self, owner: Owner) -> None:
         if self._owners.get(owner.slot) != owner:

@@ -61,7 +61,7 @@ class Names:
 
     @property
     def control(self) -> str:
-        """Stream: uids whose end the engine did not say. A doorbell; `live` is the truth."""
+        """Stream: uids whose end the engine did not say, and flushes. A doorbell; `live` is the truth."""
         return self._key("control")
 
     @property

@@ -166,8 +166,8 @@ def history(names: Names, uid: str, after: str) -> list[str]:
 
 def take(names: Names, owner: Owner, max_entries: int, control_cursor: str) -> Call[Taken]:
     def parse(reply: Any) -> Taken:
-        entries, cursor, ended, control = _unless_fenced(owner, reply)
-        return Taken(tuple(entries_of(entries)), as_text(cursor), _texts(ended), as_text(control))
+        entries, cursor, ended, control, flush = _unless_fenced(owner, reply)
+        return Taken(tuple(entries_of(entries)), as_text(cursor), _texts(ended), as_text(control), as_text(flush))
 
     return Call(
         "take",
@@ -188,8 +188,8 @@ def step(
     lease_ms: int,
 ) -> Call[StepCommitted]:
     def parse(reply: Any) -> StepCommitted:
-        length, uids, cursor = _unless_fenced(owner, reply)
-        return StepCommitted(length, _texts(uids), as_text(cursor))
+        length, uids, cursor, flush = _unless_fenced(owner, reply)
+        return StepCommitted(length, _texts(uids), as_text(cursor), as_text(flush))
 
     slot = owner.slot
     return Call(
@@ -206,6 +206,10 @@ def step(
         ],
         parse,
     )
+
+
+def flush(names: Names, by: str) -> Call[str]:
+    return Call("flush", [names.control], [by], as_text)
 
 
 # Detokenizers

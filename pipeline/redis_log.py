@@ -155,6 +155,9 @@ class RedisLog:
             calls.step(self.names, owner, number, event, ended=ended, control_cursor=control_cursor, lease_ms=lease_ms)
         )
 
+    def flush(self, by: str) -> str:
+        return self._run(calls.flush(self.names, by))
+
     # detokenizers
 
     def produced(
@@ -294,6 +297,10 @@ class AsyncRedisLog:
         return await self._run(
             calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=None)
         )
+
+    async def flush(self, by: str) -> str:
+        """As StreamLog.flush."""
+        return await self._run(calls.flush(self.names, by))
 
     async def histories(self, cursors: Mapping[str, str]) -> dict[str, list[Entry] | None]:
         """Return the entries of each history uid -> after id; None where there is no history any more."""

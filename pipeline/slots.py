@@ -52,6 +52,12 @@ class Status(Value):
     """The served context of an engine: prompt + output tokens of one request."""
     fingerprint: str = ""
     """Of an engine's weights, or of a tokenizer."""
+    flushed: str = ""
+    """Id of the last flush that an engine has done."""
+    flushed_pages: int = 0
+    """How many pages its flushes have freed since it started."""
+    books_wrong: int = 0
+    """How often an engine found that its books of pages do not add up: a bug of ours."""
 
 
 def parse_status(text: str) -> Status:

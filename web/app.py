@@ -15,6 +15,7 @@ from pipeline.errors import RequestError
 from web.answers import error_response
 from web.frontend import Frontend
 from web.openai.errors import CODES
+from web.routes.cache import cache_routes
 from web.routes.chat import chat_routes
 from web.routes.health import health_routes
 from web.routes.models import model_routes
@@ -45,7 +46,12 @@ def create_app(frontend: Frontend) -> Quart:
     }
     app.url_map.strict_slashes = False
     app.url_map.merge_slashes = False
-    for routes in (chat_routes(frontend), model_routes(frontend, int(time.time())), health_routes(frontend)):
+    for routes in (
+        chat_routes(frontend),
+        model_routes(frontend, int(time.time())),
+        health_routes(frontend),
+        cache_routes(frontend),
+    ):
         app.register_blueprint(routes)
 
     def log_line(status: int) -> None:

@@ -110,6 +110,11 @@ class Frontend:
         self._open: set[OpenRequest] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
+    @property
+    def log(self) -> AsyncRedisLog:
+        """The log, for routes that ask it something else than a request."""
+        return self._log
+
     async def run(self) -> None:
         """Listen to the log until cancelled."""
         await run_all(*self.tail.loops(), self.readiness.run())

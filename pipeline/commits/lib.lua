@@ -22,12 +22,12 @@ local function fenced(owner_key, owner)
   return redis.call('GET', owner_key) ~= owner
 end
 
--- The uids in `control` after a cursor, and the cursor to go on from.
+-- What `control` has after a cursor: uids, the cursor to go on from, the id of the last flush or ''.
 local function control_after(control, cursor)
-  local uids = {}
+  local uids, flush = {}, ''
   for _, entry in ipairs(redis.call('XRANGE', control, '(' .. cursor, '+', 'COUNT', 1000)) do
-    uids[#uids + 1] = entry[2][2]
     cursor = entry[1]
+    if entry[2][1] == 'uid' then uids[#uids + 1] = entry[2][2] elseif entry[2][1] == 'flush' then flush = cursor end
   end
-  return uids, cursor
+  return uids, cursor, flush
 end

@@ -1,6 +1,7 @@
 -- take: read new entries of `tokenized` for an engine. The read is fenced, so that a zombie cannot strand an entry.
 -- KEYS owner, tokenized, control   ARGV owner, slot, max_entries, control_cursor
--- Returns entries, the last id that was delivered to anybody, uids ended elsewhere, the control cursor; or FENCED.
+-- Returns entries, the last id that was delivered to anybody, uids ended elsewhere, the control cursor, the last flush
+-- or ''; or FENCED.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 local entries = {}
 if tonumber(ARGV[3]) > 0 then
@@ -11,5 +12,4 @@ local delivered = '0-0'
 for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', KEYS[2])) do -- an error, when there is no stream, has no parts
   if group[2] == 'generate' then delivered = group[8] end
 end
-local uids, cursor = control_after(KEYS[3], ARGV[4])
-return { entries, delivered, uids, cursor }
+return { entries, delivered, control_after(KEYS[3], ARGV[4]) }

@@ -50,13 +50,21 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Flush:
+    """Somebody asks for the prefixes that nobody uses to be forgotten."""
+
+    id: str
+    """In `control`; the status says it when it is done."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The thread is over: the slot has another owner, or the error is none that time heals."""
 
     error: Exception
 
 
-News = Arrived | Ended | Lost
+News = Arrived | Ended | Flush | Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +193,7 @@ class Courier:
         )
         for uid in job.ended:
             self._entry_ids.pop(uid, None)
-        self._hear(done.ended, done.control_cursor)
+        self._hear(done.ended, done.flush, done.control_cursor)
         if time.monotonic() - self._looked_s > LIVE_EVERY_S:
             self._look_who_lives()
         behind = done.steps_length
@@ -205,7 +213,7 @@ class Courier:
         self._unsure = False
         self._cursor = taken.cursor
         self._bring(taken.entries, resumed=False)
-        self._hear(taken.ended, taken.control_cursor)
+        self._hear(taken.ended, taken.flush, taken.control_cursor)
 
     def _is_heard(self) -> bool:
         """Say whether there is a detokenizer for this engine's steps; without one it takes nothing new."""
@@ -257,8 +265,10 @@ class Courier:
         uid, frontend = entry.fields["uid"], entry.fields["frontend"]
         self._keep_trying(lambda: self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms))
 
-    def _hear(self, uids: Sequence[str], cursor: str) -> None:
+    def _hear(self, uids: Sequence[str], flush: str, cursor: str) -> None:
         self._control_cursor = cursor
+        if flush:
+            self._tell(Flush(flush))
         for uid in uids:
             if uid in self._entry_ids:
                 self._tell(Ended(uid))

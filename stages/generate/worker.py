@@ -18,7 +18,7 @@ from pipeline.log import Inbox, StreamLog
 from pipeline.names import GENERATE
 from pipeline.slots import Place, acquire_slot, progress_reporter
 from pipeline.worker import Stop
-from stages.generate.courier import Arrived, Courier, Ended, Lost, News
+from stages.generate.courier import Arrived, Courier, Ended, Flush, Lost, News
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
@@ -31,6 +31,10 @@ logger = structlog.get_logger()
 STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
 LOAD_TIMEOUT_S = 3600.0
+FEWEST_STEPS_BETWEEN_CHECKS = 100
+"""An engine that has nothing to do looks whether its books add up, when it has made so many steps since, or as many as
+it has pages: what a look costs grows with them.
+"""
 
 
 class Forward(Protocol):
@@ -55,6 +59,8 @@ class GenerateWorker:
         """Rows for the next step that no forward pass makes."""
         self._refused: list[str] = []
         """Uids of requests that failed here; the next step consumes their entries."""
+        self._next_check = 0
+        """Number of the step from which on the books are looked at again."""
 
     def run(self, stop: Stop) -> None:
         """Work until *stop* is set or the slot is lost."""
@@ -71,6 +77,7 @@ class GenerateWorker:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
             else:
                 self._courier.idle(self._schedule.room)
+                self._check_books()
                 self._wait_for_news(stop)
 
     def _forward(self, plan: BatchPlan) -> Sequence[StepRow]:
@@ -113,6 +120,28 @@ class GenerateWorker:
                 self._fold(news)
                 return
 
+    def _check_books(self) -> None:
+        """Look, while nothing is to be done, whether the books add up; report what is wrong and go on.
+
+        A page that is lost costs memory; an engine that ends for it would cost every request.
+        """
+        if self._schedule.next_step < self._next_check:
+            return
+        self._next_check = self._schedule.next_step + max(FEWEST_STEPS_BETWEEN_CHECKS, self._schedule.num_pages)
+        try:
+            problems = self._schedule.problems()
+        except Exception as error:  # books so wrong that they cannot be read
+            problems = [f"the check failed: {error!r}"]
+        if problems:
+            times = self._place.status.books_wrong + 1
+            logger.error("books_wrong", problems=problems, times=times)
+            self._place.say(books_wrong=times)
+
+    def _flush(self, control_id: str) -> None:
+        pages = self._schedule.flush()
+        logger.info("flushed", pages=pages)
+        self._place.say(flushed=control_id, flushed_pages=self._place.status.flushed_pages + pages)
+
     def _fold(self, news: News) -> None:
         match news:
             case Arrived():
@@ -120,6 +149,8 @@ class GenerateWorker:
             case Ended(uid):
                 self._schedule.drop(uid)
                 self._let_go.append(uid)
+            case Flush(control_id):
+                self._flush(control_id)
             case Lost(error):
                 raise error
 
@@ -204,7 +235,7 @@ def load(config: Config, folder: Path, place: Place) -> tuple[Engine, Schedule, 
     Raises:
         ConfigError: The folder, the flags and the machine do not go together.
     """
-    spec = check_folder(folder)
+    spec = check_folder(folder, dummy=config.engine.dummy_weight)
     settings = resolve(config.engine, spec)
     report = progress_reporter(place, "weights")
     began_s = time.monotonic()
@@ -219,6 +250,7 @@ def load(config: Config, folder: Path, place: Place) -> tuple[Engine, Schedule, 
         max_seq_len=settings.limits.context,
         attention=settings.attention,
         threads=settings.threads,
+        dummy=config.engine.dummy_weight,
         progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
     )
     schedule = Schedule(

@@ -45,6 +45,7 @@ FULL: list[AnyEvent] = [
         model="default",
         messages=({"role": "user", "content": "Grüß dich"}, {"role": "assistant", "content": None, "n": [1, 2.5]}),
         prompt="[1, 2]",
+        prompt_ids=(0, 151_643),
         sampling=SamplingParams(
             temperature=0.7,
             top_p=0.9,
@@ -166,6 +167,13 @@ def test_fields_are_text_as_it_is_and_only_other_values_are_json() -> None:
 def test_fields_that_have_their_default_are_left_out(event: AnyEvent) -> None:
     required = {name for name, field in type(event).model_fields.items() if field.is_required()}
     assert set(encode(event)) == required | {"kind", "v"}
+
+
+def test_a_prompt_of_token_ids_is_json_and_an_older_log_without_the_field_is_read() -> None:
+    event = Submitted(endpoint="e", frontend="f", prompt_ids=(5, 0), sampling=SamplingParams())
+    fields = encode(event)
+    assert fields.pop("prompt_ids") == "[5,0]"
+    assert decode(fields) == event.model_copy(update={"prompt_ids": ()})
 
 
 def test_a_step_says_of_a_row_only_what_is_there() -> None:

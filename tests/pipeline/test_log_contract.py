@@ -453,6 +453,49 @@ def test_a_step_keeps_the_lease(log: StreamLog) -> None:
     assert log.lease("generate-0").ttl_ms > LONG_MS
 
 
+# flush
+
+
+def test_take_and_step_say_once_that_a_flush_was_asked_for(log: StreamLog) -> None:
+    accept(log, "a")
+    owner = own(log, "generate-0")
+    assert log.take(owner, 0, control_cursor="0-0").flush == ""
+    first = log.flush("web-0")
+    taken = log.take(owner, 8, control_cursor="0-0")
+    assert (taken.flush, taken.ended) == (first, ())
+    assert log.take(owner, 8, control_cursor=taken.control_cursor).flush == ""
+    second = log.flush("web-0")
+    committed = step(log, owner, 1, cursor=taken.control_cursor)
+    assert (committed.flush, committed.ended) == (second, ())
+    assert step(log, owner, 2, cursor=committed.control_cursor).flush == ""
+
+
+def test_every_engine_hears_of_a_flush_and_the_last_one_stands_for_all(log: StreamLog) -> None:
+    flushes = [log.flush("web-0") for _ in range(3)]
+    assert [parse_id(flush) for flush in flushes] == sorted({parse_id(flush) for flush in flushes})
+    for slot in ("generate-0", "generate-1"):
+        assert log.take(own(log, slot), 0, control_cursor="0-0").flush == flushes[-1]
+
+
+def test_a_flush_among_ends_hides_none_of_them(log: StreamLog) -> None:
+    accept(log, "a", "b")
+    end(log, "a", CANCELLED)
+    flush = log.flush("web-0")
+    end(log, "b", CANCELLED)
+    taken = log.take(own(log, "generate-0"), 0, control_cursor="0-0")
+    assert (taken.ended, taken.flush) == (("a", "b"), flush)
+
+
+def test_wait_returns_when_a_flush_was_asked_for(log: StreamLog) -> None:
+    taken = log.take(own(log, "generate-0"), 8, control_cursor="0-0")
+    waiting = another(log)
+    thread = threading.Thread(target=lambda: waiting.wait(taken.cursor, taken.control_cursor, block_ms=LONG_MS))
+    thread.start()
+    log.flush("web-0")
+    thread.join(1.5)  # less than the longest block
+    assert not thread.is_alive()
+
+
 # produced
 
 

@@ -137,6 +137,13 @@ def test_at_maxmemory_a_worker_can_start_and_take_over(log: RedisLog) -> None:
     assert log.statuses("tokenize") == {"tokenize-1": "{}"}
 
 
+def test_at_maxmemory_the_engines_can_be_told_to_flush(log: RedisLog) -> None:
+    engine = own(log, "generate-0")
+    fill(log)
+    flush = log.flush("web-0")
+    assert log.take(engine, 0, control_cursor="0-0").flush == flush
+
+
 # lost data
 
 
@@ -416,6 +423,21 @@ def test_a_whole_request_leaves_the_work_streams_empty(log: RedisLog) -> None:
     assert command(log.url, "ZCARD", NAMES.live) == 0
 
 
+def test_an_entry_of_control_that_is_not_known_is_passed_over(log: RedisLog) -> None:
+    """A server of a later version may say there what this one has no word for."""
+    submit(log)
+    command(log.url, "XADD", NAMES.control, "*", "a word of tomorrow", "1")
+    end(log)
+    taken = log.take(own(log, "generate-0"), 0, control_cursor="0-0")
+    assert (taken.ended, taken.flush) == (("a",), "")
+
+
+def test_control_keeps_only_the_last_entries(log: RedisLog) -> None:
+    for _ in range(1300):
+        log.flush("web-0")
+    assert 1000 <= command(log.url, "XLEN", NAMES.control) < 1200
+
+
 # asyncio
 
 
@@ -450,6 +472,9 @@ def test_the_asynchronous_log_agrees_with_the_synchronous_one(log: RedisLog) -> 
             assert await front.histories({"a": SEAL}) == {"a": []}
             assert await front.histories({}) == {}
             assert isinstance(decode(rest[-1].fields), Cancelled)
+
+            flush = await front.flush(frontend)
+            assert log.take(own(log, "generate-20"), 0, control_cursor="0-0").flush == flush
 
             for index in range(17):
                 log.renew(own(log, slot_name("generate", index)), LONG_MS, f"{{{index}}}")

@@ -142,6 +142,10 @@ class Schedule:
             self._waiting.remove(request)
         return True
 
+    def flush(self) -> int:
+        """Forget the prefixes that no running request holds; return how many pages that freed."""
+        return self._cache.flush()
+
     def holder(self, table: int) -> tuple[str, int]:
         """Return the uid of the running request that holds a row of the page table, and how many tokens it has."""
         return next((request.uid, request.num_output) for request in self._running if request.table == table)
@@ -165,11 +169,17 @@ class Schedule:
     def free_pages(self) -> int:
         return self._cache.num_available
 
+    @property
+    def num_pages(self) -> int:
+        return self._cache.num_pages
+
     def problems(self) -> list[str]:
         """Return what is wrong with the books; empty when all is well."""
         found = self._cache.problems([request.holding for request in self._running])
         if len(self._tables) + len(self._running) != self._limits.max_running_requests:
             found.append(f"{len(self._tables)} tables free with {len(self._running)} requests running")
+        if len(self._by_uid) != len(self._running) + len(self._waiting):
+            found.append(f"{len(self._by_uid)} uids, {len(self._running)} running, {len(self._waiting)} waiting")
         return found
 
     # what comes out

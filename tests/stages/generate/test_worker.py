@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from redis_servers import Servers, until
+from structlog.testing import capture_logs
 
 from pipeline.errors import Fenced, LogUnavailable, UndecodableEvent
 from pipeline.events import (
@@ -33,10 +34,12 @@ from pipeline.log import Entry, Inbox, Produced, StreamLog, Taken
 from pipeline.memory_log import MemoryLog
 from pipeline.names import Names, tokens_id
 from pipeline.redis_log import RedisLog
-from pipeline.slots import Place, acquire_slot
+from pipeline.slots import Place, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.generate.courier import Courier, new_request
+from stages.generate.kvcache.base import Holding, PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.kvcache.radix import RadixCache
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Identity, Limits, Schedule
 from stages.generate.worker import GenerateWorker
@@ -96,6 +99,7 @@ def running(
     pace_s: float = 0.0,
     heard: bool = True,
     broken: bool = False,
+    cache: PrefixCache | None = None,
 ) -> Iterator[Running]:
     """Run an engine in slot generate-0 until the block ends."""
     log = another_log()
@@ -108,7 +112,8 @@ def running(
     limits = Limits(
         context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200
     )
-    schedule = Schedule(NaiveCache(num_pages, 4), limits, [], Identity(owner.slot, owner.epoch, "counting"))
+    identity = Identity(owner.slot, owner.epoch, "counting")
+    schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
     courier = Courier(another_log(), owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
     engine = CountingEngine(pace_s)
     engine.broken = broken
@@ -435,3 +440,91 @@ def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
     assert request is not None and request.output_ids == (5,)
     with pytest.raises(UndecodableEvent, match="after token 1 comes the event 3-0"):
         new_request("a", entries)
+
+
+# the cache
+
+
+def test_a_flush_forgets_the_prefixes_and_the_status_says_so(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    prompt = range(10, 22)  # three pages, of which the last is never found: its last token is computed in any case
+
+    def cached_tokens() -> int:
+        uid = send(log, *prompt, max_tokens=1)
+        until(lambda: len(steps.tokens(uid)) == 1)
+        (event,) = [mark.event for mark in steps.marks(uid) if isinstance(mark.event, Admitted)]
+        return event.cached_tokens
+
+    with running(another_log, cache=RadixCache(64, 4)) as engine:
+        assert [cached_tokens(), cached_tokens()] == [0, 8]
+        flush = log.flush("web-0")
+        until(lambda: engine.place.status.flushed == flush)
+        assert engine.place.status.flushed_pages == 3
+        until(lambda: read_statuses(log, "generate")[0].flushed == flush)
+        assert [cached_tokens(), cached_tokens()] == [0, 8]
+        flush = log.flush("web-0")
+        until(lambda: engine.place.status.flushed == flush)
+        assert engine.place.status.flushed_pages == 6
+
+
+def test_a_flush_while_requests_run_harms_none_of_them(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with running(another_log, pace_s=0.01, cache=RadixCache(64, 4)) as engine:
+        uid = send(log, *range(10, 30), max_tokens=30)
+        until(lambda: len(steps.tokens(uid)) > 1)
+        flush = log.flush("web-0")
+        until(lambda: engine.place.status.flushed == flush)
+        assert engine.place.status.flushed_pages == 0
+        until(lambda: steps.tokens(uid)[-1].end is not None)
+        assert [row.token for row in steps.tokens(uid)] == list(range(30, 60))
+        assert not engine.errors and engine.schedule.problems() == []
+
+
+# the books
+
+
+class WrongBooks(NaiveCache):
+    """A cache that has lost a page; *unreadable*, it has lost its books altogether."""
+
+    def __init__(self, *, unreadable: bool = False) -> None:
+        super().__init__(64, 4)
+        self._pool.allocate(1)
+        self._unreadable = unreadable
+
+    def problems(self, holdings: Sequence[Holding]) -> list[str]:
+        if self._unreadable:
+            raise KeyError("page 7")
+        return super().problems(holdings)
+
+
+@pytest.mark.parametrize(("unreadable", "words"), [(False, "0 pages held and 63 free of 64"), (True, "page 7")])
+def test_books_that_do_not_add_up_are_reported_and_the_engine_goes_on(
+    another_log: Callable[[], StreamLog], unreadable: bool, words: str
+) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with capture_logs() as lines, running(another_log, cache=WrongBooks(unreadable=unreadable)) as engine:
+        until(lambda: engine.place.status.books_wrong == 1)  # an engine looks when it has nothing to do yet
+        for times in (1, 2, 3):
+            uid = send(log, 1, max_tokens=CONTEXT - 1)
+            until(lambda uid=uid: len(steps.tokens(uid)) == CONTEXT - 1)  # type: ignore[misc]  # bound at once
+            assert engine.place.status.books_wrong <= times
+        until(lambda: engine.place.status.books_wrong == 2)  # once more: a hundred steps later
+        until(lambda: read_statuses(log, "generate")[0].books_wrong == 2)
+        assert not engine.errors
+    reports = [line for line in lines if line["event"] == "books_wrong"]
+    assert [(line["log_level"], line["times"]) for line in reports] == [("error", 1), ("error", 2)]
+    assert all(words in str(line["problems"]) for line in reports)
+
+
+def test_books_that_add_up_are_not_spoken_of(another_log: Callable[[], StreamLog]) -> None:
+    log = another_log()
+    steps = Steps(log)
+    with capture_logs() as lines, running(another_log, cache=RadixCache(64, 4)) as engine:
+        for number in range(4):
+            uid = send(log, number, max_tokens=CONTEXT - 1)
+            until(lambda uid=uid: len(steps.tokens(uid)) == CONTEXT - 1)  # type: ignore[misc]  # bound at once
+        assert engine.place.status.books_wrong == 0 and not engine.errors
+    assert not [line for line in lines if line["event"] == "books_wrong"]

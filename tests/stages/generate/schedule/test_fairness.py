@@ -1,0 +1,174 @@
+"""Who waits for whom: streams for no prompt, nobody for ever, and the same prompt is computed once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pipeline.events import EventRow, SamplingParams, StepRow, TokenRow
+from stages.generate.kvcache import CACHES, make_cache
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+
+LONG = 2000
+MIXED, PREFILL = 16, 2048
+STREAMS = 8
+
+
+def make_schedule(cache: str, *, num_pages: int = 1000, page_size: int = 64, running: int = 32) -> Schedule:
+    limits = Limits(
+        context=min(4096, num_pages * page_size),
+        max_prefill_length=PREFILL,
+        mixed_prefill_length=MIXED,
+        max_running_requests=running,
+        vocab_size=1_000_000,
+    )
+    return Schedule(make_cache(cache, num_pages, page_size), limits, [], Identity("generate-0", 1, "f"))
+
+
+def add(schedule: Schedule, uid: str, length: int, *, first: int = 0, max_tokens: int = 1000) -> None:
+    prompt = tuple(range(first, first + length))
+    assert schedule.add(NewRequest(uid, prompt, (), SamplingParams(max_tokens=max_tokens))) is None
+
+
+def step(schedule: Schedule) -> tuple[BatchPlan, list[StepRow], list[TokenRow]]:
+    planned = schedule.plan()
+    assert planned is not None
+    plan, marks = planned
+    rows = schedule.complete([7] * sum(row.sample is not None for row in plan.rows))
+    assert schedule.problems() == []
+    return plan, marks, rows
+
+
+def start_streams(schedule: Schedule) -> list[str]:
+    """Let eight requests of different prompts decode."""
+    streams = [f"stream {number}" for number in range(STREAMS)]
+    for number, uid in enumerate(streams):
+        add(schedule, uid, 40, first=1000 * number)
+    while len(step(schedule)[2]) < STREAMS:
+        pass
+    return streams
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_prompts_of_two_thousand_tokens_never_keep_a_stream_waiting_for_a_step(cache: str) -> None:
+    schedule = make_schedule(cache)
+    streams = start_streams(schedule)
+    arrivals = {5: "a", 60: "b", 61: "c"}
+    first_tokens: dict[str, int] = {}
+    for number in range(600):
+        if number in arrivals:
+            add(schedule, arrivals[number], LONG, first=50_000 + 3000 * number, max_tokens=700)
+        plan, _, rows = step(schedule)
+        said = [row.uid for row in rows]
+        assert [uid for uid in said if uid in streams] == streams, "each stream says one token in each step"
+        assert sum(len(row.token_ids) for row in plan.rows[plan.num_decode_rows :]) <= MIXED
+        first_tokens |= {uid: number for uid in said if uid in arrivals.values() and uid not in first_tokens}
+    # Each prompt takes 2000 / 16 steps, one prompt after the other.
+    assert first_tokens == {"a": 129, "b": 254, "c": 379}
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_when_pages_run_out_it_is_the_long_prompt_that_gives_way_and_no_stream(cache: str) -> None:
+    schedule = make_schedule(cache, num_pages=8 * 3 + 24)  # streams of up to 3 pages each, and 2000 tokens take 32
+    streams = start_streams(schedule)
+    add(schedule, "long", LONG, first=50_000, max_tokens=10)
+    preempted = []
+    for _ in range(120):
+        _, marks, rows = step(schedule)
+        preempted += [mark.uid for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "preempted"]
+        assert [row.uid for row in rows if row.uid in streams] == streams
+    assert set(preempted) == {"long"}
+    for uid in streams:
+        schedule.drop(uid)
+    assert any(row.uid == "long" for _ in range(3) for row in step(schedule)[2])
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_sixteen_identical_prompts_cost_one_prefill_and_fifteen_last_pages(page_size: int) -> None:
+    """2,000 tokens end 16 tokens after a border of 64 and on a border of 16; the last token is computed in any case.
+    So with both page sizes 16 tokens are left to each that comes second: 2000 + 15 * 16 in all.
+    """
+    schedule = make_schedule("radix", page_size=page_size)
+    for number in range(16):
+        add(schedule, str(number), LONG, max_tokens=1)
+    computed, ended = 0, 0
+    while ended < 16:
+        plan, _, rows = step(schedule)
+        computed += sum(len(row.token_ids) for row in plan.rows)
+        ended += len(rows)
+    assert computed == LONG + 15 * 16
+
+
+def test_identical_prompts_beside_streams_cost_one_prefill_too() -> None:
+    """Here the prompt goes in chunks of 16: a second one is admitted when the first is through, and finds it."""
+    schedule = make_schedule("radix")
+    streams = start_streams(schedule)
+    for number in range(16):
+        add(schedule, str(number), LONG, first=50_000, max_tokens=1)
+    computed, ended = 0, 0
+    while ended < 16:
+        plan, _, rows = step(schedule)
+        computed += sum(len(row.token_ids) for row in plan.rows[plan.num_decode_rows :])
+        ended += sum(row.uid not in streams for row in rows)
+    assert computed == LONG + 15 * 16
+
+
+def test_without_a_prefix_cache_sixteen_identical_prompts_cost_sixteen_prefills() -> None:
+    schedule = make_schedule("naive")
+    for number in range(16):
+        add(schedule, str(number), LONG, max_tokens=1)
+    computed = 0
+    while (planned := schedule.plan()) is not None:
+        computed += sum(len(row.token_ids) for row in planned[0].rows)
+        schedule.complete([7] * sum(row.sample is not None for row in planned[0].rows))
+    assert computed == 16 * LONG
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_a_request_that_needs_every_page_gets_in_although_small_ones_keep_coming(cache: str) -> None:
+    schedule = make_schedule(cache, num_pages=32, running=4)
+    uids = (str(number) for number in itertools.count())
+    for _ in range(4):
+        add(schedule, next(uids), 64, max_tokens=200)
+    step(schedule)
+    add(schedule, "large", LONG, first=50_000, max_tokens=4)
+    for _ in range(400):
+        add(schedule, next(uids), 64, max_tokens=200)
+        if any(row.uid == "large" and row.end is not None for row in step(schedule)[2]):
+            return
+    pytest.fail("it starves")
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_those_that_wait_are_admitted_in_the_order_of_their_arrival(cache: str) -> None:
+    schedule = make_schedule(cache, num_pages=40, running=3)
+    uids = [str(number) for number in range(30)]
+    for number, uid in enumerate(uids):
+        add(schedule, uid, 1 + 97 * number % 600, first=1000 * number, max_tokens=1 + 31 * number % 50)
+    first_admitted: dict[str, None] = {}
+    while schedule.num_running or schedule.num_waiting:
+        for mark in step(schedule)[1]:
+            if isinstance(mark, EventRow) and mark.event.kind == "admitted":
+                first_admitted.setdefault(mark.uid)
+    assert list(first_admitted) == uids
+
+
+def test_a_flush_forgets_what_nobody_computes_with_and_leaves_the_rest() -> None:
+    schedule = make_schedule("radix")
+    add(schedule, "gone", 640, max_tokens=1)
+    step(schedule)
+    add(schedule, "here", 640, first=50_000)
+    step(schedule)
+    assert schedule.flush() == 10
+    for uid, first in (("gone again", 0), ("here again", 50_000)):
+        add(schedule, uid, 640, first=first)
+    cached: dict[str, int] = {}
+    for _ in range(100):
+        cached |= {
+            mark.uid: mark.event.cached_tokens
+            for mark in step(schedule)[1]
+            if isinstance(mark, EventRow) and mark.event.kind == "admitted"
+        }
+    assert cached == {"gone again": 0, "here again": 576}

@@ -1,0 +1,366 @@
+"""Pages, prefix cache and schedule together, through random lives of requests.
+
+A memory beside them stores, where an engine stores keys and values, the tokens that these were computed from. So what
+a plan reads can be compared literally with what it must find. Hypothesis makes up the stories and shortens those that
+fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
+from stages.generate.kvcache import make_cache
+from stages.generate.schedule.plan import BatchPlan, PlanRow
+from stages.generate.schedule.schedule import MOST_TAKEN, Identity, Limits, NewRequest, Schedule
+
+EOS = 9
+LETTERS = st.integers(0, 2)
+"""Few tokens, so that prefixes are shared."""
+WHICH = st.integers(0, 99)
+STORIES = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """Return what this model says after *tokens*: the same always, now and then the end."""
+    number = sum((position + 1) * token for position, token in enumerate(tokens)) + len(tokens)
+    return EOS if number % 11 == 0 else number % 3
+
+
+@dataclass
+class Life:
+    """What must be true of one request, kept without pages or plans."""
+
+    uid: str
+    arrival: int
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    ignores_eos: bool
+    table: int = -1
+    computed: int = 0
+    chunks: int = 0
+    """Pieces in which its tokens were computed since it was admitted last; 0 once it decodes."""
+    decodes: bool = False
+    """It got a token since it was admitted last, so from now on it gets one in each step."""
+
+    @property
+    def runs(self) -> bool:
+        return self.table >= 0
+
+    def end_after(self, token: int) -> str | None:
+        if token == EOS and not self.ignores_eos:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None
+
+
+class Memory:
+    """The pages of an engine: in each slot all tokens up to its own position, from which keys and values came."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: list[tuple[int, ...]] = [()] * (num_pages * page_size)
+        self.tables: dict[int, list[int]] = {}
+
+    def extend(self, row: PlanRow) -> None:
+        """Append a row's pages to its table, as every rank does; the first ones of a request begin it anew."""
+        table = self.tables.setdefault(row.table, [])
+        if row.first_page == 0:
+            table.clear()
+        assert row.first_page == len(table), "a plan says each page of a table once, in order"
+        table += row.new_pages
+
+    def slot(self, table: int, position: int) -> int:
+        return self.tables[table][position // self.page_size] * self.page_size + position % self.page_size
+
+    def write(self, row: PlanRow, tokens: list[int]) -> set[int]:
+        """Compute a row and return the slots that it wrote."""
+        written = set()
+        for position in range(row.start, row.start + len(row.token_ids)):
+            slot = self.slot(row.table, position)
+            self.slots[slot] = tuple(tokens[: position + 1])
+            written.add(slot)
+        return written
+
+    def garble(self, row: PlanRow) -> None:
+        """Fail in the middle of a row: nobody knows what its slots hold."""
+        for position in range(row.start, row.start + len(row.token_ids)):
+            self.slots[self.slot(row.table, position)] = ()
+
+    def check(self, table: int, tokens: list[int], length: int) -> None:
+        """See that the table holds what was computed from exactly these tokens, up to *length*."""
+        for position in range(length):
+            assert self.slots[self.slot(table, position)] == tuple(tokens[: position + 1])
+
+
+class Machine(RuleBasedStateMachine):
+    """The lives of requests, told to a schedule and to the model beside it."""
+
+    cache: str
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        num_pages=st.integers(2, 12),
+        context=st.integers(8, 48),
+        prefill=st.integers(1, 24),
+        mixed=st.integers(1, 6),
+        running=st.integers(1, 5),
+    )
+    def begin(self, page_size: int, num_pages: int, context: int, prefill: int, mixed: int, running: int) -> None:
+        self.num_pages = num_pages
+        self.limits = Limits(
+            context=min(context, num_pages * page_size),
+            max_prefill_length=prefill,
+            mixed_prefill_length=mixed,
+            max_running_requests=running,
+            vocab_size=10,
+        )
+        cache = make_cache(self.cache, num_pages, page_size)
+        self.schedule = Schedule(cache, self.limits, [EOS], Identity("generate-0", 1, "f"))
+        self.memory = Memory(num_pages, page_size)
+        self.lives: dict[str, Life] = {}
+        self.known: list[list[int]] = []
+        """Prompts that came, and whole conversations: what a next prompt may begin like."""
+        self.num_added = 0
+
+    # what happens; one rule has all rare events, so that most of a story is requests and steps
+
+    @rule(
+        prompt=st.lists(LETTERS, min_size=1, max_size=24),
+        begins_like=st.one_of(st.none(), st.integers(0, 99)),
+        kept=st.integers(0, 30),
+        num_output=st.sampled_from([0, 0, 0, 1, 5]),
+        max_tokens=st.one_of(st.none(), st.integers(1, 12)),
+        ignores_eos=st.booleans(),
+        copies=st.sampled_from([1, 1, 1, 3]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        begins_like: int | None,
+        kept: int,
+        num_output: int,
+        max_tokens: int | None,
+        ignores_eos: bool,
+        copies: int,
+    ) -> None:
+        """Requests come: new, the same several times, with the prefix of an earlier one, or resumed with output."""
+        if begins_like is not None and self.known:
+            prompt = self.known[begins_like % len(self.known)][:kept] + prompt
+        for _ in range(copies):
+            self._add(prompt, [1] * num_output, max_tokens, ignores_eos)
+
+    @precondition(lambda self: self.lives)
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._step([])
+            self.the_books_are_right()
+            self.every_page_still_holds_what_its_holder_computed()
+
+    @precondition(lambda self: self.lives)
+    @rule(kind=st.sampled_from(["leave", "leave and return", "leave in a step", "flush", "fail"]), which=WHICH)
+    def something_else(self, kind: str, which: int) -> None:
+        life = self.lives[sorted(self.lives)[which % len(self.lives)]]
+        match kind:
+            case "leave":
+                self._drop(life.uid)
+            case "leave and return":  # often in the middle of a prompt
+                self._drop(life.uid)
+                self._add(life.tokens[: life.prompt_length], [], None, life.ignores_eos)
+            case "leave in a step":
+                self._step([life.uid])
+            case "flush":
+                before = self.schedule.free_pages
+                assert 0 <= self.schedule.flush() <= before == self.schedule.free_pages
+                assert self.schedule.flush() == 0
+            case "fail":
+                self._fail(which)
+
+    # what must be true
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        assert self.schedule.problems() == []
+        running = [life for life in self.lives.values() if life.runs]
+        assert self.schedule.num_running == len(running) <= self.limits.max_running_requests
+        assert self.schedule.num_waiting == len(self.lives) - len(running)
+        assert 0 <= self.schedule.room <= MOST_TAKEN
+        assert self.schedule.room == 0 or not self.schedule.num_waiting
+
+    @invariant()
+    def every_page_still_holds_what_its_holder_computed(self) -> None:
+        for life in self.lives.values():
+            if life.runs:
+                self.memory.check(life.table, life.tokens, life.computed)
+
+    def teardown(self) -> None:
+        """Let everything end. The oldest request is never preempted for another and gets a token's work in each step,
+        so that it ends within as many steps as the context has tokens; then the next one is the oldest.
+        """
+        if not hasattr(self, "lives"):
+            return
+        for _ in range(len(self.lives) * (self.limits.context + 1)):
+            self._step([])
+            self.the_books_are_right()
+            self.every_page_still_holds_what_its_holder_computed()
+        assert not self.lives, "a request starves"
+        assert self.schedule.plan() is None
+        assert self.schedule.free_pages == self.num_pages
+
+    # how
+
+    def _add(self, prompt: list[int], output: list[int], max_tokens: int | None, ignores_eos: bool) -> None:
+        context, uid = self.limits.context, str(self.num_added)
+        limit = min(context, len(prompt) + max_tokens) if max_tokens is not None else context
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignores_eos)
+        failed = self.schedule.add(NewRequest(uid, tuple(prompt), tuple(output), sampling))
+        fits = len(prompt) + 1 <= context and len(prompt) + len(output) < limit
+        assert (failed is None) == fits
+        if fits:
+            self.lives[uid] = Life(uid, self.num_added, [*prompt, *output], len(prompt), limit, ignores_eos)
+            self.known.append(prompt)
+        self.num_added += 1
+
+    def _step(self, dropped: list[str]) -> None:
+        """One whole step; requests that end elsewhere while it runs leave no row."""
+        plan = self._plan()
+        if plan is None:
+            return
+        sampled = self._compute(plan)
+        for uid in dropped:
+            self._drop(uid)
+        self._fold(self.schedule.complete([next_token(tuple(tokens)) for _, tokens in sampled]), sampled)
+
+    def _fail(self, which: int) -> None:
+        """The engine raises in the middle of a step; whose fault it was, if anybody's, is dropped; all start over."""
+        plan = self._plan()
+        assert plan is not None
+        for row in plan.rows:
+            self.memory.extend(row)
+            self.memory.garble(row)
+        if which % 2:
+            self._drop(self._holder(plan.rows[which % len(plan.rows)]).uid)
+        self._hear(self.schedule.start_over())
+        assert not any(life.runs for life in self.lives.values())
+        assert self.schedule.free_pages == self.num_pages
+
+    def _plan(self) -> BatchPlan | None:
+        """Let a plan be made, and see that it keeps every promise."""
+        decoding = {life.uid for life in self.lives.values() if life.decodes}
+        planned = self.schedule.plan()
+        if planned is None:
+            assert not self.lives
+            return None
+        plan, marks = planned
+        kinds = {mark.event.kind for mark in marks if isinstance(mark, EventRow)}
+        assert kinds in (set(), {"admitted"}, {"preempted"}), "who gave way would only take back what was needed"
+        self._hear(marks, plan)
+        decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
+        budget = self.limits.mixed_prefill_length if decodes else self.limits.max_prefill_length
+        left = budget - sum(len(row.token_ids) for row in prefills)
+        assert left >= 0
+        if left:
+            self._check_that_nobody_could_use_it(plan, marks)
+        tables = [row.table for row in plan.rows]
+        assert len(set(tables)) == len(tables) and all(0 <= t < self.limits.max_running_requests for t in tables)
+        for row in decodes:
+            life = self._holder(row)
+            assert life.decodes and len(row.token_ids) == 1 and row.start == len(life.tokens) - 1
+            assert row.sample is not None
+        still_decoding = {uid for uid in decoding if self.lives[uid].decodes}
+        assert {self._holder(row).uid for row in decodes} == still_decoding, "a decode was delayed"
+        for row in prefills:
+            life = self._holder(row)
+            assert not life.decodes and row.start >= life.computed
+            life.chunks += 1
+            assert (row.sample is not None) == (row.start + len(row.token_ids) == len(life.tokens))
+        return plan
+
+    def _check_that_nobody_could_use_it(self, plan: BatchPlan, marks: list[StepRow]) -> None:
+        """Where budget is left, every prompt that runs is through, and the oldest that waits cannot have its pages."""
+        sampling = {row.table for row in plan.rows if row.sample is not None}
+        assert all(life.table in sampling for life in self.lives.values() if life.runs)
+        waiting = [life for life in self.lives.values() if not life.runs]
+        preempted = any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks)
+        if waiting and not preempted and self.schedule.num_running < self.limits.max_running_requests:
+            oldest = min(waiting, key=lambda life: life.arrival)
+            assert self.schedule.free_pages * self.memory.page_size < len(oldest.tokens)
+
+    def _hear(self, marks: list[StepRow], plan: BatchPlan | None = None) -> None:
+        """Fold the marks: the newest is preempted, the oldest admitted."""
+        for mark in marks:
+            assert isinstance(mark, EventRow)
+            life = self.lives[mark.uid]
+            assert mark.n == len(life.tokens) - life.prompt_length
+            if isinstance(mark.event, Preempted):
+                assert life.arrival == max(other.arrival for other in self.lives.values() if other.runs)
+                life.table, life.computed, life.chunks, life.decodes = -1, 0, 0, False
+            else:
+                assert isinstance(mark.event, Admitted) and plan is not None
+                assert life.arrival == min(other.arrival for other in self.lives.values() if not other.runs)
+                row = next(row for row in plan.rows if self.schedule.holder(row.table)[0] == mark.uid)
+                assert row.start == mark.event.cached_tokens < len(life.tokens)
+                assert all(other.table != row.table for other in self.lives.values())
+                life.table = row.table
+
+    def _holder(self, row: PlanRow) -> Life:
+        uid, n = self.schedule.holder(row.table)
+        life = self.lives[uid]
+        assert life.table == row.table and n == len(life.tokens) - life.prompt_length
+        return life
+
+    def _compute(self, plan: BatchPlan) -> list[tuple[str, list[int]]]:
+        """Run a plan as an engine does, all writes before any read; return who samples, and after which tokens."""
+        for row in plan.rows:
+            self.memory.extend(row)
+        written: set[int] = set()
+        for row in plan.rows:
+            life = self._holder(row)
+            assert list(row.token_ids) == life.tokens[row.start : row.start + len(row.token_ids)]
+            assert len(self.memory.tables[row.table]) == -(-len(life.tokens) // self.memory.page_size)
+            slots = self.memory.write(row, life.tokens)
+            assert written.isdisjoint(slots), "two rows write into one slot"
+            written |= slots
+        for row in plan.rows:
+            life = self._holder(row)
+            self.memory.check(row.table, life.tokens, row.start)
+            life.computed = row.start + len(row.token_ids)
+        return [(self._holder(row).uid, self._holder(row).tokens) for row in plan.rows if row.sample is not None]
+
+    def _fold(self, rows: list[TokenRow], sampled: list[tuple[str, list[int]]]) -> None:
+        """Fold the tokens of a step: one for each that sampled and is still there."""
+        assert [row.uid for row in rows] == [uid for uid, _ in sampled if uid in self.lives]
+        for row in rows:
+            life = self.lives[row.uid]
+            assert row.token == next_token(tuple(life.tokens))
+            assert row.chunks == life.chunks
+            life.tokens.append(row.token)
+            life.decodes, life.chunks = True, 0
+            assert row.n == len(life.tokens) - life.prompt_length
+            assert row.end == life.end_after(row.token)
+            if row.end is not None:
+                self.known.append(self.lives.pop(row.uid).tokens)
+
+    def _drop(self, uid: str) -> None:
+        assert self.schedule.drop(uid)
+        assert not self.schedule.drop(uid)
+        del self.lives[uid]
+
+
+class RadixMachine(Machine):
+    cache = "radix"
+
+
+class NaiveMachine(Machine):
+    cache = "naive"
+
+
+TestRequestsOverARadixCacheLiveAsTheyShould = RadixMachine.TestCase
+TestRequestsOverARadixCacheLiveAsTheyShould.settings = STORIES
+TestRequestsOverANaiveCacheLiveAsTheyShould = NaiveMachine.TestCase
+TestRequestsOverANaiveCacheLiveAsTheyShould.settings = STORIES
