@@ -69,7 +69,8 @@ class Event(Value):
 
 
 class Submitted(Event):
-    """Web accepted a request. History `0-1`. Either `messages` (through the chat template) or `prompt` (as it is)."""
+    """A request was accepted. History `0-1`. It has one of `messages` (through the chat template), `prompt` (text as it
+    is) and `prompt_ids` (tokens as they are)."""
 
     kind: Literal["submitted"] = "submitted"
     endpoint: str
@@ -79,6 +80,7 @@ class Submitted(Event):
     """The name that the client used."""
     messages: tuple[dict[str, Any], ...] = ()
     prompt: str = ""
+    prompt_ids: tuple[int, ...] = ()
     sampling: SamplingParams
     deadline_ms: int = 0
     """Redis' clock; set by the commit."""
@@ -265,11 +267,7 @@ def encode(event: Event) -> dict[str, str]:
 
 def as_plain(event: Event) -> dict[str, Any]:
     """Return *event* as plain values without what has its default; the kind and the version are always there."""
-    omitted = {"ms"} | {
-        name
-        for name, field in type(event).model_fields.items()
-        if name not in ("kind", "v") and getattr(event, name) == field.get_default(call_default_factory=True)
-    }
+    omitted = {"ms"} | {name for name, default in _defaults(type(event)) if getattr(event, name) == default}
     return event.model_dump(mode="json", exclude=omitted, exclude_none=True)
 
 
@@ -289,6 +287,16 @@ def decode(fields: Mapping[str, str]) -> AnyEvent:
         )
     except (ValidationError, orjson.JSONDecodeError) as error:
         raise UndecodableEvent(f"a {fields.get('kind')} entry does not decode: {error}") from error
+
+
+@functools.cache
+def _defaults(model: type[Event]) -> tuple[tuple[str, Any], ...]:
+    """Return the fields that are left out where they have their default, and those; looked up once, not per token."""
+    return tuple(
+        (name, field.get_default(call_default_factory=True))
+        for name, field in model.model_fields.items()
+        if name not in ("kind", "v", "ms") and not field.is_required()
+    )
 
 
 @functools.cache

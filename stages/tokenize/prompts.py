@@ -1,4 +1,7 @@
-"""Prompts become token ids: chat templates and encoding, on `PreTrainedTokenizerFast` alone, which imports no torch."""
+"""Prompts become token ids: chat templates and encoding, on `PreTrainedTokenizerFast` alone, which imports no torch.
+
+What comes as token ids stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ class Rendered:
     add_special_tokens: bool
     param: str
     """The field of the request that it came from."""
+    token_ids: tuple[int, ...] = ()
+    """Not empty: the prompt came as tokens and is not encoded."""
 
 
 class PromptEncoder:
@@ -43,6 +48,8 @@ class PromptEncoder:
         Raises:
             RequestError: There is no chat template, or it refuses the conversation; the message has its words.
         """
+        if event.prompt_ids:
+            return Rendered("", False, "prompt", event.prompt_ids)
         if not event.messages:
             return Rendered(event.prompt, True, "prompt")
         if self._tokenizer.chat_template is None:
@@ -64,12 +71,14 @@ class PromptEncoder:
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt; the ones of one kind are encoded as one batch, in parallel."""
-        encoded: list[tuple[int, ...]] = [()] * len(prompts)
+        encoded = [prompt.token_ids for prompt in prompts]
+        texts = [(place, prompt) for place, prompt in enumerate(prompts) if not prompt.token_ids]
         for special in (True, False):
-            places = [place for place, prompt in enumerate(prompts) if prompt.add_special_tokens is special]
+            places = [place for place, prompt in texts if prompt.add_special_tokens is special]
             if places:
-                texts = [prompts[place].text for place in places]
-                batch = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
+                batch = self._tokenizer(
+                    [prompts[place].text for place in places], add_special_tokens=special, return_attention_mask=False
+                )
                 for place, ids in zip(places, batch["input_ids"], strict=True):
                     encoded[place] = tuple(ids)
         return encoded

@@ -57,6 +57,16 @@ def test_a_batch_of_both_kinds_is_encoded_as_each_would_be_alone(encoder: Prompt
     assert encoder.encode(prompts) == [encoder.encode([prompt])[0] for prompt in prompts]
 
 
+def test_token_ids_stay_as_they_are_beside_texts_that_are_encoded(encoder: PromptEncoder) -> None:
+    ids = Submitted(endpoint="e", frontend="f", prompt_ids=(7, 5, 7), sampling=SamplingParams())
+    prompts = [encoder.render(event) for event in (plain("one"), ids, chat(("user", "two")))]
+    assert encoder.encode(prompts) == [
+        *encoder.encode(prompts[:1]),
+        (7, 5, 7),
+        *encoder.encode(prompts[2:]),
+    ]
+
+
 def test_a_template_that_refuses_is_quoted(encoder: PromptEncoder) -> None:
     with pytest.raises(RequestError, match="roles must alternate") as raised:
         encoder.render(chat(("user", "one"), ("user", "two")))

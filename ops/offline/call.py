@@ -1,0 +1,177 @@
+"""One call of `LLM.generate`: requests go into the log, ends come out of it, histories become completions."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ops.offline.progress import Report
+from ops.offline.prompts import Request
+from ops.offline.stages import RETENTION_MS, Stages
+from pipeline.errors import MiniSGLError
+from pipeline.events import (
+    Cancelled,
+    Failed,
+    Finished,
+    FinishReason,
+    Submitted,
+    Tokenized,
+    TokensProduced,
+    decode,
+    new_uid,
+)
+from pipeline.log import Entry, Submission
+
+ENDPOINT: Final = "offline"
+BLOCK_MS: Final = 200
+LOOK_EVERY_S: Final = 1.0
+"""How often the truth is looked up beside the doorbell, which may lose entries."""
+TIMEOUT_MS: Final = 365 * 24 * 3600 * 1000
+"""Nobody else waits for these requests: they take as long as they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the model wrote for one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """With the token that ended it, which is no text."""
+    text: str
+    finish_reason: FinishReason
+    cached_tokens: int
+    """How many of the prompt's tokens were found in the prefix cache."""
+
+
+class GenerationFailed(MiniSGLError):
+    """Some prompts failed while the others ran to their ends."""
+
+    def __init__(self, failures: Mapping[int, str], completions: Sequence[Completion | None]) -> None:
+        self.failures = dict(failures)
+        """Index of the prompt -> what happened to it."""
+        self.completions = list(completions)
+        """In the order of the prompts; None for those that failed."""
+        first = min(failures)
+        others = f" ({len(failures)} of {len(completions)} prompts failed)" if len(failures) > 1 else ""
+        super().__init__(f"prompts[{first}]: {failures[first]}{others}")
+
+
+class Call:
+    """The requests of one call: some wait here, some are in the log, some have ended.
+
+    Only so many are in the log as keep the engine busy, so that what waits costs nothing there.
+    """
+
+    def __init__(self, stages: Stages, requests: Sequence[Request]) -> None:
+        self._stages = stages
+        self._log = stages.log
+        self._most_in_flight = 2 * stages.loaded.settings.limits.max_running_requests
+        self._waiting = deque(enumerate(requests))
+        self._running: dict[str, int] = {}
+        """uid -> index of its prompt."""
+        self._completions: list[Completion | None] = [None] * len(requests)
+        self._failures: dict[int, str] = {}
+        self._frontend = new_uid()
+        self._cursor = self._log.open_replies(self._frontend)
+        self._looked_s = time.monotonic()
+        self._num_tokens = 0
+
+    def run(self, report: Report) -> list[Completion]:
+        """Return the completions in the order of the requests.
+
+        Raises:
+            GenerationFailed: Some failed; the others ran to their ends, unless it was the engine that ended.
+        """
+        try:
+            while self._waiting or self._running:
+                if self._stages.error is not None:
+                    self._give_up(self._stages.error)
+                self._submit()
+                self._take(self._listen())
+                report(len(self._completions) - len(self._running) - len(self._waiting), self._num_tokens)
+        except BaseException:  # Ctrl-C too: what runs is let go, and the engine is free for the next call
+            self._cancel()
+            raise
+        if self._failures:
+            raise GenerationFailed(self._failures, self._completions)
+        return [completion for completion in self._completions if completion is not None]
+
+    def _submit(self) -> None:
+        while self._waiting and len(self._running) < self._most_in_flight:
+            index, request = self._waiting.popleft()
+            uid = new_uid()
+            self._running[uid] = index
+            event = Submitted(
+                endpoint=ENDPOINT, frontend=self._frontend, prompt_ids=request.token_ids, sampling=request.sampling
+            )
+            outcome = self._log.submit(
+                uid, event, timeout_ms=TIMEOUT_MS, retention_ms=RETENTION_MS, max_queued=sys.maxsize
+            )
+            assert outcome is Submission.ACCEPTED, outcome
+
+    def _listen(self) -> list[str]:
+        """Return who has ended."""
+        ended: list[str] = []
+        self._cursor, replies = self._log.read_replies(self._frontend, self._cursor, block_ms=BLOCK_MS)
+        for reply in replies:
+            if isinstance(reply.event, TokensProduced):
+                self._num_tokens += reply.event.count
+            elif reply.uid in self._running:
+                ended.append(reply.uid)
+        if time.monotonic() - self._looked_s > LOOK_EVERY_S:
+            self._looked_s = time.monotonic()
+            self._log.open_replies(self._frontend)  # or it would expire
+            alive = self._log.alive(list(self._running))
+            ended += [uid for uid in self._running if uid not in alive and uid not in ended]
+        return ended
+
+    def _take(self, ended: Sequence[str]) -> None:
+        for uid, history in zip(ended, self._log.histories(ended), strict=True):
+            index = self._running.pop(uid)
+            outcome = completion_of(history)
+            if isinstance(outcome, Completion):
+                self._completions[index] = outcome
+            else:
+                self._failures[index] = outcome
+        self._log.forget(ended)
+
+    def _give_up(self, error: BaseException) -> None:
+        message = f"The engine has ended ({error!r}); make a new LLM"
+        unfinished = [*self._running.values(), *(index for index, _ in self._waiting)]
+        raise GenerationFailed(self._failures | dict.fromkeys(unfinished, message), self._completions) from error
+
+    def _cancel(self) -> None:
+        uids = list(self._running)
+        for uid in uids:
+            self._log.end(uid, Cancelled(by="caller"), frontend=self._frontend, retention_ms=RETENTION_MS)
+        self._log.forget(uids)
+        self._running.clear()
+
+
+def completion_of(history: Sequence[Entry]) -> Completion | str:
+    """Fold a sealed history; return what was written, or why it was not."""
+    prompt_token_ids: tuple[int, ...] = ()
+    token_ids: list[int] = []
+    texts: list[str] = []
+    for entry in history:
+        match decode(entry.fields):
+            case Tokenized() as event:
+                prompt_token_ids = event.token_ids
+            case TokensProduced() as event:
+                token_ids += event.tokens
+                texts.append(event.text)
+            case Finished() as event:
+                return Completion(
+                    prompt_token_ids, tuple(token_ids), "".join(texts), event.reason, event.usage.cached_tokens
+                )
+            case Failed() as event:
+                return event.message
+            case Cancelled() as event:
+                return f"it was cancelled by {event.by}"
+            case _:
+                pass
+    return "its history is gone"

@@ -1,0 +1,121 @@
+"""`LLM`: a model in this process, and `generate`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from minisgl import model_folder
+from ops.offline.call import Call, Completion
+from ops.offline.progress import progress_bar
+from ops.offline.prompts import Prompt, checked_requests
+from ops.offline.stages import Stages, Wrap
+from pipeline.config import Config, EngineConfig, flags_of, parse_command
+from pipeline.errors import MiniSGLError
+from pipeline.events import SamplingParams
+from stages.generate.resolve import Settings
+
+
+class LLM:
+    """Offline generation: the stages of a server as threads of this process, without Redis.
+
+    llm = LLM("path/or/hub-id")
+    for completion in llm.generate(["Hello!"], SamplingParams(temperature=0, max_tokens=32)):
+        print(completion.text)
+    """
+
+    def __init__(
+        self, model: str | PathLike[str] = "", *, wrap_engine: Wrap = lambda engine: engine, **options: Any
+    ) -> None:
+        """Load *model*, a folder or what else --model takes; "" is the small random model.
+
+        *options* are the engine's flags by the names of their fields, such as ``dtype="bfloat16"``, with their defaults
+        and checks; one differs: without ``mixed_prefill_length`` prompts are not held back beside running requests.
+        *wrap_engine* puts something around the engine, such as a clock.
+
+        Raises:
+            TypeError: An option that there is not.
+            ConfigError: The model, the options and the machine do not go together.
+        """
+        _quieten_logs()
+        config = _config(fspath(model), options)
+        self.folder = model_folder(config)
+        """Where the model is."""
+        self._stages = Stages(config, self.folder, wrap_engine)
+        self._close = weakref.finalize(self, self._stages.close)  # at the latest when the interpreter ends
+
+    @property
+    def settings(self) -> Settings:
+        """What the options became on this machine."""
+        return self._stages.loaded.settings
+
+    @property
+    def fingerprint(self) -> str:
+        """Which weights compute, in which dtype."""
+        return self._stages.loaded.fingerprint
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Return a completion for each prompt, in order; one prompt gives a list of one.
+
+        A prompt is plain text, a list of messages (through the model's chat template) or a list of token ids. The
+        parameters are for all of them, or one for each; who has no seed in them gets a random one. *progress* draws a
+        bar on stderr, when that is a terminal. Ctrl-C lets go of what runs.
+
+        Raises:
+            ValueError: A prompt or its parameters are wrong; the message has the index, and nothing has run.
+            GenerationFailed: Some failed while running, after the others have ended.
+        """
+        if not self._close.alive:
+            raise MiniSGLError("this LLM is closed; make a new one")
+        requests = checked_requests(prompts, sampling_params, self._stages.encoder, self.settings.limits)
+        with progress_bar(len(requests), wanted=progress) as report:
+            return Call(self._stages, requests).run(report)
+
+    def flush_cache(self) -> None:
+        """Forget the prefixes that no running request uses: what comes next is computed from its first token on."""
+        self._stages.flush_cache()
+
+    def close(self) -> None:
+        """End the threads and free the memory. A second time does nothing."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _config(model: str, options: Mapping[str, Any]) -> Config:
+    """Return the config of the server that --model *model* and *options* would start."""
+    known = {item.name: item.metadata["flags"][0] for item in flags_of([EngineConfig])}
+    arguments = ["serve", *(["--model", model] if model else [])]
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"LLM() has no option {name!r}; it has {', '.join(known)}")
+        arguments += [known[name], str(value)]
+    return parse_command(arguments, {})
+
+
+def _quieten_logs() -> None:
+    """Let only warnings through, to stderr, unless the program has said what becomes of its logs."""
+    if not structlog.is_configured():
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+            logger_factory=lambda *args: structlog.PrintLogger(sys.stderr),
+        )

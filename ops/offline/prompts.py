@@ -1,0 +1,165 @@
+"""What a caller may pass as prompts becomes checked requests, before anything runs. Knows the tokenizer and the limits
+of the engine, and no log.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypeAlias, TypeGuard
+
+import orjson
+
+from pipeline.errors import RequestError
+from pipeline.events import SamplingParams, Submitted
+from stages.generate.schedule.schedule import Limits
+from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
+from web.openai.schemas import parse_chat
+from web.submit import to_submitted
+
+Message: TypeAlias = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`, by the rules of /v1/chat/completions."""
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+"""Plain text, a conversation (through the model's chat template), or token ids."""
+
+EXPECTED = "a string, a list of messages or a list of token ids"
+OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
+"""What no prompt is to blame for. All else may be: a tokenizer's Rust panics with what is no Exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine is asked for; its seed is drawn."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+def checked_requests(
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    encoder: PromptEncoder,
+    limits: Limits,
+) -> list[Request]:
+    """Return a request for each prompt, in order.
+
+    Raises:
+        ValueError: The first that is wrong, by its index.
+    """
+    several = _several(prompts)
+    samplings = _samplings(sampling_params, len(several))
+    rendered = [_rendered(place, prompt, encoder, limits) for place, prompt in enumerate(several)]
+    requests = []
+    for place, (token_ids, sampling) in enumerate(zip(_encode(rendered, encoder), samplings, strict=True)):
+        _check_tokens(place, token_ids, limits)
+        requests.append(Request(token_ids, _with_seed(sampling)))
+    return requests
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """Return a list of prompts; one prompt makes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts: got {_kind(prompts)}, expected {EXPECTED}, or a list of such")
+    if prompts and (_is_token_ids(prompts) or _is_conversation(prompts)):
+        return [prompts]
+    return list(prompts)
+
+
+def _is_token_ids(prompt: Sequence[object]) -> TypeGuard[Sequence[int]]:
+    return all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt)
+
+
+def _is_conversation(prompt: Sequence[object]) -> TypeGuard[Sequence[Message]]:
+    return all(isinstance(item, Mapping) for item in prompt)
+
+
+def _rendered(place: int, prompt: object, encoder: PromptEncoder, limits: Limits) -> Rendered:
+    if not isinstance(prompt, str) and (isinstance(prompt, bytes) or not isinstance(prompt, Sequence)):
+        raise ValueError(f"prompts[{place}]: got {_kind(prompt)}, expected {EXPECTED}")
+    if not prompt:
+        raise ValueError(f"prompts[{place}]: is empty; pass {EXPECTED}")
+    try:
+        rendered = encoder.render(_submitted(place, prompt))
+        encoder.refuse_too_long(rendered, limits.context)
+    except RequestError as error:
+        raise ValueError(f"prompts[{place}]: {error.message}") from error
+    return rendered
+
+
+def _submitted(place: int, prompt: str | Sequence[object]) -> Submitted:
+    """Return the event that the server would make of *prompt*; of a conversation, by the rules of its own endpoint."""
+    if isinstance(prompt, str):
+        return Submitted(endpoint="", frontend="", prompt=prompt, sampling=SamplingParams())
+    if _is_token_ids(prompt):
+        return Submitted(endpoint="", frontend="", prompt_ids=tuple(map(int, prompt)), sampling=SamplingParams())
+    if not _is_conversation(prompt):
+        kinds = ", ".join(sorted({_kind(item) for item in prompt}))
+        raise ValueError(f"prompts[{place}]: got a list of {kinds}; expected messages alone, or token ids alone")
+    try:
+        body = orjson.dumps({"messages": [dict(message) for message in prompt]})
+    except orjson.JSONEncodeError as error:
+        raise ValueError(f"prompts[{place}]: its messages cannot be sent as JSON: {error}") from error
+    return to_submitted(parse_chat(body), frontend="", model="")
+
+
+def _encode(rendered: Sequence[Rendered], encoder: PromptEncoder) -> list[tuple[int, ...]]:
+    try:
+        return encoder.encode(rendered)
+    except OF_THE_PROCESS:
+        raise
+    except BaseException:  # one of them is at fault: find out which
+        return [_encode_one(place, prompt, encoder) for place, prompt in enumerate(rendered)]
+
+
+def _encode_one(place: int, prompt: Rendered, encoder: PromptEncoder) -> tuple[int, ...]:
+    try:
+        return encoder.encode([prompt])[0]
+    except OF_THE_PROCESS:
+        raise
+    except BaseException as error:
+        raise ValueError(f"prompts[{place}]: could not be tokenized: {error}") from error
+
+
+def _check_tokens(place: int, token_ids: Sequence[int], limits: Limits) -> None:
+    if not token_ids:
+        raise ValueError(f"prompts[{place}]: has no tokens; pass some text")
+    if len(token_ids) + 1 > limits.context:
+        error = too_long(str(len(token_ids)), limits.context, "prompt")
+        raise ValueError(f"prompts[{place}]: {error.message}")
+    strange = next((token for token in token_ids if not 0 <= token < limits.vocab_size), None)
+    if strange is not None:
+        raise ValueError(
+            f"prompts[{place}]: token {strange} is not of the model, whose vocabulary has {limits.vocab_size}; "
+            "pass ids of its own tokenizer"
+        )
+
+
+def _samplings(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        given = [given or SamplingParams()] * count
+    elif len(given) != count:
+        raise ValueError(f"sampling_params: {len(given)} given for {count} prompts; pass one for all, or one for each")
+    for place, params in enumerate(given):
+        where = f"sampling_params[{place}]"
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{where}: got {_kind(params)}, expected SamplingParams")
+        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+            raise ValueError(f"{where}: min_tokens {params.min_tokens} is larger than max_tokens {params.max_tokens}")
+        if "" in params.stop:
+            raise ValueError(f"{where}: an empty stop string would end every answer at once; leave it out")
+    return list(given)
+
+
+def _with_seed(sampling: SamplingParams) -> SamplingParams:
+    """Return *sampling* with a seed of its own, where it was given none."""
+    if "seed" in sampling.model_fields_set:
+        return sampling
+    return sampling.model_copy(update={"seed": secrets.randbelow(2**63)})
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
