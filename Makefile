@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve test lint types format clean
+.PHONY: venv serve bench test lint types format clean
 
 venv: .venv/.ready
 
@@ -17,6 +17,9 @@ venv: .venv/.ready
 
 serve: venv
 	@$(BIN)/minisgl serve $(ARGS)
+
+bench: venv
+	@$(BIN)/minisgl bench compare $(ARGS)
 
 test: venv
 	$(BIN)/python -m pytest $(ARGS)

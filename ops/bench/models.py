@@ -133,7 +133,8 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> dict[str, int]:
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP, "pad_token": END}
     _write_json(folder / "tokenizer_config.json", names)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return {token: int(tokenizer.token_to_id(token)) for token in SPECIAL_TOKENS}
+    vocabulary = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in SPECIAL_TOKENS}
 
 
 def _merges() -> Iterator[tuple[str, str]]:

@@ -1,0 +1,35 @@
+"""`minisgl bench KIND`: finds the benchmark. Each kind is a module with its own flags; none is imported unasked."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Final, cast
+
+from pipeline.errors import ConfigError
+
+KINDS: Final = ("offline", "serve", "pipeline", "compare")
+USAGE: Final = """\
+usage: minisgl bench offline [flags]      the engine alone, in this process: tokens/s beside the machine's limits
+       minisgl bench serve [flags]        any OpenAI server: TTFT, TPOT, ITL, E2E under load
+       minisgl bench pipeline [flags]     the log alone: commits per second, added time per token
+       minisgl bench compare [flags]      MiniSGL and transformers, or any server, in turn on the same requests
+
+Each explains its flags with --help.
+"""
+
+
+def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run one benchmark; return the exit code.
+
+    Raises:
+        ConfigError: There is no such benchmark, or its flags cannot work.
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(USAGE, end="")
+        return 0
+    kind = arguments[0]
+    if kind not in KINDS:
+        raise ConfigError(f"minisgl bench: {kind} given, expected one of {', '.join(KINDS)}")
+    module = importlib.import_module(f"ops.bench.{kind}")
+    return cast(int, module.main(arguments[1:], environment))

@@ -1,0 +1,332 @@
+"""`minisgl bench pipeline`: what the log costs. Commits in a tight loop, the real stages around an engine that computes
+nothing, and the bytes that a finished request leaves. No model, no GPU, no HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import secrets
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import redis
+import structlog
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from ops.bench import report
+from ops.bench.pipeline_commits import COMMITS, Lives
+from ops.bench.pipeline_way import PROMPT, Way, WayTimes
+from ops.bench.report import Spread, spread_of
+from ops.demo_model import nonsense
+from pipeline.config import at_least, flag, parse_flags, seconds
+from pipeline.errors import LogUnavailable
+from pipeline.names import Names
+from pipeline.redis_log import RedisLog
+from pipeline.redis_server import EmbeddedRedis, check_server
+
+ABOUT: Final = """\
+Measures the log alone: each commit in a tight loop; what tokenizer, log and detokenizer add to every step of an engine
+that computes nothing, against the same schedule in a plain loop; and how many bytes a finished request leaves.
+"""
+PACKAGES: Final = ("redis", "hiredis", "pydantic", "orjson")
+REMEMBERED_TOKENS: Final = 200
+"""Of the request whose bytes are counted."""
+DEFAULT_STEP_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """What is measured, where, and how often."""
+
+    redis_url: str = flag(
+        "--redis-url", default="", help="redis:// or unix:// URL; its keys there are removed again [an embedded one]"
+    )
+    rows: tuple[int, ...] = flag(
+        "--rows", default=(1, 16, 64, 256), parse=at_least(1), repeated=True, help="requests at once [1 16 64 256]"
+    )
+    way_rows: tuple[int, ...] = flag(
+        "--way-rows",
+        default=(1, 16, 64),
+        parse=at_least(1),
+        repeated=True,
+        help="the same, through the real stages [1 16 64]",
+    )
+    samples: int = flag("--samples", default=200, parse=at_least(1), help="steps of a run, in the tight loop")
+    tokens: int = flag("--tokens", default=400, parse=at_least(8), help="tokens of a request, through the stages")
+    step_s: float = flag(
+        "--step-time", default=DEFAULT_STEP_S, parse=seconds, help="seconds of a step; steps of no time are tried too"
+    )
+    runs: int = flag("--runs", default=3, parse=at_least(1), help="runs, of which the medians are shown")
+    output: str = flag("--output", default="", help="file for the set-up and all figures, as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFigures:
+    """One commit with so many requests at once."""
+
+    commit: str
+    rows: int
+    per_s: float
+    us: Spread
+    runs: list[Spread]
+
+
+@dataclass(frozen=True, slots=True)
+class WayFigures:
+    """So many requests through all stages. Times are from step to step, in microseconds."""
+
+    rows: int
+    step_us: float
+    """What the engine itself takes."""
+    alone_us: Spread
+    way_us: Spread
+    added_per_step_us: float
+    """Of the means: what the log takes from the throughput."""
+    added_p50_us: float
+    added_per_token_us: float
+    commit_us: Spread
+    """Of a step, in place: beside a running engine, tokenizer and detokenizer."""
+    runs: list[tuple[Spread, Spread, Spread]]
+    """alone_us, way_us and commit_us of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedRequest:
+    """What a finished request leaves in Redis until its retention is over."""
+
+    prompt_tokens: int
+    output_tokens: int
+    num_entries: int
+    history_bytes: int
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the benchmark; return the exit code.
+
+    Raises:
+        ConfigError: The flags or the Redis cannot work; nothing was measured.
+        PipelineStuck: A stage did not do its part.
+    """
+    (config,) = parse_flags("bench pipeline", [PipelineConfig], arguments, environment, about=ABOUT)
+    check(config)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    with redis_and_folder(config) as (url, folder), Console(stderr=True).status("starting") as status:
+        server = server_of(url)
+        names = f"bench-{secrets.token_hex(4)}"
+        try:
+            commits = measure_commits(config, url, Names(f"{names}-commits"), status)
+            way, remembered = measure_way(config, url, Names(f"{names}-way"), folder, status)
+        finally:
+            remove_keys(url, names)
+    print_figures(commits, way, remembered, server)
+    if config.output:
+        shown = ["minisgl", "bench", "pipeline", *map(without_password, arguments)]
+        document = {
+            "setup": report.setup(shown, PACKAGES) | {"redis": server},
+            "options": options_of(config),
+            "commits": commits,
+            "way": way,
+            "finished_request": remembered,
+        }
+        report.write_json(Path(config.output), document)
+    return 0
+
+
+def check(config: PipelineConfig) -> None:
+    """Refuse what would be found only after the measurement.
+
+    Raises:
+        ConfigError: The output cannot be written, or the Redis cannot hold a log.
+    """
+    report.check_can_write("--output", config.output)
+    if config.redis_url:
+        check_server(config.redis_url)
+
+
+@contextlib.contextmanager
+def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
+    """Give the URL of the Redis to use, and a folder with the demo model; what is ours is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as scratch, contextlib.ExitStack() as stack:
+        folder = nonsense.ensure(Path(scratch))
+        if config.redis_url:
+            yield config.redis_url, folder
+            return
+        server = EmbeddedRedis(Path(scratch) / "redis")
+        stack.callback(server.stop)
+        yield server.url, folder
+
+
+def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[CommitFigures]:
+    """Time every commit at every number of rows."""
+    figures = []
+    with contextlib.closing(RedisLog(url, names)) as log:
+        for rows in config.rows:
+            runs = []
+            for run in range(config.runs):
+                status.update(f"commits, {rows} rows, run {run + 1} of {config.runs}")
+                with contextlib.closing(Lives(log, rows)) as lives:
+                    runs.append(lives.times_us(config.samples))
+            for commit in COMMITS:
+                spreads = [spread_of(run[commit]) for run in runs]
+                middle = median_of(spreads)
+                figures.append(CommitFigures(commit, rows, 1e6 / middle.mean, middle, spreads))
+    return figures
+
+
+def measure_way(
+    config: PipelineConfig, url: str, names: Names, folder: Path, status: Status
+) -> tuple[list[WayFigures], RememberedRequest]:
+    """Time the steps of an engine with the real stages around it; count the bytes of a request that they finished."""
+    way = Way(url, names, folder)
+    figures = []
+    status.update("starting the stages")
+    with way.stages():
+        (uid,) = way.run(1, REMEMBERED_TOKENS, 0.0).uids  # the first run warms up the stages, too
+        remembered = remembered_request(url, names, uid)
+        for step_s in (0.0, config.step_s):
+            for rows in config.way_rows:
+                runs = []
+                for run in range(config.runs):
+                    status.update(f"stages, {rows} rows, step of {step_s:g} s, run {run + 1} of {config.runs}")
+                    runs.append(way.run(rows, config.tokens, step_s))
+                figures.append(way_figures(rows, step_s, runs))
+    return figures, remembered
+
+
+def way_figures(rows: int, step_s: float, runs: Sequence[WayTimes]) -> WayFigures:
+    """Return the medians of *runs*."""
+    spreads = [tuple(map(spread_of, (run.alone_us, run.way_us, run.commits_us))) for run in runs]
+    alone, through, commit = (median_of(column) for column in zip(*spreads, strict=True))
+    added_us = statistics.median(through.mean - alone.mean for alone, through, _ in spreads)
+    return WayFigures(
+        rows=rows,
+        step_us=step_s * 1e6,
+        alone_us=alone,
+        way_us=through,
+        added_per_step_us=added_us,
+        added_p50_us=statistics.median(through.p50 - alone.p50 for alone, through, _ in spreads),
+        added_per_token_us=added_us / rows,
+        commit_us=commit,
+        runs=[(alone, through, commit) for alone, through, commit in spreads],
+    )
+
+
+def median_of(spreads: Sequence[Spread]) -> Spread:
+    """Return the median of each figure."""
+    return Spread(
+        count=min(spread.count for spread in spreads),
+        mean=statistics.median(spread.mean for spread in spreads),
+        p50=statistics.median(spread.p50 for spread in spreads),
+        p90=statistics.median(spread.p90 for spread in spreads),
+        p99=statistics.median(spread.p99 for spread in spreads),
+    )
+
+
+def remembered_request(url: str, names: Names, uid: str) -> RememberedRequest:
+    """Return what the history of a finished request takes."""
+    key = names.request(uid)
+    with redis.Redis.from_url(url, protocol=2) as client:
+        return RememberedRequest(
+            prompt_tokens=len(PROMPT),
+            output_tokens=REMEMBERED_TOKENS,
+            num_entries=int(client.execute_command("XLEN", key)),
+            history_bytes=int(client.execute_command("MEMORY", "USAGE", key, "SAMPLES", 0)),
+        )
+
+
+def remove_keys(url: str, namespace: str) -> None:
+    """Remove every key of the namespaces that begin with *namespace*.
+
+    Raises:
+        LogUnavailable: Redis went away meanwhile.
+    """
+    try:
+        with redis.Redis.from_url(url, protocol=2) as client:
+            for key in client.scan_iter(match=f"{{{namespace}-*", count=1000):
+                client.unlink(key)
+    except redis.RedisError as error:
+        raise LogUnavailable(f"the keys {{{namespace}-* were not removed: {error}; remove them") from error
+
+
+def server_of(url: str) -> dict[str, Any]:
+    """Return which Redis it is."""
+    with redis.Redis.from_url(url, protocol=2) as client:
+        info = client.info()
+        assert isinstance(info, dict)
+        kept = {
+            name: info.get(name) for name in ("redis_version", "os", "process_id", "aof_enabled", "io_threads_active")
+        }
+        return kept | {"over": "unix socket" if url.startswith("unix://") else "TCP"}
+
+
+def without_password(argument: str) -> str:
+    """Return a command line argument as it may be shown."""
+    return re.sub(r"//[^@/]*@", "//***@", argument)
+
+
+def options_of(config: PipelineConfig) -> dict[str, Any]:
+    """Return every flag's value as it was used, but for the password in the URL."""
+    shown = replace(config, redis_url=without_password(config.redis_url))
+    return {name: getattr(shown, name) for name in PipelineConfig.__dataclass_fields__}
+
+
+def print_figures(
+    commits: Sequence[CommitFigures],
+    way: Sequence[WayFigures],
+    remembered: RememberedRequest,
+    server: Mapping[str, Any],
+) -> None:
+    """Print the tables."""
+    console = Console(highlight=False)
+    console.print(commit_table(commits, f"Commits in a tight loop, Redis {server['redis_version']}, {server['over']}"))
+    console.print(
+        "p50 / p99 in us, and how many in a second. submit, tokenized and end are one request each, step and produced "
+        "all rows at once; a take brings up to 8.\n"
+    )
+    console.print(way_table(way))
+    console.print(
+        "Means from step to step in us: of an engine that computes nothing but waits, in a plain loop and with all "
+        "stages; what those add to a step (mean, p50) and to a token; p50 / p99 of the commit of a step meanwhile.\n"
+    )
+    console.print(
+        f"A finished request of {remembered.prompt_tokens} + {remembered.output_tokens} tokens leaves "
+        f"{remembered.history_bytes:,} bytes in Redis, {remembered.num_entries} entries, until its retention is over."
+    )
+
+
+def commit_table(commits: Sequence[CommitFigures], title: str) -> Table:
+    """Return a row for each commit, a column for each number of rows."""
+    table = Table("commit", title=title)
+    for rows in dict.fromkeys(item.rows for item in commits):
+        table.add_column(f"{rows} rows" if rows > 1 else "1 row", justify="right")
+    for commit in COMMITS:
+        cells = (item for item in commits if item.commit == commit)
+        table.add_row(commit, *(f"{item.us.p50:,.0f} / {item.us.p99:,.0f}\n{item.per_s:,.0f}/s" for item in cells))
+    return table
+
+
+def way_table(way: Sequence[WayFigures]) -> Table:
+    """Return a row for each number of rows and time of a step."""
+    table = Table(title="What the stages add to a step")
+    for name in ("rows", "wait", "loop", "stages", "+ step", "+ p50", "+ token", "commit"):
+        table.add_column(name, justify="right")
+    for item in way:
+        table.add_row(
+            f"{item.rows}",
+            f"{item.step_us:,.0f}",
+            f"{item.alone_us.mean:,.0f}",
+            f"{item.way_us.mean:,.0f}",
+            f"{item.added_per_step_us:+,.0f}",
+            f"{item.added_p50_us:+,.0f}",
+            f"{item.added_per_token_us:+,.1f}",
+            f"{item.commit_us.p50:,.0f} / {item.commit_us.p99:,.0f}",
+        )
+    return table

@@ -1,0 +1,145 @@
+"""How long each commit takes in a tight loop: one client, one Redis, and nothing else to do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from pipeline.events import (
+    Cancelled,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+    new_uid,
+)
+from pipeline.log import Entry, Inbox, Owner, Produced, StreamLog
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, slot_name, tokens_id
+
+COMMITS: Final = ("submit", "tokenized", "take", "step", "produced", "end")
+MOST_TAKEN: Final = 8
+"""As an engine takes them: a `take` brings so many requests at most."""
+STEPS_OF_A_LIFE: Final = 4
+PROMPT: Final = "A prompt of a usual length: thirty words or so, of which none matters here. " * 2
+PROMPT_IDS: Final = tuple(range(32))
+FRONTEND: Final = "web-0"
+LEASE_MS: Final = 600_000
+TIMEOUT_MS: Final = 600_000
+RETENTION_MS: Final = 2000
+
+T = TypeVar("T")
+
+
+class Stopwatch:
+    """Times of commits, by their name."""
+
+    def __init__(self) -> None:
+        self.times_us: dict[str, list[float]] = {name: [] for name in COMMITS}
+
+    def time(self, commit: str, work: Callable[[], T]) -> T:
+        """Do *work* and note how long it took."""
+        began_s = time.perf_counter()
+        done = work()
+        self.times_us[commit].append((time.perf_counter() - began_s) * 1e6)
+        return done
+
+
+class Lives:
+    """Requests that live together: submitted, tokenized, taken, some steps for all of them at once, ended."""
+
+    def __init__(self, log: StreamLog, num_rows: int) -> None:
+        self._log = log
+        self._num_rows = num_rows
+        self._engine, self._detokenizer = _own(log, GENERATE), _own(log, DETOKENIZE)
+        self._submitted = Inbox.submitted(log.names)
+        self._steps = Inbox.steps(log.names, self._engine.slot)
+        for inbox in (self._submitted, Inbox.tokenized(log.names), self._steps):
+            log.prepare(inbox)
+        self._numbers = itertools.count(1)
+        self._control_cursor = "0-0"
+
+    def close(self) -> None:
+        """Give the slots back, for another number of rows."""
+        for owner in (self._engine, self._detokenizer):
+            self._log.release(owner)
+
+    def times_us(self, num_samples: int) -> dict[str, list[float]]:
+        """Live until there are *num_samples* steps; return the times of each commit, of which some have more."""
+        self._live(Stopwatch())  # the scripts are loaded, the connection is open
+        watch = Stopwatch()
+        for _ in range(math.ceil(num_samples / STEPS_OF_A_LIFE)):
+            self._live(watch)
+        return watch.times_us
+
+    def _live(self, watch: Stopwatch) -> None:
+        self._log.open_replies(FRONTEND)
+        uids = [new_uid() for _ in range(self._num_rows)]
+        self._submit(uids, watch)
+        entry_ids = self._take(watch)
+        for n in range(1, STEPS_OF_A_LIFE + 1):
+            self._step(uids, n, watch)
+        log = self._log
+        for uid in uids:
+            watch.time(
+                "end",
+                lambda uid=uid: log.end(  # type: ignore[misc]  # bound at once
+                    uid, Cancelled(by="bench"), frontend=FRONTEND, retention_ms=RETENTION_MS
+                ),
+            )
+        self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids, Stopwatch())
+        log.produced(self._detokenizer, self._read_step(), self._engine.slot, [], retention_ms=RETENTION_MS)
+
+    def _submit(self, uids: list[str], watch: Stopwatch) -> None:
+        log = self._log
+        submitted = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=SamplingParams())
+        options = {"timeout_ms": TIMEOUT_MS, "retention_ms": RETENTION_MS, "max_queued": 10 * self._num_rows}
+        for uid in uids:
+            watch.time("submit", lambda uid=uid: log.submit(uid, submitted, **options))  # type: ignore[misc]
+        tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=slot_name(TOKENIZE, 0))
+        consumer = slot_name(TOKENIZE, 0)
+        for entry in log.read(self._submitted, consumer, max_entries=self._num_rows, block_ms=0):
+            watch.time("tokenized", lambda entry=entry: log.tokenized(entry, tokenized))  # type: ignore[misc]
+
+    def _take(self, watch: Stopwatch) -> list[str]:
+        """Return the entries of all requests."""
+        log, ids = self._log, list[str]()
+        while len(ids) < self._num_rows:
+            taken = watch.time("take", lambda: log.take(self._engine, MOST_TAKEN, control_cursor=self._control_cursor))
+            self._control_cursor = taken.control_cursor
+            ids += [entry.id for entry in taken.entries]
+        return ids
+
+    def _step(self, uids: list[str], n: int, watch: Stopwatch) -> None:
+        token = 40 + n
+        self._commit_step(StepCompleted(rows=tuple(TokenRow(uid=uid, n=n, token=token) for uid in uids)), [], watch)
+        entry = self._read_step()
+        event = TokensProduced(count=1, tokens=(token,), text=" word", step=entry.id)
+        produced = [Produced(uid, tokens_id(n), n, event, FRONTEND) for uid in uids]
+        log, owner = self._log, self._detokenizer
+        watch.time(
+            "produced",
+            lambda: log.produced(owner, entry, self._engine.slot, produced, retention_ms=RETENTION_MS),
+        )
+
+    def _commit_step(self, event: StepCompleted, ended: list[str], watch: Stopwatch) -> None:
+        log, number, cursor = self._log, next(self._numbers), self._control_cursor
+        done = watch.time(
+            "step",
+            lambda: log.step(self._engine, number, event, ended=ended, control_cursor=cursor, lease_ms=LEASE_MS),
+        )
+        self._control_cursor = done.control_cursor
+
+    def _read_step(self) -> Entry:
+        (entry,) = self._log.read(self._steps, self._detokenizer.slot, max_entries=1, block_ms=0)
+        return entry
+
+
+def _own(log: StreamLog, stage: str) -> Owner:
+    owner = log.acquire(slot_name(stage, 0), "bench", LEASE_MS)
+    assert owner is not None, "the namespace is this benchmark's own"
+    return owner

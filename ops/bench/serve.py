@@ -1,0 +1,294 @@
+"""`minisgl bench serve`: any OpenAI server under load. Checks, plans and reports; how it is sent, `load` knows."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ops.bench import datasets, report
+from ops.bench.datasets import Session, Span, Writer
+from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Client, Form, Load, Measured, ServerRefused, calibrate
+from ops.bench.report import Objective
+from pipeline.config import at_least, flag, parse_flags, seconds
+from pipeline.errors import ConfigError
+
+ABOUT: Final = """\
+Measures an OpenAI server under load: under a fixed concurrency (--concurrency), with random arrivals (--rate), or at
+the times of a trace. Tokens are counted from `usage`, never from chunks. Time to first token: from sending to the first
+text. Time per token: from the first text to the last, over the tokens but one. Between chunks: a chunk may bring
+several tokens. Exits with 1 when a request failed, after the figures of those that did not.
+"""
+RANDOM, SHARED_PREFIX, MULTI_TURN, MOONCAKE, QWEN = "random", "shared-prefix", "multi-turn", "mooncake", "qwen"
+TRACES: Final = (MOONCAKE, QWEN)
+DATASETS: Final = (RANDOM, SHARED_PREFIX, MULTI_TURN, *TRACES)
+NUM_REQUESTS: Final = 64
+CONCURRENCY: Final = 16
+PACKAGES: Final = ("aiohttp",)
+
+
+def span(text: str) -> Span:
+    """Parse `MIN-MAX`, or one number that is both."""
+    lowest, dash, highest = text.partition("-")
+    numbers = [lowest, highest if dash else lowest]
+    if all(number.isdecimal() for number in numbers) and 1 <= int(numbers[0]) <= int(numbers[1]):
+        return Span(int(numbers[0]), int(numbers[1]))
+    raise argparse.ArgumentTypeError(f"{text!r}: must be MIN-MAX with 1 <= MIN <= MAX, or one number")
+
+
+def objective(text: str) -> Objective:
+    """Parse `ttft:200`, `tpot:50` or `e2e:5000`, in ms."""
+    name, _, number = text.partition(":")
+    with contextlib.suppress(ValueError):
+        if name in ("ttft", "tpot", "e2e") and 0 < float(number) < float("inf"):
+            return Objective(name, float(number))
+    raise argparse.ArgumentTypeError(f"{text!r}: must be ttft:MS, tpot:MS or e2e:MS")
+
+
+def above_zero(text: str) -> float:
+    """Parse a number above 0."""
+    try:
+        return seconds(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0") from None
+
+
+def temperature(text: str) -> float:
+    """Parse a temperature."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 2:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: must be a number from 0 to 2")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetConfig:
+    """Which server is measured, and how it is asked."""
+
+    url: str = flag("--url", default="http://127.0.0.1:1919", help="the server")
+    model: str = flag("--model", default="", help="the model's name [the first in /v1/models]")
+    api_key: str = flag("--api-key", default="", help="sent as a bearer token; in no output")
+    endpoint: str = flag("--endpoint", default=CHAT, choices=(CHAT, COMPLETIONS), help="which API is asked")
+    fix_length: str = flag(
+        "--fix-length",
+        default=FIX_LENGTH[0],
+        choices=FIX_LENGTH,
+        help="the field that makes answers as long as planned; `no` for servers that refuse both",
+    )
+    temperature: float = flag("--temperature", default=0.0, parse=temperature, help="of the sampling [0]")
+    timeout_s: float = flag(
+        "--timeout", default=600.0, parse=seconds, help="seconds of silence after which a request has failed"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """What is sent, and when."""
+
+    dataset: str = flag("--dataset", default=RANDOM, choices=DATASETS, help="what is asked")
+    num_requests: int = flag(
+        "--num-requests", default=0, parse=at_least(1), help=f"requests to send [{NUM_REQUESTS}, or the whole trace]"
+    )
+    inputs: Span = flag(  # noqa: RUF009  # a Span is frozen
+        "--input-len", default=Span(32, 256), parse=span, help="tokens that a user says in a turn, MIN-MAX"
+    )
+    outputs: Span = flag("--output-len", default=Span(32, 256), parse=span, help="tokens of an answer, MIN-MAX")  # noqa: RUF009
+    groups: int = flag("--groups", default=8, parse=at_least(1), help="shared-prefix: how many prefixes there are")
+    prefix_tokens: int = flag(
+        "--prefix-len", default=1024, parse=at_least(1), help="shared-prefix: tokens of a prefix, before --input-len"
+    )
+    turns: int = flag("--turns", default=4, parse=at_least(1), help="multi-turn: requests of a conversation")
+    trace: str = flag("--trace", default="", help="mooncake, qwen: the file, a JSON object a line")
+    trace_scale: float = flag(
+        "--trace-scale", default=1.0, parse=above_zero, help="mooncake, qwen: times are multiplied by it; 0.5 is faster"
+    )
+    concurrency: int = flag(
+        "--concurrency", default=0, parse=at_least(1), help=f"requests under way at any time [{CONCURRENCY}]"
+    )
+    rate: float = flag(
+        "--rate", default=0.0, parse=above_zero, help="requests a second, as a Poisson process, not --concurrency"
+    )
+    warmup: int = flag("--warmup", default=2, parse=at_least(0), help="requests that are sent before and not measured")
+    seed: int = flag(
+        "--seed", default=0, parse=at_least(0), help="of lengths, texts and arrivals; a prefix cache remembers a seed"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """What becomes of the figures."""
+
+    goodput: tuple[Objective, ...] = flag(
+        "--goodput",
+        default=(),
+        parse=objective,
+        repeated=True,
+        help="what a good request keeps: ttft:MS tpot:MS e2e:MS",
+    )
+    output: str = flag("--output", default="", help="file for the set-up and every request, as JSON")
+    plot: str = flag("--plot", default="", help="file for a picture (.png, .svg, .pdf); needs minisgl[bench]")
+
+
+USED_BY: Final[Mapping[str, tuple[str, ...]]] = {
+    "inputs": (RANDOM, SHARED_PREFIX, MULTI_TURN),
+    "outputs": (RANDOM, SHARED_PREFIX, MULTI_TURN),
+    "groups": (SHARED_PREFIX,),
+    "prefix_tokens": (SHARED_PREFIX,),
+    "turns": (MULTI_TURN,),
+    "trace": TRACES,
+    "trace_scale": TRACES,
+}
+"""The datasets that heed a field; with the others it is refused."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the benchmark; return the exit code.
+
+    Raises:
+        ConfigError: The flags cannot work; nothing was sent.
+        ServerRefused: The server cannot be reached or does not answer; nothing was measured.
+    """
+    owners = (TargetConfig, LoadConfig, OutputConfig)
+    target, load, output = parse_flags("bench serve", owners, arguments, environment, about=ABOUT)
+    check(target, load, output)
+    sessions = planned(load)
+    measured, model, writer = asyncio.run(_measured(target, load, sessions))
+    summary = report.summarize(measured, output.goodput)
+    scheduled = not _concurrency(load)
+    print(_headline(target, load, model), "", sep="\n")
+    print(report.table(summary, output.goodput, scheduled=scheduled))
+    if output.output:
+        document = {
+            "setup": report.setup(("minisgl", "bench", "serve", *arguments), PACKAGES),
+            "options": _options(target, load, output),
+            "model": model,
+            "tokenizer": writer,
+            "summary": summary,
+            "kept_schedule": report.kept_schedule(summary.lag_ms) if scheduled else None,
+            "requests": report.requests_of(measured),
+        }
+        report.write_json(Path(output.output), document)
+    if output.plot and summary.num_failed < summary.num_requests:
+        report.plot(Path(output.plot), measured, _headline(target, load, model))
+    if failed := report.failures(measured):
+        print(f"minisgl: {failed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def check(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> None:
+    """Refuse flags that do not go together.
+
+    Raises:
+        ConfigError: What is wrong first.
+    """
+    if not target.url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {target.url}: must begin with http:// or https://")
+    if "@" in urlsplit(target.url).netloc:
+        raise ConfigError("--url: holds a password, which the outputs would show; pass --api-key")
+    for item in dataclasses.fields(LoadConfig):
+        names = USED_BY.get(item.name, DATASETS)
+        if getattr(load, item.name) != item.default and load.dataset not in names:
+            name = item.metadata["flags"][0]
+            raise ConfigError(f"{name} means nothing to --dataset {load.dataset}; it is for {', '.join(names)}")
+    if load.dataset in TRACES and not load.trace:
+        raise ConfigError(f"--dataset {load.dataset} needs a file: pass --trace FILE")
+    if load.rate and load.concurrency:
+        raise ConfigError(f"--rate {load.rate:g} and --concurrency {load.concurrency}: pass one of them")
+    if load.trace_scale != 1.0 and (load.rate or load.concurrency):
+        raise ConfigError("--trace-scale is about the times of the trace, which --rate and --concurrency replace")
+    report.check_can_write("--output", output.output)
+    report.check_can_plot(output.plot)
+
+
+def planned(load: LoadConfig) -> list[Session]:
+    """Return what is sent, from the flags and the seed alone.
+
+    Raises:
+        ConfigError: The trace is not one.
+    """
+    count = load.num_requests or NUM_REQUESTS
+    if load.dataset in TRACES:
+        read = datasets.mooncake_trace if load.dataset == MOONCAKE else datasets.qwen_trace
+        sessions = read(Path(load.trace), load.trace_scale)[: load.num_requests or None]
+    elif load.dataset == SHARED_PREFIX:
+        sessions = datasets.shared_prefix(
+            count, load.seed, load.inputs, load.outputs, groups=load.groups, prefix_tokens=load.prefix_tokens
+        )
+    elif load.dataset == MULTI_TURN:
+        sessions = datasets.multi_turn(count, load.seed, load.inputs, load.outputs, turns=load.turns)
+    else:
+        sessions = datasets.drawn(count, load.seed, load.inputs, load.outputs)
+    return datasets.poisson(sessions, load.rate, load.seed) if load.rate else sessions
+
+
+def _concurrency(load: LoadConfig) -> int:
+    """Return how many requests are under way at any time, 0 where they are sent when they are due."""
+    if load.rate or (load.dataset in TRACES and not load.concurrency):
+        return 0
+    return load.concurrency or CONCURRENCY
+
+
+async def _measured(
+    target: TargetConfig, load: LoadConfig, sessions: Sequence[Session]
+) -> tuple[list[Measured], str, Writer]:
+    """Send everything; return what came of it, the model's name and how words became tokens."""
+    async with Client(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
+        model = target.model or await client.served_model()
+        form = Form(target.endpoint, model, target.temperature, target.fix_length)
+        writer = await calibrate(client, form, datasets.WORDS)
+        concurrency = _concurrency(load)
+        warmup = datasets.drawn(load.warmup, -1 - load.seed, load.inputs, load.outputs)
+        with _bar("warm-up", len(warmup)) as advance:
+            warm = await Load(client, form, writer.write, advance).at_once(warmup, concurrency or CONCURRENCY)
+        if failed := report.failures(warm):
+            raise ServerRefused(f"{target.url}: in the warm-up {failed}")
+        with _bar("requests", sum(len(session.turns) for session in sessions)) as advance:
+            sender = Load(client, form, writer.write, advance)
+            measured = await (sender.at_once(sessions, concurrency) if concurrency else sender.when_due(sessions))
+        return measured, model, writer
+
+
+@contextlib.contextmanager
+def _bar(name: str, total: int) -> Iterator[Callable[[Measured], None]]:
+    """Show a progress bar on a terminal; give what is called after each request."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    show = console.is_terminal and total > 0
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=not show) as progress:
+        task = progress.add_task(name, total=total)
+
+        def advance(_: Measured) -> None:
+            progress.advance(task)
+
+        yield advance
+
+
+def _headline(target: TargetConfig, load: LoadConfig, model: str) -> str:
+    """Return in one line what was measured."""
+    if concurrency := _concurrency(load):
+        when = f"{concurrency} at a time"
+    else:
+        when = f"{load.rate:g} a second (Poisson)" if load.rate else f"at the trace's times x {load.trace_scale:g}"
+    if load.dataset in TRACES:
+        what = f"{load.dataset} {load.trace}"
+    else:
+        what = f"{load.dataset}, {load.inputs} tokens in, {load.outputs} out"
+    return f"{target.url} {target.endpoint}, model {model}: {what}, {when}"
+
+
+def _options(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> dict[str, Any]:
+    """Return every flag's value as it was used, but for the key."""
+    fields = {**dataclasses.asdict(target), **dataclasses.asdict(load)}
+    fields |= {"api_key": bool(target.api_key), "inputs": str(load.inputs), "outputs": str(load.outputs)}
+    fields |= {"concurrency": _concurrency(load)}
+    return fields | {"goodput": [str(one) for one in output.goodput]}

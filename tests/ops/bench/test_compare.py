@@ -1,0 +1,211 @@
+"""Comparing: the same exact prompts for both sides, runs in turn, and what is said of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from checkpoints import make_checkpoint
+from openai_stand_in import OpenAIStandIn, listening, whole
+from servers import ROOT, eventually
+from tokenizers import Tokenizer
+
+from ops.bench import compare, peers
+from ops.bench.compare import CompareConfig, Prompts, Task
+from ops.bench.datasets import Span
+from ops.bench.load import COMPLETIONS
+from ops.bench.peers import Prompt, Run, Served, SideFailed, Workload
+from pipeline.errors import ConfigError
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint; the second one's tokenizer begins every text with a token of its own."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / request.param, request.param)
+
+
+@pytest.fixture
+def stand_in() -> Iterator[OpenAIStandIn]:
+    with listening() as server:
+        yield server
+
+
+def test_a_prompt_has_exactly_the_tokens_that_were_asked(folder: Path) -> None:
+    prompts = Prompts(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    num_special = len(tokenizer.encode("").ids)
+    assert num_special == (1 if folder.name == "llama3" else 0)
+    for prompt in prompts.drawn(random.Random(0), [(1, 3), (17, 1), (200, 2)]):
+        assert tuple(tokenizer.encode(prompt.text).ids) == prompt.ids
+    lengths = [len(prompt.ids) - num_special for prompt in prompts.drawn(random.Random(0), [(1, 3), (17, 1), (200, 2)])]
+    assert lengths == [1, 17, 200]
+
+
+def test_a_text_that_is_another_number_of_tokens_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="its tokenizer makes"):
+        Prompts(folder).of("zqxj zqxj", 2, 1)
+
+
+def test_every_run_has_the_same_lengths_and_other_words(folder: Path) -> None:
+    prompts = Prompts(folder)
+    many, single = compare.tasks(CompareConfig(num_requests=5, inputs=Span(4, 9), outputs=Span(2, 3)))
+    assert many.concurrency == 5 and single.concurrency == 1
+    first, again, other = (many.workload(prompts, 0, run) for run in (0, 0, 1))
+    assert first == again
+    assert [len(prompt.ids) for prompt in first.prompts] == [len(prompt.ids) for prompt in other.prompts]
+    assert not {prompt.text for prompt in first.prompts} & {prompt.text for prompt in other.prompts}
+
+
+@dataclass
+class NotedSide:
+    """A side that notes what it was asked, and takes a known time for it."""
+
+    name: str
+    duration_s: list[float]
+    log: list[tuple[str, Workload]]
+    cpu: list[float] = field(default_factory=lambda: [0.0])
+
+    def run(self, workload: Workload) -> Run:
+        self.log.append((self.name, workload))
+        return Run(self.duration_s.pop(0), workload.output_tokens)
+
+    def cpu_s(self) -> float:
+        self.cpu[0] += 0.5
+        return self.cpu[0]
+
+
+def test_sides_run_in_turn_on_the_same_and_the_median_leaves_out_the_warm_up(folder: Path) -> None:
+    log: list[tuple[str, Workload]] = []
+    ours = NotedSide("ours", [99.0, 1.0, 2.0, 10.0], log)
+    peer = NotedSide("peer", [99.0, 4.0, 5.0, 1.0], log)
+    task = Task("some", ((3, 10), (4, 10)), 2)
+    with compare._status() as status:
+        result = compare._compared(task, Prompts(folder), CompareConfig(runs=3), (ours, peer), status)
+    assert [name for name, _ in log] == ["ours", "peer"] * 4
+    assert all(log[place][1] == log[place + 1][1] for place in range(0, 8, 2))
+    assert result["output_tokens_per_s"] == {"ours": 10.0, "peer": 5.0}
+    assert result["ratio"] == 2.0
+    assert [(row["run"], row["side"]) for row in result["runs"]] == [
+        (run, side) for run in (1, 2, 3) for side in ("ours", "peer")
+    ]
+    assert result["runs"][0]["cores_of_the_other_side"] == 0.5
+
+
+def test_a_side_that_was_not_idle_is_told() -> None:
+    row = {"cores_of_the_other_side": 0.4}
+    prefix = {"prefix_tokens": 2048, "first_ms": 1000.0, "again_ms": 50.0, "share": 0.05}
+    result = {"name": "many", "output_tokens_per_s": {"ours": 30.0, "peer": 20.0}, "ratio": 1.5, "runs": [row]}
+    text = compare.table([result], prefix, "ours", "peer")
+    assert "1.50x" in text and "first token after 1,000 ms, repeated after 50 ms, 5.0% of it" in text
+    assert "was not idle: it used up to 0.40 cores" in text
+    row["cores_of_the_other_side"] = 0.01
+    assert "not idle" not in compare.table([result], prefix, "ours", "peer")
+
+
+def test_a_server_that_counts_otherwise_is_refused(stand_in: OpenAIStandIn) -> None:
+    side = Served("peer", stand_in.url, COMPLETIONS, "m")
+    prompt = Prompt("one two", (1,) * 9, 4)  # the stand-in: 5 and 2 a word
+    assert side.run(Workload((prompt,), 1)).output_tokens == 4
+    assert side.cpu_s() is None
+    with pytest.raises(SideFailed, match="counts 9 tokens in and 4 out where 8 and 4 were asked"):
+        side.run(Workload((Prompt("one two", (1,) * 8, 4),), 1))
+    stand_in.script = lambda body: whole({**body, "max_tokens": 2})
+    with pytest.raises(SideFailed, match="counts 9 tokens in and 2 out where 9 and 4 were asked"):
+        side.run(Workload((prompt,), 1))
+    stand_in.script = lambda body: (500, {"error": "broken"})
+    with pytest.raises(SideFailed, match="1 of 1 requests failed: 1x HTTP 500: broken"):
+        side.run(Workload((prompt,), 1))
+
+
+def test_a_peer_by_its_url_says_which_model_it_has(stand_in: OpenAIStandIn) -> None:
+    side = peers.served_at("peer", stand_in.url)
+    side.run(Workload((Prompt("one", (1,) * 7, 1),), 1))
+    assert stand_in.bodies[0]["model"] == "stand-in" and stand_in.paths == ["/v1/completions"]
+
+
+def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
+    spin = "x = sum(range(10_000_000)); print(x, flush=True); input()"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline()
+        used_s, its_own_s = peers.tree_cpu_s(process.pid), peers._stat(process.pid)[1]
+        process.stdin.write(b"\n")
+    assert used_s > its_own_s >= 0
+    assert peers.tree_cpu_s(process.pid) == 0.0  # it has ended
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--model", "absent"), "--model absent: no checkpoint; pass a folder, or 95m or 0.6b"),
+        (("--input-len", "3-2"), "'3-2': must be MIN-MAX"),
+        (("--peer-url", "localhost:1"), "--peer-url localhost:1: must begin with http://"),
+        (("--runs", "0"), "'0': must be a whole number of at least 1"),
+        (("--output", "absent/x.json"), "--output absent/x.json: not a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ops.bench.compare", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("minisgl: ") and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ours_is_compared_with_transformers(folder: Path, tmp_path: Path) -> None:
+    flags = ["--model", str(folder), "--threads", "1", "--runs", "2", "--num-requests", "3", "--input-len", "8-20"]
+    flags += ["--output-len", "3-6", "--num-singles", "2", "--single-len", "4", "--prefix-len", "128"]
+    flags += ["--num-prefixes", "2", "--output", str(tmp_path / "out.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ops.bench.compare", *flags]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "minisgl  transformers  ratio" in done.stdout and "A prefix of 128 tokens" in done.stdout
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["peer"]["name"] == "transformers" and document["peer"]["dtype"] == "torch.float32"
+    for task in document["tasks"]:
+        assert [(row["run"], row["side"]) for row in task["runs"]] == [
+            (run, side) for run in (1, 2) for side in ("minisgl", "transformers")
+        ]
+        asked = sum(output_tokens for _, output_tokens in task["lengths"])
+        assert all(row["output_tokens"] == asked and row["duration_s"] > 0 for row in task["runs"])
+        ours = [request for row in task["runs"] for request in row["requests"]]
+        assert len(ours) == 2 * len(task["lengths"])
+        assert all(request["cached_tokens"] == 0 for request in ours)  # no run helps the next
+        rates = task["output_tokens_per_s"]
+        assert task["ratio"] == pytest.approx(rates["minisgl"] / rates["transformers"])
+    assert [row["first"]["cached_tokens"] for row in document["prefix"]["prefixes"]] == [0, 0]
+    assert [row["again"]["cached_tokens"] for row in document["prefix"]["prefixes"]] == [128, 128]
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_comparison_that_is_ended(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
+    command = [sys.executable, "-m", "ops.bench.compare", "--model", str(folder), "--threads", "1", "--runs", "1000"]
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+    top = psutil.Process(process.pid)
+    family = [top]
+    try:
+        eventually(lambda: any("ops.bench.peers" in child.cmdline() for child in top.children()), "the peer", 120)
+        family += top.children(recursive=True)
+        assert len(family) >= 7  # with the server, its Redis, its four workers, and the peer
+        process.terminate()
+        assert process.wait(120) == 130
+        assert not [one for one in family[1:] if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        process.wait()

@@ -1,0 +1,204 @@
+"""`minisgl bench offline`: what it draws, what it counts, what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.bench import offline
+from ops.bench.datasets import Span
+from ops.bench.offline import PRESETS, OfflineConfig, Preset, StepClock, chosen, draw
+from ops.bench.shares import Step
+from ops.demo_model import nonsense
+from pipeline.errors import ConfigError
+from pipeline.events import SamplingParams
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+
+RUNS = 2
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished benchmark of a few short prompts."""
+
+    code: int
+    printed: str
+    document: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    folder = tmp_path_factory.mktemp("bench")
+    file, screen = folder / "out.json", io.StringIO()
+    arguments = ["--model", str(nonsense.ensure(folder)), "--output", str(file), "--runs", str(RUNS)]
+    arguments += ["--num-prompts", "3", "--input-len", "4-8", "--output-len", "2-4", "--seed", "7"]
+    with contextlib.redirect_stdout(screen):
+        code = offline.main([*arguments, "--threads", "1", "--num-pages", "64", "--page-size", "2"], {})
+    return Done(code, screen.getvalue(), json.loads(file.read_text()))
+
+
+# what it draws
+
+
+def test_the_nano_preset_is_nano_vllms_protocol_to_the_token() -> None:
+    """Its README says 133,966 output tokens; the rest is what its bench.py draws after `seed(0)`."""
+    workload = draw(PRESETS["nano"], 0, vocab_size=151_936)
+    assert workload.output_tokens == 133_966
+    assert workload.input_tokens == 142_827
+    assert [len(prompt) for prompt in workload.prompts[:4]] == [964, 724, 484, 508]
+    assert workload.prompts[0][:4] == [6311, 6890, 663, 4242]
+    assert workload.prompts[-1][-2:] == [9046, 1958]
+    assert (len(workload.output_lengths), workload.output_lengths[:4]) == (256, [845, 312, 607, 843])
+
+
+def test_a_smaller_vocabulary_changes_the_tokens_and_not_the_lengths() -> None:
+    large, small = (draw(PRESETS["small"], 0, size) for size in (151_936, 259))
+    assert small.output_lengths == large.output_lengths
+    assert small.prompts == [[token % 259 for token in prompt] for prompt in large.prompts]
+
+
+def test_another_seed_is_another_workload_and_the_same_one_is_the_same() -> None:
+    assert draw(PRESETS["small"], 3, 259) == draw(PRESETS["small"], 3, 259)
+    assert draw(PRESETS["small"], 3, 259) != draw(PRESETS["small"], 4, 259)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "expected"),
+    [
+        (OfflineConfig(), "cpu", PRESETS["small"]),
+        (OfflineConfig(), "cuda", PRESETS["nano"]),
+        (OfflineConfig(preset="nano"), "cpu", PRESETS["nano"]),
+        (OfflineConfig(num_prompts=4, outputs=Span(1, 2)), "cpu", Preset(4, Span(32, 256), Span(1, 2))),
+    ],
+)
+def test_a_flag_replaces_its_part_of_the_preset(config: OfflineConfig, device: str, expected: Preset) -> None:
+    assert chosen(config, device) == expected
+
+
+# what it counts
+
+
+def row(start: int, num_tokens: int, samples: bool) -> PlanRow:
+    sample = Sample(SamplingParams(), start + num_tokens, ()) if samples else None
+    return PlanRow(0, start, tuple(range(num_tokens)), (), 0, sample)
+
+
+class Echo:
+    def forward(self, plan: BatchPlan) -> list[int]:
+        return [1 for row in plan.rows if row.sample is not None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_decode_rows", "phase", "counts"),
+    [
+        ([row(9, 1, True), row(4, 1, True)], 2, "decode", (2, 15, 0, 0)),
+        ([row(0, 7, True), row(5, 3, False)], 0, "prefill", (0, 0, 10, 1)),
+        ([row(9, 1, True), row(0, 7, False)], 1, "mixed", (1, 10, 7, 0)),
+    ],
+)
+def test_a_step_is_clocked_as_what_it_was(
+    rows: Sequence[PlanRow], num_decode_rows: int, phase: str, counts: tuple[int, int, int, int]
+) -> None:
+    clock = StepClock(Echo())
+    plan = BatchPlan(1, tuple(rows), num_decode_rows)
+    assert clock.forward(plan) == Echo().forward(plan)
+    (step,) = clock.steps
+    assert step == Step(step.seconds, *counts)
+    assert step.phase == phase and step.seconds > 0
+
+
+# what comes out
+
+
+def test_every_run_adds_up(done: Done) -> None:
+    document, workload = done.document, draw(Preset(3, Span(4, 8), Span(2, 4)), 7, 259)
+    assert done.code == 0
+    assert document["workload"] == {
+        "num_prompts": 3,
+        "input_tokens": workload.input_tokens,
+        "output_tokens": workload.output_tokens,
+        "seed": 7,
+    }
+    assert len(document["runs"]) == RUNS
+    for run in document["runs"]:
+        phases = run["phases"].values()
+        assert run["cached_tokens"] == 0, "the cache was not flushed"
+        assert sum(phase["prefill_tokens"] for phase in phases) == workload.input_tokens
+        assert sum(phase["decode_rows"] for phase in phases) == workload.output_tokens - 3
+        clocked_s = sum(phase["seconds"] for phase in phases)
+        assert clocked_s + run["outside_s"] == pytest.approx(run["seconds"])
+        assert run["output_tokens_per_s"] == pytest.approx(workload.output_tokens / run["seconds"])
+    rates = sorted(run["output_tokens_per_s"] for run in document["runs"])
+    assert document["output_tokens_per_s"] == pytest.approx(sum(rates) / 2)
+
+
+def test_the_json_says_with_what_and_how_it_was_measured(done: Done) -> None:
+    document = done.document
+    assert document["command"][:5] == ["minisgl", "bench", "offline", "--model", document["command"][4]]
+    assert {"minisgl", "torch"} <= set(document["versions"])
+    assert document["model"]["name"] == nonsense.MODEL_ID
+    assert len(document["model"]["config_sha256"]) == 64 and len(document["model"]["fingerprint"]) == 16
+    engine = document["engine"]
+    assert (engine["device"], engine["dtype"], engine["threads"], engine["page_size"]) == ("cpu", "float32", 1, 2)
+    assert engine["limits"]["mixed_prefill_length"] == engine["limits"]["max_prefill_length"]
+    assert document["cpu"] and document["date"] and document["peak_rss_bytes"] > 50_000_000
+    assert {rate["method"] for rate in document["read_bandwidth"]} > {"torch sum", "memcpy"}
+    assert "F.linear float32" in {rate["method"] for rate in document["gemm_rate"]}
+    assert document["decode_share"] > 0 and document["prefill_share"] > 0
+
+
+def test_the_table_shows_each_run_the_median_and_both_shares(done: Done) -> None:
+    lines = done.printed.splitlines()
+    assert lines[0].startswith(f"{nonsense.MODEL_ID}, float32 on cpu, 1 threads")
+    titles = "run seconds output tok/s total tok/s decode s prefill s mixed s outside s"
+    assert " ".join(lines[3].split()) == titles
+    assert [line.split()[0] for line in lines[4 : 4 + RUNS]] == ["1", "2"]
+    assert f"median: {done.document['output_tokens_per_s']:,.1f} output tokens/s" in done.printed
+    assert "% of the read bandwidth" in done.printed and "% of the rate of a linear layer" in done.printed
+    for rate in done.document["read_bandwidth"] + done.document["gemm_rate"]:
+        assert rate["method"] in done.printed
+
+
+# what it refuses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--input-len", "10-5"], "'10-5': must be MIN-MAX"),
+        (["--output-len", "0-5"], "'0-5': must be MIN-MAX"),
+        (["--output-len", "few"], "'few': must be MIN-MAX"),
+        (["--num-prompts", "0"], "'0': must be a whole number of at least 1"),
+        (["--runs", "0"], "'0': must be a whole number of at least 1"),
+        (["--preset", "huge"], "'huge': must be one of auto, small, nano"),
+        (["--output", "/no/such/folder/out.json"], "--output /no/such/folder/out.json"),
+        (["--port", "80"], "unrecognized arguments: --port"),
+    ],
+)
+def test_a_flag_that_cannot_work_is_one_line(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        offline.main(arguments, {})
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_lengths_beyond_the_context_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    folder = nonsense.ensure(tmp_path)
+    with pytest.raises(ConfigError, match=r"have \d+ tokens, but the served context is 64; pass shorter"):
+        offline.main(["--model", str(folder), "--max-seq-len", "64", "--num-pages", "8", "--threads", "1"], {})
+
+
+def test_the_command_ends_with_2_and_one_line() -> None:
+    program = [sys.executable, "-m", "minisgl", "bench", "offline", "--input-len", "10-5"]
+    done = subprocess.run(program, env=dict(os.environ), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("minisgl: argument --input-len: '10-5'") and done.stderr.count("\n") == 1

@@ -1,0 +1,128 @@
+"""`minisgl bench pipeline`: every figure is there, and nothing of it stays in the Redis that was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_servers import Servers, command
+from servers import run_command
+
+from ops.bench.pipeline import median_of, way_figures, without_password
+from ops.bench.pipeline_commits import COMMITS, STEPS_OF_A_LIFE, Lives
+from ops.bench.pipeline_way import IdleEngine, WayTimes, step_times_alone
+from ops.bench.report import Spread, spread_of
+from pipeline.events import SamplingParams
+from pipeline.log import Inbox
+from pipeline.memory_log import MemoryLog
+from pipeline.names import Names
+from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+
+
+def test_a_life_has_every_commit_and_leaves_no_work_behind() -> None:
+    log = MemoryLog(Names("bench"))
+    times_us = Lives(log, 10).times_us(2 * STEPS_OF_A_LIFE)
+    assert {name: len(times) for name, times in times_us.items()} == {
+        "submit": 20,
+        "tokenized": 20,
+        "take": 4,  # eight at most
+        "step": 8,
+        "produced": 8,
+        "end": 20,
+    }
+    assert all(time_us > 0 for times in times_us.values() for time_us in times)
+    names = log.names
+    for inbox in (Inbox.submitted(names), Inbox.tokenized(names), Inbox.steps(names, "generate-0")):
+        assert log.backlog(inbox) == 0
+
+
+def test_another_number_of_rows_can_follow() -> None:
+    log = MemoryLog(Names("bench"))
+    for rows in (1, 3):
+        lives = Lives(log, rows)
+        assert len(lives.times_us(1)["step"]) == STEPS_OF_A_LIFE
+        lives.close()
+
+
+def row(table: int) -> PlanRow:
+    sample = Sample(SamplingParams(), 1, ())
+    return PlanRow(table=table, start=1, token_ids=(1,), new_pages=(), first_page=1, sample=sample)
+
+
+def test_only_steps_in_which_everybody_decodes_are_compared() -> None:
+    engine = IdleEngine(0.0)
+    for num_rows, num_decodes in ((2, 1), (2, 2), (2, 2), (1, 1), (2, 2), (2, 2), (2, 2)):
+        rows = tuple(map(row, range(num_rows)))
+        assert engine.forward(BatchPlan(1, rows, num_decodes)) == [65] * num_rows
+    assert len(engine.intervals_us(2)) == 3
+
+
+def test_a_schedule_alone_decodes_all_but_the_first_token_together() -> None:
+    assert len(step_times_alone(3, 10, 0.0)) == 8  # from the second to the tenth
+
+
+def test_the_median_is_taken_of_each_figure() -> None:
+    spreads = [Spread(9, 1.0, 5.0, 3.0, 9.0), Spread(7, 2.0, 6.0, 1.0, 7.0), Spread(8, 3.0, 1.0, 2.0, 8.0)]
+    assert median_of(spreads) == Spread(7, 2.0, 5.0, 2.0, 8.0)
+
+
+def test_what_is_added_is_the_difference_to_the_schedule_alone() -> None:
+    runs = [WayTimes([10.0, 10.0], [14.0 + added, 14.0 + added], [3.0], []) for added in (0.0, 4.0, 100.0)]
+    figures = way_figures(4, 0.5, runs)
+    assert (figures.added_per_step_us, figures.added_p50_us, figures.added_per_token_us) == (8.0, 8.0, 2.0)
+    assert figures.step_us == 500_000 and figures.commit_us == spread_of([3.0])
+
+
+def test_a_password_is_not_shown() -> None:
+    assert without_password("--redis-url=redis://me:secret@host:1/0") == "--redis-url=redis://***@host:1/0"
+    assert without_password("redis://host:1/0") == "redis://host:1/0"
+
+
+def bench(folder: Path, *flags: str) -> tuple[int, str]:
+    running = run_command(["bench", "pipeline", *flags], folder)
+    return running.process.wait(240), running.output
+
+
+@pytest.mark.slow
+def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers, tmp_path: Path) -> None:
+    url = redis_servers.url("wheel")
+    command(url, "SET", "somebody else's", "1")
+    words = "--rows 1 3 --way-rows 1 2 --samples 4 --tokens 16 --step-time 0.001 --runs 2"
+    flags = words.split(" ")
+    output = tmp_path / "figures.json"
+    code, printed = bench(tmp_path, "--redis-url", url, *flags, "--output", str(output))
+    assert code == 0, printed
+    assert command(url, "KEYS", "*") == [b"somebody else's"]
+
+    figures: dict[str, Any] = json.loads(output.read_text())
+    assert {(item["commit"], item["rows"]) for item in figures["commits"]} == {
+        (commit, rows) for commit in COMMITS for rows in (1, 3)
+    }
+    assert all(item["per_s"] > 0 and 0 < item["us"]["p50"] <= item["us"]["p99"] for item in figures["commits"])
+    assert [(item["rows"], item["step_us"]) for item in figures["way"]] == [(1, 0), (2, 0), (1, 1000), (2, 1000)]
+    for item in figures["way"]:
+        assert len(item["runs"]) == 2
+        assert all(item[name]["count"] > 0 for name in ("alone_us", "way_us", "commit_us"))
+        assert item["step_us"] < item["alone_us"]["p50"]
+    request = figures["finished_request"]
+    assert (request["prompt_tokens"], request["output_tokens"]) == (32, 200)
+    assert request["num_entries"] == 2 + 1 + 200 + 1  # submitted, tokenized; admitted; tokens; finished
+    assert 5_000 < request["history_bytes"] < 50_000
+    assert figures["setup"]["redis"]["redis_version"] and figures["setup"]["versions"]["hiredis"]
+    assert figures["setup"]["cpu"] and figures["options"]["runs"] == 2
+    for words in ("produced", "What the stages add to a step", f"{request['history_bytes']:,} bytes in Redis"):
+        assert words in printed
+
+
+@pytest.mark.slow
+def test_what_cannot_work_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for flags, words in (
+        (["--redis-url", f"unix://{tmp_path}/nothing.sock"], "cannot be reached"),
+        (["--output", str(tmp_path / "nowhere" / "figures.json")], "make the folder"),
+        (["--rows", "0"], "at least 1"),
+    ):
+        code, printed = bench(tmp_path, *flags)
+        assert code == 2 and words in printed, printed
+        assert len(printed.strip().splitlines()) == 1

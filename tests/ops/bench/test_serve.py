@@ -1,0 +1,205 @@
+"""`minisgl bench serve` as a user runs it: against a server that follows a script, and against ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from openai_stand_in import Body, Frames, OpenAIStandIn, listening, whole
+from servers import ROOT, free_port, serve
+
+import minisgl
+from ops.bench import serve as bench
+
+SMALL = ("--num-requests", "6", "--concurrency", "2", "--input-len", "10-20", "--output-len", "4")
+
+
+@pytest.fixture
+def stand_in() -> Iterator[OpenAIStandIn]:
+    with listening() as server:
+        yield server
+
+
+def run(*arguments: str) -> int:
+    return minisgl.main(["bench", "serve", *arguments])
+
+
+def test_it_prints_a_table_and_writes_everything_that_it_measured(
+    stand_in: OpenAIStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ("--output", str(tmp_path / "out.json"), "--plot", str(tmp_path / "plot.png"))
+    assert (
+        run("--url", stand_in.url, *SMALL, *files, "--api-key", "secret", "--goodput", "ttft:60000", "e2e:0.001") == 0
+    )
+    printed = capsys.readouterr()
+    assert "model stand-in: random, 10-20 tokens in, 4 out, 2 at a time" in printed.out
+    assert "of 2.00 tokens on average" in printed.out and "24 (24 planned)" in printed.out
+    assert "good (ttft:60000 e2e:0.001): 0.0% of the requests" in printed.out
+    assert printed.err == ""
+    written = (tmp_path / "out.json").read_text()
+    document = json.loads(written)
+    assert "secret" not in written
+    assert document["setup"]["command"][:3] == ["minisgl", "bench", "serve"] and document["setup"]["cpu"]
+    assert document["options"]["url"] == stand_in.url and document["options"]["seed"] == 0
+    assert document["tokenizer"] == {"tokens_per_word": 2.0, "overhead_tokens": 5.0}
+    assert document["summary"]["output_tokens"] == 24 and document["summary"]["num_failed"] == 0
+    assert [row["output_tokens"] for row in document["requests"]] == [4] * 6
+    assert all(abs(row["prompt_tokens"] - row["planned_input_tokens"]) <= 1 for row in document["requests"])
+    assert (tmp_path / "plot.png").exists()
+    assert len(stand_in.bodies) == 8  # two to warm up
+
+
+def test_the_same_seed_sends_the_same_and_another_one_does_not(stand_in: OpenAIStandIn) -> None:
+    sent = []
+    for seed in ("0", "0", "5"):
+        stand_in.bodies.clear()
+        assert run("--url", stand_in.url, *SMALL, "--seed", seed, "--warmup", "0") == 0
+        sent.append(sorted(body["messages"][0]["content"] for body in stand_in.bodies))
+    assert sent[0] == sent[1] != sent[2]
+
+
+def test_a_trace_is_sent_at_its_times(
+    stand_in: OpenAIStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"timestamp": 40 * place, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]} for place in range(4)
+    ]
+    (tmp_path / "trace").write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--dataset", "mooncake", "--trace", str(tmp_path / "trace"), "--trace-scale", "0.5", "--warmup", "0")
+    assert run("--url", stand_in.url, *flags, "--output", str(tmp_path / "out.json")) == 0
+    requests = json.loads((tmp_path / "out.json").read_text())["requests"]
+    start_ms = requests[0]["sent_ms"] - requests[0]["lag_ms"]
+    due_ms = [row["sent_ms"] - row["lag_ms"] - start_ms for row in requests]
+    assert due_ms == pytest.approx([0, 20, 40, 60], abs=0.01)
+    assert [body["max_tokens"] for body in stand_in.bodies] == [3] * 4
+    assert "sent after they were due" in capsys.readouterr().out
+
+
+def test_what_failed_is_told_after_the_figures_of_what_did_not(
+    stand_in: OpenAIStandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = count()
+
+    def script(body: Body) -> Frames | tuple[int, object]:
+        return (503, {"error": {"message": "full"}}) if next(numbers) % 3 == 0 else whole(body)
+
+    stand_in.script = script
+    assert run("--url", stand_in.url, *SMALL, "--warmup", "0") == 1
+    printed = capsys.readouterr()
+    assert printed.err == "minisgl: 2 of 6 requests failed: 2x HTTP 503: full\n"
+    assert "4 of 6" in printed.out
+
+
+def test_a_warm_up_that_fails_ends_it_with_what_the_server_said(
+    stand_in: OpenAIStandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in.script = lambda body: (400, {"error": {"message": "ignore_eos: unknown"}})
+    assert run("--url", stand_in.url, *SMALL) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(
+        f"minisgl: {stand_in.url}: in the warm-up 2 of 2 requests failed: 2x HTTP 400: ignore"
+    )
+    assert printed.out == "" and len(stand_in.bodies) == 2
+
+
+def test_a_server_that_is_not_there_ends_it_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--url", f"http://127.0.0.1:{free_port()}") == 1
+    assert capsys.readouterr().err.endswith("cannot connect: Connection refused\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--url", "localhost:1919"), "--url localhost:1919: must begin with http://"),
+        (("--url", "http://me:secret@host"), "--url: holds a password, which the outputs would show; pass --api-key"),
+        (("--rate", "2", "--concurrency", "4"), "--rate 2 and --concurrency 4: pass one of them"),
+        (("--turns", "3"), "--turns means nothing to --dataset random; it is for multi-turn"),
+        (("--dataset", "multi-turn", "--groups", "2"), "--groups means nothing to --dataset multi-turn"),
+        (("--dataset", "qwen"), "--dataset qwen needs a file: pass --trace FILE"),
+        (("--dataset", "qwen", "--trace", "t", "--input-len", "5"), "--input-len means nothing to --dataset qwen"),
+        (("--dataset", "qwen", "--trace", "t", "--trace-scale", "2", "--rate", "1"), "which --rate and --concurrency"),
+        (("--dataset", "mooncake", "--trace", "absent"), "--trace absent: No such file or directory"),
+        (("--trace", "t"), "--trace means nothing to --dataset random"),
+        (("--input-len", "10-5"), "'10-5': must be MIN-MAX with 1 <= MIN <= MAX, or one number"),
+        (("--output-len", "0"), "'0': must be MIN-MAX"),
+        (("--goodput", "speed:3"), "'speed:3': must be ttft:MS, tpot:MS or e2e:MS"),
+        (("--goodput", "ttft:fast"), "'ttft:fast': must be"),
+        (("--rate", "0"), "'0': must be a number above 0"),
+        (("--temperature", "3"), "'3': must be a number from 0 to 2"),
+        (("--output", "absent/out.json"), "--output absent/out.json: not a file in a folder that exists"),
+        (("--plot", "plot.txt"), "--plot plot.txt: must end in .png"),
+        (("--dataset", "sharegpt"), "'sharegpt': must be one of random, shared-prefix"),
+    ],
+)
+def test_bad_flags_end_it_with_2_and_one_line(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*flags) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err and printed.err.count("\n") == 1
+    assert printed.out == "" and "secret" not in printed.err
+
+
+def test_a_bad_line_of_a_trace_ends_it_before_anything_is_sent(
+    stand_in: OpenAIStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = json.dumps({"timestamp": 1, "input_length": 5, "output_length": 3, "hash_ids": [1]})
+    (tmp_path / "trace").write_text(f"{good}\n{good.replace('5', '-5')}\n")
+    assert run("--url", stand_in.url, "--dataset", "mooncake", "--trace", str(tmp_path / "trace")) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"minisgl: {tmp_path / 'trace'}, line 2: input_length is -5, must be a whole number")
+    assert stand_in.bodies == []
+
+
+def test_the_flags_are_these() -> None:
+    owners = (bench.TargetConfig, bench.LoadConfig, bench.OutputConfig)
+    fields = [item for owner in owners for item in owner.__dataclass_fields__.values()]
+    assert [item.metadata["flags"] for item in fields] == [
+        ("--url",),
+        ("--model",),
+        ("--api-key",),
+        ("--endpoint",),
+        ("--fix-length",),
+        ("--temperature",),
+        ("--timeout",),
+        ("--dataset",),
+        ("--num-requests",),
+        ("--input-len",),
+        ("--output-len",),
+        ("--groups",),
+        ("--prefix-len",),
+        ("--turns",),
+        ("--trace",),
+        ("--trace-scale",),
+        ("--concurrency",),
+        ("--rate",),
+        ("--warmup",),
+        ("--seed",),
+        ("--goodput",),
+        ("--output",),
+        ("--plot",),
+    ]
+
+
+@pytest.mark.slow
+def test_our_server_is_measured_from_the_command_line(tmp_path: Path) -> None:
+    with serve(tmp_path, "--threads", "1") as server:
+        command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "serve", "--url", server.url]
+        flags = ["--dataset", "multi-turn", "--num-requests", "6", "--turns", "3", "--concurrency", "2"]
+        lengths = ["--input-len", "60-80", "--output-len", "8-12", "--output", str(tmp_path / "out.json")]
+        done = subprocess.run([*command, *flags, *lengths], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "6 of 6" in done.stdout and done.stderr == ""
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["model"] == "minisgl-nonsense"
+    assert all(row["output_tokens"] == row["planned_output_tokens"] for row in document["requests"])
+    assert document["summary"]["cached_tokens"] > 0  # later turns find the earlier ones in the cache
+    planned, seen = (document["summary"][name] for name in ("planned_prompt_tokens", "prompt_tokens"))
+    assert (
+        0.8 * planned < seen < 1.4 * planned
+    )  # words are tokens to about that, and each turn has a template of its own
