@@ -85,6 +85,8 @@ class StepCommitted:
 
     steps_length: int
     """How many steps wait for the detokenizer."""
+    newest: str
+    """Id of the newest entry of `tokenized`, `0-0` when there is none: what `take` could bring is not newer."""
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str

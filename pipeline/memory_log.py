@@ -175,7 +175,9 @@ class MemoryLog:
             self._append(steps, f"{owner.epoch}-{number}", _stamped(encode(event)), make=True)
             for entry_id in ended:
                 self._consume(Inbox.tokenized(self.names), entry_id)
-            return StepCommitted(self._length(steps), *self._control_after(control_cursor))
+            waiting = self._stream(self.names.tokenized)
+            newest = _text(next(reversed(waiting.entries), (0, 0))) if waiting is not None else "0-0"
+            return StepCommitted(self._length(steps), newest, *self._control_after(control_cursor))
 
     def flush(self, by: str) -> str:
         with self._changed:

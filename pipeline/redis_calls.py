@@ -188,8 +188,8 @@ def step(
     lease_ms: int,
 ) -> Call[StepCommitted]:
     def parse(reply: Any) -> StepCommitted:
-        length, uids, cursor, flush = _unless_fenced(owner, reply)
-        return StepCommitted(length, _texts(uids), as_text(cursor), as_text(flush))
+        length, newest, uids, cursor, flush = _unless_fenced(owner, reply)
+        return StepCommitted(length, as_text(newest), _texts(uids), as_text(cursor), as_text(flush))
 
     slot = owner.slot
     return Call(

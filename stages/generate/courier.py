@@ -152,8 +152,8 @@ class Courier:
                         return
                     continue
                 if isinstance(job, _Step):
-                    self._keep_trying(lambda job=job: self._commit(job))  # type: ignore[misc]  # bound at once
-                    if job.room > 0:
+                    newest = self._keep_trying(lambda job=job: self._commit(job))  # type: ignore[misc]  # bound at once
+                    if job.room > 0 and (self._unsure or parse_id(newest) > parse_id(self._cursor)):
                         self._keep_trying(lambda job=job: self._take(job.room))  # type: ignore[misc]
                 else:
                     self._wait_for_news(job)
@@ -181,7 +181,8 @@ class Courier:
             self._stopped.wait(BACKOFF_S)
         return work()  # once more: at the end what is in hand is handed over, if Redis is there; else the log has it
 
-    def _commit(self, job: _Step) -> None:
+    def _commit(self, job: _Step) -> str:
+        """Commit a step; return the id of the newest request that waits for an engine, or was given to one."""
         entry_ids = [self._entry_ids[uid] for uid in job.ended if uid in self._entry_ids]
         done = self._log.step(
             self._owner,
@@ -201,6 +202,7 @@ class Courier:
             self._came_round()
             self._stopped.wait(POLL_S)
             behind = self._log.backlog(Inbox.steps(self._log.names, self._owner.slot))
+        return done.newest
 
     def _take(self, room: int) -> None:
         if not self._is_heard():

@@ -5,6 +5,7 @@ What it remembers is the schedule; whatever crosses the network goes through the
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ logger = structlog.get_logger()
 STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
 LOAD_TIMEOUT_S = 3600.0
+SWITCH_INTERVAL_S = 0.0005
+"""How long the courier's thread may keep the interpreter from the forward pass, which wants it at every operation."""
 FEWEST_STEPS_BETWEEN_CHECKS = 100
 """An engine that has nothing to do looks whether its books add up, when it has made so many steps since, or as many as
 it has pages: what a look costs grows with them.
@@ -194,6 +197,7 @@ def _figures(plan: BatchPlan) -> Figures:
 def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> int:
     """Be one engine until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
     place = Place(lease_log, acquire_slot(log, GENERATE, lease_ms, preferred=config.worker.slot), lease_ms)
     owner = place.owner

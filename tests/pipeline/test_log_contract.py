@@ -447,6 +447,18 @@ def test_a_step_returns_how_many_wait_for_the_detokenizer(log: StreamLog, detoke
     assert step(log, detokenizer.engine, 3).steps_length == 2
 
 
+def test_a_step_says_whether_there_may_be_something_to_take(log: StreamLog) -> None:
+    owner = own(log, "generate-0")
+    assert step(log, owner, 1).newest == "0-0"
+    accept(log, "a", "b")
+    taken = log.take(owner, 8, control_cursor="0-0")
+    assert step(log, owner, 2).newest == taken.cursor == taken.entries[-1].id
+    accept(log, "c")
+    assert parse_id(step(log, owner, 3).newest) > parse_id(taken.cursor)
+    entries = [*taken.entries, *log.take(owner, 8, control_cursor="0-0").entries]
+    assert step(log, owner, 4, *(entry.id for entry in entries)).newest == "0-0"
+
+
 def test_a_step_keeps_the_lease(log: StreamLog) -> None:
     owner = own(log, "generate-0", lease_ms=LONG_MS)
     log.step(owner, 1, step_of(), ended=(), control_cursor="0-0", lease_ms=10 * LONG_MS)

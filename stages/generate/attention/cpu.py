@@ -25,6 +25,8 @@ from stages.generate.forward.batch import ForwardBatch
 
 GATHER_BYTES: Final = 4 * 2**20
 """Pages are copied together so much at a time: it is read again at once, and should still be in a core's cache."""
+FEW_ROWS: Final = 2
+"""So few decode rows are computed as chunks of one token: there is nothing to gain from taking them together."""
 BLOCK: Final = 512
 """Queries that are computed at a time where a mask is needed, which has a number for each query and token."""
 
@@ -36,6 +38,7 @@ class _DecodePlan:
     pages_U: Tensor
     rows_U: Tensor
     """Whose page it is."""
+    num_rows: int
     num_whole: int
     """U - E."""
     hidden_E1S: Tensor
@@ -64,7 +67,7 @@ class CpuAttention:
     def plan(self, batch: ForwardBatch) -> Attend:
         """Lay out where keys and values go, the pages of the decode rows, and what of them is hidden."""
         places = self._places(batch.slots_T)
-        num_decode_rows = batch.num_decode_rows
+        num_decode_rows = batch.num_decode_rows if batch.num_decode_rows > FEW_ROWS else 0
         decode = self._plan_decode(batch) if num_decode_rows else None
         chunks = [self._plan_chunk(batch, row) for row in range(num_decode_rows, len(batch.seq_lens))]
 
@@ -108,32 +111,46 @@ class CpuAttention:
         num_whole = len(rows_U) - int(has_hidden_U.sum())
         rows_U, indices_U = rows_U[order_U], indices_U[order_U]
         return _DecodePlan(
-            batch.page_table_BN[rows_U, indices_U].long(), rows_U, num_whole, hidden_US[order_U[num_whole:], None]
+            batch.page_table_BN[rows_U, indices_U].long(),
+            rows_U,
+            batch.num_decode_rows,
+            num_whole,
+            hidden_US[order_U[num_whole:], None],
         )
 
     def _decode(self, plan: _DecodePlan, q_BHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
         k_PKSD, v_PKSD = kv_2PKSD
-        num_kv_heads = self._shape.num_kv_heads
-        q_BKGD = q_BHD.reshape(len(q_BHD), num_kv_heads, -1, self._shape.head_dim)
-        scores_UHS = torch.cat(
+        shape = self._shape
+        q_BKGD = (q_BHD * self._scale).view(len(q_BHD), shape.num_kv_heads, -1, shape.head_dim)
+        scores_UKGS = torch.cat(
             [
-                torch.matmul(q_BKGD.index_select(0, plan.rows_U[part]), k_UKSD.transpose(2, 3)).flatten(1, 2)
+                torch.matmul(q_BKGD.index_select(0, plan.rows_U[part]), k_UKSD.transpose(2, 3))
                 for part, k_UKSD in self._gather(plan, k_PKSD)
             ]
         )
-        scores_UHS = scores_UHS.float().mul_(self._scale)
+        scores_UHS = scores_UKGS.flatten(1, 2)
         scores_UHS[plan.num_whole :].masked_fill_(plan.hidden_E1S, float("-inf"))
-        most_BH = scores_UHS.new_full(q_BHD.shape[:2], float("-inf"))
-        most_BH.scatter_reduce_(0, plan.rows_U[:, None].expand_as(scores_UHS[:, :, 0]), scores_UHS.amax(2), "amax")
-        p_UHS = scores_UHS.sub_(most_BH.index_select(0, plan.rows_U)[:, :, None]).exp_()
-        sum_BH = torch.zeros_like(most_BH).index_add_(0, plan.rows_U, p_UHS.sum(2))
-        p_UKGS = p_UHS.to(q_BHD.dtype).view(len(p_UHS), num_kv_heads, -1, self._shape.page_size)
+        p_UHS = scores_UHS.softmax(2, dtype=torch.float32)  # each page on its own
+        shares_UH = self._shares(plan, scores_UHS.amax(2).float(), 1 / p_UHS.amax(2))
+        p_UKGS = p_UHS.to(q_BHD.dtype).view_as(scores_UKGS)
         o_BHD = q_BHD.new_zeros(q_BHD.shape, dtype=torch.float32)
         for part, v_UKSD in self._gather(plan, v_PKSD):
             v_UKSD[max(0, plan.num_whole - part.start) :].nan_to_num_()  # what is hidden may be NaN, and 0 * NaN too
             o_UHD = torch.matmul(p_UKGS[part], v_UKSD).flatten(1, 2)
-            o_BHD.index_add_(0, plan.rows_U[part], o_UHD.float())
-        return o_BHD.div_(sum_BH[:, :, None]).to(q_BHD.dtype)
+            o_BHD.index_add_(0, plan.rows_U[part], o_UHD * shares_UH[part, :, None])
+        return o_BHD.to(q_BHD.dtype)
+
+    def _shares(self, plan: _DecodePlan, most_UH: Tensor, sum_UH: Tensor) -> Tensor:
+        """Return how much of its row's softmax each page has; *sum_UH* is that of exp(score - *most_UH*) on the page.
+
+        A page's softmax gives its best score 1 / sum, which is how the sum was found.
+        """
+        rows_UH = plan.rows_U[:, None].expand_as(most_UH)
+        most_BH = most_UH.new_full((plan.num_rows, most_UH.shape[1]), float("-inf"))
+        most_BH.scatter_reduce_(0, rows_UH, most_UH, "amax")
+        weight_UH = (most_UH - most_BH.gather(0, rows_UH)).exp_() * sum_UH
+        total_BH = torch.zeros_like(most_BH).scatter_add_(0, rows_UH, weight_UH)
+        return weight_UH / total_BH.gather(0, rows_UH)
 
     def _gather(self, plan: _DecodePlan, pages_PKSD: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the pages of the plan, copied together, some at a time."""
@@ -156,6 +173,10 @@ class CpuAttention:
         q_KGQD = q_QHD.reshape(len(q_QHD), self._shape.num_kv_heads, -1, self._shape.head_dim).permute(1, 2, 0, 3)
         k_K1CD, v_K1CD = (self._tokens(plan, pages_PKSD) for pages_PKSD in kv_2PKSD)
         num_queries = len(q_QHD)
+        if num_queries == 1:  # the query heads of a kv head are queries that see the same
+            k_K1CD, v_K1CD = k_K1CD[:, :, -self._shape.window :], v_K1CD[:, :, -self._shape.window :]  # -0: all
+            o_K1GD = F.scaled_dot_product_attention(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, scale=self._scale)
+            return o_K1GD.view(q_QHD.shape)
         if num_queries == plan.length and not 0 < self._shape.window < num_queries:
             o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None)
             return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)

@@ -376,6 +376,27 @@ def test_requests_whose_delivery_was_lost_on_the_way_are_found(monkeypatch: pyte
     assert [(row.n, row.token) for row in steps.tokens(uid)] == [(1, 11), (2, 12)]
 
 
+def test_a_running_engine_asks_for_requests_only_when_there_may_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `take` at every step would cost a stream as much as the commit of the step itself."""
+    log = MemoryLog(Names())
+    steps = Steps(log)
+    take, plans_at_take = log.take, []
+
+    def counted(*arguments: Any, **options: Any) -> Taken:
+        plans_at_take.append(len(running_engine.engine.plans))
+        return take(*arguments, **options)
+
+    with running(lambda: log, pace_s=0.01) as running_engine:
+        monkeypatch.setattr(log, "take", counted)
+        first = send(log, 10, max_tokens=40)
+        until(lambda: len(steps.tokens(first)) >= 10)
+        second = send(log, 30, max_tokens=40)
+        until(lambda: len(steps.tokens(first)) == 40 and len(steps.tokens(second)) == 40)
+        num_plans = len(running_engine.engine.plans)
+    while_running = [count for count in plans_at_take if 0 < count < num_plans]
+    assert len(while_running) <= 4, f"of {num_plans} steps: {while_running}"
+
+
 def test_a_request_on_which_the_engine_raises_fails_alone(another_log: Callable[[], StreamLog]) -> None:
     log = another_log()
     steps = Steps(log)

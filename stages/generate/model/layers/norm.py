@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return *x* normalised over its last dimension: in float32, cast back before the weight, as transformers does."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    """Return *x* normalised over its last dimension, in float32, times *weight*, which may differ from row to row."""
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
