@@ -232,7 +232,7 @@ class EngineConfig:
         "--mixed-prefill-length",
         default=0,
         parse=auto_or(1),
-        help="prompt tokens in a step beside running streams [512 on CUDA, 16 on CPU]",
+        help="prompt tokens in a step beside running streams [512 on CUDA; 16 on CPU, or 2 for each request]",
     )
     max_running_requests: int = flag(
         "--max-running-requests", default=256, parse=at_least(1), help="requests an engine computes at once"

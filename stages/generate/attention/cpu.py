@@ -176,7 +176,7 @@ class CpuAttention:
         if num_queries == 1:  # the query heads of a kv head are queries that see the same
             k_K1CD, v_K1CD = k_K1CD[:, :, -self._shape.window :], v_K1CD[:, :, -self._shape.window :]  # -0: all
             o_K1GD = F.scaled_dot_product_attention(q_KGQD.transpose(1, 2), k_K1CD, v_K1CD, scale=self._scale)
-            return o_K1GD.view(q_QHD.shape)
+            return o_K1GD.reshape(q_QHD.shape)
         if num_queries == plan.length and not 0 < self._shape.window < num_queries:
             o_KGQD = self._attend(q_KGQD, k_K1CD, v_K1CD, None)
             return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2)

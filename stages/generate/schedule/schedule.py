@@ -28,6 +28,16 @@ class Limits:
     mixed_prefill_length: int
     max_running_requests: int
     vocab_size: int
+    mixed_prefill_per_request: int = 0
+    """Beside running streams, so much for each request in hand may be prefilled where that is more than
+    `mixed_prefill_length`: the more run, the longer a step takes anyway, and the more wait, the more wait for it."""
+
+    def prefill_budget(self, num_streams: int, num_requests: int) -> int:
+        """Return how many prompt tokens a step may have in which *num_streams* of *num_requests* decode."""
+        if not num_streams:
+            return self.max_prefill_length
+        for_all = min(self.mixed_prefill_per_request * num_requests, self.max_prefill_length)
+        return max(self.mixed_prefill_length, for_all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +200,7 @@ class Schedule:
         self._planned = []
         rows = self._plan_decodes(marks)
         num_decode_rows = len(rows)
-        budget = self._limits.mixed_prefill_length if rows else self._limits.max_prefill_length
+        budget = self._limits.prefill_budget(num_decode_rows, len(self._running) + len(self._waiting))
         rows += self._plan_prefills(budget, marks)
         if not rows:
             assert not self._running and not self._waiting, "requests are here, but no row could be planned"

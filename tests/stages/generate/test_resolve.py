@@ -31,7 +31,13 @@ def test_auto_on_a_cpu(spec: ModelSpec) -> None:
     )
     limits = settings.limits
     assert (limits.context, limits.max_prefill_length, limits.mixed_prefill_length) == (512, 2048, 16)
+    assert limits.mixed_prefill_per_request == 2
     assert limits.vocab_size == spec.vocab_size
+
+
+def test_a_budget_beside_streams_that_was_given_does_not_grow_with_them(spec: ModelSpec) -> None:
+    limits = resolve(replace(CPU, mixed_prefill_length=100), spec).limits
+    assert (limits.mixed_prefill_length, limits.mixed_prefill_per_request) == (100, 0)
 
 
 def test_the_served_context_is_what_model_flag_and_cache_allow_at_most(spec: ModelSpec) -> None:

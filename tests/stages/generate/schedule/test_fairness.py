@@ -69,6 +69,18 @@ def test_prompts_of_two_thousand_tokens_never_keep_a_stream_waiting_for_a_step(c
     assert first_tokens == {"a": 129, "b": 254, "c": 379}
 
 
+@pytest.mark.parametrize(
+    ("streams", "requests", "budget"),
+    [(0, 3, 100), (1, 1, 16), (8, 8, 16), (8, 9, 18), (1, 24, 48), (32, 32, 64), (60, 61, 100)],
+)
+def test_the_budget_beside_streams_grows_with_the_requests_where_that_is_wanted(
+    streams: int, requests: int, budget: int
+) -> None:
+    limits = Limits(4096, 100, MIXED, 64, 10, mixed_prefill_per_request=2)
+    assert limits.prefill_budget(streams, requests) == budget
+    assert Limits(4096, 100, MIXED, 64, 10).prefill_budget(streams, requests) == (MIXED if streams else 100)
+
+
 @pytest.mark.parametrize("cache", sorted(CACHES))
 def test_when_pages_run_out_it_is_the_long_prompt_that_gives_way_and_no_stream(cache: str) -> None:
     schedule = make_schedule(cache, num_pages=8 * 3 + 24)  # streams of up to 3 pages each, and 2000 tokens take 32

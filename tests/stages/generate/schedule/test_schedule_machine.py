@@ -108,14 +108,18 @@ class Machine(RuleBasedStateMachine):
         context=st.integers(8, 48),
         prefill=st.integers(1, 24),
         mixed=st.integers(1, 6),
+        per_request=st.integers(0, 3),
         running=st.integers(1, 5),
     )
-    def begin(self, page_size: int, num_pages: int, context: int, prefill: int, mixed: int, running: int) -> None:
+    def begin(
+        self, page_size: int, num_pages: int, context: int, prefill: int, mixed: int, per_request: int, running: int
+    ) -> None:
         self.num_pages = num_pages
         self.limits = Limits(
             context=min(context, num_pages * page_size),
             max_prefill_length=prefill,
             mixed_prefill_length=mixed,
+            mixed_prefill_per_request=per_request,
             max_running_requests=running,
             vocab_size=10,
         )
@@ -261,7 +265,9 @@ class Machine(RuleBasedStateMachine):
         assert kinds in (set(), {"admitted"}, {"preempted"}), "who gave way would only take back what was needed"
         self._hear(marks, plan)
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
-        budget = self.limits.mixed_prefill_length if decodes else self.limits.max_prefill_length
+        most = self.limits.max_prefill_length
+        beside = min(most, self.limits.mixed_prefill_per_request * len(self.lives))
+        budget = max(self.limits.mixed_prefill_length, beside) if decodes else most
         left = budget - sum(len(row.token_ids) for row in prefills)
         assert left >= 0
         if left:
