@@ -75,7 +75,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         dtype=dtype,
         attention=("reference" if cuda else "cpu") if config.attention == "auto" else config.attention,
         cache=config.cache,
-        threads=config.threads or default_threads(available_cores()),
+        threads=config.threads or default_threads(),
         page_size=page_size,
         num_pages=num_pages,
         limits=limits,
@@ -92,9 +92,15 @@ def available_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
 
 
-def default_threads(cores: int) -> int:
-    """Return how many threads an engine uses on *cores*: one core in four is left to the other processes."""
-    return max(1, cores - max(1, cores // 4))
+def default_threads() -> int:
+    """Return how many threads an engine uses: what OMP_NUM_THREADS says; else of four cores one is left to others.
+
+    Two cores are both used: what the other processes need of the second one costs less than to do without it.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()  # which has understood it
+    cores = available_cores()
+    return cores - cores // 4
 
 
 def resolve_device(name: str) -> torch.device:

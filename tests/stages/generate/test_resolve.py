@@ -10,6 +10,7 @@ from checkpoints import make_checkpoint
 
 from pipeline.config import EngineConfig
 from pipeline.errors import ConfigError
+from stages.generate import resolve as resolve_module
 from stages.generate.model.spec import ModelSpec, read_spec
 from stages.generate.resolve import default_threads, resolve
 
@@ -69,6 +70,15 @@ def test_attention_for_a_cpu_is_refused_on_cuda(spec: ModelSpec, monkeypatch: py
         resolve(EngineConfig(device="cuda", attention="cpu", num_pages=4), spec)
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 3), (16, 12)])
-def test_one_core_in_four_is_left_to_the_other_processes(cores: int, threads: int) -> None:
-    assert default_threads(cores) == threads
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 3), (4, 3), (16, 12)])
+def test_one_core_in_four_is_left_to_the_other_processes(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(resolve_module, "available_cores", lambda: cores)
+    assert default_threads() == threads
+
+
+def test_the_usual_variable_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "as torch understood it")
+    assert default_threads() == torch.get_num_threads()
