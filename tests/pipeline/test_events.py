@@ -143,6 +143,13 @@ def test_whatever_a_model_says_comes_back_as_it_was(text: str, tokens: tuple[int
     assert decode(encode(event)) == event
 
 
+def test_a_version_is_read_where_it_is_written_and_is_the_first_where_it_is_not() -> None:
+    event = Cancelled(by="client")
+    assert decode(encode(event)) == decode(encode(event) | {"v": "1"}) == event
+    with pytest.raises(UndecodableEvent):
+        decode(encode(event) | {"v": "2"})
+
+
 def test_the_moment_is_left_to_the_commit_and_read_back() -> None:
     event = Cancelled(by="client", ms=17)
     assert "ms" not in encode(event)
@@ -152,7 +159,6 @@ def test_the_moment_is_left_to_the_commit_and_read_back() -> None:
 def test_fields_are_text_as_it_is_and_only_other_values_are_json() -> None:
     assert encode(TokensProduced(count=2, tokens=(5, 6), text='a "b"\n', step="3-9")) == {
         "kind": "tokens",
-        "v": "1",
         "count": "2",
         "tokens": "[5,6]",
         "text": 'a "b"\n',
@@ -166,7 +172,7 @@ def test_fields_are_text_as_it_is_and_only_other_values_are_json() -> None:
 @pytest.mark.parametrize("event", LEAST, ids=lambda event: event.kind)
 def test_fields_that_have_their_default_are_left_out(event: AnyEvent) -> None:
     required = {name for name, field in type(event).model_fields.items() if field.is_required()}
-    assert set(encode(event)) == required | {"kind", "v"}
+    assert set(encode(event)) == required | {"kind"}
 
 
 def test_a_prompt_of_token_ids_is_json_and_an_older_log_without_the_field_is_read() -> None:

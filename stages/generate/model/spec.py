@@ -272,6 +272,8 @@ def _rope(config: _Config) -> tuple[RopeSpec, int]:
     for owner in (config, rope):
         owner.refuse_unless("partial_rotary_factor", 1.0)
     theta, reach = rope.number("rope_theta", 10_000.0), config.integer("max_position_embeddings")
+    if theta <= 1:
+        raise ConfigError(f"{config.path}: rope_theta is {theta}; expected a number above 1")
     # The config's own field wins over the rope's, and either may be absent, as in transformers.
     original = config.integer(ORIGINAL_REACH, rope.integer(ORIGINAL_REACH, reach))
     match given.get("rope_type") or given.get("type") or "default":

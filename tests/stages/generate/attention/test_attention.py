@@ -140,6 +140,14 @@ def test_a_window_hides_what_lies_before_it(name: str) -> None:
     assert not torch.allclose(output, case.expected(), atol=1e-2)
 
 
+@pytest.mark.parametrize("window", [0, 5, 70, 100])
+@pytest.mark.parametrize("rows", [[(70, 1)], [(0, 1)], [(70, 1), (3, 1)], [(70, 1), (2, 9)]])
+def test_few_decode_rows_agree_with_dense_attention(name: str, rows: list[tuple[int, int]], window: int) -> None:
+    case = Case(rows, 4)
+    output = case.attend(name, window=window).double()
+    torch.testing.assert_close(output, case.expected(window=window), atol=2e-6, rtol=1e-5)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     together, alone = Case(MIXED, 16), Case(MIXED, 16)
     first = sum(count for _, count in MIXED[:4])

@@ -132,6 +132,7 @@ def test_eos_ids_are_those_of_both_files(
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},
             "rope_scaling has rope_type 'longrope'; supported: default, linear, dynamic, llama3, yarn",
         ),
+        ({"rope_theta": 1, "rope_parameters": None}, "rope_theta is 1.0; expected a number above 1"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing; expected a positive number"),
         ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor is '2'; expected a positive number"),
         ({"rope_scaling": {**YARN, "truncate": "no"}}, "truncate is 'no'; expected true or false"),
