@@ -318,7 +318,7 @@ def test_in_bfloat16_every_token_is_the_best_one_but_for_rounding(server: Server
         missing_N = logits_NV.max(1).values - logits_NV[torch.arange(NUM_TOKENS), torch.tensor(answer.tokens)]
         shortfall = max(shortfall, float(missing_N.max()))
         num_second_best += int((missing_N > 0).sum())
-    assert shortfall < rounding, "no token is further from the best one than bfloat16 moves a logit"
+    assert shortfall < 2 * rounding, "bfloat16 moves the best logit and that of the token, and no further than that"
     assert num_second_best < NUM_REQUESTS * NUM_TOKENS // 10
     again = ask_whole(server, asked.bodies[-1])
     assert with_histories(server, [again])[0].cached_tokens > 0
