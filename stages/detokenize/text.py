@@ -46,9 +46,10 @@ class IncrementalText:
         if len(held) < LONGEST_CHARACTER:
             return ""
         # So many tokens are more than one character needs: the oldest is no part of one that can still be completed.
+        # Where it ends inside a character, the whole text has that character by now, and in its place.
         before = self._text(self._shown)
         self._shown += 1
-        return self._text(self._shown)[len(before) :]
+        return text[len(before) : len(self._text(self._shown))]
 
     def flush(self) -> str:
         """Return the text of what is held back, complete or not."""

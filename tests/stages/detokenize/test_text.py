@@ -71,6 +71,28 @@ def test_a_character_of_several_tokens_appears_with_its_last_one() -> None:
     assert deltas(encode("a你🙂")) == ["a", "", "", "你", "", "", "", "🙂", ""]
 
 
+def decode_chunks(chunks: Sequence[bytes]) -> Decode:
+    """Return the decoder of a vocabulary whose tokens are these bytes, as byte-level BPE cuts texts anywhere."""
+    return lambda token_ids: b"".join(chunks[token] for token in token_ids).decode("utf-8", "replace")
+
+
+def test_tokens_that_each_end_inside_a_character_lose_none() -> None:
+    chunk = "하섕".encode()[-3:-1]  # the first two bytes of the second one
+    chunks = ["섕".encode()[-1:] + "하".encode() + chunk]  # which the next token completes
+    shown = deltas([0] * 6, decode=decode_chunks(chunks))
+    assert "".join(shown) == decode_chunks(chunks)([0] * 6) == "\ufffd하섕하섕하섕하섕하섕하\ufffd"
+    assert sum(map(bool, shown)) > 1, "it comes piece by piece, not all at the end"
+
+
+@given(data=st.data(), text=st.text(alphabet="a é你하섕🙂", min_size=1, max_size=12), noise=st.binary(max_size=3))
+def test_a_text_cut_into_tokens_anywhere_comes_back_whole(data: st.DataObject, text: str, noise: bytes) -> None:
+    content = text.encode() + noise + text.encode()
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(content) - 1), max_size=len(content))))
+    chunks = [content[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(content)], strict=True)]
+    shown = deltas(range(len(chunks)), decode=decode_chunks(chunks))
+    assert "".join(shown) == content.decode("utf-8", "replace")
+
+
 def test_half_a_character_at_the_end_is_flushed_and_not_lost() -> None:
     assert deltas(encode("a你")[:-1]) == ["a", "", "", "\ufffd"]
 
