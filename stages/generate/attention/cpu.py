@@ -87,11 +87,10 @@ class CpuAttention:
 
     def _places(self, slots_T: Tensor) -> Tensor:
         """Return, for each token and kv head, the index among all [page, kv head, slot]."""
-        shape = self._shape
-        pages_T1, offsets_T1 = (slots_T // shape.page_size)[:, None], (slots_T % shape.page_size)[:, None]
-        return ((pages_T1 * shape.num_kv_heads + torch.arange(shape.num_kv_heads)) * shape.page_size + offsets_T1).view(
-            -1
-        )
+        page_size, num_kv_heads = self._shape.page_size, self._shape.num_kv_heads
+        pages_T1, offsets_T1 = (slots_T // page_size)[:, None], (slots_T % page_size)[:, None]
+        places_TK = (pages_T1 * num_kv_heads + torch.arange(num_kv_heads)) * page_size + offsets_T1
+        return places_TK.flatten()
 
     # decode rows
 
