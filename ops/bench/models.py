@@ -6,14 +6,13 @@ Every word of their tokenizer is one token, so that a text can be written that h
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, Final
 
+from ops.made_once import made_once
 from pipeline.errors import ConfigError
 
 SEED: Final = 0
@@ -55,19 +54,7 @@ def ensure(name: str, parent: Path) -> Path:
     """
     if name not in SHAPES:
         raise ConfigError(f"{name}: no such benchmark checkpoint; expected one of {', '.join(SHAPES)}")
-    folder = parent / f"minisgl-bench-{name}"
-    if not folder.exists():
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent) as scratch:
-            made = Path(scratch) / folder.name
-            made.mkdir()
-            write(SHAPES[name], made)
-            try:
-                os.replace(made, folder)  # all or nothing
-            except OSError:  # a folder with something in it is not replaced: somebody else was faster
-                if not folder.is_dir():
-                    raise
-    return folder
+    return made_once(parent / f"minisgl-bench-{name}", lambda folder: write(SHAPES[name], folder))
 
 
 def words() -> Iterator[str]:

@@ -6,9 +6,7 @@ It shows that everything works, and costs nothing: a second of numpy, 2 MB, no d
 from __future__ import annotations
 
 import json
-import os
 import string
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from ops.made_once import made_once
 
 MODEL_ID: Final = "minisgl-nonsense"
 SEED: Final = 0
@@ -29,19 +29,7 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, CONTEXT = 128, 2, 4, 2,
 
 def ensure(parent: Path) -> Path:
     """Return the folder of the model under *parent*; write it first where it is not there yet."""
-    folder = parent / MODEL_ID
-    if not folder.exists():
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent) as scratch:
-            made = Path(scratch) / MODEL_ID
-            made.mkdir()
-            write(made)
-            try:
-                os.replace(made, folder)  # all or nothing
-            except OSError:  # a folder with something in it is not replaced: another one that started was faster
-                if not folder.is_dir():
-                    raise
-    return folder
+    return made_once(parent / MODEL_ID, write)
 
 
 def write(folder: Path) -> None:
