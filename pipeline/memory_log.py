@@ -137,6 +137,11 @@ class MemoryLog:
             for uid in uids:
                 self._streams.pop(self.names.request(uid), None)
 
+    def close_replies(self, frontend: str) -> None:
+        """Delete what was said to a frontend that listens no more."""
+        with self._changed:
+            self._streams.pop(self.names.replies(frontend), None)
+
     # engines
 
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:

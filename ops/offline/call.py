@@ -96,6 +96,8 @@ class Call:
         except BaseException:  # Ctrl-C too: what runs is let go, and the engine is free for the next call
             self._cancel()
             raise
+        finally:
+            self._log.close_replies(self._frontend)
         if self._failures:
             raise GenerationFailed(self._failures, self._completions)
         return [completion for completion in self._completions if completion is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 import weakref
@@ -49,7 +50,9 @@ class LLM:
         self.folder = model_folder(config)
         """Where the model is."""
         self._stages = Stages(config, self.folder, wrap_engine)
-        self._close = weakref.finalize(self, self._stages.close)  # at the latest when the interpreter ends
+        self._end = weakref.finalize(self, self._stages.stop_soon)
+        self._end.atexit = False  # then there is time to wait for the threads
+        atexit.register(_close, weakref.ref(self._stages))
 
     @property
     def settings(self) -> Settings:
@@ -78,7 +81,7 @@ class LLM:
             ValueError: A prompt or its parameters are wrong; the message has the index, and nothing has run.
             GenerationFailed: Some failed while running, after the others have ended.
         """
-        if not self._close.alive:
+        if not self._end.alive:
             raise MiniSGLError("this LLM is closed; make a new one")
         requests = checked_requests(prompts, sampling_params, self._stages.encoder, self.settings.limits)
         with progress_bar(len(requests), wanted=progress) as report:
@@ -90,7 +93,8 @@ class LLM:
 
     def close(self) -> None:
         """End the threads and free the memory. A second time does nothing."""
-        self._close()
+        self._end()
+        self._stages.close()
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +103,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _close(stages: weakref.ref[Stages]) -> None:
+    if (left := stages()) is not None:
+        left.close()
 
 
 def _config(model: str, options: Mapping[str, Any]) -> Config:

@@ -141,6 +141,8 @@ def _check_tokens(place: int, token_ids: Sequence[int], limits: Limits) -> None:
 def _samplings(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         given = [given or SamplingParams()] * count
+    elif not isinstance(given, Sequence):
+        raise ValueError(f"sampling_params: got {_kind(given)}, expected SamplingParams, or a list of them")
     elif len(given) != count:
         raise ValueError(f"sampling_params: {len(given)} given for {count} prompts; pass one for all, or one for each")
     for place, params in enumerate(given):
@@ -151,6 +153,8 @@ def _samplings(given: SamplingParams | Sequence[SamplingParams] | None, count: i
             raise ValueError(f"{where}: min_tokens {params.min_tokens} is larger than max_tokens {params.max_tokens}")
         if "" in params.stop:
             raise ValueError(f"{where}: an empty stop string would end every answer at once; leave it out")
+        if any("\ud800" <= letter <= "\udfff" for stop in params.stop for letter in stop):
+            raise ValueError(f"{where}: a stop string holds half a character (a lone surrogate); leave it out")
     return list(given)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ LEASE_MS: Final = 3000
 RETENTION_MS: Final = 24 * 3600 * 1000
 """The longest that a history is kept; it is forgotten as soon as its completion is made."""
 POLL_S: Final = 0.005
+ASK_AGAIN_S: Final = 1.0
 
 Wrap: TypeAlias = Callable[[Forward], Forward]
 """Puts something around the engine, such as a clock."""
@@ -90,11 +92,15 @@ class Stages:
 
     def close(self) -> None:
         """Stop the threads and wait for them. A call that still waits for tokens hears of it."""
-        self.error = self.error or MiniSGLError("it was closed")
-        self._stop.set()
+        self.stop_soon()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def stop_soon(self) -> None:
+        """Tell the threads to stop, and wait for nobody: a garbage collector may call this in any of them."""
+        self.error = self.error or MiniSGLError("it was closed")
+        self._stop.set()
 
     def flush_cache(self) -> None:
         """Have the engine forget the prefixes that no running request uses, and wait until it has.
@@ -102,7 +108,7 @@ class Stages:
         Raises:
             MiniSGLError: The engine has ended.
         """
-        flush_id = self.log.flush("caller")
+        flush_id, asked_s = self.log.flush("caller"), time.monotonic()
 
         def is_done() -> bool:
             done = [status.flushed for status in read_statuses(self.log, GENERATE) if status.flushed]
@@ -112,6 +118,9 @@ class Stages:
             if self.error is not None:
                 raise MiniSGLError(f"the engine has ended ({self.error!r}); make a new LLM") from self.error
             self._stop.wait(POLL_S)
+            if time.monotonic() - asked_s > ASK_AGAIN_S:  # it may have been lost, and a later one counts as well
+                self.log.flush("caller")
+                asked_s = time.monotonic()
 
     def _inboxes(self) -> tuple[Inbox, Inbox, Inbox]:
         names = self.log.names

@@ -62,10 +62,11 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         device=device,
         available_bytes=available_memory_bytes(device),
     )
+    max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
     limits = Limits(
         context=min(wanted, num_pages * page_size),
-        max_prefill_length=config.max_prefill_length or (8192 if cuda else 2048),
-        mixed_prefill_length=config.mixed_prefill_length or (512 if cuda else 16),
+        max_prefill_length=max_prefill_length,
+        mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),
         mixed_prefill_per_request=0 if cuda or config.mixed_prefill_length else 2,
         max_running_requests=config.max_running_requests,
         vocab_size=spec.vocab_size,

@@ -95,9 +95,9 @@ class GenerateWorker:
         except Exception:
             logger.exception("step_failed", step=plan.step, rows=len(plan.rows))
         errors: dict[str, tuple[int, Exception]] = {}
-        for row in plan.rows:
+        for place, row in enumerate(plan.rows):
             try:
-                self._engine.forward(BatchPlan(plan.step, (row,), plan.num_decode_rows))
+                self._engine.forward(BatchPlan(plan.step, (row,), int(place < plan.num_decode_rows)))
             except Exception as error:
                 uid, n = self._schedule.holder(row.table)
                 errors[uid] = n, error

@@ -18,7 +18,7 @@ from stages.generate.schedule.plan import BatchPlan, PlanRow
 class ForwardBatch:
     """The rows of one step, their tokens packed one after the other. Lengths are on the host, tensors on the device.
 
-    Decode rows come first, but nothing depends on it: a row is `seq_lens[b]` long after the step, and its last
+    Decode rows, of one token each, come first. A row is `seq_lens[b]` long after the step, and its last
     `query_starts[b + 1] - query_starts[b]` tokens are computed in it.
     """
 

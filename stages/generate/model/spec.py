@@ -124,7 +124,10 @@ def read_spec(folder: Path) -> ModelSpec:
     config.refuse_unless("hidden_act", "silu")
     config.refuse_unless("use_sliding_window", False)
     config.refuse_unless("quantization_config", None)
-    if strange := set(map(str, config.fields.get("layer_types") or ())) - {"full_attention"}:
+    layer_types = config.fields.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"{config.path}: layer_types is {layer_types!r}; expected a list")
+    if strange := set(map(str, layer_types)) - {"full_attention"}:
         raise ConfigError(f"{config.path}: layer_types has {', '.join(sorted(strange))}; supported: full_attention")
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     kv_heads = config.integer("num_key_value_heads", heads)
@@ -234,7 +237,7 @@ class _Config:
 
     def _positive(self, name: str, default: float | None, kind: type[int] | tuple[type[int], type[float]]) -> Any:
         value: Any = default if self.fields.get(name) is None else self.fields[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
             seen = "is missing" if value is None else f"is {value!r}"
             raise ConfigError(f"{self.path}: {name} {seen}; expected a positive number")
         return value
@@ -276,7 +279,10 @@ def _rope(config: _Config) -> tuple[RopeSpec, int]:
         raise ConfigError(f"{config.path}: rope_theta is {theta}; expected a number above 1")
     # The config's own field wins over the rope's, and either may be absent, as in transformers.
     original = config.integer(ORIGINAL_REACH, rope.integer(ORIGINAL_REACH, reach))
-    match given.get("rope_type") or given.get("type") or "default":
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind in ("linear", "dynamic", "yarn") and rope.fields.get("factor") and rope.number("factor") < 1:
+        raise ConfigError(f"{config.path}: {name} has factor {rope.number('factor')}; expected at least 1")
+    match kind:
         case "default":
             return RopeSpec("default", theta), reach
         case "linear":
@@ -292,7 +298,7 @@ def _rope(config: _Config) -> tuple[RopeSpec, int]:
             return RopeSpec("llama3", theta, rope.number("factor"), low, high, original), reach
         case "yarn":
             return _yarn(rope, theta, original, rope.number("factor", reach / original))
-        case kind:
+        case _:
             supported = ", ".join(ROPE_KINDS)
             raise ConfigError(f"{config.path}: {name} has rope_type {kind!r}; supported: {supported}")
 

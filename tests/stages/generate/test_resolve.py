@@ -41,6 +41,11 @@ def test_a_budget_beside_streams_that_was_given_does_not_grow_with_them(spec: Mo
     assert (limits.mixed_prefill_length, limits.mixed_prefill_per_request) == (100, 0)
 
 
+def test_a_small_budget_bounds_the_steps_beside_streams_too(spec: ModelSpec) -> None:
+    limits = resolve(replace(CPU, max_prefill_length=8), spec).limits
+    assert [limits.prefill_budget(streams, 9) for streams in (0, 1, 8)] == [8, 8, 8]
+
+
 def test_the_served_context_is_what_model_flag_and_cache_allow_at_most(spec: ModelSpec) -> None:
     assert resolve(replace(CPU, max_seq_len=100), spec).limits.context == 100
     assert resolve(replace(CPU, num_pages=2, page_size=16), spec).limits.context == 32
