@@ -280,8 +280,8 @@ def _rope(config: _Config) -> tuple[RopeSpec, int]:
     # The config's own field wins over the rope's, and either may be absent, as in transformers.
     original = config.integer(ORIGINAL_REACH, rope.integer(ORIGINAL_REACH, reach))
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind in ("linear", "dynamic", "yarn") and rope.fields.get("factor") and rope.number("factor") < 1:
-        raise ConfigError(f"{config.path}: {name} has factor {rope.number('factor')}; expected at least 1")
+    if rope.fields.get("factor") and rope.number("factor") * min(reach, original) < 1:
+        raise ConfigError(f"{config.path}: {name} has factor {rope.number('factor')}, which leaves no position")
     match kind:
         case "default":
             return RopeSpec("default", theta), reach

@@ -135,7 +135,7 @@ def test_eos_ids_are_those_of_both_files(
         ({"layer_types": 5}, "layer_types is 5; expected a list"),
         ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor is inf; expected a positive number"),
         ({"rope_scaling": {**YARN, "factor": float("nan")}}, "factor is nan; expected a positive number"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 0.001}}, "has factor 0.001; expected at least 1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0.0001}}, "has factor 0.0001, which leaves no position"),
         ({"rope_theta": 1, "rope_parameters": None}, "rope_theta is 1.0; expected a number above 1"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing; expected a positive number"),
         ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "factor is '2'; expected a positive number"),
