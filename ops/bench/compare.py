@@ -1,4 +1,4 @@
-"""Ours and a peer in turn, on one checkpoint and the same requests: `python -m ops.bench.compare`, or `make bench`.
+"""Ours and a peer in turn, on one checkpoint and the same requests: `minisgl bench compare`, or `make bench`.
 
 Ours is a real server, through HTTP and Redis. The peer is transformers in a process of its own, or any server by its
 URL. Runs alternate, and each has prompts of its own, so that no prefix cache remembers the run before; both sides get
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
 import re
 import shlex
 import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,13 +29,12 @@ from ops.bench.datasets import Span
 from ops.bench.peers import Prompt, Run, Served, Side, Workload, our_server, served_at, transformers_process
 from ops.bench.serve import span
 from pipeline.config import at_least, flag, parse_flags
-from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.errors import ConfigError
 
 ABOUT: Final = """\
 Compares minisgl with transformers, or with the server at --peer-url, on the same checkpoint and requests: output
 tokens/s of many requests at once (transformers: one static batch) and of one at a time, as medians of alternating runs,
 and what a repeated prefix costs ours.
-Run it as: python -m ops.bench.compare
 """
 PACKAGES: Final = ("torch", "transformers", "aiohttp", "redis")
 SUFFIX_TOKENS: Final = 8
@@ -171,6 +168,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     threads = config.threads or report.num_cores()
     flags = ["--model", str(folder), "--dtype", config.dtype, "--threads", str(threads)]
     flags += shlex.split(config.serve_flags)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
     with _status() as status, _both(config, folder, threads, flags, status) as (ours, peer, about):
         results = [_compared(task, prompts, config, (ours, peer), status) for task in tasks(config)]
         status.update("repeating prefixes")
@@ -180,7 +178,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     print(table(results, prefix, ours.name, peer.name))
     if config.output:
         document = {
-            "setup": report.setup((sys.executable, "-m", "ops.bench.compare", *arguments), PACKAGES),
+            "setup": report.setup(("minisgl", "bench", "compare", *arguments), PACKAGES),
             "options": {**dataclasses.asdict(config), "inputs": str(config.inputs), "outputs": str(config.outputs)},
             "checkpoint": str(folder),
             "threads": threads,
@@ -324,24 +322,5 @@ def table(results: Sequence[Mapping[str, Any]], prefix: Mapping[str, Any], ours:
     return "\n".join(lines)
 
 
-def run_as_program() -> int:
-    """Run as `python -m ops.bench.compare`; errors are said as `minisgl` says them."""
-
-    def end(*_: object) -> None:
-        raise KeyboardInterrupt  # so that what was started is ended too
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        return main(sys.argv[1:], os.environ)
-    except ConfigError as error:
-        print(f"minisgl: {error}", file=sys.stderr)
-        return 2
-    except MiniSGLError as error:
-        print(f"minisgl: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(run_as_program())
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -28,13 +28,13 @@ class ReferenceAttention:
         return partial(self._attend, batch)
 
     def _attend(self, batch: ForwardBatch, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
-        write_pages(kv_2PKSD, k_TKD, v_TKD, batch.slots_T)
+        _write_pages(kv_2PKSD, k_TKD, v_TKD, batch.slots_T)
         o_THD = torch.empty_like(q_THD)
         for row in range(len(batch.seq_lens)):
-            self.attend_row(batch, row, q_THD, kv_2PKSD, o_THD)
+            self._attend_row(batch, row, q_THD, kv_2PKSD, o_THD)
         return o_THD
 
-    def attend_row(self, batch: ForwardBatch, row: int, q_THD: Tensor, kv_2PKSD: Tensor, o_THD: Tensor) -> None:
+    def _attend_row(self, batch: ForwardBatch, row: int, q_THD: Tensor, kv_2PKSD: Tensor, o_THD: Tensor) -> None:
         """Compute the queries of one row, whose keys and values are in the pages, into their places in *o_THD*."""
         seq_len = batch.seq_lens[row]
         first, end = batch.query_starts[row], batch.query_starts[row + 1]
@@ -62,7 +62,7 @@ class ReferenceAttention:
         return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2).to(q_QHD.dtype)
 
 
-def write_pages(kv_2PKSD: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+def _write_pages(kv_2PKSD: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
     """Store keys and values at slot = page * S + offset."""
     page_size = kv_2PKSD.shape[3]
     pages_T, offsets_T = slots_T // page_size, slots_T % page_size

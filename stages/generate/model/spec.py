@@ -138,6 +138,8 @@ def read_spec(folder: Path) -> ModelSpec:
         raise ConfigError(f"{config.path}: head_dim is {head_dim}; rotary embedding needs an even number")
     bias = config.flag("attention_bias")
     rope, max_positions = _rope(config)
+    if rope.kind == "dynamic" and head_dim == 2:
+        raise ConfigError(f"{config.path}: head_dim is 2; a dynamic rope needs at least 4")
     return ModelSpec(
         architecture=architecture,
         num_layers=config.integer("num_hidden_layers"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from ops.bench.datasets import Span
 from ops.bench.load import COMPLETIONS
 from ops.bench.peers import Prompt, Run, Served, SideFailed, Workload
 from pipeline.errors import ConfigError
+
+COMPARE = (sys.executable, str(ROOT / "minisgl.py"), "bench", "compare")
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama3"])
@@ -155,9 +156,8 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ops.bench.compare", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [*COMPARE, *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("minisgl: ") and says in done.stderr and done.stderr.count("\n") == 1
 
@@ -167,9 +167,8 @@ def test_ours_is_compared_with_transformers(folder: Path, tmp_path: Path) -> Non
     flags = ["--model", str(folder), "--threads", "1", "--runs", "2", "--num-requests", "3", "--input-len", "8-20"]
     flags += ["--output-len", "3-6", "--num-singles", "2", "--single-len", "4", "--prefix-len", "128"]
     flags += ["--num-prefixes", "2", "--output", str(tmp_path / "out.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "ops.bench.compare", *flags]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [*COMPARE, *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "minisgl  transformers  ratio" in done.stdout and "A prefix of 128 tokens" in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
@@ -192,7 +191,7 @@ def test_ours_is_compared_with_transformers(folder: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_nothing_is_left_of_a_comparison_that_is_ended(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
-    command = [sys.executable, "-m", "ops.bench.compare", "--model", str(folder), "--threads", "1", "--runs", "1000"]
+    command = [*COMPARE, "--model", str(folder), "--threads", "1", "--runs", "1000"]
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
     top = psutil.Process(process.pid)

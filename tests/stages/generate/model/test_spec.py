@@ -150,6 +150,7 @@ def test_eos_ids_are_those_of_both_files(
         ({"hidden_size": "64"}, "hidden_size is '64'; expected a positive number"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 4, not a multiple of 3"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "a dynamic rope needs at least 4"),
         ({"head_dim": 15}, "head_dim is 15; rotary embedding needs an even number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; expected true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
