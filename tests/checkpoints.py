@@ -28,6 +28,14 @@ FAMILIES: tuple[Family, ...] = ("llama3", "mistral", "qwen2", "qwen3", "qwen3moe
 """`odd` is a Llama with biases and 6 query and 3 kv heads, in which nothing but the head is a multiple of 8."""
 WINDOW = 24
 """Tokens that a token of the mistral model sees."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 TEXT = (
     """The log is the memory of the program. An accepted request ends exactly once, whatever dies. 你好，世界！你好吗？
@@ -92,38 +100,9 @@ def make_checkpoint(
         "attention_bias": bias,
         "tie_word_embeddings": architecture == "qwen3" if tie is None else tie,
     }
-    config: PreTrainedConfig
-    common["rope_parameters"] = dict(rope or {"rope_type": "default", "rope_theta": 10_000.0})
-    if architecture == "llama3":
-        common["rope_parameters"] = (
-            dict(rope)
-            if rope
-            else {
-                "rope_type": "llama3",
-                "rope_theta": 1000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        )
-        config = LlamaConfig(hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, **common)
-    elif architecture == "odd":
-        common |= {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}
-        config = LlamaConfig(hidden_size=90, intermediate_size=117, head_dim=24, **common)
-    elif architecture == "qwen3":
-        config = Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, **common)
-    elif architecture == "qwen3moe":
-        common |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
-        common |= {"mlp_only_layers": [0]} | dict(experts or {})
-        common |= {"head_dim": 24}  # which the class lets through without knowing it
-        config = Qwen3MoeConfig(hidden_size=64, intermediate_size=96, **common)
-    else:
-        del common["attention_bias"]  # their biases are not a matter of the config
-        if architecture == "qwen2":
-            config = Qwen2Config(hidden_size=64, intermediate_size=96, **common)
-        else:
-            config = MistralConfig(hidden_size=64, intermediate_size=96, head_dim=24, sliding_window=WINDOW, **common)
+    default_rope = LLAMA3_ROPE if architecture == "llama3" else {"rope_type": "default", "rope_theta": 10_000.0}
+    common["rope_parameters"] = dict(rope or default_rope)
+    config = _config(architecture, common, bias=bias, experts=experts or {})
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -133,6 +112,27 @@ def make_checkpoint(
     model.generation_config.eos_token_id = eos_ids
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
     return folder
+
+
+def _config(
+    architecture: Family, common: dict[str, Any], *, bias: bool, experts: Mapping[str, Any]
+) -> PreTrainedConfig:
+    if architecture == "llama3":
+        return LlamaConfig(hidden_size=64, intermediate_size=112, head_dim=16, mlp_bias=bias, **common)
+    if architecture == "odd":
+        common |= {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}
+        return LlamaConfig(hidden_size=90, intermediate_size=117, head_dim=24, **common)
+    if architecture == "qwen3":
+        return Qwen3Config(hidden_size=80, intermediate_size=96, head_dim=24, **common)
+    if architecture == "qwen3moe":
+        common |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+        common |= {"mlp_only_layers": [0]} | dict(experts)
+        common |= {"head_dim": 24}  # which the class lets through without knowing it
+        return Qwen3MoeConfig(hidden_size=64, intermediate_size=96, **common)
+    del common["attention_bias"]  # their biases are not a matter of the config
+    if architecture == "qwen2":
+        return Qwen2Config(hidden_size=64, intermediate_size=96, **common)
+    return MistralConfig(hidden_size=64, intermediate_size=96, head_dim=24, sliding_window=WINDOW, **common)
 
 
 def train_tokenizer(vocab_size: int, *, with_bos: bool) -> PreTrainedTokenizerFast:
