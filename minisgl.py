@@ -34,6 +34,8 @@ VERSION = "0.1.0"
 USAGE = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
+       minisgl trace UID [flags]            what happened to a request of a server that runs
+       minisgl dead ACTION [flags]          requests that killed their workers: ls, show, requeue or drop
        minisgl bench KIND [flags]           measure: offline, serve, pipeline or compare
        minisgl --version
 
@@ -77,8 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from ops.bench import command
 
             return command.run(arguments[1:], os.environ)
+        if arguments[0] == "trace":
+            from ops import trace
+
+            return trace.main(arguments[1:], os.environ)
+        if arguments[0] == "dead":
+            from ops import dead
+
+            return dead.main(arguments[1:], os.environ)
         if arguments[0] not in ("serve", "stage"):
-            raise ConfigError(f"{arguments[0]}: no such command; expected serve, stage or bench (see minisgl --help)")
+            raise ConfigError(
+                f"{arguments[0]}: no such command; expected serve, stage, trace, dead or bench (see minisgl --help)"
+            )
         config = parse_command(arguments, os.environ)
         if config.worker.slot is not None:
             return run_worker(config)
@@ -154,22 +166,24 @@ def run_stage(config: Config) -> int:
 
 def run_worker(config: Config) -> int:
     """Be one worker of a stage: a process that a supervisor started, or a container."""
+    from pipeline import failpoints
     from pipeline.observe import configure_logging
     from pipeline.redis_log import RedisLog
     from pipeline.worker import die_with_supervisor
 
     die_with_supervisor(os.environ)
     configure_logging(stage=config.stage)
+    failpoints.arm(os.environ)
     if config.stage == WEB:
         from web.server import run as run_web
 
         return run_web(config)
-    log = RedisLog(config.log.redis_url, Names(config.log.namespace))
+    names = Names(config.log.namespace)
     folder = Path(config.model.model) if config.model.model else model_folder(config)
-    return _stage_run(config.stage)(config, log, log.another(), folder)
+    return _stage_run(config.stage)(config, lambda: RedisLog(config.log.redis_url, names), folder)
 
 
-def _stage_run(stage: str) -> Callable[[Config, RedisLog, RedisLog, Path], int]:
+def _stage_run(stage: str) -> Callable[[Config, Callable[[], RedisLog], Path], int]:
     if stage == TOKENIZE:
         from stages.tokenize.worker import run as run_tokenize
 
@@ -283,7 +297,10 @@ def _nothing() -> None:
 
 def _child_environment(environment: Mapping[str, str], url: str) -> dict[str, str]:
     """Return the environment of a worker: flags come by its command line, the URL, which may hold a password, here."""
-    kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_")}
+    from pipeline import failpoints
+
+    tests = (failpoints.VARIABLE, failpoints.FOLDER_VARIABLE)
+    kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_") or name in tests}
     return kept | {"MINISGL_REDIS_URL": url}
 
 

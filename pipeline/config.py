@@ -12,12 +12,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from pipeline.errors import ConfigError
 from pipeline.names import STAGES
 
 C = TypeVar("C")
+
+DEFAULT_PORT: Final = 1919
+DEFAULT_NAMESPACE: Final = "minisgl"
+DEFAULT_RETENTION_S: Final = 900.0
 
 
 def flag(
@@ -75,6 +79,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def seconds_or_0(text: str) -> float:
+    """Parse a number of seconds, at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds, at least 0")
+    return value
+
+
 def share(text: str) -> float:
     """Parse a share above 0 and up to 1."""
     try:
@@ -129,9 +144,12 @@ class LogConfig:
     redis_url: str = flag(
         "--redis-url", default="", help="redis:// or unix:// URL; without it an embedded Redis is started"
     )
-    namespace: str = flag("--namespace", default="minisgl", help="first part of every key in Redis")
+    namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")
     retention_s: float = flag(
-        "--retention", default=900.0, parse=seconds, help="seconds for which a finished request can still be opened"
+        "--retention",
+        default=DEFAULT_RETENTION_S,
+        parse=seconds,
+        help="seconds for which a finished request can still be opened",
     )
     lease_s: float = flag(
         "--lease", default=3.0, parse=seconds, help="seconds of silence after which a worker's slot may be taken over"
@@ -150,6 +168,18 @@ class RequestConfig:
         default=1024,
         parse=at_least(1),
         help="requests waiting or running beyond which new ones get 503",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """What a frontend does for its clients."""
+
+    disconnect_grace_s: float = flag(
+        "--disconnect-grace",
+        default=0.0,
+        parse=seconds_or_0,
+        help="seconds after which a request is cancelled that its client left and nobody reads [0: at once]",
     )
 
 
@@ -261,7 +291,7 @@ class WebConfig:
     """Where the frontend listens."""
 
     host: str = flag("--host", default="127.0.0.1", help="address to listen on")
-    port: int = flag("--port", default=1919, parse=port_number, help="port to listen on")
+    port: int = flag("--port", default=DEFAULT_PORT, parse=port_number, help="port to listen on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +328,46 @@ class ListenConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectConfig:
+    """Where a tool finds the log of a server that runs."""
+
+    redis_url: str = flag(
+        "--redis-url",
+        default="",
+        help="redis:// or unix:// URL of the server's Redis [its embedded one, on this machine]",
+    )
+    data_dir: str = flag("--data-dir", default="", help="folder of the server's embedded Redis [state folder/port]")
+    port: int = flag(
+        "--port", default=DEFAULT_PORT, parse=port_number, help="port of the server, which names its folder"
+    )
+    namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")
+
+    @property
+    def folder(self) -> Path:
+        """Where the server keeps its embedded Redis."""
+        return data_folder(self.data_dir, self.port)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """How long the server keeps what has ended."""
+
+    retention_s: float = flag(
+        "--retention",
+        default=DEFAULT_RETENTION_S,
+        parse=seconds,
+        help="seconds for which a finished request can still be opened, as the server was told",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrintConfig:
+    """How a tool prints."""
+
+    as_json: bool = flag("--json", default=False, parse=yes_or_no, help="print JSON, for programs")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One command line, resolved as far as it can be without looking at the machine."""
 
@@ -307,6 +377,7 @@ class Config:
     """The role of `stage`; empty for `serve`."""
     log: LogConfig
     requests: RequestConfig
+    clients: ClientConfig
     data: DataConfig
     model: ModelConfig
     names: NamesConfig
@@ -319,10 +390,15 @@ class Config:
     @property
     def data_dir(self) -> Path:
         """The folder of this server: given, or one per port in the user's state folder."""
-        if self.data.data_dir:
-            return Path(self.data.data_dir).expanduser().absolute()
-        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        return Path(state).expanduser() / "minisgl" / str(self.web.port)
+        return data_folder(self.data.data_dir, self.web.port)
+
+
+def data_folder(data_dir: str, port: int) -> Path:
+    """Return the folder that --data-dir names, or the one of the server at *port* in the user's state folder."""
+    if data_dir:
+        return Path(data_dir).expanduser().absolute()
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "minisgl" / str(port)
 
 
 OWNERS: Mapping[str, tuple[type[Any], ...]] = {
@@ -334,14 +410,25 @@ OWNERS: Mapping[str, tuple[type[Any], ...]] = {
         EngineConfig,
         LogConfig,
         RequestConfig,
+        ClientConfig,
         DataConfig,
     ),
     "stage tokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
     "stage generate": (ModelConfig, NamesConfig, StageConfig, EngineConfig, LogConfig, DataConfig),
     "stage detokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
-    "stage web": (WebConfig, ListenConfig, StageConfig, LogConfig, RequestConfig),
+    "stage web": (WebConfig, ListenConfig, StageConfig, LogConfig, RequestConfig, ClientConfig),
 }
 """Which config objects a command fills: what its parser accepts."""
+
+
+TOOLS: Mapping[str, tuple[type[Any], ...]] = {
+    "trace": (ConnectConfig, RetentionConfig, PrintConfig),
+    "dead ls": (ConnectConfig, PrintConfig),
+    "dead show": (ConnectConfig, PrintConfig),
+    "dead requeue": (ConnectConfig, RequestConfig, RetentionConfig, PrintConfig),
+    "dead drop": (ConnectConfig, PrintConfig),
+}
+"""The same of the commands that look into the log of a server, for `parse_flags`."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -409,6 +496,7 @@ def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> C
         stage=stage,
         log=_fill(LogConfig, parsed),
         requests=_fill(RequestConfig, parsed),
+        clients=_fill(ClientConfig, parsed),
         data=_fill(DataConfig, parsed),
         model=_fill(ModelConfig, parsed),
         names=_fill(NamesConfig, parsed),

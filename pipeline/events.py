@@ -124,11 +124,14 @@ class Preempted(Event):
 
 
 class TakenOver(Event):
-    """Another owner of the engine's slot goes on with the request."""
+    """Another owner of a slot goes on with the request. Written before anything is computed for it there, so the number
+    of them since its last token says how many engines ended that tried to bring it forward."""
 
     kind: Literal["taken_over"] = "taken_over"
     engine: str
     epoch: int
+    alone: bool = False
+    """Nothing else is computed until it has another token: to see whether it is this request that kills engines."""
 
 
 class TokensProduced(Event):

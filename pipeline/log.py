@@ -43,6 +43,10 @@ class Inbox:
         return cls(names.steps(engine), DETOKENIZE)
 
 
+GUEST = "guest-"
+"""How the nonce of an owner begins who looks after a slot while its worker is away."""
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Who may write for a slot. Once a later one came, with a larger epoch, its commits are refused (the fence)."""
@@ -54,6 +58,11 @@ class Owner:
     def __str__(self) -> str:
         return f"{self.epoch}:{self.nonce}"
 
+    @property
+    def is_guest(self) -> bool:
+        """Say whether it only looks after the slot while its worker is away."""
+        return self.nonce.startswith(GUEST)
+
 
 class Submission(Enum):
     """What became of a submit."""
@@ -63,6 +72,31 @@ class Submission(Enum):
     """The uid was submitted before: a retry that had got through."""
     BUSY = "BUSY"
     """The backlog is at --max-queued-requests."""
+    ATTACH = "ATTACH"
+    """Another request has the idempotency key: that one is what the client means."""
+    MISMATCH = "MISMATCH"
+    """Another request has the idempotency key, and another body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """An idempotency key: all that is submitted under it, with one body, is one request."""
+
+    key: str
+    """The hash of the client's own key within its scope."""
+    digest: str
+    """The hash of the body; without a colon."""
+    instead_of: str = ""
+    """The uid that the key may be taken from: of a request that is gone, or that ended in vain."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedOnce:
+    """What became of a submit under an idempotency key."""
+
+    submission: Submission
+    uid: str
+    """Of the request that has the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +143,19 @@ class Produced:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """What is kept of a request that killed its worker again and again; the commit adds a copy of its history."""
+
+    stage: str
+    """Whose worker it was."""
+    entry: Mapping[str, str]
+    """Fields of the entry on which the worker died."""
+    deaths: int
+    error: str
+    """What is known of the last death."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """An event as a frontend hears it. A gap shows: `n - count` is not the n before."""
 
@@ -126,6 +173,11 @@ class Lease:
     """The owner that holds it, or empty when it is free."""
     ttl_ms: int
 
+    @property
+    def is_free(self) -> bool:
+        """Say whether no worker holds it: nobody does, or a guest."""
+        return not self.holder or f":{GUEST}" in self.holder
+
 
 class StreamLog(Protocol):
     """The log as stages use it. Every commit is safe to run twice; `False` means that it was done before.
@@ -141,12 +193,55 @@ class StreamLog(Protocol):
         """Begin the history of *uid* and hand it to the tokenizers. Raises LogFull when no new work can be taken."""
         ...
 
+    def submit_once(
+        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+    ) -> SubmittedOnce:
+        """As `submit`, unless another request has the key, which this one has from then on. Raises LogFull."""
+        ...
+
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         """Consume *entry* of `submitted`, write the prompt's tokens to its history and hand it to the engines."""
         ...
 
-    def end(self, uid: str, event: End, *, frontend: str, retention_ms: int, consume: Entry | None = None) -> bool:
-        """Seal the history of *uid*, once; consume *consume*, the entry of `submitted` that it answers, if any."""
+    def end(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        retention_ms: int,
+        consume: Entry | None = None,
+        dead: DeadLetter | None = None,
+    ) -> bool:
+        """Seal the history of *uid*, once; consume *consume*, the entry of `submitted` that it answers, if any.
+
+        Where this seal is the first, *dead* is kept with a copy of the sealed history, of 64 KB at most.
+        """
+        ...
+
+    def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        retention_ms: int,
+        once: Once | None = None,
+        attached: bool = False,
+    ) -> bool:
+        """As `end`, for a request whose client left; False also where somebody else reads it.
+
+        *once*: the key under which the client sent it. *attached*: or rather, under which it came to a request that
+        another one had sent. By leaving it ends that only if the other one has left before, but for the readers.
+        """
+        ...
+
+    def reading(self, uids: Sequence[str], who: str) -> None:
+        """Say for 60 s that *who*, a process, reads requests of others: those among *uids* that have not ended."""
+        ...
+
+    def stop_reading(self, uid: str, who: str) -> None:
+        """Take that back."""
         ...
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
@@ -155,6 +250,38 @@ class StreamLog(Protocol):
 
     def alive(self, uids: Sequence[str]) -> set[str]:
         """Return which of *uids* have not ended."""
+        ...
+
+    # the janitor
+
+    def overdue(self, max_uids: int) -> list[str]:
+        """Return requests that have not ended by their deadline, by Redis' clock."""
+        ...
+
+    def living(self) -> list[str]:
+        """Return all requests that have not ended."""
+        ...
+
+    def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
+        """Return uid -> the frontend that it was submitted by; "" where nobody listens or the history is gone."""
+        ...
+
+    def read_by_others(self, uids: Sequence[str]) -> set[str]:
+        """Return which of *uids* somebody reads beside the client that sent them."""
+        ...
+
+    # dead letters
+
+    def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
+        """Return up to *max_entries* letters, the newest first, or those older than the id *before*.
+
+        Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see history.copied_history) and, where that
+        is cut, history_cut: how many entries it lacks.
+        """
+        ...
+
+    def drop_dead(self, entry_id: str) -> bool:
+        """Remove a letter; False when it is not there."""
         ...
 
     # engines
@@ -220,14 +347,48 @@ class StreamLog(Protocol):
         """Take over pending entries of consumers whose slots nobody holds. Raises Fenced."""
         ...
 
+    def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
+        """Take over pending entries of the slot that *guest* looks after; none once it has another owner.
+
+        Raises Fenced.
+        """
+        ...
+
+    def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
+        """Count that a pending entry is about to be worked on again; return how often it was, this time included.
+
+        The read that brought it counts as the first; 0: it is not pending for this slot any more. Raises Fenced.
+        """
+        ...
+
+    def num_pending(self, inbox: Inbox, consumer: str) -> int:
+        """Return how many entries *consumer* has read and not consumed."""
+        ...
+
+    def forsaken(self, inbox: Inbox) -> list[str]:
+        """Return the consumers that have entries pending and whose slots no worker holds."""
+        ...
+
     # slots
 
     def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
-        """Take a free slot under a new epoch; None when somebody holds its lease."""
+        """Take a free slot under a new epoch; None when somebody holds its lease.
+
+        A guest, whose nonce begins with GUEST, looks after a slot while its worker is away: for a worker it is free.
+        """
+        ...
+
+    def announce(self, slot: str, status: str) -> bool:
+        """Publish *status* (JSON) for who is going to ask for *slot*; False, and nothing, when somebody holds it."""
+        ...
+
+    def unattended(self) -> list[str]:
+        """Return the engines that live or have steps waiting, and whose detokenizer's slot no worker holds."""
         ...
 
     def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
-        """Keep (or take again) the lease and publish *status* (JSON); False when the owner has changed."""
+        """Keep (or take again) the lease and publish *status* (JSON), unless it is empty; False when the owner has
+        changed."""
         ...
 
     def release(self, owner: Owner) -> bool:

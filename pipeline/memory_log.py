@@ -6,6 +6,7 @@ asked for.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -13,11 +14,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+import orjson
+
 from pipeline import redis_calls as calls
 from pipeline.errors import Fenced, GroupLost
 from pipeline.events import End, StepCompleted, Submitted, Tokenized, encode
-from pipeline.log import Entry, Inbox, Lease, Owner, Produced, Reply, StepCommitted, Submission, Taken
-from pipeline.names import GENERATE, SEAL, SUBMITTED_ID, TOKENIZED_ID, Names, parse_id, slot_name
+from pipeline.log import (
+    GUEST,
+    DeadLetter,
+    Entry,
+    Inbox,
+    Lease,
+    Once,
+    Owner,
+    Produced,
+    Reply,
+    StepCommitted,
+    Submission,
+    SubmittedOnce,
+    Taken,
+)
+from pipeline.names import (
+    DETOKENIZE,
+    GENERATE,
+    SEAL,
+    SUBMITTED_ID,
+    TOKENIZED_ID,
+    Names,
+    parse_id,
+    slot_index,
+    slot_name,
+)
 
 Id: TypeAlias = tuple[int, int]
 
@@ -42,6 +69,8 @@ class _Group:
     delivered: Id = (0, 0)
     pending: dict[Id, str] = field(default_factory=dict)
     """Who has read an entry and not consumed it."""
+    retries: dict[Id, int] = field(default_factory=dict)
+    """How often an entry was worked on, where that is more than once."""
 
 
 @dataclass(slots=True)
@@ -76,6 +105,9 @@ class MemoryLog:
         self._owners: dict[str, Owner] = {}
         self._leases: dict[str, tuple[Owner, float]] = {}
         self._statuses: dict[str, tuple[str, float]] = {}
+        self._once: dict[str, tuple[str, str, float]] = {}
+        self._left: set[str] = set()
+        self._readers: dict[str, dict[str, float]] = {}
 
     # requests
 
@@ -95,6 +127,23 @@ class MemoryLog:
             self._append(self.names.submitted, None, {"uid": uid, "frontend": event.frontend}, make=True)
             return Submission.ACCEPTED
 
+    def submit_once(
+        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+    ) -> SubmittedOnce:
+        with self._changed:
+            other, digest, expires_s = self._once.get(once.key, ("", "", 0.0))
+            if not _over(expires_s) and self._stream(self.names.request(uid)) is None:
+                if digest != once.digest:
+                    return SubmittedOnce(Submission.MISMATCH, other)
+                if other != once.instead_of:
+                    return SubmittedOnce(Submission.ATTACH, other)
+            outcome = self.submit(uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
+            if outcome is Submission.ACCEPTED:
+                self._once = {key: held for key, held in self._once.items() if not _over(held[2])}
+                self._once[once.key] = (uid, once.digest, _in_s(timeout_ms + retention_ms))
+                self._left &= {held[0] for held in self._once.values()}
+            return SubmittedOnce(outcome, uid)
+
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]
         with self._changed:
@@ -105,7 +154,16 @@ class MemoryLog:
             fields = {"uid": uid, "frontend": entry.fields["frontend"]}
             return self._append(self.names.tokenized, None, fields, make=True)
 
-    def end(self, uid: str, event: End, *, frontend: str, retention_ms: int, consume: Entry | None = None) -> bool:
+    def end(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        retention_ms: int,
+        consume: Entry | None = None,
+        dead: DeadLetter | None = None,
+    ) -> bool:
         with self._changed:
             self._live.pop(uid, None)
             if consume is not None:
@@ -119,7 +177,44 @@ class MemoryLog:
             history.expires_s = _in_s(retention_ms)
             self._append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=calls.REPLY_CAP)
             self._tell_engines(uid)
+            if dead is not None:
+                letter = calls.letter_fields(dead) | _copied(history.read(history.entries))
+                said = {"uid": uid, "ms": fields["ms"], **letter}
+                self._append(self.names.dead, None, said, make=True, cap=calls.DEAD_CAP)
             return True
+
+    def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        retention_ms: int,
+        once: Once | None = None,
+        attached: bool = False,
+    ) -> bool:
+        with self._changed:
+            if attached and uid not in self._left:
+                return False
+            if self.read_by_others([uid]):
+                if once is not None and self._once.get(once.key, ("",))[0] == uid:
+                    self._left.add(uid)
+                return False
+            return self.end(uid, event, frontend=frontend, retention_ms=retention_ms)
+
+    def reading(self, uids: Sequence[str], who: str) -> None:
+        with self._changed:
+            for uid in uids:
+                history = self._stream(self.names.request(uid))
+                if history is not None and history.last != parse_id(SEAL):
+                    self._readers.setdefault(uid, {})[who] = _in_s(calls.READER_TTL_MS)
+
+    def stop_reading(self, uid: str, who: str) -> None:
+        with self._changed:
+            readers = self._readers.get(uid, {})
+            readers.pop(who, None)
+            if not readers:
+                self._readers.pop(uid, None)
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
         with self._changed:
@@ -141,6 +236,41 @@ class MemoryLog:
         """Delete what was said to a frontend that listens no more."""
         with self._changed:
             self._streams.pop(self.names.replies(frontend), None)
+
+    # the janitor
+
+    def overdue(self, max_uids: int) -> list[str]:
+        with self._changed:
+            now_ms = _now_ms()
+            due = sorted((deadline_ms, uid) for uid, deadline_ms in self._live.items() if deadline_ms <= now_ms)
+            return [uid for _, uid in due[:max_uids]]
+
+    def living(self) -> list[str]:
+        with self._changed:
+            return sorted(self._live, key=lambda uid: (self._live[uid], uid))
+
+    def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
+        firsts = ((uid, history[:1]) for uid, history in zip(uids, self.histories(uids), strict=True))
+        return {uid: first[0].fields.get("frontend", "") if first else "" for uid, first in firsts}
+
+    def read_by_others(self, uids: Sequence[str]) -> set[str]:
+        with self._changed:
+            return {uid for uid in uids if any(not _over(until_s) for until_s in self._readers.get(uid, {}).values())}
+
+    # dead letters
+
+    def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
+        with self._changed:
+            stream = self._stream(self.names.dead)
+            if stream is None:
+                return []
+            older = [entry_id for entry_id in stream.entries if not before or entry_id < parse_id(before)]
+            return stream.read(older[::-1][:max_entries])
+
+    def drop_dead(self, entry_id: str) -> bool:
+        with self._changed:
+            stream = self._stream(self.names.dead)
+            return stream is not None and stream.entries.pop(parse_id(entry_id), None) is not None
 
     # engines
 
@@ -249,24 +379,70 @@ class MemoryLog:
             group.pending |= dict.fromkeys(claimed, owner.slot)
             return stream.read(claimed)
 
+    def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
+        with self._changed:
+            self._fence(owner)
+            if self._owners.get(guest.slot) != guest:
+                return []
+            stream, group = self._group(inbox)
+            claimed = sorted(entry_id for entry_id, holder in group.pending.items() if holder == guest.slot)
+            group.pending |= dict.fromkeys(claimed[:max_entries], owner.slot)
+            return stream.read(claimed[:max_entries])
+
+    def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
+        with self._changed:
+            self._fence(owner)
+            _, group = self._group(inbox)
+            entry_id = parse_id(entry.id)
+            if group.pending.get(entry_id) != owner.slot:
+                return 0
+            group.retries[entry_id] = group.retries.get(entry_id, 1) + 1
+            return group.retries[entry_id]
+
+    def num_pending(self, inbox: Inbox, consumer: str) -> int:
+        with self._changed:
+            return list(self._group(inbox)[1].pending.values()).count(consumer)
+
+    def forsaken(self, inbox: Inbox) -> list[str]:
+        with self._changed:
+            _, group = self._group(inbox)
+            return [slot for slot in sorted(set(group.pending.values())) if self.lease(slot).is_free]
+
     # slots
 
     def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
         with self._changed:
             holder, before = self._holder(slot), self._owners.get(slot)
-            if holder is not None:
-                return holder if holder.nonce == nonce else None
+            if holder is not None and holder.nonce == nonce:
+                return holder
+            if holder is not None and (nonce.startswith(GUEST) or not holder.nonce.startswith(GUEST)):
+                return None
             owner = Owner(slot, before.epoch + 1 if before is not None else 1, nonce)
             self._owners[slot] = owner
             self._leases[slot] = (owner, _in_s(lease_ms))
             return owner
+
+    def announce(self, slot: str, status: str) -> bool:
+        with self._changed:
+            if self._holder(slot) is not None:
+                return False
+            self._statuses[slot] = (status, _in_s(calls.STATUS_TTL_MS))
+            return True
+
+    def unattended(self) -> list[str]:
+        with self._changed:
+            engines = {slot for slot in self._owners if self._length(self.names.steps(slot)) or self._holder(slot)}
+            waiting = (slot for slot in engines if slot.startswith(f"{GENERATE}-"))
+            detokenizers = {slot: slot_name(DETOKENIZE, slot_index(slot)) for slot in waiting}
+            return sorted(slot for slot, other in detokenizers.items() if self.lease(other).is_free)
 
     def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
         with self._changed:
             if self._owners.get(owner.slot) != owner:
                 return False
             self._leases[owner.slot] = (owner, _in_s(lease_ms))
-            self._statuses[owner.slot] = (status, _in_s(calls.STATUS_TTL_MS))
+            if status:
+                self._statuses[owner.slot] = (status, _in_s(calls.STATUS_TTL_MS))
             return True
 
     def release(self, owner: Owner) -> bool:
@@ -383,6 +559,7 @@ class MemoryLog:
         group = stream.groups.get(inbox.group) if stream is not None else None
         if stream is None or group is None or group.pending.pop(parse_id(entry_id), None) is None:
             return False
+        group.retries.pop(parse_id(entry_id), None)
         stream.entries.pop(parse_id(entry_id), None)
         return True
 
@@ -409,6 +586,23 @@ class MemoryLog:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def _copied(history: Sequence[Entry]) -> dict[str, str]:
+    """Return the copy of a history that a dead letter holds: the first entry, then as many of the last as fit."""
+    texts = [orjson.dumps([entry.id, *itertools.chain(*entry.fields.items())]) for entry in history]
+    room = calls.DEAD_HISTORY_BYTES - 2
+    first = texts[:1] if len(texts[0]) + 1 <= room else []
+    room -= sum(len(text) + 1 for text in first)
+    last: list[bytes] = []
+    for text in reversed(texts[1:]):
+        room -= len(text) + 1
+        if room < 0:
+            break
+        last.append(text)
+    kept = first + last[::-1]
+    copy = {"history": (b"[" + b",".join(kept) + b"]").decode()}
+    return copy | ({"history_cut": str(len(texts) - len(kept))} if len(kept) < len(texts) else {})
 
 
 def _stamped(fields: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,8 @@ TOKENIZE: Final = "tokenize"
 GENERATE: Final = "generate"
 DETOKENIZE: Final = "detokenize"
 WEB: Final = "web"
+JANITOR: Final = "janitor"
+"""Whose slot the frontend holds that ends what nobody else ends; no stage."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
 """The worker roles. The first three are also the names of the consumer groups."""
 
@@ -69,6 +71,11 @@ class Names:
         """Sorted set uid -> deadline in ms. Who is in it has not ended."""
         return self._key("live")
 
+    @property
+    def dead(self) -> str:
+        """Stream: dead letters, one for each request that killed its worker again and again."""
+        return self._key("dead")
+
     def steps(self, engine: str) -> str:
         """Stream with group `detokenize`: the steps of one engine, id `<epoch>-<step>`."""
         return self._key(f"steps:{engine}")
@@ -80,6 +87,16 @@ class Names:
     def replies(self, frontend: str) -> str:
         """Stream: what one web process tails. A doorbell with payload; the histories are the truth."""
         return self._key(f"replies:{frontend}")
+
+    def reader(self, uid: str) -> str:
+        """Set with a time to live: the web processes in which somebody reads a request that another client sent. While
+        it exists, nobody cancels the request for want of a client."""
+        return self._key(f"reader:{uid}")
+
+    def idempotency(self, key: str) -> str:
+        """String with a time to live, `<uid>:<digest of the body>`: which request has an idempotency key. It ends in
+        `:left` once the client that sent the request has left it to those who read it."""
+        return self._key(f"idempotency:{key}")
 
     def lease(self, slot: str) -> str:
         """String with a time to live: somebody lives in the slot."""

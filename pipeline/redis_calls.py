@@ -29,7 +29,20 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import Entry, Inbox, Lease, Owner, Produced, Reply, StepCommitted, Submission, Taken
+from pipeline.log import (
+    DeadLetter,
+    Entry,
+    Inbox,
+    Lease,
+    Once,
+    Owner,
+    Produced,
+    Reply,
+    StepCommitted,
+    Submission,
+    SubmittedOnce,
+    Taken,
+)
 from pipeline.names import SEAL, Names, slot_name
 
 T = TypeVar("T")
@@ -37,9 +50,16 @@ T = TypeVar("T")
 REPLY_CAP = 2000
 """MAXLEN ~ of a replies stream."""
 REPLIES_TTL_MS = 60_000
+READER_TTL_MS = 60_000
+DEAD_CAP = 10_000
+"""MAXLEN ~ of the dead letters."""
+DEAD_HISTORY_BYTES = 64 * 1024
+"""What the copy of a history in a dead letter takes at most."""
 STATUS_TTL_MS = 10_000
 LONGEST_BLOCK_MS = 2000
 """No read waits longer, so that a stop, a lost group or a deleted stream is noticed soon."""
+HISTORY_ENTRIES = 100
+"""What a read that waits for histories brings of one of them at most."""
 SLOTS_PER_LOOK = 16
 """How many status keys of a stage are read at once; the next ones too when one of these was there."""
 
@@ -123,14 +143,23 @@ def _texts(raw: Sequence[bytes]) -> tuple[str, ...]:
 
 
 def submit(
-    names: Names, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int
-) -> Call[Submission]:
+    names: Names,
+    uid: str,
+    event: Submitted,
+    *,
+    timeout_ms: int,
+    retention_ms: int,
+    max_queued: int,
+    once: Once | None = None,
+) -> Call[SubmittedOnce]:
     fields = {name: value for name, value in encode(event).items() if name != "deadline_ms"}
+    digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
+    key = [names.idempotency(once.key)] if once else []
     return Call(
         "submit",
-        [names.request(uid), names.live, names.submitted, names.tokenized],
-        [uid, event.frontend, timeout_ms, retention_ms, max_queued, *_flat(fields)],
-        lambda reply: Submission(as_text(reply)),
+        [names.request(uid), names.live, names.submitted, names.tokenized, *key],
+        [uid, event.frontend, timeout_ms, retention_ms, max_queued, digest, instead_of, *_flat(fields)],
+        lambda reply: SubmittedOnce(Submission(as_text(reply[0])), as_text(reply[1])),
     )
 
 
@@ -144,21 +173,89 @@ def tokenized(names: Names, entry: Entry, event: Tokenized) -> Call[bool]:
     )
 
 
-def end(names: Names, uid: str, event: End, *, frontend: str, retention_ms: int, consume: Entry | None) -> Call[bool]:
+def end(
+    names: Names,
+    uid: str,
+    event: End,
+    *,
+    frontend: str,
+    retention_ms: int,
+    consume: Entry | None,
+    dead: DeadLetter | None,
+) -> Call[bool]:
     fields = {name: value for name, value in encode(event).items() if name != "n"}
+    letter = _flat(letter_fields(dead)) if dead else []
     return Call(
         "end",
-        [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted],
-        [uid, retention_ms, REPLY_CAP, consume.id if consume else "", *_flat(fields)],
+        [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead],
+        [
+            uid,
+            retention_ms,
+            REPLY_CAP,
+            consume.id if consume else "",
+            DEAD_CAP,
+            DEAD_HISTORY_BYTES,
+            len(letter),
+            *letter,
+            *_flat(fields),
+        ],
         lambda reply: as_text(reply) == "OK",
     )
 
 
-def history(names: Names, uid: str, after: str) -> list[str]:
-    """Return the command that reads a history from its start, or after the id *after*."""
+def abandon(
+    names: Names,
+    uid: str,
+    event: End,
+    *,
+    frontend: str,
+    retention_ms: int,
+    once: Once | None,
+    attached: bool,
+) -> Call[bool]:
+    fields = {name: value for name, value in encode(event).items() if name != "n"}
+    key = [names.idempotency(once.key)] if once else []
+    return Call(
+        "abandon",
+        [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key],
+        [uid, retention_ms, REPLY_CAP, int(attached), *_flat(fields)],
+        lambda reply: as_text(reply) == "OK",
+    )
+
+
+def reading(names: Names, uids: Sequence[str], who: str) -> Call[None]:
+    keys = [key for uid in uids for key in (names.reader(uid), names.request(uid))]
+    return Call("reading", keys, [who, READER_TTL_MS], lambda _: None)
+
+
+def stop_reading(names: Names, uid: str, who: str) -> list[str]:
+    """Return the command that takes back what `reading` said."""
+    return ["SREM", names.reader(uid), who]
+
+
+def letter_fields(dead: DeadLetter) -> dict[str, str]:
+    """Return what a dead letter says; uid, moment and history are added where it is committed."""
+    entry = orjson.dumps(dict(dead.entry)).decode()
+    return {"stage": dead.stage, "deaths": str(dead.deaths), "error": dead.error, "entry": entry}
+
+
+def dead_letters(names: Names, max_entries: int, before: str) -> list[str | int]:
+    """Return the command that reads dead letters, the newest first."""
+    return ["XREVRANGE", names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries]
+
+
+def history(names: Names, uid: str, after: str, max_entries: int = 0) -> list[str | int]:
+    """Return the command that reads a history from its start, or after the id *after*; 0 entries are all."""
+    count: list[str | int] = ["COUNT", max_entries] if max_entries else []
     if after == SEAL:  # Redis refuses an interval that begins after the largest id; this one is empty
         return ["XRANGE", names.request(uid), "+", "-"]
-    return ["XRANGE", names.request(uid), f"({after}" if after else "-", "+"]
+    return ["XRANGE", names.request(uid), f"({after}" if after else "-", "+", *count]
+
+
+def read_histories(names: Names, cursors: Mapping[str, str], block_ms: int) -> list[str | int]:
+    """Return the command that waits for what comes after the ids in any of the histories uid -> id."""
+    keys = [names.request(uid) for uid in cursors]
+    return ["XREAD", "COUNT", HISTORY_ENTRIES, *blocking(block_ms), "STREAMS", *keys, *cursors.values()]
 
 
 # Engines
@@ -315,6 +412,10 @@ def acquire(names: Names, slot: str, nonce: str, lease_ms: int) -> Call[Owner | 
     )
 
 
+def announce(names: Names, slot: str, status: str) -> Call[bool]:
+    return Call("announce", [names.lease(slot), names.status(slot)], [status, STATUS_TTL_MS], bool)
+
+
 def renew(names: Names, owner: Owner, lease_ms: int, status: str) -> Call[bool]:
     slot = owner.slot
     return Call(
@@ -329,12 +430,23 @@ def release(names: Names, owner: Owner) -> Call[bool]:
     return Call("release", [names.lease(owner.slot), names.status(owner.slot)], [str(owner)], bool)
 
 
-def claim(names: Names, inbox: Inbox, owner: Owner, other: str, max_entries: int) -> Call[list[Entry]]:
+def claim(
+    names: Names, inbox: Inbox, owner: Owner, other: str, max_entries: int, guest: Owner | None = None
+) -> Call[list[Entry]]:
     return Call(
         "claim",
-        [names.owner(owner.slot), names.lease(other), inbox.stream],
-        [str(owner), inbox.group, owner.slot, other, max_entries],
+        [names.owner(owner.slot), names.lease(other), names.owner(other), inbox.stream],
+        [str(owner), inbox.group, owner.slot, other, max_entries, str(guest or "")],
         lambda reply: entries_of(_unless_fenced(owner, reply)),
+    )
+
+
+def retry(names: Names, inbox: Inbox, owner: Owner, entry: Entry) -> Call[int]:
+    return Call(
+        "retry",
+        [names.owner(owner.slot), inbox.stream],
+        [str(owner), inbox.group, owner.slot, entry.id],
+        lambda reply: int(_unless_fenced(owner, reply)),
     )
 
 

@@ -22,8 +22,21 @@ from redis.retry import Retry
 from pipeline import redis_calls as calls
 from pipeline.errors import LogUnavailable
 from pipeline.events import End, StepCompleted, Submitted, Tokenized
-from pipeline.log import Entry, Inbox, Lease, Owner, Produced, Reply, StepCommitted, Submission, Taken
-from pipeline.names import Names
+from pipeline.log import (
+    DeadLetter,
+    Entry,
+    Inbox,
+    Lease,
+    Once,
+    Owner,
+    Produced,
+    Reply,
+    StepCommitted,
+    Submission,
+    SubmittedOnce,
+    Taken,
+)
+from pipeline.names import DETOKENIZE, GENERATE, Names, slot_index, slot_name
 
 T = TypeVar("T")
 C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
@@ -105,15 +118,61 @@ class RedisLog:
             calls.submit(
                 self.names, uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
             )
+        ).submission
+
+    def submit_once(
+        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+    ) -> SubmittedOnce:
+        return self._run(
+            calls.submit(
+                self.names,
+                uid,
+                event,
+                timeout_ms=timeout_ms,
+                retention_ms=retention_ms,
+                max_queued=max_queued,
+                once=once,
+            )
         )
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         return self._run(calls.tokenized(self.names, entry, event))
 
-    def end(self, uid: str, event: End, *, frontend: str, retention_ms: int, consume: Entry | None = None) -> bool:
+    def end(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        retention_ms: int,
+        consume: Entry | None = None,
+        dead: DeadLetter | None = None,
+    ) -> bool:
         return self._run(
-            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=consume)
+            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=consume, dead=dead)
         )
+
+    def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        retention_ms: int,
+        once: Once | None = None,
+        attached: bool = False,
+    ) -> bool:
+        return self._run(
+            calls.abandon(
+                self.names, uid, event, frontend=frontend, retention_ms=retention_ms, once=once, attached=attached
+            )
+        )
+
+    def reading(self, uids: Sequence[str], who: str) -> None:
+        self._run(calls.reading(self.names, uids, who))
+
+    def stop_reading(self, uid: str, who: str) -> None:
+        self._do(*calls.stop_reading(self.names, uid, who))
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
         if not uids:
@@ -131,6 +190,48 @@ class RedisLog:
             return set()
         scores = self._do("ZMSCORE", self.names.live, *uids)
         return {uid for uid, score in zip(uids, scores, strict=True) if score is not None}
+
+    # the janitor
+
+    def overdue(self, max_uids: int) -> list[str]:
+        seconds, microseconds = self._do("TIME")
+        now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+        uids = self._do("ZRANGEBYSCORE", self.names.live, "-inf", now_ms, "LIMIT", 0, max_uids)
+        return [calls.as_text(uid) for uid in uids]
+
+    def living(self) -> list[str]:
+        return [calls.as_text(uid) for uid in self._do("ZRANGE", self.names.live, 0, -1)]
+
+    def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
+        pipe = self._redis.pipeline(transaction=False)
+        for uid in uids:
+            pipe.execute_command("XRANGE", self.names.request(uid), "-", "+", "COUNT", 1)
+        try:
+            firsts = [calls.entries_of(raw) for raw in pipe.execute()]
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+        return {
+            uid: first[0].fields.get("frontend", "") if first else "" for uid, first in zip(uids, firsts, strict=True)
+        }
+
+    def read_by_others(self, uids: Sequence[str]) -> set[str]:
+        if not uids:
+            return set()
+        pipe = self._redis.pipeline(transaction=False)
+        for uid in uids:
+            pipe.execute_command("EXISTS", self.names.reader(uid))
+        try:
+            return {uid for uid, exists in zip(uids, pipe.execute(), strict=True) if exists}
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+
+    # dead letters
+
+    def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
+        return calls.entries_of(self._do(*calls.dead_letters(self.names, max_entries, before)))
+
+    def drop_dead(self, entry_id: str) -> bool:
+        return bool(self._do("XDEL", self.names.dead, entry_id))
 
     # engines
 
@@ -193,20 +294,60 @@ class RedisLog:
             first = f"({calls.as_text(items[-1][0])}"
 
     def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
-        _, _, _, consumers = self._do("XPENDING", inbox.stream, inbox.group)
         entries: list[Entry] = []
-        for name, _count in consumers or ():
-            other = calls.as_text(name)
+        for other in self._holdings(inbox):
             if other != owner.slot and len(entries) < max_entries:
                 call = calls.claim(self.names, inbox, owner, other, max_entries - len(entries))
                 claimed = self._run(call, retry=False)
                 entries += claimed
         return entries
 
+    def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
+        return self._run(calls.claim(self.names, inbox, owner, guest.slot, max_entries, guest), retry=False)
+
+    def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
+        return self._run(calls.retry(self.names, inbox, owner, entry), retry=False)
+
+    def num_pending(self, inbox: Inbox, consumer: str) -> int:
+        return self._holdings(inbox).get(consumer, 0)
+
+    def forsaken(self, inbox: Inbox) -> list[str]:
+        return [slot for slot in self._holdings(inbox) if self.lease(slot).is_free]
+
+    def _holdings(self, inbox: Inbox) -> dict[str, int]:
+        """Return how many entries each consumer has pending."""
+        _, _, _, consumers = self._do("XPENDING", inbox.stream, inbox.group)
+        return {calls.as_text(name): int(count) for name, count in consumers or ()}
+
     # slots
 
     def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
         return self._run(calls.acquire(self.names, slot, nonce, lease_ms))
+
+    def announce(self, slot: str, status: str) -> bool:
+        return self._run(calls.announce(self.names, slot, status))
+
+    def unattended(self) -> list[str]:
+        found: list[str] = []
+        first = 0
+        while True:
+            engines = [slot_name(GENERATE, index) for index in range(first, first + calls.SLOTS_PER_LOOK)]
+            detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
+            pipe = self._redis.pipeline(transaction=False)
+            for engine in engines:
+                pipe.execute_command("XLEN", self.names.steps(engine))
+            pipe.execute_command("MGET", *(self.names.lease(slot) for slot in (*engines, *detokenizers)))
+            try:
+                *lengths, holders = pipe.execute()
+            except redis.exceptions.RedisError as error:
+                raise calls.translate(error) from error
+            living, attending = holders[: len(engines)], holders[len(engines) :]
+            for engine, length, lives, attends in zip(engines, lengths, living, attending, strict=True):
+                if (length or lives) and calls.lease_of(attends, 0).is_free:
+                    found.append(engine)
+            first += calls.SLOTS_PER_LOOK
+            if not any(lengths) and not any(holders):
+                return found
 
     def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
         return self._run(calls.renew(self.names, owner, lease_ms, status))
@@ -286,30 +427,90 @@ class AsyncRedisLog:
         self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int
     ) -> Submission:
         """As StreamLog.submit."""
-        return await self._run(
+        done = await self._run(
             calls.submit(
                 self.names, uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
             )
         )
+        return done.submission
 
-    async def end(self, uid: str, event: End, *, frontend: str, retention_ms: int) -> bool:
+    async def submit_once(
+        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+    ) -> SubmittedOnce:
+        """As StreamLog.submit_once."""
+        return await self._run(
+            calls.submit(
+                self.names,
+                uid,
+                event,
+                timeout_ms=timeout_ms,
+                retention_ms=retention_ms,
+                max_queued=max_queued,
+                once=once,
+            )
+        )
+
+    async def end(
+        self, uid: str, event: End, *, frontend: str, retention_ms: int, dead: DeadLetter | None = None
+    ) -> bool:
         """As StreamLog.end."""
         return await self._run(
-            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=None)
+            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=None, dead=dead)
         )
+
+    async def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        retention_ms: int,
+        once: Once | None = None,
+        attached: bool = False,
+    ) -> bool:
+        """As StreamLog.abandon."""
+        return await self._run(
+            calls.abandon(
+                self.names, uid, event, frontend=frontend, retention_ms=retention_ms, once=once, attached=attached
+            )
+        )
+
+    async def reading(self, uids: Sequence[str], who: str) -> None:
+        """As StreamLog.reading."""
+        await self._run(calls.reading(self.names, uids, who))
+
+    async def stop_reading(self, uid: str, who: str) -> None:
+        """As StreamLog.stop_reading."""
+        try:
+            await self._redis.execute_command(*calls.stop_reading(self.names, uid, who))
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
 
     async def flush(self, by: str) -> str:
         """As StreamLog.flush."""
         return await self._run(calls.flush(self.names, by))
 
-    async def histories(self, cursors: Mapping[str, str]) -> dict[str, list[Entry] | None]:
-        """Return the entries of each history uid -> after id; None where there is no history any more."""
+    async def entries(self, uid: str, ids: Sequence[str]) -> dict[str, Entry]:
+        """Return those of the entries *ids* that the history of *uid* has."""
+        pipe = self._redis.pipeline(transaction=False)
+        for entry_id in ids:
+            pipe.execute_command("XRANGE", self.names.request(uid), entry_id, entry_id)
+        try:
+            raw = await pipe.execute()
+        except redis.exceptions.RedisError as error:
+            raise calls.translate(error) from error
+        return {entry.id: entry for found in raw for entry in calls.entries_of(found)}
+
+    async def histories(self, cursors: Mapping[str, str], *, max_entries: int = 0) -> dict[str, list[Entry] | None]:
+        """Return the entries of each history uid -> after id, the first *max_entries* where that is not 0; None where
+        there is no history any more.
+        """
         if not cursors:
             return {}
         pipe = self._redis.pipeline(transaction=False)
         for uid, after in cursors.items():
             pipe.execute_command("EXISTS", self.names.request(uid))
-            pipe.execute_command(*calls.history(self.names, uid, after))
+            pipe.execute_command(*calls.history(self.names, uid, after, max_entries))
         try:
             raw = await pipe.execute()
         except redis.exceptions.RedisError as error:
@@ -341,13 +542,22 @@ class AsyncRedisLog:
 
     async def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
         """As StreamLog.read_replies."""
-        command = calls.read_replies(self.names, frontend, after, block_ms)
+        entries = calls.first_stream(await self._block(calls.read_replies(self.names, frontend, after, block_ms)))
+        return (entries[-1].id if entries else after), calls.replies_of(entries)
+
+    async def read_histories(self, cursors: Mapping[str, str], *, block_ms: int) -> dict[str, list[Entry]]:
+        """Return what comes after the id in each of the histories uid -> id that has something, waiting for the first
+        of it up to *block_ms*. One that is gone is waited for like one to come.
+        """
+        raw = await self._block(calls.read_histories(self.names, cursors, block_ms))
+        uids = {self.names.request(uid): uid for uid in cursors}
+        return {uids[calls.as_text(key)]: calls.entries_of(entries) for key, entries in raw or ()}
+
+    async def _block(self, command: Sequence[str | int]) -> Any:
         try:
             async with asyncio.timeout(LONGEST_WAIT_S):
-                raw = await self._blocking.execute_command(*command)
+                return await self._blocking.execute_command(*command)
         except TimeoutError as error:
             raise LogUnavailable(f"no reply within {LONGEST_WAIT_S} s") from error
         except redis.exceptions.RedisError as error:
             raise calls.translate(error) from error
-        entries = calls.first_stream(raw)
-        return (entries[-1].id if entries else after), calls.replies_of(entries)

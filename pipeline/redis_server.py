@@ -107,6 +107,19 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
+def socket_of(folder: Path) -> Path:
+    """Return where the embedded Redis of *folder* listens: there, unless the path is too long for a socket."""
+    socket = folder / "redis.sock"
+    if len(os.fsencode(socket)) <= SOCKET_PATH_LIMIT:
+        return socket
+    return Path(tempfile.gettempdir()) / f"minisgl-{sha256(os.fsencode(folder)).hexdigest()[:12]}.sock"
+
+
+def url_of(socket: Path) -> str:
+    """Return the URL of the Redis that listens on *socket*."""
+    return f"unix://{quote(str(socket))}"
+
+
 class EmbeddedRedis:
     """A redis-server of our own on a unix socket, its data in *folder*, which is locked while it runs.
 
@@ -128,7 +141,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{quote(str(self._socket))}"
+        return url_of(self._socket)
 
     def watch(self) -> None:
         """Start it again if it has died; what it had acknowledged is in its append-only file.
@@ -152,10 +165,7 @@ class EmbeddedRedis:
 
     @property
     def _socket(self) -> Path:
-        socket = self._folder / "redis.sock"
-        if len(os.fsencode(socket)) <= SOCKET_PATH_LIMIT:
-            return socket
-        return Path(tempfile.gettempdir()) / f"minisgl-{sha256(os.fsencode(self._folder)).hexdigest()[:12]}.sock"
+        return socket_of(self._folder)
 
     def _start(self) -> subprocess.Popen[bytes]:
         options = {

@@ -1,7 +1,9 @@
 """The place of a worker: its slot, its lease and who owns it, and what it says of itself to everybody else.
 
-A lease says who may take over, the owner who may write. A thread of its own keeps the lease, publishes the status, and
-ends the process when the worker's loop has stopped coming round (the watchdog).
+A lease says who may take over, the owner who may write. A worker asks for a slot when it is ready to serve; until then
+it only announces itself there. A thread of its own keeps the lease, publishes the status, and ends the process when the
+worker's loop has stopped coming round (the watchdog). Who lost its slot, by a pause or because Redis lost its data,
+forgets what it had in hand and asks for one again, in the same process.
 """
 
 from __future__ import annotations
@@ -11,16 +13,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Generator, Mapping
+from typing import Literal, Protocol
 
 import structlog
 from pydantic import ValidationError
 
-from pipeline.errors import LogError, UndecodableEvent
+from pipeline.errors import LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Value
-from pipeline.log import Owner, StreamLog
-from pipeline.names import slot_name
+from pipeline.log import GUEST, Owner, StreamLog
+from pipeline.names import slot_index, slot_name
 
 logger = structlog.get_logger()
 
@@ -28,8 +30,20 @@ Phase = Literal["starting", "waiting", "loading", "ready", "draining"]
 
 WATCHDOG_S = 10.0
 """A loop that has not come round for so long is stuck, and its process ends. An error from Redis counts as progress."""
+PAUSED_S = 8.0
+"""A round of the watchdog's own that took longer than any time-out of the log: its process was stopped."""
 EXIT_STUCK = 3
 """Exit code of a process that its watchdog ended."""
+AGAIN_S = 0.2
+"""Pause before a slot is asked for again, while the log cannot be reached."""
+
+
+class Ends(Protocol):
+    """`worker.Stop`: whether this process is to end."""
+
+    def __bool__(self) -> bool: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
 
 
 class Status(Value):
@@ -88,6 +102,36 @@ def known_statuses(texts: Mapping[str, str]) -> list[Status]:
     return found
 
 
+def acquire_guest(log: StreamLog, slot: str, lease_ms: int) -> Owner | None:
+    """Look after *slot* while its worker is away: from now on that one cannot write. None when somebody holds it."""
+    return log.acquire(slot, GUEST + secrets.token_hex(4), lease_ms)
+
+
+def places(
+    log: StreamLog, lease_log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None, stop: Ends
+) -> Generator[Place, None, None]:
+    """Give a held slot, and after each loss another one, until *stop*; the one before is left by then.
+
+    While the log cannot be reached it is tried again: a process that is ready waits, it does not end.
+    """
+    while not stop:
+        try:
+            owner = acquire_slot(log, stage, lease_ms, preferred=preferred)
+        except (LogUnavailable, LogFull) as error:
+            logger.warning("no_slot", stage=stage, error=str(error))
+            stop.wait(AGAIN_S)
+            continue
+        structlog.contextvars.bind_contextvars(slot=owner.slot)
+        place = Place(lease_log, owner, lease_ms)
+        try:
+            yield place
+        finally:
+            place.leave()
+        if place.lost.is_set():
+            logger.warning("slot_lost", slot=owner.slot, epoch=owner.epoch)
+        preferred = slot_index(owner.slot)
+
+
 def acquire_slot(log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> Owner:
     """Take the slot *preferred*, once its dead holder's lease has run out, or else the lowest free one of *stage*."""
     nonce = secrets.token_hex(4)
@@ -117,22 +161,22 @@ def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int) -> 
         time.sleep(min(0.1, now.ttl_ms / 1000 + 0.001))
 
 
-class Place:
-    """A held slot: renews the lease, publishes the status, watches the loop. One thread, one log of its own."""
+class Voice:
+    """A thread, with a log of its own, that says how a worker is, three times within a lease and at each change."""
 
-    def __init__(self, log: StreamLog, owner: Owner, lease_ms: int) -> None:
-        self.owner = owner
-        self.lost = threading.Event()
-        """Set once another owner holds the slot."""
+    def __init__(self, log: StreamLog, slot: str, owner: str, lease_ms: int) -> None:
         self._log = log
         self._lease_ms = lease_ms
-        self._status = Status(slot=owner.slot, owner=str(owner), pid=os.getpid(), host=socket.gethostname())
+        self._status = Status(slot=slot, owner=owner, pid=os.getpid(), host=socket.gethostname())
         self._changed = threading.Condition()
         self._stopped = False
         self._came_round_s = time.monotonic()
         self._patience_s = WATCHDOG_S
-        self._thread = threading.Thread(target=self._keep, name=f"lease {owner.slot}", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name=f"lease {slot}", daemon=True)
         self._thread.start()
+
+    def _speak(self, status: Status) -> None:
+        raise NotImplementedError
 
     @property
     def status(self) -> Status:
@@ -150,37 +194,79 @@ class Place:
         self._patience_s = patience_s
 
     def leave(self) -> None:
-        """Stop the thread and give the slot back."""
+        """Stop the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self._thread.join()
+
+    def _keep(self) -> None:
+        while not self._stopped:
+            began_s = time.monotonic()
+            published = self._status
+            try:
+                self._speak(published)
+            except LogError as error:
+                logger.warning("lease_not_renewed", slot=self._status.slot, error=str(error))
+            with self._changed:
+                if not self._stopped and published is self._status:
+                    self._changed.wait(self._lease_ms / 3000)
+            if time.monotonic() - began_s < PAUSED_S:
+                self._watch()
+            else:  # the whole process stood still, or the log was slow: that says nothing of the loop
+                self.came_round(patience_s=self._patience_s)
+
+    def _watch(self) -> None:
+        silent_s = time.monotonic() - self._came_round_s
+        if silent_s > self._patience_s:
+            logger.error("stuck", slot=self._status.slot, silent_s=round(silent_s, 1), patience_s=self._patience_s)
+            os._exit(EXIT_STUCK)
+
+
+class Announcement(Voice):
+    """What a worker without a slot says of itself: under the lowest one that nobody holds, from *preferred* on."""
+
+    def __init__(self, log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> None:
+        self._stage = stage
+        super().__init__(log, slot_name(stage, preferred or 0), "", lease_ms)
+
+    def _speak(self, status: Status) -> None:
+        while not self._log.announce(status.slot, status.model_dump_json()):
+            status = status.model_copy(update={"slot": slot_name(self._stage, slot_index(status.slot) + 1)})
+            self.say(slot=status.slot)
+
+    def __enter__(self) -> Announcement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+class Place(Voice):
+    """A held slot: renews the lease, publishes the status, watches the loop."""
+
+    def __init__(self, log: StreamLog, owner: Owner, lease_ms: int) -> None:
+        self.owner = owner
+        self.lost = threading.Event()
+        """Set once another owner holds the slot, or nobody, because Redis lost its data."""
+        super().__init__(log, owner.slot, str(owner), lease_ms)
+
+    def leave(self) -> None:
+        """Stop the thread and give the slot back."""
+        super().leave()
         try:
             self._log.release(self.owner)
         except LogError as error:
             logger.warning("lease_not_released", slot=self.owner.slot, error=str(error))
 
-    def _keep(self) -> None:
-        while not self._stopped:
-            published = self._status
-            try:
-                if not self._log.renew(self.owner, self._lease_ms, published.model_dump_json()):
-                    self.lost.set()
-            except LogError as error:
-                logger.warning("lease_not_renewed", slot=self.owner.slot, error=str(error))
-            with self._changed:
-                if not self._stopped and published is self._status:
-                    self._changed.wait(self._lease_ms / 3000)
-            self._watch()
-
-    def _watch(self) -> None:
-        silent_s = time.monotonic() - self._came_round_s
-        if silent_s > self._patience_s:
-            logger.error("stuck", slot=self.owner.slot, silent_s=round(silent_s, 1), patience_s=self._patience_s)
-            os._exit(EXIT_STUCK)
+    def _speak(self, status: Status) -> None:
+        # A guest is no worker of this slot: it holds the lease, and says how it is in its own.
+        said = "" if self.owner.is_guest else status.model_dump_json()
+        if not self._log.renew(self.owner, self._lease_ms, said):
+            self.lost.set()
 
 
-def progress_reporter(place: Place, detail: str) -> Callable[[float], None]:
+def progress_reporter(place: Voice, detail: str) -> Callable[[float], None]:
     """Return a function that publishes how far a load is, in steps of 5 %."""
     said = -1.0
 

@@ -213,7 +213,8 @@ class Supervisor:
 
     def _free_slot(self, child: _Child) -> None:
         """Give back the lease of a child that is dead for certain: nobody needs to wait until it runs out."""
-        if child.status is None:
+        if child.status is None or not child.status.owner:
+            child.status = None
             return
         epoch, _, nonce = child.status.owner.partition(":")
         try:
@@ -229,19 +230,23 @@ class Supervisor:
 
     def _read_statuses(self) -> None:
         try:
-            said = {
-                (status.host, status.pid): status
+            found = [
+                status
                 for stage in {child.job.stage for child in self._children}
                 for status in read_statuses(self._log, stage)
-            }
+            ]
         except LogError as error:
             logger.warning("log_unavailable", error=str(error))
             return
         host = os.uname().nodename
+        # What a worker announced under another slot, before it had its own, is there for some seconds more.
+        said = {(status.host, status.pid): status for status in sorted(found, key=lambda status: bool(status.owner))}
         for child in self._children:
             status = said.get((host, child.process.pid))
             if status is not None and not child.is_down:
-                child.status, child.slot = status, slot_index(status.slot)
+                child.status = status
+                if status.owner:  # else it only announces itself
+                    child.slot = slot_index(status.slot)
                 if status.phase == "ready":
                     child.ready_s = min(child.ready_s, time.monotonic())
 

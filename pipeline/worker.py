@@ -1,7 +1,11 @@
 """The consumer-group runtime of a stage: read, hand over, and nothing lost on the way.
 
 Order of reading: first what this slot had read before and not consumed, one entry at a time; then new entries, and
-those of slots that nobody holds. After a broken read the first part is done again: its reply may have been lost.
+those of slots that nobody holds. After a broken read, and once a second, the first part is looked up again: the reply
+may have been lost, or a worker that had this slot before and does not know yet that it lost it has read an entry.
+
+What was read before may have killed who read it. So each time is counted in the log before the work begins, and what
+was tried too often is buried instead.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
-from pipeline.errors import GroupLost, LogUnavailable
+from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
 from pipeline.log import Entry, Inbox, StreamLog
 from pipeline.slots import Place
 
@@ -26,9 +30,13 @@ SUPERVISOR_VARIABLE = "MINISGL_SUPERVISOR"
 BLOCK_MS = 500
 CLAIM_EVERY_S = 1.0
 BACKOFF_S = 0.2
+MOST_DELIVERIES = 4
+"""An entry that was worked on so often, the last three times alone, and is still there has killed its workers."""
 
 Handle = Callable[[Sequence[Entry]], None]
 """Does the work of a stage on the entries that one read brought, and commits it."""
+Bury = Callable[[Entry, int], None]
+"""Ends what an entry stands for, which killed its worker so often, without doing its work."""
 
 
 class Stop:
@@ -54,10 +62,12 @@ class Stop:
         return self._event.wait(timeout_s)
 
 
-def follow(log: StreamLog, inbox: Inbox, place: Place, handle: Handle, stop: Stop, *, max_entries: int) -> None:
+def follow(
+    log: StreamLog, inbox: Inbox, place: Place, handle: Handle, bury: Bury, stop: Stop, *, max_entries: int
+) -> None:
     """Feed *handle* from *inbox* until *stop* is set or the slot has another owner."""
-    reader = _Reader(log, inbox, place, max_entries)
-    group_lost = False
+    reader = _Reader(log, inbox, place, bury, max_entries)
+    group_lost = True  # or not there yet
     while not stop and not place.lost.is_set():
         place.came_round()
         try:
@@ -71,22 +81,28 @@ def follow(log: StreamLog, inbox: Inbox, place: Place, handle: Handle, stop: Sto
             logger.warning("group_lost", stream=inbox.stream, error=str(error))
             group_lost = True
             reader.unsure()
-        except LogUnavailable as error:
+        except (LogUnavailable, LogFull) as error:
             logger.warning("log_unavailable", error=str(error))
             reader.unsure()
             stop.wait(BACKOFF_S)
+        except Fenced as error:
+            logger.warning("fenced", error=str(error))
+            place.lost.set()
 
 
 class _Reader:
     """Decides where the next entries come from."""
 
-    def __init__(self, log: StreamLog, inbox: Inbox, place: Place, max_entries: int) -> None:
+    def __init__(self, log: StreamLog, inbox: Inbox, place: Place, bury: Bury, max_entries: int) -> None:
         self._log = log
         self._inbox = inbox
         self._place = place
+        self._bury = bury
         self._max_entries = max_entries
         self._own: list[Entry] | None = None  # None: to be looked up
-        self._claimed_s = time.monotonic()
+        self._suspect = True  # whoever read what is looked up may have died of it
+        self._tries: dict[str, int] = {}  # of what is suspect, by entry: counted once by each worker
+        self._looked_s = time.monotonic()
 
     def unsure(self) -> None:
         """Look up again what this slot has read and not consumed."""
@@ -96,15 +112,32 @@ class _Reader:
         owner = self._place.owner
         if self._own is None:
             self._own = self._log.pending(self._inbox, owner.slot)
-        if self._own:
-            return [self._own.pop(0)]
-        if time.monotonic() - self._claimed_s > CLAIM_EVERY_S:
-            self._claimed_s = time.monotonic()
-            self._own = self._log.claim(self._inbox, owner, self._max_entries)
-            if self._own:
-                logger.info("claimed", slot=owner.slot, entries=len(self._own))
+        if not self._own and time.monotonic() - self._looked_s > CLAIM_EVERY_S:
+            self._looked_s = time.monotonic()
+            self._own = self._log.pending(self._inbox, owner.slot)
+            if not self._own:
+                self._suspect = True  # also when the reply is lost, and `pending` finds what it brought
+                self._own = self._log.claim(self._inbox, owner, self._max_entries)
+                if self._own:
+                    logger.info("claimed", slot=owner.slot, entries=len(self._own))
+        while self._own:
+            if self._may_be_tried(self._own[0]):
                 return [self._own.pop(0)]
+            self._own.pop(0)
+        self._suspect = False
+        self._tries.clear()
         return self._log.read(self._inbox, owner.slot, max_entries=self._max_entries, block_ms=BLOCK_MS)
+
+    def _may_be_tried(self, entry: Entry) -> bool:
+        if not self._suspect:
+            return True
+        if entry.id not in self._tries:
+            self._tries[entry.id] = self._log.retry(self._inbox, self._place.owner, entry)
+        times = self._tries[entry.id]
+        if times > MOST_DELIVERIES:
+            logger.error("buried", stream=self._inbox.stream, id=entry.id, deaths=times - 1)
+            self._bury(entry, times - 1)
+        return 0 < times <= MOST_DELIVERIES
 
 
 def die_with_supervisor(environment: Mapping[str, str]) -> None:

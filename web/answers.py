@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import orjson
 from quart import Response
 
 from pipeline.errors import RequestError
+from web import sse
 from web.openai.errors import error_body
 
 
@@ -13,6 +16,14 @@ def json_response(value: object, status: int = 200) -> Response:
     """Return *value* as JSON; bytes are JSON already."""
     body = value if isinstance(value, bytes) else orjson.dumps(value)
     return Response(body, status, content_type="application/json")
+
+
+def stream_response(frames: AsyncIterator[bytes]) -> Response:
+    """Return server-sent events that no proxy holds back."""
+    response = Response(frames, content_type=sse.CONTENT_TYPE)
+    response.headers["cache-control"] = "no-cache"
+    response.headers["x-accel-buffering"] = "no"
+    return response
 
 
 def error_response(error: RequestError) -> Response:

@@ -19,6 +19,7 @@ from web.routes.cache import cache_routes
 from web.routes.chat import chat_routes
 from web.routes.health import health_routes
 from web.routes.models import model_routes
+from web.routes.requests import request_routes
 
 logger = structlog.get_logger()
 
@@ -48,6 +49,7 @@ def create_app(frontend: Frontend) -> Quart:
     app.url_map.merge_slashes = False
     for routes in (
         chat_routes(frontend),
+        request_routes(frontend),
         model_routes(frontend, int(time.time())),
         health_routes(frontend),
         cache_routes(frontend),

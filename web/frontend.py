@@ -1,26 +1,34 @@
 """What the routes share: the log, the tail, readiness; and the life of one request from its submit to its last byte.
 
 A client that leaves is noticed as the end of the task that answers it, wherever that task was: then what has not ended
-is cancelled in the log, by a task of its own, because one that is being cancelled cannot wait for Redis.
+and what nobody else reads is cancelled in the log, after a period of grace, by a task of its own, because one that is
+being cancelled cannot wait for Redis. A client that came to a request under its idempotency key cancels it by leaving
+only where the one that sent it has left before; a client that reads the events of a request cancels nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import structlog
 
-from pipeline.errors import LogError, LogFull, RequestError
-from pipeline.events import Cancelled, End, Failed, Finished, Submitted, new_uid
-from pipeline.log import Reply, Submission
+from pipeline.errors import LogError, LogFull, RequestError, UndecodableEvent
+from pipeline.events import Cancelled, End, Failed, Finished, Submitted, decode, new_uid
+from pipeline.failpoints import failpoint
+from pipeline.log import Once, Submission, SubmittedOnce
+from pipeline.names import SEAL, SUBMITTED_ID
 from pipeline.redis_log import AsyncRedisLog
+from web.idempotency import HEADER
 from web.loops import run_all
 from web.openai.errors import CLIENT_CLOSED, error_of
+from web.readers import Readers
 from web.ready import Limits, Readiness, Say
-from web.tail import Tail
+from web.tail import Heard, Listener, Tail
+from web.uids import drawn_ms
 
 logger = structlog.get_logger()
 
@@ -31,20 +39,20 @@ END_TRIES = 30
 token, and nobody listens."""
 LOG_PATIENCE_S = 2.0
 """How long the log has to say that a request is past its deadline, before its client is told without it."""
+UNREACHABLE = "The log cannot be reached at the moment; send it again."
 SHUT_DOWN_S = 2.0
 """How long a drain waits for the log to end what is left, and then for the last frames."""
 
 
-class OpenRequest:
-    """One request, while its client is answered."""
+class Client:
+    """One client, while it is answered with what a request says."""
 
-    def __init__(self, frontend: Frontend, event: Submitted, *, stream: bool) -> None:
-        self.uid = new_uid()
+    def __init__(self, uid: str, event: Submitted, listener: Listener) -> None:
+        self.uid = uid
         self.event = event
-        self.created_s = int(time.time())
-        self.listener = frontend.tail.listen(self.uid)
-        self.submission = frontend.spawn(frontend.submit(self.uid, event))
-        self._stream = stream
+        self.listener = listener
+        self.reads = ""
+        """The uid of which it is counted as a reader, where another client sent the request."""
         self._since_s = time.monotonic()
         self._end: End | RequestError | None = None
         self._broken: RequestError | None = None
@@ -57,17 +65,17 @@ class OpenRequest:
     def broken(self) -> bool:
         return self._broken is not None
 
-    async def next(self) -> list[Reply]:
+    async def next(self) -> list[Heard]:
         """As Listener.next."""
-        replies = await self.listener.next()
-        match replies:
-            case [*_, Reply(event=Finished() | Failed() | Cancelled() as end)]:
+        heard = await self.listener.next()
+        match heard:
+            case [*_, Heard(event=Finished() | Failed() | Cancelled() as end)]:
                 self._end = end
-        return replies
+        return heard
 
-    def refuse(self, message: str, code: str) -> RequestError:
+    def refuse(self, message: str, code: str, *, status: int = 503, param: str | None = None) -> RequestError:
         """Return the error for a request that the log did not take."""
-        self._end = error = RequestError(message, code=code, status=503)
+        self._end = error = RequestError(message, code=code, status=status, param=param)
         return error
 
     def break_off(self) -> RequestError:
@@ -77,7 +85,7 @@ class OpenRequest:
         self._broken = error = RequestError(message, code="internal_error", status=500)
         return error
 
-    def log_line(self) -> None:
+    def log_line(self, **said: object) -> None:
         """Write the canonical line."""
         line: dict[str, object] = {"completion_tokens": self.listener.n}
         match self._broken or self._end:
@@ -93,22 +101,56 @@ class OpenRequest:
             case None:
                 line |= {"status": CLIENT_CLOSED, "error": "client_left"}
         total_ms = round((time.monotonic() - self._since_s) * 1000)
-        logger.info("request", uid=self.uid, model=self.event.model, stream=self._stream, **line, total_ms=total_ms)
+        logger.info("request", uid=self.uid, model=self.event.model, **said, **line, total_ms=total_ms)
+
+
+class OpenRequest(Client):
+    """A client that sends a request, or comes to the one that was sent under its idempotency key before."""
+
+    submission: asyncio.Task[SubmittedOnce]
+
+    def __init__(self, tail: Tail, event: Submitted, *, stream: bool, once: Once | None) -> None:
+        uid = new_uid()
+        super().__init__(uid, event, tail.listen(uid))
+        if event.frontend != tail.frontend:  # renamed since it was made
+            self.listener.follow()
+        self.once = once
+        self.attached = False
+        """Another client sent the request."""
+        self._stream = stream
+
+    @property
+    def created_s(self) -> int:
+        return drawn_ms(self.uid) // 1000
+
+    def attach(self, uid: str, event: Submitted, listener: Listener) -> None:
+        """Answer with the request *uid* instead of an own one."""
+        self.listener.close()
+        self.uid, self.event, self.listener, self.attached = uid, event, listener, True
+
+    def log_line(self, **said: object) -> None:
+        """As Client.log_line."""
+        super().log_line(stream=self._stream, **said, **({"attached": True} if self.attached else {}))
 
 
 class Frontend:
     """One web process: what it listens to and what it has open."""
 
-    def __init__(self, name: str, log: AsyncRedisLog, limits: Limits, say: Say) -> None:
+    def __init__(
+        self, name: str, log: AsyncRedisLog, limits: Limits, say: Say, *, disconnect_grace_s: float = 0.0
+    ) -> None:
         self.name = name
-        self.tail = Tail(log, name)
+        self.tail = Tail(log, name, retention_s=limits.retention_s)
+        self.readers = Readers(log, name)
         self.readiness = Readiness(log, self.tail, name, limits, self._say_unless_draining)
         self.draining = False
         self._log = log
         self.limits = limits
         self._say = say
-        self._open: set[OpenRequest] = set()
+        self._grace_s = disconnect_grace_s
+        self._clients: set[Client] = set()
         self._background: set[asyncio.Task[Any]] = set()
+        self._in_grace: set[asyncio.TimerHandle] = set()
 
     @property
     def log(self) -> AsyncRedisLog:
@@ -117,7 +159,13 @@ class Frontend:
 
     async def run(self) -> None:
         """Listen to the log until cancelled."""
-        await run_all(*self.tail.loops(), self.readiness.run())
+        await run_all(*self.tail.loops(), self.readers.run(), self.readiness.run())
+
+    def rename(self, name: str) -> None:
+        """Have what is submitted from now on answered under another name; what is open goes on."""
+        logger.info("renamed", before=self.name, name=name)
+        self.name = name
+        self.tail.rename(name)
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run *work* in a task of its own, which nobody's end cancels."""
@@ -126,10 +174,17 @@ class Frontend:
         task.add_done_callback(self._background.discard)
         return task
 
+    async def ask(self, question: Coroutine[Any, Any, T]) -> T:
+        """Return what the log answers, for a task that may answer its client for long: not on its own, for in Python
+        3.11 redis-py swallows a cancellation that comes as a command is sent, and the client that left would be
+        answered for ever. Raises as the log does.
+        """
+        return await asyncio.shield(self.spawn(question))
+
     @property
     def is_busy(self) -> bool:
         """Say whether a client is being answered, or something has yet to be said to the log."""
-        return bool(self._open or self._background)
+        return bool(self._clients or self._background)
 
     def admit(self) -> None:
         """Let a new request in.
@@ -140,58 +195,140 @@ class Frontend:
         if self.draining:
             raise RequestError("The server is shutting down; send it again later.", code="shutting_down", status=503)
 
-    async def open(self, event: Submitted, *, stream: bool) -> OpenRequest:
+    async def open(self, event: Submitted, *, stream: bool, once: Once | None = None) -> OpenRequest:
         """Submit *event* and listen to it until the current task is done; what has not ended by then is cancelled.
+
+        With *once*, what was submitted under that key before is listened to instead, from its start, unless it is gone
+        or ended in vain.
 
         Raises:
             RequestError: The log does not take it.
         """
-        opened = OpenRequest(self, event, stream=stream)
-        self._open.add(opened)
+        opened = OpenRequest(self.tail, event, stream=stream, once=once)
+        self._clients.add(opened)
         timeout_s = self.limits.timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, opened, timeout_s)
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(lambda _: self._close(opened, timer))
-        try:
-            submission = await asyncio.shield(opened.submission)
-        except LogFull:
-            raise opened.refuse("The log is full until running requests end; send it again.", "overloaded") from None
-        except LogError as error:  # it may have got through all the same
-            logger.warning("not_submitted", uid=opened.uid, error=str(error))
-            self.spawn(self.end(opened, Cancelled(by="web")))
-            raise opened.refuse("The log cannot be reached at the moment; send it again.", "overloaded") from None
-        except Exception:
-            raise opened.break_off() from None
-        if submission is Submission.BUSY:
-            raise opened.refuse("Too many requests are waiting; send it again.", "overloaded")
-        return opened
+        self._when_done(lambda: self._close(opened, timer))
+        while True:
+            opened.submission = self.spawn(self._submit(opened.uid, event, once))
+            try:
+                submitted = await asyncio.shield(opened.submission)
+            except LogFull:
+                raise opened.refuse(
+                    "The log is full until running requests end; send it again.", "overloaded"
+                ) from None
+            except LogError as error:  # it may have got through all the same
+                logger.warning("not_submitted", uid=opened.uid, error=str(error))
+                self.spawn(self.end(opened, Cancelled(by="web")))
+                raise opened.refuse(UNREACHABLE, "overloaded") from None
+            except Exception:
+                raise opened.break_off() from None
+            match submitted.submission:
+                case Submission.BUSY:
+                    raise opened.refuse("Too many requests are waiting; send it again.", "overloaded")
+                case Submission.MISMATCH:
+                    message = f"{HEADER}: it was used with another body before; take a new one for a new request"
+                    raise opened.refuse(message, "idempotency_key_reused", status=400, param=HEADER)
+                case Submission.ATTACH if once is not None:
+                    if await self._attach(opened, submitted.uid):
+                        return opened
+                    once = dataclasses.replace(once, instead_of=submitted.uid)
+                case _:
+                    return opened
 
-    async def submit(self, uid: str, event: Submitted) -> Submission:
-        """Begin the history of *uid*. Raises as the log does."""
-        limits = self.limits
-        return await self._log.submit(
-            uid,
-            event,
-            timeout_ms=int(limits.timeout_s * 1000),
-            retention_ms=int(limits.retention_s * 1000),
-            max_queued=limits.max_queued,
-        )
+    async def read(self, uid: str, event: Submitted, *, whole: bool) -> Client:
+        """Listen to a request that is there, as Tail.follow, until the current task is done, which cancels nothing.
+
+        Raises:
+            RequestError: The log cannot be reached.
+        """
+        client = Client(uid, event, self.tail.follow(uid, whole=whole))
+        self._clients.add(client)
+        self._when_done(lambda: self._drop(client, reader=True))
+        try:
+            await self._begin_reading(client, uid)
+        except LogError as error:
+            logger.warning("reader_not_begun", uid=uid, error=str(error))
+            raise client.refuse(UNREACHABLE, "overloaded") from None
+        return client
 
     async def end(self, opened: OpenRequest, event: End) -> None:
         """End the request in the log, unless it has ended, once its submit is over; try again while Redis is away."""
+
+        async def end() -> None:
+            retention_ms = int(self.limits.retention_s * 1000)
+            await self._log.end(opened.uid, event, frontend=opened.event.frontend, retention_ms=retention_ms)
+
+        if not await self._try_to_end(opened, event, end) and isinstance(event, Failed):
+            opened.listener.fail(event.code, event.message, event.status)
+
+    async def _try_to_end(self, opened: OpenRequest, event: End, way: Callable[[], Awaitable[None]]) -> bool:
+        """Go the *way* of ending a request until the log has heard it; say whether it has."""
         await asyncio.wait({opened.submission})
         for _ in range(END_TRIES):
             try:
-                retention_ms = int(self.limits.retention_s * 1000)
-                await self._log.end(opened.uid, event, frontend=self.name, retention_ms=retention_ms)
-                return
+                await way()
+                return True
             except LogError as error:
                 logger.warning("request_not_ended", uid=opened.uid, event_kind=event.kind, error=str(error))
                 await asyncio.sleep(1)
         logger.error("request_never_ended", uid=opened.uid, event_kind=event.kind, tries=END_TRIES)
-        if isinstance(event, Failed):
-            opened.listener.fail(event.code, event.message, event.status)
+        return False
+
+    async def _submit(self, uid: str, event: Submitted, once: Once | None) -> SubmittedOnce:
+        """Begin the history of *uid*. Raises as the log does."""
+        limits = {
+            "timeout_ms": int(self.limits.timeout_s * 1000),
+            "retention_ms": int(self.limits.retention_s * 1000),
+            "max_queued": self.limits.max_queued,
+        }
+        failpoint("web.before_submit")
+        if once is None:
+            submitted = SubmittedOnce(await self._log.submit(uid, event, **limits), uid)
+        else:
+            submitted = await self._log.submit_once(uid, event, once, **limits)
+        failpoint("web.after_submit")
+        return submitted
+
+    async def _attach(self, opened: OpenRequest, uid: str) -> bool:
+        """Have a client answered by the request *uid*; False when that is gone, or ended in vain.
+
+        Raises:
+            RequestError: The log cannot be reached.
+        """
+        try:
+            await self._begin_reading(opened, uid)  # before the look, so that nobody cancels it after that
+            there = await self.ask(self._log.entries(uid, (SUBMITTED_ID, SEAL)))
+            event = decode(there[SUBMITTED_ID].fields) if SUBMITTED_ID in there else None
+            end = decode(there[SEAL].fields) if SEAL in there else None
+        except UndecodableEvent:
+            raise opened.break_off() from None
+        except LogError as error:
+            logger.warning("not_attached", uid=uid, error=str(error))
+            raise opened.refuse(UNREACHABLE, "overloaded") from None
+        in_vain = isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500)
+        if not isinstance(event, Submitted) or in_vain:
+            self._stop_reading(opened)
+            return False
+        opened.attach(uid, event, self.tail.follow(uid))
+        return True
+
+    async def _begin_reading(self, client: Client, uid: str) -> None:
+        client.reads = uid
+        self.readers.add(uid)
+        await self.ask(self.readers.tell(uid))
+
+    def _stop_reading(self, client: Client) -> None:
+        async def tell(uid: str) -> None:
+            try:
+                await self.readers.tell(uid)
+            except LogError as error:  # then it is over within a minute
+                logger.warning("reader_not_gone", uid=uid, error=str(error))
+
+        if client.reads:
+            self.readers.remove(client.reads)
+            self.spawn(tell(client.reads))
+            client.reads = ""
 
     async def _time_out(self, opened: OpenRequest, event: Failed) -> None:
         """End the request in the log; a client whom the log cannot tell in time is told without it."""
@@ -204,13 +341,19 @@ class Frontend:
         """Take nothing new, let what is open end, and end in the log what is left after *patience_s*."""
         self.draining = True
         self._say(phase="draining", detail="")
+        for timer in self._in_grace:  # the log keeps what they wait for: another process can go on with it
+            timer.cancel()
+        self._in_grace.clear()
         if not await self._is_idle_within(patience_s):
             message = "The server was shut down before the request was done; send it again."
-            for opened in self._open:
-                self.spawn(self.end(opened, Failed(status=503, code="shutting_down", message=message)))
+            for client in self._clients:
+                if isinstance(client, OpenRequest) and not client.attached:
+                    self.spawn(self.end(client, Failed(status=503, code="shutting_down", message=message)))
+                else:
+                    client.listener.fail("shutting_down", "The server is shutting down; come again.", 503)
             if not await self._is_idle_within(SHUT_DOWN_S):  # no Redis: then at least the clients are told
-                for opened in self._open:
-                    opened.listener.fail("shutting_down", message, 503)
+                for client in self._clients:
+                    client.listener.fail("shutting_down", message, 503)
                 await self._is_idle_within(SHUT_DOWN_S)
         if self._background:
             await asyncio.wait(self._background, timeout=SHUT_DOWN_S)
@@ -219,17 +362,60 @@ class Frontend:
 
     async def _is_idle_within(self, patience_s: float) -> bool:
         deadline_s = time.monotonic() + patience_s
-        while self._open and time.monotonic() < deadline_s:
+        while self._clients and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
-        return not self._open
+        return not self._clients
+
+    def _when_done(self, callback: Callable[[], None]) -> None:
+        """Call *callback* when the current task, which answers a client, is done."""
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: callback())
 
     def _close(self, opened: OpenRequest, timer: asyncio.TimerHandle) -> None:
         timer.cancel()
-        self._open.discard(opened)
-        opened.listener.close()
-        if not opened.ended:
-            self.spawn(self.end(opened, Cancelled(by="web" if opened.broken else "client")))
-        opened.log_line()
+        uid = opened.reads  # which it may have come to and not be attached to yet
+        self._drop(opened)
+        if opened.ended:
+            return
+        failpoint("web.on_disconnect")
+        if opened.broken and not uid:
+            self.spawn(self.end(opened, Cancelled(by="web")))
+        elif self._grace_s <= 0:
+            self.spawn(self._abandon(opened, uid))
+        elif not self.draining:
+            self._abandon_later(opened, uid)
+
+    def _drop(self, client: Client, **said: object) -> None:
+        self._clients.discard(client)
+        client.listener.close()
+        self._stop_reading(client)
+        client.log_line(**said)
+
+    def _abandon_later(self, opened: OpenRequest, uid: str) -> None:
+        def grace_is_over() -> None:
+            self._in_grace.discard(timer)
+            self.spawn(self._abandon(opened, uid))
+
+        timer = asyncio.get_running_loop().call_later(self._grace_s, grace_is_over)
+        self._in_grace.add(timer)
+
+    async def _abandon(self, opened: OpenRequest, came_to: str) -> None:
+        """Cancel the request of a client that left, its own or the one that it *came_to*, unless somebody reads it."""
+        uid, event = came_to or opened.uid, Cancelled(by="client")
+
+        async def abandon() -> None:
+            await self.readers.tell(uid)  # that nobody here reads it any more, or that somebody does
+            await self._log.abandon(
+                uid,
+                event,
+                frontend=opened.event.frontend,
+                retention_ms=int(self.limits.retention_s * 1000),
+                once=opened.once,
+                attached=bool(came_to),
+            )
+
+        await self._try_to_end(opened, event, abandon)
 
     def _expire(self, opened: OpenRequest, timeout_s: float) -> None:
         message = f"The request took longer than {timeout_s:g} s (--request-timeout)."

@@ -8,23 +8,26 @@ in any case     HARD_EXIT_S after the server was told to stop, the process ends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import threading
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import hypercorn.asyncio
 import hypercorn.config
 import structlog
 
 from pipeline.config import Config
-from pipeline.names import WEB, Names
+from pipeline.errors import LogError
+from pipeline.names import WEB, Names, slot_index
 from pipeline.redis_log import AsyncRedisLog, RedisLog
 from pipeline.slots import Place, acquire_slot
 from web.app import create_app
 from web.frontend import Frontend
+from web.janitor import Janitor
 from web.listener import BACKLOG, open_listener
 from web.ready import Limits
 
@@ -33,6 +36,8 @@ logger = structlog.get_logger()
 DRAIN_S: Final = 10.0
 HARD_EXIT_S: Final = 3.0
 EXIT_HARD: Final = 1
+BEAT_S: Final = 0.5
+JANITOR_PATIENCE_S: Final = 1.0
 
 
 def run(config: Config) -> int:
@@ -46,18 +51,62 @@ def run(config: Config) -> int:
     else:
         listener = socket.socket(fileno=config.listen.listen_fd)
     url, names = config.log.redis_url, Names(config.log.namespace)
-    lease_log = RedisLog(url, names)
     lease_ms = int(config.log.lease_s * 1000)
-    place = Place(lease_log, acquire_slot(lease_log, WEB, lease_ms, preferred=config.worker.slot), lease_ms)
-    structlog.contextvars.bind_contextvars(slot=place.owner.slot)
     hard_exit = threading.Timer(HARD_EXIT_S, os._exit, (EXIT_HARD,))
     hard_exit.daemon = True
-    try:
-        return asyncio.run(_serve(config, listener, place, hard_exit))
-    finally:
-        place.leave()
-        lease_log.close()
-        hard_exit.cancel()
+    stop = threading.Event()
+    with (
+        contextlib.closing(RedisLog(url, names)) as janitor_log,
+        Seat(url, names, lease_ms, config.worker.slot) as seat,
+    ):
+        janitor = Janitor(janitor_log, retention_ms=int(config.log.retention_s * 1000))
+        sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
+        sweeping.start()
+        try:
+            return asyncio.run(_serve(config, listener, seat, hard_exit))
+        finally:
+            stop.set()
+            sweeping.join(JANITOR_PATIENCE_S)
+            hard_exit.cancel()
+
+
+class Seat:
+    """The slot of this process, which may become another one when it is lost; what is said of it stays."""
+
+    def __init__(self, url: str, names: Names, lease_ms: int, preferred: int | None) -> None:
+        self._log, self._lease_log = RedisLog(url, names), RedisLog(url, names)
+        self._lease_ms = lease_ms
+        self._said: dict[str, object] = {}
+        self.place = self._take(preferred)
+
+    def __enter__(self) -> Seat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.place.leave()
+        self._log.close()
+        self._lease_log.close()
+
+    @property
+    def slot(self) -> str:
+        return self.place.owner.slot
+
+    def say(self, **changes: object) -> None:
+        """As Place.say."""
+        self._said |= changes
+        self.place.say(**changes)
+
+    def retake(self) -> None:
+        """Take a slot again, the one that was lost where it is free. Raises as the log does."""
+        logger.warning("slot_lost", slot=self.slot, epoch=self.place.owner.epoch)
+        before, self.place = self.place, self._take(slot_index(self.slot))
+        before.leave()
+        self.place.say(**self._said)
+
+    def _take(self, preferred: int | None) -> Place:
+        owner = acquire_slot(self._log, WEB, self._lease_ms, preferred=preferred)
+        structlog.contextvars.bind_contextvars(slot=owner.slot)
+        return Place(self._lease_log, owner, self._lease_ms)
 
 
 def _address(listener: socket.socket) -> str:
@@ -65,19 +114,19 @@ def _address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(config: Config, listener: socket.socket, place: Place, hard_exit: threading.Timer) -> int:
+async def _serve(config: Config, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
-    place.say(address=_address(listener))
+    seat.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace))
     limits = Limits(
         timeout_s=config.requests.request_timeout_s,
         retention_s=config.log.retention_s,
         max_queued=config.requests.max_queued_requests,
     )
-    frontend = Frontend(place.owner.slot, log, limits, place.say)
+    frontend = Frontend(seat.slot, log, limits, seat.say)
     stop = asyncio.Event()
     server = asyncio.create_task(_listen(frontend, listener, stop), name="server")
-    beat = asyncio.create_task(_beat(place), name="beat")
+    beat = asyncio.create_task(_beat(seat, frontend), name="beat")
     tail = asyncio.create_task(frontend.run(), name="frontend")
     signalled = asyncio.create_task(_first_signal(), name="signal")
     done, _ = await asyncio.wait({server, beat, tail, signalled}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,12 +159,17 @@ async def _listen(frontend: Frontend, listener: socket.socket, stop: asyncio.Eve
     await hypercorn.asyncio.serve(create_app(frontend), config, shutdown_trigger=stop.wait)
 
 
-async def _beat(place: Place) -> None:
-    """Tell the watchdog that the loop is alive; end when somebody else has the slot."""
-    while not place.lost.is_set():
-        place.came_round()
-        await asyncio.sleep(1)
-    logger.error("slot_lost", slot=place.owner.slot)
+async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
+    """Tell the watchdog that the loop is alive; take a slot again when it is lost, and listen under its name."""
+    while True:
+        seat.place.came_round()
+        if seat.place.lost.is_set():
+            try:
+                await asyncio.to_thread(seat.retake)
+                frontend.rename(seat.slot)
+            except LogError as error:
+                logger.warning("no_slot", stage=WEB, error=str(error))
+        await asyncio.sleep(BEAT_S)
 
 
 async def _first_signal() -> None:

@@ -1,4 +1,4 @@
-"""What the log says to the clients of this process: one task reads its replies and hands them out by uid.
+"""What the log says to the clients of this process: its replies, handed out by uid, and the histories of others.
 
 The replies are a doorbell with payload and may lose entries; the histories are the truth. A reply that does not follow
 on the one before, a listener whose queue is full, and one second of silence each lead to the same thing: the end of the
@@ -7,23 +7,31 @@ history is read, for all such listeners in one round trip. Knows nothing of HTTP
     heard: n <= last n                 a duplicate, dropped
            n - count == last n         the next one, queued while there is room
            anything else               a gap: the history after `<last n>-0` brings it
+    read:  n - count == last n         the next one
+           n - count != last n         a hole in the history: the stream ends, for no text may go on over it
+
+Who comes to a request that is there already, whoever sent it, follows its history from the start instead: one XREAD
+waits for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import NoReturn, TypeAlias
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias, TypeVar
 
 import structlog
 
 from pipeline.errors import LogError, UndecodableEvent
-from pipeline.events import Cancelled, Failed, Finished, TokensProduced, decode
+from pipeline.events import AnyEvent, Cancelled, Failed, Finished, TokensProduced, decode
 from pipeline.log import Entry, Reply
-from pipeline.names import SEAL, TOKENIZED_ID, tokens_id
+from pipeline.names import TOKENIZED_ID, parse_id
 from pipeline.redis_log import AsyncRedisLog
+from web.uids import drawn_ms
 
 logger = structlog.get_logger()
 
@@ -35,34 +43,62 @@ PATIENCE_S = 10.0
 """After so long a listener is told that there is nothing."""
 KEEP_ALIVE_S = 20.0
 """How often the replies stream, which lives for 60 s, is kept alive."""
+BLOCK_MS = 2000
+"""How long a read waits for what comes next."""
 READ_AT_ONCE = 64
 """Histories in one round trip."""
 BACKOFF_S = (0.1, 2.0)
 """First and longest pause after an error of the log."""
+BEGINNING = "0-0"
+
+T = TypeVar("T")
 
 ClientEvent: TypeAlias = TokensProduced | Finished | Failed | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """One event of a request, as its listener is told."""
+
+    entry_id: str
+    """In the history; empty for what this process alone says, from which nobody can go on."""
+    n: int
+    event: AnyEvent
 
 
 class Listener:
     """What one client has yet to hear of its request: in order, without a gap, nothing twice, until its end."""
 
-    def __init__(self, uid: str, room: int, stale: Callable[[], None], forget: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        uid: str,
+        tail: Tail,
+        *,
+        room: int,
+        follows: bool = False,
+        whole: bool = False,
+        expires_s: float = math.inf,
+    ) -> None:
         self.uid = uid
         self.n = 0
         """Number of the last token that was handed in."""
         self.ended = False
         """The end was handed in."""
-        self._queue: deque[Reply] = deque()
+        self.follows = follows
+        """It is fed from the history alone, not from replies."""
+        self._whole = whole  # hears every event, not only those that are for clients
+        self._expires_s = expires_s  # from this moment on, a history that is gone has expired
+        self._position = parse_id(BEGINNING if whole else TOKENIZED_ID)  # never the prompt: it can be large
+        self._queue: deque[Heard] = deque()
         self._room = room
-        self._stale = stale
-        self._forget = forget
+        self._tail = tail
         self._wake = asyncio.Event()
         self._armed = False
         self._waiting = False
-        self._behind = False
+        self._behind = follows
         self._checked_s = self._comforted_s = time.monotonic()
 
-    async def next(self) -> list[Reply]:
+    async def next(self) -> list[Heard]:
         """Wait and return all that came; an empty list when nothing came for 10 s, or after the end.
 
         The first call says that the request was submitted: only then can its history be missed.
@@ -70,41 +106,46 @@ class Listener:
         self._armed = True
         if not self._queue and not self.ended:
             if self._behind:
-                self._stale()
+                self._tail.look()
             self._waiting = True
             try:
                 await self._wake.wait()
             finally:
                 self._waiting = False
         self._wake.clear()
-        replies = list(self._queue)
+        heard = list(self._queue)
         self._queue.clear()
-        return replies
+        return heard
 
-    async def __aiter__(self) -> AsyncIterator[Reply]:
+    async def __aiter__(self) -> AsyncIterator[Heard]:
         while self._queue or not self.ended:
-            for reply in await self.next():
-                yield reply
+            for heard in await self.next():
+                yield heard
 
     def close(self) -> None:
         """Listen no longer."""
-        self._forget(self.uid)
+        self._tail.drop(self)
+
+    def follow(self) -> None:
+        """Go on with the history: the replies are said to somebody else from now on."""
+        self.follows = True
+        self.check()
 
     def hear(self, reply: Reply) -> None:
         """Take a reply of the doorbell."""
         count = reply.event.count if isinstance(reply.event, TokensProduced) else 0
-        if self.ended or (count and reply.n <= self.n):
+        if self.ended or self.follows or (count and reply.n <= self.n):
             return
         if reply.n - count != self.n or len(self._queue) >= self._room:
             self.check()
         else:
-            self._take(reply)
+            self._take(Heard(reply.entry_id, reply.n, reply.event))
 
     def check(self) -> None:
         """Have the end of the history read, once there is room for it."""
         self._behind = True
         if self._armed and not self._queue:
-            self._stale()
+            self._tail.look()
 
     def is_due(self, now_s: float) -> bool:
         """Say whether the history is to be read now; if so, it counts as read."""
@@ -115,6 +156,11 @@ class Listener:
         self._checked_s = now_s
         return True
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """Say whether it follows its history and has room for what comes next in it."""
+        return self.follows and self._armed and not (self.ended or self._behind)
+
     def comfort(self, now_s: float) -> None:
         """Wake who has waited for long, with nothing."""
         if self._waiting and now_s - self._comforted_s >= PATIENCE_S:
@@ -123,85 +169,160 @@ class Listener:
 
     @property
     def cursor(self) -> str:
-        """The history id after which everything is news; never the prompt, which can be large."""
-        return tokens_id(self.n) if self.n else TOKENIZED_ID
+        """The history id after which everything is news."""
+        n, k = self._position
+        return f"{n}-{k}"
 
-    def read(self, history: Sequence[Entry] | None) -> None:
-        """Take what the history holds after the cursor; None: there is no history."""
+    def read(self, history: Sequence[Entry] | None, *, more: bool = False) -> None:
+        """Take what the history holds after the cursor, of which there may be *more*; None: there is no history."""
         if history is None:
-            self.fail("log_lost", "The log lost this request: Redis came back without it. Send it again.")
+            self._miss()
             return
         for entry in history:
-            try:
-                event = decode(entry.fields)
-            except UndecodableEvent as error:
-                logger.error("history_undecodable", uid=self.uid, entry=entry.id, error=str(error))
-                self.fail("log_undecodable", "The history of this request does not read; that is our bug.")
-                return
-            if not isinstance(event, ClientEvent):
-                continue
-            n = int(entry.id.partition("-")[0]) if isinstance(event, TokensProduced) else event.n
-            if self.ended or (isinstance(event, TokensProduced) and n <= self.n):
+            position = parse_id(entry.id)
+            if self.ended or position <= self._position:
                 continue
             if len(self._queue) >= self._room:
-                self._behind = True
+                break
+            if not self._read_one(entry):
                 return
-            self._take(Reply(self.uid, entry.id, n, event))
+            self._position = position
+        if more or len(self._queue) >= self._room:
+            self.check()
+
+    def _read_one(self, entry: Entry) -> bool:
+        """Take one entry of the history; False when the stream ends with it in an error."""
+        try:
+            event = decode(entry.fields)
+        except UndecodableEvent as error:
+            logger.error("history_undecodable", uid=self.uid, entry=entry.id, error=str(error))
+            self.fail("log_undecodable", "The history of this request does not read; that is our bug.")
+            return False
+        n = self.n
+        if isinstance(event, TokensProduced | Finished):
+            count = event.count if isinstance(event, TokensProduced) else 0
+            n = event.n if isinstance(event, Finished) else parse_id(entry.id)[0]
+            if n - count != self.n:
+                logger.error("history_has_a_hole", uid=self.uid, entry=entry.id, last_n=self.n, count=count)
+                self.fail("log_lost", "The log lost tokens of this request; send it again.")
+                return False
+        if self._whole or isinstance(event, ClientEvent):
+            self._take(Heard(entry.id, n, event))
+        return True
+
+    def _miss(self) -> None:
+        if time.time() >= self._expires_s:
+            self.fail("request_expired", "The log keeps a request for some time after its end; that is over.", 404)
+        else:
+            self.fail("log_lost", "The log lost this request: Redis came back without it. Send it again.")
 
     def fail(self, code: str, message: str, status: int = 500) -> None:
         """End the stream of this client alone, where the log cannot."""
         if not self.ended:
-            self._take(Reply(self.uid, SEAL, self.n, Failed(n=self.n, status=status, code=code, message=message)))
+            self._take(Heard("", self.n, Failed(n=self.n, status=status, code=code, message=message)))
 
-    def _take(self, reply: Reply) -> None:
-        self._queue.append(reply)
-        self.n = reply.n
-        self.ended = not isinstance(reply.event, TokensProduced)
+    def _take(self, heard: Heard) -> None:
+        self._queue.append(heard)
+        self.n = heard.n
+        if heard.entry_id:
+            self._position = max(self._position, (heard.n, 0))
+        self.ended = isinstance(heard.event, Finished | Failed | Cancelled)
         self._checked_s = self._comforted_s = time.monotonic()
         self._wake.set()
 
 
 class Tail:
-    """All listeners of one frontend, and the two loops that feed them."""
+    """All listeners of one process, and the loops that feed them."""
 
-    def __init__(self, log: AsyncRedisLog, frontend: str, *, room: int = QUEUE_EVENTS) -> None:
+    def __init__(
+        self, log: AsyncRedisLog, frontend: str, *, retention_s: float = math.inf, room: int = QUEUE_EVENTS
+    ) -> None:
         self._log = log
         self._frontend = frontend
+        self._retention_s = retention_s
         self._room = room
-        self._listeners: dict[str, Listener] = {}
+        self._listeners: dict[str, list[Listener]] = {}
         self._stale = asyncio.Event()
+        self._followed: dict[str, str] = {}
+        self._for_replies = _Wait()
+        self._for_histories = _Wait()
+
+    @property
+    def frontend(self) -> str:
+        """Whose replies are read."""
+        return self._frontend
+
+    def rename(self, frontend: str) -> None:
+        """Read the replies of *frontend* from now on; who listens already goes on with its history."""
+        if frontend == self._frontend:
+            return
+        self._frontend = frontend
+        for listener in self.listeners:
+            listener.follow()
+        self._for_replies.break_off()
 
     def listen(self, uid: str) -> Listener:
-        """Return a listener, to be closed; ask for it before the submit, so that no reply is missed."""
-        listener = self._listeners[uid] = Listener(uid, self._room, self._stale.set, self._drop)
-        return listener
+        """Return a listener to what is said to this frontend, to be closed; ask for it before the submit, so that no
+        reply is missed."""
+        return self._add(Listener(uid, self, room=self._room))
+
+    def follow(self, uid: str, *, whole: bool = False) -> Listener:
+        """Return a listener to the history of a request that is there, whoever's it is, from its start; to be closed.
+
+        *whole*: it hears all events, also those that are not for clients.
+        """
+        expires_s = drawn_ms(uid) / 1000 + self._retention_s
+        return self._add(Listener(uid, self, room=self._room, follows=True, whole=whole, expires_s=expires_s))
 
     @property
     def listeners(self) -> Sequence[Listener]:
-        return tuple(self._listeners.values())
+        return tuple(listener for several in self._listeners.values() for listener in several)
+
+    def listens_to(self, uid: str) -> bool:
+        """Say whether anybody here does."""
+        return uid in self._listeners
 
     def loops(self) -> tuple[Coroutine[object, object, NoReturn], ...]:
-        """Return the two loops that feed the listeners, to be run."""
-        return self._follow(), self._watch()
+        """Return the loops that feed the listeners, to be run."""
+        return self._follow_replies(), self._follow_histories(), self._watch()
 
-    def _drop(self, uid: str) -> None:
-        self._listeners.pop(uid, None)
+    def look(self) -> None:
+        """Have the histories of those who are behind read now."""
+        self._stale.set()
 
-    async def _follow(self) -> NoReturn:
+    def drop(self, listener: Listener) -> None:
+        """Forget *listener*."""
+        several = self._listeners.get(listener.uid, [])
+        if listener in several:
+            several.remove(listener)
+        if not several:
+            self._listeners.pop(listener.uid, None)
+
+    def _add(self, listener: Listener) -> Listener:
+        self._listeners.setdefault(listener.uid, []).append(listener)
+        return listener
+
+    async def _follow_replies(self) -> NoReturn:
         """Read the replies; after an error start again at their end and check all histories."""
         pause_s = BACKOFF_S[0]
-        cursor, opened_s = "", 0.0
+        frontend, cursor, opened_s = self._frontend, "", 0.0
         while True:
+            self._for_replies.begin()
+            if frontend != self._frontend:
+                frontend, cursor = self._frontend, ""
             try:
                 if not cursor or time.monotonic() - opened_s > KEEP_ALIVE_S:
-                    last = await self._log.open_replies(self._frontend)
+                    last = await self._log.open_replies(frontend)
                     opened_s = time.monotonic()
                     if not cursor:
                         cursor = last
                         for listener in self.listeners:
                             listener.check()
-                cursor, replies = await self._log.read_replies(self._frontend, cursor, block_ms=2000)
+                reading = self._log.read_replies(frontend, cursor, block_ms=BLOCK_MS)
+                cursor, replies = await self._for_replies.run(reading)
                 pause_s = BACKOFF_S[0]
+            except TimeoutError:  # there is another name to read for
+                continue
             except (LogError, ValueError, KeyError) as error:  # the last two: a reply that does not decode
                 logger.warning("replies_unreadable", error=repr(error), again_s=pause_s)
                 cursor = ""
@@ -211,8 +332,34 @@ class Tail:
             if not replies:
                 opened_s = 0.0  # perhaps the stream is gone: nobody could say anything
             for reply in replies:
-                if reply.uid in self._listeners:
-                    self._listeners[reply.uid].hear(reply)
+                for listener in self._listeners.get(reply.uid, ()):
+                    listener.hear(reply)
+
+    async def _follow_histories(self) -> NoReturn:
+        """Wait for what comes next in the histories that are followed by who is up to date with them."""
+        pause_s = BACKOFF_S[0]
+        while True:
+            self._for_histories.begin()
+            self._followed = _cursors(listener for listener in self.listeners if listener.is_up_to_date)
+            if not self._followed:
+                await self._for_histories.broken_off.wait()
+                continue
+            try:
+                reading = self._log.read_histories(self._followed, block_ms=BLOCK_MS)
+                news = await self._for_histories.run(reading)
+                pause_s = BACKOFF_S[0]
+            except TimeoutError:  # somebody else follows now
+                continue
+            except LogError as error:
+                logger.warning("histories_unreadable", error=str(error), requests=len(self._followed))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, BACKOFF_S[1])
+                continue
+            for uid, entries in news.items():
+                first = parse_id(self._followed[uid])
+                for listener in self._listeners.get(uid, ()):
+                    if listener.is_up_to_date and parse_id(listener.cursor) >= first:
+                        listener.read(entries)
 
     async def _watch(self) -> NoReturn:
         """Read the histories of those who are behind or were silent, as soon as one says so and four times a second."""
@@ -238,6 +385,49 @@ class Tail:
                     listener.check()
 
     async def _read(self, listeners: Sequence[Listener]) -> None:
-        histories = await self._log.histories({listener.uid: listener.cursor for listener in listeners})
+        cursors = _cursors(listeners)
+        histories = await self._log.histories(cursors, max_entries=self._room)
         for listener in listeners:
-            listener.read(histories[listener.uid])
+            entries = histories[listener.uid]
+            listener.read(entries, more=entries is not None and len(entries) >= self._room)
+            if listener.is_up_to_date and listener.uid not in self._followed:
+                self._for_histories.break_off()
+
+
+class _Wait:
+    """Waiting for the log, which is broken off when there is something else to wait for."""
+
+    def __init__(self) -> None:
+        self.broken_off = asyncio.Event()
+        self._limit: asyncio.Timeout | None = None
+
+    def begin(self) -> None:
+        """From now on it counts that it is broken off, also before it has begun."""
+        self.broken_off.clear()
+
+    async def run(self, work: Coroutine[object, object, T]) -> T:
+        """Return what *work* brings. Raises TimeoutError when it is broken off."""
+        if self.broken_off.is_set():
+            work.close()
+            raise TimeoutError
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                return await work
+        finally:
+            self._limit = None
+
+    def break_off(self) -> None:
+        """End the wait."""
+        self.broken_off.set()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(0)
+
+
+def _cursors(listeners: Iterable[Listener]) -> dict[str, str]:
+    """Return uid -> the id after which there is news for one of its listeners."""
+    cursors: dict[str, str] = {}
+    for listener in listeners:
+        before = cursors.get(listener.uid)
+        if before is None or parse_id(listener.cursor) < parse_id(before):
+            cursors[listener.uid] = listener.cursor
+    return cursors

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -29,8 +28,8 @@ from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
 from stages.detokenize.worker import DetokenizeWorker, load_decoder
 from stages.generate.courier import Courier
 from stages.generate.model.spec import read_spec
-from stages.generate.resolve import Settings, resolve
-from stages.generate.worker import Forward, GenerateWorker, load
+from stages.generate.resolve import resolve
+from stages.generate.worker import Forward, GenerateWorker, Loaded, load
 from stages.tokenize.prompts import PromptEncoder
 from stages.tokenize.worker import MOST_READ as MOST_PROMPTS_READ
 from stages.tokenize.worker import TokenizeWorker
@@ -43,15 +42,6 @@ ASK_AGAIN_S: Final = 1.0
 
 Wrap: TypeAlias = Callable[[Forward], Forward]
 """Puts something around the engine, such as a clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model that is ready to compute."""
-
-    settings: Settings
-    fingerprint: str
-    """Of its weights and their dtype."""
 
 
 class UnwatchedPlace(Place):
@@ -153,21 +143,24 @@ class Stages:
         """Load here: how many threads torch uses is a matter of the thread that asks."""
         with self._place(GENERATE) as place:
             try:
-                engine, schedule, settings = load(unhurried(config, folder), folder, place)
-                wrapped = wrap(engine)
+                model = load(unhurried(config, folder), folder, _say_nothing)
+                wrapped = wrap(model.engine)
             except BaseException as error:
                 loaded.set_exception(error)
                 return
             place.say(
-                phase="ready", models=(folder.name,), context=settings.limits.context, fingerprint=engine.fingerprint
+                phase="ready",
+                models=(folder.name,),
+                context=model.settings.limits.context,
+                fingerprint=model.fingerprint,
             )
             courier = Courier(
                 self.log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round
             )
             courier.start()
-            loaded.set_result(Loaded(settings, engine.fingerprint))
+            loaded.set_result(model)
             try:
-                GenerateWorker(wrapped, schedule, courier, place).run(self._stop)
+                GenerateWorker(wrapped, model.schedule(place.owner), courier, place).run(self._stop)
             finally:
                 courier.stop()
 
@@ -175,13 +168,17 @@ class Stages:
         inbox, _, _ = self._inboxes()
         with self._place(TOKENIZE) as place:
             worker = TokenizeWorker(self.log, place, self.encoder, RETENTION_MS)
-            follow(self.log, inbox, place, worker.handle, self._stop, max_entries=MOST_PROMPTS_READ)
+            follow(self.log, inbox, place, worker.handle, worker.bury, self._stop, max_entries=MOST_PROMPTS_READ)
 
     def _detokenize(self, fold: DetokenizeFold) -> None:
         *_, inbox = self._inboxes()
         with self._place(DETOKENIZE) as place:
             worker = DetokenizeWorker(self.log, place, fold, slot_name(GENERATE, 0), RETENTION_MS)
-            follow(self.log, inbox, place, worker.handle, self._stop, max_entries=MOST_STEPS_READ)
+            follow(self.log, inbox, place, worker.handle, worker.bury, self._stop, max_entries=MOST_STEPS_READ)
+
+
+def _say_nothing(progress: float) -> None:
+    """Tell nobody how far a load is: whoever made the LLM waits for it."""
 
 
 def unhurried(config: Config, folder: Path) -> Config:

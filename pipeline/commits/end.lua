@@ -1,6 +1,32 @@
 -- end: the one door through which a request ends, whoever says so. The first seal wins; Redis refuses the second.
--- KEYS live, history, replies, control, submitted   ARGV uid, retention_ms, reply_cap, entry of submitted or '', fields...
--- Returns OK or ENDED (it had ended before, or its history is gone). The number of tokens is read off the history.
+-- KEYS live, history, replies, control, submitted, dead
+-- ARGV uid, retention_ms, reply_cap, entry of submitted or '', dead_cap, copy_bytes,
+--      number of parts of a dead letter (0: there is none), those..., fields...
+-- Returns OK or ENDED (it had ended before, or its history is gone), and then no letter is written. The number of tokens
+-- is read off the history.
+local function as_json(entry) -- [id, name, value, ...]
+  local parts = { entry[1] }
+  for _, part in ipairs(entry[2]) do parts[#parts + 1] = part end
+  return cjson.encode(parts)
+end
+
+-- A history in JSON, of at most so many bytes: its first entry, then as many of the last ones as there is room for; and
+-- how many were left out.
+local function copy_of(history, bytes)
+  local first = redis.call('XRANGE', history, '-', '+', 'COUNT', 1)[1]
+  local whole, kept, room = as_json(first), {}, bytes - 2
+  local has_first = #whole + 1 <= room
+  if has_first then room = room - #whole - 1 end
+  for _, entry in ipairs(redis.call('XREVRANGE', history, '+', '-', 'COUNT', 1000)) do -- more would never fit
+    local text = as_json(entry)
+    if entry[1] == first[1] or #text + 1 > room then break end
+    room = room - #text - 1
+    table.insert(kept, 1, text)
+  end
+  if has_first then table.insert(kept, 1, whole) end
+  return '[' .. table.concat(kept, ',') .. ']', redis.call('XLEN', history) - #kept
+end
+
 redis.call('ZREM', KEYS[1], ARGV[1])
 if ARGV[4] ~= '' then
   redis.call('XACK', KEYS[5], 'tokenize', ARGV[4])
@@ -9,11 +35,23 @@ end
 local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
 local n = last[1] and string.match(last[1][1], '^%d+') or '0'
 local now = now_ms()
-local fields = slice(ARGV, 5, #ARGV)
+local num_parts = tonumber(ARGV[7])
+local fields = slice(ARGV, 8 + num_parts, #ARGV)
 fields[#fields + 1] = 'n'
 fields[#fields + 1] = n
 if not append(KEYS[2], SEAL, fields, now) then return 'ENDED' end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*', 'uid', ARGV[1], 'ms', now, unpack(fields))
 redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', ARGV[1])
+if num_parts > 0 then
+  local letter = slice(ARGV, 8, 7 + num_parts)
+  local copy, left_out = copy_of(KEYS[2], tonumber(ARGV[6]))
+  letter[#letter + 1] = 'history'
+  letter[#letter + 1] = copy
+  if left_out > 0 then
+    letter[#letter + 1] = 'history_cut'
+    letter[#letter + 1] = left_out
+  end
+  redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[5], '*', 'uid', ARGV[1], 'ms', now, unpack(letter))
+end
 return 'OK'

@@ -142,10 +142,19 @@ class DetokenizeFold:
             self._requests.pop(uid, None)
         return produced
 
+    def holds_text(self, step: StepCompleted) -> bool:
+        """Say whether text of a request in *step* is held back, inside a character or a possible stop string."""
+        requests = (self._requests.get(row.uid) for row in step.rows)
+        return any(request is not None and (request.text.holds or request.stops.holds) for request in requests)
+
     def forget(self, step: StepCompleted) -> None:
         """Forget the requests of a step whose commit failed: it will be folded again, on their histories."""
         for row in step.rows:
             self._requests.pop(row.uid, None)
+
+    def forget_all(self) -> None:
+        """Forget every request: their engine is gone, and others may have gone on with them."""
+        self._requests.clear()
 
     def _begin(self, submitted: Submitted, tokenized: Tokenized) -> _Request:
         return _Request(

@@ -51,6 +51,11 @@ class IncrementalText:
         self._shown += 1
         return text[len(before) : len(self._text(self._shown))]
 
+    @property
+    def holds(self) -> bool:
+        """Say whether tokens are held back because they may become a character."""
+        return self._shown < len(self._ids)
+
     def flush(self) -> str:
         """Return the text of what is held back, complete or not."""
         return self._show_all(self._text(len(self._ids)))
@@ -90,6 +95,11 @@ class StopStrings:
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
+
+    @property
+    def holds(self) -> bool:
+        """Say whether text is held back because a stop string may have begun there."""
+        return bool(self._held)
 
     def flush(self) -> str:
         """Return what was held back because a stop string might have begun there."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 from tokenizers import Tokenizer
 
 from pipeline.config import Config
-from pipeline.errors import ConfigError, LogError, LogUnavailable, UndecodableEvent
+from pipeline.errors import ConfigError, LogError, UndecodableEvent
 from pipeline.events import AnyEvent, Failed, StepCompleted, decode
-from pipeline.log import Entry, Inbox, Produced, StreamLog
-from pipeline.names import DETOKENIZE, GENERATE, slot_index, slot_name
-from pipeline.slots import Place, acquire_slot
+from pipeline.failpoints import failpoint
+from pipeline.log import DeadLetter, Entry, Inbox, Produced, StreamLog
+from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
+from pipeline.slots import Announcement, Place, acquire_guest, places
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decode
@@ -34,26 +36,73 @@ class DetokenizeWorker:
         self._fold = fold
         self._engine = engine
         self._retention_ms = retention_ms
+        self._last = (0, 0)
+        """Epoch and number of the last step."""
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Fold and commit each step."""
+        failpoint("detokenize.after_read")
         for entry in entries:
-            self._place.came_round()
-            try:
-                step = self._step(entry)
-            except UndecodableEvent as error:  # whose tokens it had is seen at the hole that they leave
-                logger.error("step_undecodable", engine=self._engine, id=entry.id, error=str(error))
-                self._commit(entry, [])
-                continue
-            unknown = self._fold.unknown(step)
-            for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
-                self._learn(uid, history)
-            produced = self._fold.apply(step, entry.id)
-            try:
-                self._commit(entry, produced)
-            except LogError:
-                self._fold.forget(step)
-                raise
+            if parse_id(entry.id)[0] > self._last[0]:
+                self._fold.forget_all()
+            if not self._follows(entry):
+                for earlier in self._stranded(entry):
+                    self._handle(earlier)
+            self._handle(entry)
+
+    def bury(self, entry: Entry, deaths: int) -> None:
+        """Consume a step that killed its detokenizer so often, and end every request that has a row in it."""
+        message = f"A step of the request's engine ended its detokenizer {deaths} times."
+        event = Failed(status=500, code="poisonous", message=message)
+        try:
+            uids = dict.fromkeys(row.uid for row in self._step(entry).rows)
+        except UndecodableEvent:
+            uids = {}
+        for uid, history in zip(uids, self._log.histories(list(uids)), strict=True):
+            self._log.end(
+                uid,
+                event,
+                frontend=history[0].fields.get("frontend", "") if history else "",
+                retention_ms=self._retention_ms,
+                dead=DeadLetter(DETOKENIZE, entry.fields, deaths, message),
+            )
+        self._commit(entry, [])
+
+    def _follows(self, entry: Entry) -> bool:
+        """Say whether *entry* is the step after the one before: an engine counts them, in each epoch from 1 on."""
+        epoch, number = parse_id(entry.id)
+        before, self._last = self._last, (epoch, number)
+        return (epoch, number) <= (before[0], before[1] + 1) or (epoch > before[0] > 0 and number == 1)
+
+    def _stranded(self, entry: Entry) -> list[Entry]:
+        """Return what this slot has read before *entry* and not consumed.
+
+        A worker that was stopped for long, and does not know yet that it lost this slot, may have read it.
+        """
+        mine = self._log.pending(Inbox.steps(self._log.names, self._engine), self._place.owner.slot)
+        return [earlier for earlier in mine if parse_id(earlier.id) < parse_id(entry.id)]
+
+    def _handle(self, entry: Entry) -> None:
+        self._place.came_round()
+        try:
+            step = self._step(entry)
+        except UndecodableEvent as error:  # whose tokens it had is seen at the hole that they leave
+            logger.error("step_undecodable", engine=self._engine, id=entry.id, error=str(error))
+            self._commit(entry, [])
+            return
+        unknown = self._fold.unknown(step)
+        for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
+            self._learn(uid, history)
+        produced = self._fold.apply(step, entry.id)
+        try:
+            failpoint("detokenize.before_commit")
+            self._commit(entry, produced)
+            failpoint("detokenize.after_commit")
+            if self._fold.holds_text(step):
+                failpoint("detokenize.mid_character")
+        except LogError:
+            self._fold.forget(step)
+            raise
 
     def _step(self, entry: Entry) -> StepCompleted:
         step = decode(entry.fields)
@@ -98,27 +147,78 @@ def load_decoder(folder: Path) -> Decode:
     return decode_ids
 
 
-def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> int:
+def serve(log: StreamLog, place: Place, decode_ids: Decode, retention_ms: int, stop: Stop) -> None:
+    """Serve the engine of the slot that *place* holds, until *stop* or until somebody else has the slot."""
+    engine = slot_name(GENERATE, slot_index(place.owner.slot))
+    worker = DetokenizeWorker(log, place, DetokenizeFold(decode_ids), engine, retention_ms)
+    inbox = Inbox.steps(log.names, engine)
+    follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ)
+
+
+def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one detokenizer until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
-    lease_ms = int(config.log.lease_s * 1000)
-    place = Place(lease_log, acquire_slot(log, DETOKENIZE, lease_ms, preferred=config.worker.slot), lease_ms)
-    engine = slot_name(GENERATE, slot_index(place.owner.slot))
-    structlog.contextvars.bind_contextvars(slot=place.owner.slot)
-    try:
-        place.came_round(patience_s=LOAD_TIMEOUT_S)
-        place.say(phase="loading", detail="tokenizer")
-        fold = DetokenizeFold(load_decoder(folder))
-        inbox = Inbox.steps(log.names, engine)
-        log.prepare(inbox)
-        try:
-            if not log.lease(engine).holder:
-                logger.info("waiting_for", stages=[engine])
-        except LogUnavailable as error:
-            logger.warning("log_unavailable", error=str(error))
-        place.say(phase="ready", detail="")
-        worker = DetokenizeWorker(log, place, fold, engine, int(config.log.retention_s * 1000))
-        follow(log, inbox, place, worker.handle, stop, max_entries=MOST_READ)
-    finally:
-        place.leave()
+    lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
+    log, lease_log, wanted = open_log(), open_log(), config.worker.slot
+    with Announcement(lease_log, DETOKENIZE, lease_ms, preferred=wanted) as announcement:
+        announcement.came_round(patience_s=LOAD_TIMEOUT_S)
+        announcement.say(phase="loading", detail="tokenizer")
+        decode_ids = load_decoder(folder)
+    guests = threading.Thread(
+        target=look_after_others, args=(open_log, decode_ids, lease_ms, retention_ms, stop), name="guests", daemon=True
+    )
+    guests.start()
+    for place in places(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop):
+        place.say(phase="ready")
+        _say_whom_it_waits_for(log, slot_name(GENERATE, slot_index(place.owner.slot)))
+        serve(log, place, decode_ids, retention_ms, stop)
+    guests.join()
     return 0
+
+
+def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
+    try:
+        if log.lease(engine).is_free:
+            logger.info("waiting_for", stages=[engine])
+    except LogError as error:
+        logger.warning("log_unavailable", error=str(error))
+
+
+def look_after_others(
+    open_log: Callable[[], StreamLog], decode_ids: Decode, lease_ms: int, retention_ms: int, stop: Stop
+) -> None:
+    """Serve the engines whose own detokenizer has been away for a lease, each in a thread, until it is back."""
+    log = open_log()
+    before: set[str] = set()
+    serving: dict[str, threading.Thread] = {}
+
+    def be_guest(slot: str) -> None:
+        log, lease_log = open_log(), open_log()
+        try:
+            owner = acquire_guest(log, slot, lease_ms)
+        except LogError as error:
+            logger.warning("log_unavailable", error=str(error))
+            return
+        if owner is None:
+            return  # another is faster
+        logger.info("guest", slot=slot, epoch=owner.epoch)
+        place = Place(lease_log, owner, lease_ms)
+        try:
+            serve(log, place, decode_ids, retention_ms, stop)
+        finally:
+            place.leave()
+
+    while not stop.wait(lease_ms / 1000):
+        try:
+            unattended = set(log.unattended())
+        except LogError as error:
+            logger.warning("log_unavailable", error=str(error))
+            unattended = set()
+        for engine in sorted(unattended & before):
+            if engine not in serving or not serving[engine].is_alive():
+                slot = slot_name(DETOKENIZE, slot_index(engine))
+                serving[engine] = threading.Thread(target=be_guest, args=(slot,), name=f"guest {slot}", daemon=True)
+                serving[engine].start()
+        before = unattended
+    for thread in serving.values():
+        thread.join()

@@ -15,9 +15,11 @@ from typing import TypeVar
 import structlog
 
 from pipeline.errors import GroupLost, LogFull, LogUnavailable, UndecodableEvent
-from pipeline.events import Failed, StepCompleted, Submitted, Tokenized, TokensProduced, decode
-from pipeline.log import Entry, Inbox, Owner, StreamLog
-from pipeline.names import DETOKENIZE, SEAL, parse_id, slot_index, slot_name
+from pipeline.events import Admitted, Failed, StepCompleted, Submitted, TakenOver, Tokenized, TokensProduced, decode
+from pipeline.failpoints import failpoint
+from pipeline.log import DeadLetter, Entry, Inbox, Owner, StreamLog
+from pipeline.names import DETOKENIZE, GENERATE, SEAL, parse_id, slot_index, slot_name
+from pipeline.slots import acquire_guest
 from stages.generate.schedule.schedule import NewRequest
 
 logger = structlog.get_logger()
@@ -30,6 +32,11 @@ LISTEN_EVERY_S = 1.0
 MOST_STEPS_BEHIND = 256
 """An engine plans no further step while so many wait for the detokenizer."""
 
+MOST_CLAIMED = 500
+"""Requests of a dead engine that are claimed at once."""
+MOST_DEATHS_ALONE = 3
+"""A request that ended its engine so often while nothing else was computed is not tried again."""
+
 T = TypeVar("T")
 
 
@@ -39,7 +46,9 @@ class Arrived:
 
     request: NewRequest
     resumed: bool
-    """Another owner of the slot had it before."""
+    """Another engine, or a former owner of the slot, had it before."""
+    suspect: bool = False
+    """More than one engine ended in the meantime, and it had no token more: it is to run alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,8 @@ class _Step:
     event: StepCompleted
     ended: tuple[str, ...]
     room: int
+    done: threading.Event
+    """Set once it is committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +116,28 @@ class Courier:
         self._heard = True
         self._listened_s = float("-inf")
         self._looked_s = time.monotonic()
+        self._forsaken: set[str] = set()
+        """Engines' slots with requests in hand that nobody held at the last look."""
+        self._forsaken_s = time.monotonic()
+        self._guest: Owner | None = None
+        """As whom this engine looks after the slot of a dead one, whose requests it is about to claim."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def commit(self, number: int, event: StepCompleted, ended: Sequence[str], room: int) -> None:
-        """Hand over step *number*; *ended* are the uids whose entries it consumes. Waits while one is on its way."""
-        self._put(_Step(number, event, tuple(ended), room))
+    def commit(
+        self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
+    ) -> None:
+        """Hand over step *number*; *ended* are the uids whose entries it consumes. Waits while one is on its way.
+
+        With *settled* it waits for this one, too.
+        """
+        job = _Step(number, event, tuple(ended), room, threading.Event())
+        self._put(job)
+        while settled and self._thread.is_alive() and not job.done.wait(0.5):
+            self._came_round()
 
     def idle(self, room: int) -> None:
         """Say that there is nothing to compute: news are waited for."""
@@ -151,8 +175,10 @@ class Courier:
                     if self._stopped.is_set():
                         return
                     continue
+                self._keep_trying(self._look_after_others)
                 if isinstance(job, _Step):
                     newest = self._keep_trying(lambda job=job: self._commit(job))  # type: ignore[misc]  # bound at once
+                    job.done.set()
                     if job.room > 0 and (self._unsure or parse_id(newest) > parse_id(self._cursor)):
                         self._keep_trying(lambda job=job: self._take(job.room))  # type: ignore[misc]
                 else:
@@ -192,6 +218,7 @@ class Courier:
             control_cursor=self._control_cursor,
             lease_ms=self._lease_ms,
         )
+        failpoint("generate.after_commit")
         for uid in job.ended:
             self._entry_ids.pop(uid, None)
         self._hear(done.ended, done.flush, done.control_cursor)
@@ -209,9 +236,11 @@ class Courier:
             room = 0
         if self._unsure:  # the reply of the last try was lost, and what it brought is pending
             pending = self._log.pending(self._inbox, self._owner.slot)
-            self._bring([entry for entry in pending if entry.fields["uid"] not in self._entry_ids], resumed=False)
+            self._bring([entry for entry in pending if entry.fields["uid"] not in self._entry_ids], resumed=None)
         self._unsure = True
         taken = self._log.take(self._owner, room, control_cursor=self._control_cursor)
+        if taken.entries:
+            failpoint("generate.after_take")
         self._unsure = False
         self._cursor = taken.cursor
         self._bring(taken.entries, resumed=False)
@@ -233,7 +262,8 @@ class Courier:
             self._came_round()
             self._keep_trying(lambda: self._take(job.room))
             self._keep_trying(self._look_who_lives)
-            if self._num_told == job.heard and not self._heard:
+            self._keep_trying(self._look_after_others)
+            if self._num_told == job.heard and (self._guest is not None or not self._heard):
                 self._stopped.wait(POLL_S)
             elif self._num_told == job.heard:
                 self._keep_trying(lambda: self._log.wait(self._cursor, self._control_cursor, block_ms=BLOCK_MS))
@@ -247,25 +277,70 @@ class Courier:
                 return
         if entries:
             logger.info("taken_over", slot=self._owner.slot, requests=len(entries))
+            failpoint("generate.mid_takeover")
         self._bring(entries, resumed=True)
 
-    def _bring(self, entries: Sequence[Entry], *, resumed: bool) -> None:
+    def _look_after_others(self) -> None:
+        """Go on with what other engines had in hand whose slots nobody has held for a lease.
+
+        First nobody else may write for such a slot, then its last steps must be in the histories, then they are
+        claimed.
+        """
+        if self._guest is None:
+            if time.monotonic() - self._forsaken_s < self._lease_ms / 1000:
+                return
+            self._forsaken_s = time.monotonic()
+            before, self._forsaken = self._forsaken, set(self._log.forsaken(self._inbox)) - {self._owner.slot}
+            for slot in sorted(self._forsaken & before):
+                self._guest = acquire_guest(self._log, slot, self._lease_ms)
+                if self._guest is not None:
+                    logger.info("guest", slot=slot, epoch=self._guest.epoch)
+                    break
+        guest = self._guest
+        if guest is None or self._log.backlog(Inbox.steps(self._log.names, guest.slot)):
+            return
+        self._unsure = True  # the reply may be lost, and what it brought be pending here
+        entries = self._log.claim_from(self._inbox, self._owner, guest, MOST_CLAIMED)
+        if entries:
+            logger.info("taken_over", slot=guest.slot, requests=len(entries))
+            failpoint("generate.mid_takeover")
+        self._bring(entries, resumed=True)
+        self._unsure = False
+        if len(entries) < MOST_CLAIMED:
+            self._guest = None
+            self._log.release(guest)
+
+    def _bring(self, entries: Sequence[Entry], *, resumed: bool | None) -> None:
+        """Read the histories of entries and give them to the engine; *resumed* None: they say whether it is."""
         uids = [entry.fields["uid"] for entry in entries]
         histories = self._keep_trying(lambda: self._log.histories(uids))
         for entry, uid, history in zip(entries, uids, histories, strict=True):
             self._entry_ids[uid] = entry.id
             try:
-                request = new_request(uid, history)
+                past = past_of(uid, history)
             except UndecodableEvent as error:
                 logger.error("history_undecodable", uid=uid, error=str(error))
-                request = None
-                self._fail(entry, error)
-            self._tell(Ended(uid) if request is None else Arrived(request, resumed))
+                past = None
+                message = f"The history of the request does not decode: {error}"
+                self._fail(entry, Failed(status=500, code="log_damaged", message=message))
+            if past is not None and past.num_alone >= MOST_DEATHS_ALONE:
+                deaths = past.num_taken_over + 1
+                logger.error("buried", uid=uid, deaths=deaths)
+                message = f"The request ended its engine {deaths} times, the last {past.num_alone} times alone."
+                failed = Failed(status=500, code="poisonous", message=message)
+                self._fail(entry, failed, DeadLetter(GENERATE, entry.fields, deaths, message))
+                past = None
+            if past is None:
+                self._tell(Ended(uid))
+            else:
+                was_here = past.had_begun if resumed is None else resumed
+                self._tell(Arrived(past.request, was_here, was_here and past.num_taken_over > 0))
 
-    def _fail(self, entry: Entry, error: UndecodableEvent) -> None:
-        event = Failed(status=500, code="log_damaged", message=f"The history of the request does not decode: {error}")
+    def _fail(self, entry: Entry, event: Failed, dead: DeadLetter | None = None) -> None:
         uid, frontend = entry.fields["uid"], entry.fields["frontend"]
-        self._keep_trying(lambda: self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms))
+        self._keep_trying(
+            lambda: self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms, dead=dead)
+        )
 
     def _hear(self, uids: Sequence[str], flush: str, cursor: str) -> None:
         self._control_cursor = cursor
@@ -276,8 +351,14 @@ class Courier:
                 self._tell(Ended(uid))
 
     def _look_who_lives(self) -> None:
-        """Let go of what is not in `live` any more: `control` may have lost its entry."""
+        """Let go of what is not in `live` any more: `control` may have lost its entry.
+
+        See, too, whether more is pending here than this engine knows: a `take` that was given up, because Redis stood
+        still, may have been done when it went on.
+        """
         self._looked_s = time.monotonic()
+        if self._log.num_pending(self._inbox, self._owner.slot) > len(self._entry_ids):
+            self._unsure = True
         uids = list(self._entry_ids)
         gone = set(uids) - self._log.alive(uids)
         for uid in uids:
@@ -285,8 +366,21 @@ class Courier:
                 self._tell(Ended(uid))
 
 
-def new_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
-    """Fold a history into what the schedule needs; None when it has ended or is gone.
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the history of a request says to the engine that goes on with it."""
+
+    request: NewRequest
+    had_begun: bool
+    """An engine has had it."""
+    num_taken_over: int
+    """How many engines went on with it since its last token, and ended without another one."""
+    num_alone: int
+    """How many of them computed nothing else."""
+
+
+def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
+    """Fold a history into what an engine needs; None when it has ended or is gone.
 
     Raises:
         UndecodableEvent: An event does not decode, or tokens are missing between two events.
@@ -296,6 +390,7 @@ def new_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
     submitted: Submitted | None = None
     tokenized: Tokenized | None = None
     output: list[int] = []
+    had_begun, taken_over, alone = False, 0, 0
     for entry in history:
         match decode(entry.fields):
             case Submitted() as event:
@@ -306,10 +401,18 @@ def new_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
                 if parse_id(entry.id)[0] - event.count != len(output):
                     raise UndecodableEvent(f"after token {len(output)} comes the event {entry.id}")
                 output += event.tokens
+                taken_over = alone = 0
+            case TakenOver() as event:
+                had_begun = True
+                taken_over += 1
+                alone += event.alone
+            case Admitted():
+                had_begun = True
             case Failed():
                 return None
             case _:
                 pass
     if submitted is None or tokenized is None:
         return None
-    return NewRequest(uid, tokenized.token_ids, tuple(output), submitted.sampling)
+    request = NewRequest(uid, tokenized.token_ids, tuple(output), submitted.sampling)
+    return Past(request, had_begun, taken_over, alone)

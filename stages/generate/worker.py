@@ -5,19 +5,23 @@ What it remembers is the schedule; whatever crosses the network goes through the
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import structlog
 
 from pipeline.config import Config
+from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
-from pipeline.log import Inbox, StreamLog
+from pipeline.failpoints import failpoint
+from pipeline.log import Owner, StreamLog
 from pipeline.names import GENERATE
-from pipeline.slots import Place, acquire_slot, progress_reporter
+from pipeline.slots import Announcement, Place, places, progress_reporter
 from pipeline.worker import Stop
 from stages.generate.courier import Arrived, Courier, Ended, Flush, Lost, News
 from stages.generate.forward.engine import Engine
@@ -25,7 +29,7 @@ from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.resolve import Settings, resolve
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule
 
 logger = structlog.get_logger()
 
@@ -62,6 +66,12 @@ class GenerateWorker:
         """Rows for the next step that no forward pass makes."""
         self._refused: list[str] = []
         """Uids of requests that failed here; the next step consumes their entries."""
+        self._resumed: dict[str, int] = {}
+        """uid -> n of what other owners of a slot had begun and is not computed here yet."""
+        self._suspects: list[NewRequest] = []
+        """Requests that may have killed engines: each runs alone until it has one more token."""
+        self._alone: tuple[str, int] | None = None
+        """Who runs alone now, and how many tokens it had before."""
         self._next_check = 0
         """Number of the step from which on the books are looked at again."""
 
@@ -70,18 +80,28 @@ class GenerateWorker:
         while not stop and not self._place.lost.is_set():
             self._place.came_round(patience_s=STEP_TIMEOUT_S)
             self._take_in()
+            self._try_suspects()
             planned = self._schedule.plan()
             if planned is not None:
                 plan, marks = planned
+                number = plan.step
+                if self._resumed and self._take_over(plan, marks):
+                    marks, number = [], self._schedule.skip_step()
+                failpoint("generate.before_forward")
                 rows = self._forward(plan)
+                failpoint("generate.after_forward")
                 ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
-                self._commit(plan.step, [*marks, *rows], ended, _figures(plan))
+                if ended:
+                    failpoint("generate.with_end_row")
+                self._commit(number, [*marks, *rows], ended, _figures(plan))
             elif self._let_go or self._rows:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
             else:
                 self._courier.idle(self._schedule.room)
                 self._check_books()
                 self._wait_for_news(stop)
+        if self._schedule.num_running:
+            failpoint("generate.during_drain")
 
     def _forward(self, plan: BatchPlan) -> Sequence[StepRow]:
         """Compute a step and return its rows.
@@ -147,28 +167,77 @@ class GenerateWorker:
 
     def _fold(self, news: News) -> None:
         match news:
-            case Arrived():
-                self._arrived(news)
+            case Arrived(request, resumed, suspect):
+                if resumed:
+                    self._resumed[request.uid] = len(request.output_ids)
+                if suspect:
+                    self._suspects.append(request)
+                else:
+                    self._add(request)
             case Ended(uid):
                 self._schedule.drop(uid)
+                self._resumed.pop(uid, None)
+                self._suspects = [request for request in self._suspects if request.uid != uid]
                 self._let_go.append(uid)
             case Flush(control_id):
                 self._flush(control_id)
             case Lost(error):
                 raise error
 
-    def _arrived(self, news: Arrived) -> None:
-        request, identity = news.request, self._schedule.identity
-        n = len(request.output_ids)
+    def _try_suspects(self) -> None:
+        """Let the next suspect run, alone, once the one before has a token more or has ended."""
+        if self._alone is not None:
+            uid, n = self._alone
+            if self._schedule.num_output(uid) == n:
+                return
+            self._alone = None
+            self._schedule.isolate(None)
+        if not self._suspects:
+            return
+        request = self._suspects.pop(0)
+        logger.warning("runs_alone", uid=request.uid, n=len(request.output_ids))
+        self._rows += self._schedule.isolate(request.uid)
+        self._alone = request.uid, len(request.output_ids)
+        if not self._add(request):
+            self._alone = None
+            self._schedule.isolate(None)
+
+    def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow]) -> bool:
+        """Say of those of a plan that others had begun that they go on here; False when there are none.
+
+        It is in the log before anything is computed for them: an engine that dies of a request has left its mark.
+        """
+        identity = self._schedule.identity
+        rows: list[StepRow] = []
+        for mark in marks:
+            n = self._resumed.pop(mark.uid, None) if isinstance(mark, EventRow) else None
+            if n is not None:
+                alone = self._alone is not None and self._alone[0] == mark.uid
+                event = TakenOver(engine=identity.engine, epoch=identity.epoch, alone=alone)
+                rows.append(EventRow(uid=mark.uid, n=n, event=event))
+        if rows:
+            self._commit(plan.step, [*rows, *marks], [], Figures(), settled=True)
+            failpoint("generate.after_takeover_committed")
+        return bool(rows)
+
+    def _add(self, request: NewRequest) -> bool:
+        """Queue a request; False when it can never run here, which is said with the next step."""
         failed = self._schedule.add(request)
         if failed is not None:
-            self._rows.append(EventRow(uid=request.uid, n=n, event=failed))
+            self._resumed.pop(request.uid, None)
+            self._rows.append(EventRow(uid=request.uid, n=len(request.output_ids), event=failed))
             self._refused.append(request.uid)
-        elif news.resumed:
-            event = TakenOver(engine=identity.engine, epoch=identity.epoch)
-            self._rows.append(EventRow(uid=request.uid, n=n, event=event))
+        return failed is None
 
-    def _commit(self, number: int, rows: Sequence[StepRow], ended: Sequence[str], figures: Figures) -> None:
+    def _commit(
+        self,
+        number: int,
+        rows: Sequence[StepRow],
+        ended: Sequence[str],
+        figures: Figures,
+        *,
+        settled: bool = False,
+    ) -> None:
         schedule = self._schedule
         event = StepCompleted(
             rows=(*self._rows, *rows),
@@ -181,7 +250,7 @@ class GenerateWorker:
                 }
             ),
         )
-        self._courier.commit(number, event, [*ended, *self._refused, *self._let_go], schedule.room)
+        self._courier.commit(number, event, [*ended, *self._refused, *self._let_go], schedule.room, settled=settled)
         self._rows, self._let_go, self._refused = [], [], []
 
 
@@ -194,54 +263,84 @@ def _figures(plan: BatchPlan) -> Figures:
     )
 
 
-def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> int:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to compute. It outlives the slots that its process holds."""
+
+    engine: Forward
+    settings: Settings
+    eos_ids: tuple[int, ...]
+    fingerprint: str
+    """Of the weights and their dtype."""
+
+    def schedule(self, owner: Owner) -> Schedule:
+        """Return an empty schedule, with an empty cache, of the engine that *owner* is."""
+        settings = self.settings
+        return Schedule(
+            make_cache(settings.cache, settings.num_pages, settings.page_size),
+            settings.limits,
+            self.eos_ids,
+            Identity(owner.slot, owner.epoch, self.fingerprint),
+        )
+
+
+Load: TypeAlias = Callable[[Config, Path, Callable[[float], None]], Loaded]
+"""Loads a model, and says how far it is."""
+
+
+def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one engine until SIGTERM; return the exit code."""
+    return run_engine(config, open_log, folder, load)
+
+
+def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
+    """Be one engine with the model that *load* brings.
+
+    It asks for a slot when it is loaded. When it loses the slot it forgets its requests, keeps its weights and asks
+    again.
+    """
     stop = Stop().on_signals()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
-    place = Place(lease_log, acquire_slot(log, GENERATE, lease_ms, preferred=config.worker.slot), lease_ms)
-    owner = place.owner
-    structlog.contextvars.bind_contextvars(slot=owner.slot)
-    try:
-        place.came_round(patience_s=LOAD_TIMEOUT_S)
-        place.say(phase="loading", detail="torch")
-        engine, schedule, settings = load(config, folder, place)
-        log.prepare(Inbox.tokenized(log.names))
-        log.prepare(Inbox.steps(log.names, owner.slot))
+    log, lease_log, wanted = open_log(), open_log(), config.worker.slot
+    with Announcement(lease_log, GENERATE, lease_ms, preferred=wanted) as announcement:
+        announcement.came_round(patience_s=LOAD_TIMEOUT_S)
+        announcement.say(phase="loading", detail="torch")
+        loaded = load(config, folder, progress_reporter(announcement, "weights"))
+    for place in places(log, lease_log, GENERATE, lease_ms, preferred=wanted, stop=stop):
+        failpoint("generate.after_lease")
         courier = Courier(
             log,
-            owner,
+            place.owner,
             lease_ms=lease_ms,
             retention_ms=retention_ms,
-            came_round=lambda: place.came_round(patience_s=STEP_TIMEOUT_S),
+            came_round=functools.partial(place.came_round, patience_s=STEP_TIMEOUT_S),
         )
         courier.start()
         place.say(
             phase="ready",
-            detail="",
-            progress=1.0,
             models=config.names.served_model_name or (folder.name,),
-            context=settings.limits.context,
-            fingerprint=engine.fingerprint,
+            context=loaded.settings.limits.context,
+            fingerprint=loaded.fingerprint,
         )
         try:
-            GenerateWorker(engine, schedule, courier, place).run(stop)
+            GenerateWorker(loaded.engine, loaded.schedule(place.owner), courier, place).run(stop)
+        except Fenced as error:
+            logger.warning("fenced", error=str(error))
+            place.lost.set()
         finally:
             courier.stop()
-    finally:
-        place.leave()
     return 0
 
 
-def load(config: Config, folder: Path, place: Place) -> tuple[Engine, Schedule, Settings]:
-    """Load the model and make its schedule.
+def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+    """Load the model; *report* hears how far it is, 0 to 1.
 
     Raises:
         ConfigError: The folder, the flags and the machine do not go together.
     """
     spec = check_folder(folder, dummy=config.engine.dummy_weight)
     settings = resolve(config.engine, spec)
-    report = progress_reporter(place, "weights")
     began_s = time.monotonic()
     engine = Engine(
         spec,
@@ -257,12 +356,6 @@ def load(config: Config, folder: Path, place: Place) -> tuple[Engine, Schedule, 
         dummy=config.engine.dummy_weight,
         progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
     )
-    schedule = Schedule(
-        make_cache(settings.cache, settings.num_pages, settings.page_size),
-        settings.limits,
-        spec.eos_ids,
-        Identity(place.owner.slot, place.owner.epoch, engine.fingerprint),
-    )
     logger.info(
         "engine_loaded",
         seconds=round(time.monotonic() - began_s, 2),
@@ -276,4 +369,4 @@ def load(config: Config, folder: Path, place: Place) -> tuple[Engine, Schedule, 
         context=settings.limits.context,
         threads=settings.threads,
     )
-    return engine, schedule, settings
+    return Loaded(engine, settings, tuple(spec.eos_ids), engine.fingerprint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -11,9 +11,10 @@ import structlog
 from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Failed, Submitted, Tokenized, decode
-from pipeline.log import Entry, Inbox, StreamLog
+from pipeline.failpoints import failpoint
+from pipeline.log import DeadLetter, Entry, Inbox, StreamLog
 from pipeline.names import GENERATE, SEAL, TOKENIZE
-from pipeline.slots import Place, acquire_slot, read_statuses
+from pipeline.slots import Announcement, Voice, places, read_statuses
 from pipeline.worker import BACKOFF_S, Stop, follow
 from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
 
@@ -33,9 +34,9 @@ OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
 class TokenizeWorker:
     """The fold of the stage, between two commits of the log."""
 
-    def __init__(self, log: StreamLog, place: Place, encoder: PromptEncoder, retention_ms: int) -> None:
+    def __init__(self, log: StreamLog, place: Voice, encoder: PromptEncoder, retention_ms: int) -> None:
         self._log = log
-        self._place = place
+        self.place = place
         self._encoder = encoder
         self._retention_ms = retention_ms
         self.context = 0
@@ -44,7 +45,8 @@ class TokenizeWorker:
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Tokenize and commit; what is wrong with one request fails that request alone."""
-        self._place.came_round(patience_s=LONGEST_BATCH_S)
+        failpoint("tokenize.after_read")
+        self.place.came_round(patience_s=LONGEST_BATCH_S)
         self.learn_context()
         work: list[tuple[Entry, Rendered]] = []
         for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
@@ -74,10 +76,25 @@ class TokenizeWorker:
             elif len(token_ids) + 1 > self.context:
                 self._fail(entry, too_long(str(len(token_ids)), self.context, prompt.param))
             else:
+                failpoint("tokenize.before_commit")
                 self._log.tokenized(
                     entry,
-                    Tokenized(token_ids=token_ids, fingerprint=self._encoder.fingerprint, by=self._place.owner.slot),
+                    Tokenized(token_ids=token_ids, fingerprint=self._encoder.fingerprint, by=self.place.status.slot),
                 )
+                failpoint("tokenize.after_commit")
+
+    def bury(self, entry: Entry, deaths: int) -> None:
+        """End a request that killed its tokenizer so often; `dead` keeps what is known of it."""
+        message = f"The request ended its tokenizer {deaths} times."
+        event = Failed(status=500, code="poisonous", message=message)
+        self._log.end(
+            entry.fields["uid"],
+            event,
+            frontend=entry.fields["frontend"],
+            retention_ms=self._retention_ms,
+            consume=entry,
+            dead=DeadLetter(TOKENIZE, entry.fields, deaths, message),
+        )
 
     def learn_context(self) -> None:
         """Look up, once a second, what the engines serve; the last known value stands while none of them is there."""
@@ -124,28 +141,26 @@ def _unexpected(error: BaseException) -> RequestError:
     return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
 
 
-def run(config: Config, log: StreamLog, lease_log: StreamLog, folder: Path) -> int:
+def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one tokenizer until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
+    log, lease_log = open_log(), open_log()
     inbox = Inbox.submitted(log.names)
-    lease_ms = int(config.log.lease_s * 1000)
-    place = Place(lease_log, acquire_slot(log, TOKENIZE, lease_ms, preferred=config.worker.slot), lease_ms)
-    structlog.contextvars.bind_contextvars(slot=place.owner.slot)
-    try:
-        place.came_round(patience_s=LOAD_TIMEOUT_S)
-        place.say(phase="loading", detail="tokenizer")
+    lease_ms, wanted = int(config.log.lease_s * 1000), config.worker.slot
+    with Announcement(lease_log, TOKENIZE, lease_ms, preferred=wanted) as announcement:
+        announcement.came_round(patience_s=LOAD_TIMEOUT_S)
+        announcement.say(phase="loading", detail="tokenizer")
         encoder = PromptEncoder(folder)
-        worker = TokenizeWorker(log, place, encoder, int(config.log.retention_s * 1000))
-        log.prepare(inbox)
-        _wait_for_context(worker, place, stop)
-        place.say(phase="ready", detail="", fingerprint=encoder.fingerprint)
-        follow(log, inbox, place, worker.handle, stop, max_entries=MOST_READ)
-    finally:
-        place.leave()
+        worker = TokenizeWorker(log, announcement, encoder, int(config.log.retention_s * 1000))
+        _wait_for_context(worker, announcement, stop)
+    for place in places(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop):
+        worker.place = place
+        place.say(phase="ready", fingerprint=encoder.fingerprint)
+        follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ)
     return 0
 
 
-def _wait_for_context(worker: TokenizeWorker, place: Place, stop: Stop) -> None:
+def _wait_for_context(worker: TokenizeWorker, place: Voice, stop: Stop) -> None:
     """Wait for an engine, which alone knows how long a prompt may be."""
     said = False
     while not stop and not worker.context:

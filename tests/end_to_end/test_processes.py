@@ -2,112 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 from servers import Command, Server, eventually, free_port, run_command, serve, wait_until_ready
+from streams import LONG, PROMPTS, Stream, ask_all, body, events_of, family_of, is_gone
 
 from ops.demo_model import nonsense
-from pipeline.events import AnyEvent, Finished, TakenOver, Tokenized, TokensProduced, decode
+from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced
 from pipeline.log import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
-from pipeline.redis_log import RedisLog
 
 pytestmark = pytest.mark.slow
 
-LONG = 400
-"""Tokens of an answer that is long enough to be disturbed."""
 ENDLESS_CONTEXT = 200_000
 """Tokens that no server here can make within the time that a drain lasts."""
-PROMPTS = tuple(f"Tell me story number {number}." for number in range(6))
-
-
-def body(prompt: str, **fields: Any) -> dict[str, Any]:
-    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": LONG}
-    return {"messages": [{"role": "user", "content": prompt}], **greedy, **fields}
-
-
-class Stream:
-    """A client in a thread of its own that reads one streamed answer, and keeps what it was sent."""
-
-    def __init__(self, server: Server, prompt: str, **fields: Any) -> None:
-        self.uid = ""
-        self.lines: list[str] = []
-        self.error: httpx.TransportError | None = None
-        self._url = f"{server.url}/v1/chat/completions"
-        self._body = body(prompt, stream=True, **fields)
-        self._thread = threading.Thread(target=self._read, name=prompt, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
-                self.uid = response.headers["x-minisgl-uid"]
-                self.lines += [f"HTTP {response.status_code}"] if response.status_code != 200 else []
-                for line in response.iter_lines():
-                    self.lines.append(line)
-        except httpx.TransportError as error:
-            self.error = error
-
-    @property
-    def num_frames(self) -> int:
-        return sum(line.startswith("data: ") for line in tuple(self.lines))
-
-    def join(self) -> Stream:
-        """Wait until the connection is closed, by whomever."""
-        self._thread.join(120)
-        assert not self._thread.is_alive(), f"the stream goes on and on: {self.lines[-3:]}"
-        return self
-
-    @property
-    def frames(self) -> list[dict[str, Any]]:
-        """All frames of a stream that ended as it should, with [DONE], which is left out."""
-        said = [line.removeprefix("data: ") for line in self.join().lines if line.startswith("data: ")]
-        assert self.error is None
-        assert said[-1:] == ["[DONE]"], self.lines[-3:]
-        return [json.loads(data) for data in said[:-1]]
-
-    @property
-    def answer(self) -> tuple[str, str]:
-        """The text, and why it ended."""
-        choices = [frame["choices"][0] for frame in self.frames]
-        return "".join(choice["delta"].get("content", "") for choice in choices), choices[-1]["finish_reason"]
-
-
-def ask_all(server: Server, **fields: Any) -> list[Stream]:
-    return [Stream(server, prompt, **fields) for prompt in PROMPTS]
-
-
-def events_of(log: RedisLog, uid: str) -> list[AnyEvent]:
-    return [decode(entry.fields) for entry in log.histories([uid])[0]]
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-@contextlib.contextmanager
-def family_of(command: Command) -> Iterator[list[psutil.Process]]:
-    """Give all processes of *command*; whatever happens in the block, none of them outlives it."""
-    family = command.processes()
-    try:
-        yield family
-    finally:
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def assert_is_whole(family: Sequence[psutil.Process], command: Command) -> None:

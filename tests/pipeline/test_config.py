@@ -6,13 +6,24 @@ import dataclasses
 
 import pytest
 
-from pipeline.config import OWNERS, Config, arguments_for, build_parser, flags_of, parse_command
+from pipeline.config import (
+    OWNERS,
+    TOOLS,
+    Config,
+    ConnectConfig,
+    arguments_for,
+    build_parser,
+    flags_of,
+    parse_command,
+    parse_flags,
+)
 from pipeline.errors import ConfigError
 
 MODEL = {("--model", "--model-path"), ("--data-dir",)}
 NAMES = {("--served-model-name",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
+CLIENTS = {("--disconnect-grace",)}
 LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
 ENGINE = {
     ("--dtype",),
@@ -34,11 +45,21 @@ SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count")}
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
 FLAGS = {
-    "serve": frozenset(MODEL | NAMES | WEB | SERVE | ENGINE | LOG | REQUESTS),
+    "serve": frozenset(MODEL | NAMES | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS),
     "stage tokenize": frozenset(MODEL | WORKER | LOG),
     "stage generate": frozenset(MODEL | NAMES | WORKER | ENGINE | LOG),
     "stage detokenize": frozenset(MODEL | WORKER | LOG),
-    "stage web": frozenset(WEB | LISTEN | WORKER | LOG | REQUESTS),
+    "stage web": frozenset(WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS),
+}
+CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
+RETENTION = {("--retention",)}
+JSON = {("--json",)}
+TOOL_FLAGS = {
+    "trace": frozenset(CONNECT | RETENTION | JSON),
+    "dead ls": frozenset(CONNECT | JSON),
+    "dead show": frozenset(CONNECT | JSON),
+    "dead requeue": frozenset(CONNECT | REQUESTS | RETENTION | JSON),
+    "dead drop": frozenset(CONNECT | JSON),
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
@@ -54,6 +75,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--request-timeout": ("7", 7.0),
     "--lease": ("1e1", 10.0),
     "--max-queued-requests": ("1", 1),
+    "--disconnect-grace": ("0.5", 0.5),
     "--dtype": ("float32", "float32"),
     "--tp": ("1", 1),
     "--dummy-weight": ("yes", True),
@@ -72,6 +94,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--replicas": ("2", 2),
     "--slot": ("0", 0),
     "--listen-fd": ("3", 3),
+    "--json": ("yes", True),
 }
 """A value for each flag, and what it becomes."""
 
@@ -86,6 +109,9 @@ BAD_VALUES = [
     ("--lease", "nan", "seconds above 0"),
     ("--max-queued-requests", "0", "at least 1"),
     ("--max-queued-requests", "1.5", "whole number"),
+    ("--disconnect-grace", "-1", "at least 0"),
+    ("--disconnect-grace", "nan", "at least 0"),
+    ("--disconnect-grace", "soon", "seconds"),
     ("--dtype", "int8", "bfloat16"),
     ("--tp", "2", "only 1 so far"),
     ("--tp", "many", "whole number"),
@@ -131,7 +157,8 @@ def test_the_flags_and_aliases_are_these(command: str) -> None:
 
 def test_the_commands_are_these_and_every_flag_is_tried_here() -> None:
     assert set(OWNERS) == set(FLAGS)
-    assert {names[0] for flags in FLAGS.values() for names in flags} == set(VALUES)
+    assert set(TOOLS) == set(TOOL_FLAGS)
+    assert {names[0] for flags in (FLAGS | TOOL_FLAGS).values() for names in flags} == set(VALUES)
     assert {flag for flag, *_ in BAD_VALUES} <= set(VALUES)
 
 
@@ -171,6 +198,23 @@ def test_the_environment_sets_every_flag_and_the_command_line_wins(command: str)
 def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_PORT", "2")
     assert parse("serve").web.port == 1919
+
+
+@pytest.mark.parametrize("tool", TOOL_FLAGS)
+def test_the_flags_of_a_tool_are_these_and_each_sets_its_value(tool: str) -> None:
+    flags = {item.metadata["flags"]: item.name for item in flags_of(TOOLS[tool])}
+    assert set(flags) == TOOL_FLAGS[tool]
+    for (flag,), field in flags.items():
+        text, value = VALUES[flag]
+        for arguments, environment in (([flag, text], {}), ([], {variable(flag): text})):
+            configs = parse_flags(tool, TOOLS[tool], arguments, environment)
+            assert value in [getattr(config, field, None) for config in configs]
+
+
+def test_a_flag_that_a_tool_shares_with_serve_has_the_same_default() -> None:
+    defaults = {item.name: item.default for item in flags_of(OWNERS["serve"])}
+    shared = [item for owners in TOOLS.values() for item in flags_of(owners) if item.name != "as_json"]
+    assert {item.name: item.default for item in shared} == {item.name: defaults[item.name] for item in shared}
 
 
 def test_abbreviations_are_refused() -> None:
@@ -270,3 +314,5 @@ def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert str(parse("serve", "--port", "8000").data_dir) == "/state/minisgl/8000"
     assert str(parse("serve", "--data-dir", "/d").data_dir) == "/d"
+    assert str(ConnectConfig(port=8000).folder) == "/state/minisgl/8000"
+    assert str(ConnectConfig(data_dir="/d", port=8000).folder) == "/d"

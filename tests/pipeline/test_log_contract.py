@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Iterator
 
@@ -29,7 +30,21 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import Entry, Inbox, Owner, Produced, Reply, StepCommitted, StreamLog, Submission
+from pipeline.history import copied_history
+from pipeline.log import (
+    GUEST,
+    DeadLetter,
+    Entry,
+    Inbox,
+    Once,
+    Owner,
+    Produced,
+    Reply,
+    StepCommitted,
+    StreamLog,
+    Submission,
+    SubmittedOnce,
+)
 from pipeline.memory_log import MemoryLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names, parse_id, slot_name, tokens_id
 from pipeline.redis_log import RedisLog
@@ -237,6 +252,96 @@ def test_a_history_expires_after_deadline_and_retention(log: StreamLog) -> None:
     until(lambda: history(log) == [])
     assert not end(log, "a", CANCELLED)
     assert history(log) == []
+
+
+# submit under an idempotency key
+
+
+ONCE = Once("key", "body")
+ATTACHED_TO_A = SubmittedOnce(Submission.ATTACH, "a")
+
+
+def submit_once(
+    log: StreamLog, uid: str, once: Once = ONCE, *, timeout_ms: int = LONG_MS, max_queued: int = 100
+) -> SubmittedOnce:
+    event = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
+    return log.submit_once(uid, event, once, timeout_ms=timeout_ms, retention_ms=timeout_ms, max_queued=max_queued)
+
+
+def test_what_is_submitted_again_under_an_idempotency_key_is_the_first_request(log: StreamLog) -> None:
+    assert submit_once(log, "a") == SubmittedOnce(Submission.ACCEPTED, "a")
+    assert submit_once(log, "b") == ATTACHED_TO_A
+    end(log, "a", FINISHED)
+    assert submit_once(log, "b") == ATTACHED_TO_A
+    assert (ids(log, "a"), ids(log, "b")) == ([SUBMITTED_ID, SEAL], [])
+    assert len(log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0)) == 1
+    assert log.alive(["a", "b"]) == set()
+
+
+def test_another_body_under_an_idempotency_key_is_a_mismatch_whatever_became_of_the_first(log: StreamLog) -> None:
+    submit_once(log, "a")
+    for once in (Once("key", "another"), Once("key", "another", instead_of="a")):
+        assert submit_once(log, "b", once) == SubmittedOnce(Submission.MISMATCH, "a")
+    assert ids(log, "b") == []
+
+
+def test_other_idempotency_keys_and_none_have_nothing_to_do_with_each_other(log: StreamLog) -> None:
+    assert submit_once(log, "a").submission is Submission.ACCEPTED
+    assert submit_once(log, "b", Once("another", "body")) == SubmittedOnce(Submission.ACCEPTED, "b")
+    assert submit(log, "c") is Submission.ACCEPTED
+
+
+def test_a_repeated_submit_under_an_idempotency_key_is_a_duplicate(log: StreamLog) -> None:
+    submit_once(log, "a")
+    before = history(log)
+    assert submit_once(log, "a", max_queued=1) == SubmittedOnce(Submission.DUPLICATE, "a")
+    assert history(log) == before
+
+
+def test_a_refused_submit_leaves_its_idempotency_key_free(log: StreamLog) -> None:
+    submit(log, "first")
+    assert submit_once(log, "a", max_queued=1) == SubmittedOnce(Submission.BUSY, "a")
+    assert submit_once(log, "b") == SubmittedOnce(Submission.ACCEPTED, "b")
+    assert submit_once(log, "c", max_queued=1) == SubmittedOnce(Submission.ATTACH, "b")
+
+
+def test_an_idempotency_key_is_taken_from_the_request_that_was_named_and_from_no_other(log: StreamLog) -> None:
+    instead = Once("key", "body", instead_of="a")
+    submit_once(log, "a")
+    end(log, "a", CANCELLED)
+    assert submit_once(log, "b", instead) == SubmittedOnce(Submission.ACCEPTED, "b")
+    assert submit_once(log, "c", instead) == SubmittedOnce(Submission.ATTACH, "b")
+    assert submit_once(log, "b", instead) == SubmittedOnce(Submission.DUPLICATE, "b")
+    assert ids(log, "c") == []
+
+
+def test_of_simultaneous_submits_under_an_idempotency_key_one_is_accepted(log: StreamLog) -> None:
+    outcomes: list[SubmittedOnce] = []
+    logs = {uid: another(log) for uid in "abcdefgh"}
+    start = threading.Barrier(len(logs))
+
+    def ask(uid: str) -> None:
+        start.wait()
+        outcomes.append(submit_once(logs[uid], uid))
+
+    threads = [threading.Thread(target=ask, args=(uid,)) for uid in logs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (accepted,) = [outcome.uid for outcome in outcomes if outcome.submission is Submission.ACCEPTED]
+    attached = SubmittedOnce(Submission.ATTACH, accepted)
+    assert [outcome for outcome in outcomes if outcome.uid != accepted or outcome == attached] == [attached] * 7
+    assert log.alive(list(logs)) == {accepted}
+    for each in logs.values():
+        if isinstance(each, RedisLog):
+            each.close()
+
+
+def test_an_idempotency_key_lives_as_long_as_its_history_can(log: StreamLog) -> None:
+    submit_once(log, "a", timeout_ms=SHORT_MS)
+    until(lambda: submit_once(log, "b").submission is Submission.ACCEPTED)
+    assert history(log, "a") == []
 
 
 # tokenized
@@ -693,6 +798,187 @@ def test_end_of_an_unknown_request_makes_no_history(log: StreamLog) -> None:
     assert told(log) == ()
 
 
+# readers, and requests that their clients left
+
+
+def abandon(log: StreamLog, uid: str = "a", *, once: Once | None = None, attached: bool = False) -> bool:
+    return log.abandon(uid, CANCELLED, frontend="web-0", retention_ms=LONG_MS, once=once, attached=attached)
+
+
+def test_a_request_that_nobody_reads_is_abandoned_as_it_is_ended(log: StreamLog, detokenizer: Detokenizer) -> None:
+    cursor = log.open_replies("web-0")
+    accept(log, "a")
+    detokenizer.say(say_tokens("a", 1))
+    assert abandon(log)
+    assert not abandon(log)
+    assert ids(log) == [SUBMITTED_ID, TOKENIZED_ID, "1-0", SEAL]
+    assert events(log)[-1] == CANCELLED.model_copy(update={"n": 1})
+    assert [(reply.uid, reply.n) for reply in replies_after(log, cursor)] == [("a", 1), ("a", 1)]
+    assert told(log) == ("a",)
+    assert log.alive(["a"]) == set()
+
+
+def test_a_request_that_somebody_reads_is_not_abandoned_but_can_be_ended(log: StreamLog) -> None:
+    accept(log, "a", "b")
+    log.reading(["a", "b"], "web-1")
+    log.reading(["a"], "web-2")
+    log.stop_reading("a", "web-1")
+    log.stop_reading("a", "web-1")
+    log.stop_reading("a", "nobody")
+    assert not abandon(log, "a")
+    assert log.alive(["a", "b"]) == {"a", "b"}
+    assert log.read_by_others(["a", "b", "c"]) == {"a", "b"}
+    log.stop_reading("a", "web-2")
+    assert log.read_by_others(["a", "b", "c"]) == {"b"}
+    assert log.read_by_others([]) == set()
+    assert abandon(log, "a")
+    assert not abandon(log, "b")
+    assert end(log, "b", CANCELLED)
+
+
+def test_who_came_to_a_request_abandons_it_only_after_the_client_that_sent_it(log: StreamLog) -> None:
+    submit_once(log, "a")
+    log.reading(["a"], "web-1")
+    assert not abandon(log, once=ONCE, attached=True)
+    log.stop_reading("a", "web-1")
+    assert not abandon(log, once=ONCE, attached=True)
+    log.reading(["a"], "web-1")
+    for _ in range(2):
+        assert not abandon(log, once=ONCE)
+    assert submit_once(log, "b") == ATTACHED_TO_A
+    assert submit_once(log, "b", Once("key", "another")).submission is Submission.MISMATCH
+    assert not abandon(log, once=ONCE, attached=True)
+    assert log.alive(["a"]) == {"a"}
+    log.stop_reading("a", "web-1")
+    assert not abandon(log, "b", once=ONCE, attached=True)
+    assert abandon(log, once=ONCE, attached=True)
+    assert ids(log) == [SUBMITTED_ID, SEAL]
+
+
+def test_who_takes_an_idempotency_key_has_not_left(log: StreamLog) -> None:
+    submit_once(log, "a")
+    log.reading(["a"], "web-1")
+    abandon(log, once=ONCE)
+    end(log, "a", CANCELLED)
+    submit_once(log, "b", Once("key", "body", instead_of="a"))
+    assert not abandon(log, "b", once=ONCE, attached=True)
+    assert abandon(log, "b", once=ONCE)
+
+
+def test_a_request_that_has_no_idempotency_key_is_nobodys_to_abandon_but_its_senders(log: StreamLog) -> None:
+    submit(log)
+    log.reading(["a"], "web-1")
+    assert not abandon(log)
+    log.stop_reading("a", "web-1")
+    assert not abandon(log, attached=True)
+    assert abandon(log)
+
+
+def test_an_unknown_request_is_neither_read_nor_abandoned(log: StreamLog) -> None:
+    log.reading(["a"], "web-1")
+    assert not abandon(log)
+    accept(log, "a")
+    assert abandon(log)
+    assert told(log) == ("a",)
+
+
+# dead letters
+
+
+KILLED = Failed(status=500, code="killed_its_worker", message="It killed its worker three times.")
+
+
+def bury(log: StreamLog, uid: str = "a", *, deaths: int = 3, error: str = "exit code -11") -> bool:
+    letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": "web-0"}, deaths=deaths, error=error)
+    return log.end(uid, KILLED, frontend="web-0", retention_ms=LONG_MS, dead=letter)
+
+
+def test_a_dead_letter_says_what_happened_and_brings_a_copy_of_the_sealed_history(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    accept(log, "a")
+    detokenizer.say(say_tokens("a", 1, text='"ü\n'))
+    assert bury(log)
+    (letter,) = log.dead_letters(9)
+    assert {name: letter.fields[name] for name in ("uid", "stage", "deaths", "error")} == {
+        "uid": "a",
+        "stage": "generate",
+        "deaths": "3",
+        "error": "exit code -11",
+    }
+    assert json.loads(letter.fields["entry"]) == {"uid": "a", "frontend": "web-0"}
+    assert copied_history(letter) == history(log)
+    assert letter.fields["ms"] == history(log)[-1].fields["ms"]
+    assert "history_cut" not in letter.fields
+    assert ids(log) == [SUBMITTED_ID, TOKENIZED_ID, "1-0", SEAL]
+    assert events(log)[-1] == KILLED.model_copy(update={"n": 1})
+
+
+def test_a_repeated_end_writes_no_second_letter(log: StreamLog) -> None:
+    submit(log)
+    assert bury(log)
+    assert not bury(log)
+    assert len(log.dead_letters(9)) == 1
+
+
+def test_an_end_that_comes_too_late_writes_no_letter(log: StreamLog) -> None:
+    submit(log)
+    end(log, "a", CANCELLED)
+    assert not bury(log, "a")
+    assert not bury(log, "nobody")
+    assert log.dead_letters(9) == []
+
+
+def test_an_end_without_a_letter_writes_none(log: StreamLog) -> None:
+    submit(log)
+    assert end(log, "a", FAILED)
+    assert log.dead_letters(9) == []
+
+
+def test_dead_letters_come_newest_first_and_page_by_page(log: StreamLog) -> None:
+    for uid in ("a", "b", "c"):
+        submit(log, uid)
+        bury(log, uid)
+    first = log.dead_letters(2)
+    assert [letter.fields["uid"] for letter in first] == ["c", "b"]
+    rest = log.dead_letters(2, before=first[-1].id)
+    assert [letter.fields["uid"] for letter in rest] == ["a"]
+    assert log.dead_letters(2, before=rest[-1].id) == []
+
+
+def test_a_dead_letter_is_dropped_once_and_alone(log: StreamLog) -> None:
+    for uid in ("a", "b"):
+        submit(log, uid)
+        bury(log, uid)
+    newest, oldest = log.dead_letters(9)
+    assert log.drop_dead(oldest.id)
+    assert not log.drop_dead(oldest.id)
+    assert log.dead_letters(9) == [newest]
+
+
+def test_a_copy_is_cut_to_its_first_entry_and_as_many_of_the_last_as_fit(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    accept(log, "a")
+    for n in range(1, 41):
+        detokenizer.say(say_tokens("a", n, text="x" * 4000))
+    assert bury(log)
+    (letter,) = log.dead_letters(1)
+    whole, copy = history(log), copied_history(letter)
+    assert copy == [whole[0], *whole[-len(copy) + 1 :]]
+    assert int(letter.fields["history_cut"]) == len(whole) - len(copy) > 0
+    assert 65536 - 5000 < len(letter.fields["history"].encode()) <= 65536
+
+
+def test_a_copy_goes_without_the_first_entry_when_that_alone_is_too_large(log: StreamLog) -> None:
+    event = Submitted(endpoint="e", frontend="web-0", prompt="x" * 65536, sampling=SamplingParams())
+    log.submit("a", event, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=1)
+    assert bury(log)
+    (letter,) = log.dead_letters(1)
+    assert copied_history(letter) == history(log)[1:]
+    assert letter.fields["history_cut"] == "1"
+
+
 # histories and alive
 
 
@@ -852,6 +1138,126 @@ def test_a_claimed_entry_is_committed_once(log: StreamLog) -> None:
     assert not tokenize(log, entry)
 
 
+def test_claim_takes_nothing_from_a_slot_that_a_guest_looks_after(log: StreamLog) -> None:
+    submit(log)
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    be_guest(log, "tokenize-0")
+    assert log.claim(SUBMITTED, own(log, "tokenize-1"), 8) == []
+    assert log.pending(SUBMITTED, "tokenize-0") == [entry]
+
+
+# claim_from and forsaken
+
+
+def take_all(log: StreamLog, owner: Owner, *uids: str) -> list[Entry]:
+    """Bring requests as far as an engine that has them in hand."""
+    accept(log, *uids)
+    return list(log.take(owner, 8, control_cursor="0-0").entries)
+
+
+def test_forsaken_slots_have_entries_pending_and_no_worker(log: StreamLog) -> None:
+    owners = [own(log, slot_name("generate", index)) for index in range(4)]
+    for owner, uid in zip(owners, "abcd", strict=True):
+        (entry,) = take_all(log, owner, uid)
+    step(log, owners[3], 1, entry.id)
+    assert log.forsaken(TOKENIZED) == []
+    for owner in (owners[0], owners[2], owners[3]):  # the last has nothing in hand
+        log.release(owner)
+    be_guest(log, "generate-2")
+    assert sorted(log.forsaken(TOKENIZED)) == ["generate-0", "generate-2"]
+
+
+def test_how_much_a_slot_has_in_hand_is_counted_without_reading_it(log: StreamLog) -> None:
+    owner, other = own(log, "generate-0"), own(log, "generate-1")
+    (entry, *_) = take_all(log, owner, "a", "b")
+    take_all(log, other, "c")
+    assert [log.num_pending(TOKENIZED, slot) for slot in ("generate-0", "generate-1", "generate-2")] == [2, 1, 0]
+    step(log, owner, 1, entry.id)
+    assert log.num_pending(TOKENIZED, "generate-0") == 1
+
+
+def test_the_owner_of_a_guest_claims_what_the_slot_had_in_hand_in_order_and_at_most_so_many(log: StreamLog) -> None:
+    dead, me = own(log, "generate-0"), own(log, "generate-1")
+    entries = take_all(log, dead, "a", "b", "c")
+    (mine,) = take_all(log, me, "d")
+    log.release(dead)
+    guest = be_guest(log, "generate-0")
+    assert log.claim_from(TOKENIZED, me, guest, 2) == entries[:2]
+    assert log.claim_from(TOKENIZED, me, guest, 2) == entries[2:]
+    assert log.claim_from(TOKENIZED, me, guest, 2) == []
+    assert log.pending(TOKENIZED, "generate-0") == []
+    assert log.pending(TOKENIZED, "generate-1") == [*entries, mine]
+
+
+def test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it(log: StreamLog) -> None:
+    dead, me = own(log, "generate-0"), own(log, "generate-1")
+    entries = take_all(log, dead, "a")
+    log.release(dead)
+    guest = be_guest(log, "generate-0")
+    own(log, "generate-0", nonce="worker")
+    assert log.claim_from(TOKENIZED, me, guest, 8) == []
+    assert log.pending(TOKENIZED, "generate-0") == entries
+
+
+def test_who_lost_the_own_slot_claims_nothing_as_a_guest(log: StreamLog) -> None:
+    dead, zombie = own(log, "generate-0"), own(log, "generate-1")
+    entries = take_all(log, dead, "a")
+    log.release(dead)
+    guest = be_guest(log, "generate-0")
+    own_after(log, zombie)
+    with pytest.raises(Fenced):
+        log.claim_from(TOKENIZED, zombie, guest, 8)
+    assert log.pending(TOKENIZED, "generate-0") == entries
+
+
+# retry
+
+
+def test_retry_counts_how_often_an_entry_was_worked_on_and_the_read_is_the_first_time(log: StreamLog) -> None:
+    submit(log, "a")
+    submit(log, "b")
+    owner = own(log, "tokenize-0")
+    first, second = log.read(SUBMITTED, "tokenize-0", max_entries=2, block_ms=0)
+    log.pending(SUBMITTED, "tokenize-0")
+    assert [log.retry(SUBMITTED, owner, first) for _ in range(3)] == [2, 3, 4]
+    assert log.retry(SUBMITTED, owner, second) == 2
+
+
+def test_a_claim_counts_as_no_try(log: StreamLog) -> None:
+    accept(log, "a")
+    submit(log, "b")
+    read_one(log, SUBMITTED, "tokenize-1")
+    tokenizer = own(log, "tokenize-0")
+    (claimed,) = log.claim(SUBMITTED, tokenizer, 8)
+    assert log.retry(SUBMITTED, tokenizer, claimed) == 2
+    dead, me = own(log, "generate-0"), own(log, "generate-1")
+    log.take(dead, 8, control_cursor="0-0")
+    log.release(dead)
+    (taken_over,) = log.claim_from(TOKENIZED, me, be_guest(log, "generate-0"), 8)
+    assert log.retry(TOKENIZED, me, taken_over) == 2
+
+
+def test_who_does_not_hold_an_entry_counts_nothing(log: StreamLog) -> None:
+    submit(log)
+    owner, other = own(log, "tokenize-0"), own(log, "tokenize-1")
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    assert log.retry(SUBMITTED, other, entry) == 0
+    assert log.pending(SUBMITTED, "tokenize-0") == [entry]
+    assert log.retry(SUBMITTED, owner, entry) == 2
+    assert tokenize(log, entry)
+    assert log.retry(SUBMITTED, owner, entry) == 0
+
+
+def test_retry_is_fenced(log: StreamLog) -> None:
+    submit(log)
+    zombie = own(log, "tokenize-0")
+    entry = read_one(log, SUBMITTED, "tokenize-0")
+    owner = own_after(log, zombie)
+    with pytest.raises(Fenced):
+        log.retry(SUBMITTED, zombie, entry)
+    assert log.retry(SUBMITTED, owner, entry) == 2
+
+
 # slots
 
 
@@ -920,6 +1326,128 @@ def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: Stre
     log.renew(own(log, "tokenize-0"), LONG_MS, "another stage")
     assert list(log.statuses("generate").items()) == [(f"generate-{i}", f"{{{i}}}") for i in range(20)]
     assert log.statuses("detokenize") == {}
+
+
+# guests, who look after a slot while its worker is away
+
+
+def be_guest(log: StreamLog, slot: str, *, nonce: str = "x") -> Owner:
+    return own(log, slot, nonce=GUEST + nonce)
+
+
+def test_a_guest_gets_no_slot_that_a_worker_or_another_guest_holds(log: StreamLog) -> None:
+    worker = own(log, "generate-0")
+    assert log.acquire("generate-0", f"{GUEST}x", LONG_MS) is None
+    assert log.lease("generate-0").holder == str(worker)
+    log.release(worker)
+    guest = be_guest(log, "generate-0", nonce="x")
+    assert (guest.epoch, guest.is_guest, worker.is_guest) == (2, True, False)
+    assert log.acquire("generate-0", f"{GUEST}y", LONG_MS) is None
+    assert be_guest(log, "generate-0", nonce="x") == guest
+
+
+def test_for_a_worker_a_slot_is_free_while_a_guest_looks_after_it(log: StreamLog) -> None:
+    guest = be_guest(log, "generate-0")
+    assert log.lease("generate-0").is_free and log.lease("generate-0").holder == str(guest)
+    worker = own(log, "generate-0", nonce="worker")
+    assert worker.epoch == guest.epoch + 1
+    assert not log.lease("generate-0").is_free
+    assert not log.renew(guest, LONG_MS, "")
+    assert not log.release(guest)
+    assert log.lease("generate-0").holder == str(worker)
+
+
+def test_once_a_slot_has_a_guest_its_former_worker_writes_and_takes_nothing(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    accept(log, "a", "b")
+    engine = detokenizer.engine
+    (entry,) = log.take(engine, 1, control_cursor="0-0").entries
+    unsaid = detokenizer.read_step()
+    for slot in (engine, detokenizer.owner):
+        log.release(slot)
+        be_guest(log, slot.slot)
+    with pytest.raises(Fenced):
+        step(log, engine, 2, entry.id)
+    with pytest.raises(Fenced):
+        log.take(engine, 8, control_cursor="0-0")
+    with pytest.raises(Fenced):
+        detokenizer.commit(unsaid, say_tokens("a", 1))
+    assert not log.renew(engine, LONG_MS, "zombie")
+    assert log.pending(TOKENIZED, "generate-0") == [entry]
+    assert log.backlog(STEPS) == 1
+    assert ids(log, "a") == [SUBMITTED_ID, TOKENIZED_ID]
+    (other,) = log.take(own(log, "generate-1"), 8, control_cursor="0-0").entries
+    assert other.fields["uid"] == "b"
+
+
+def test_a_guest_writes_for_the_slot_until_a_worker_has_it(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a")
+    log.release(detokenizer.owner)
+    detokenizer.owner = be_guest(log, "detokenize-0")
+    assert detokenizer.say(say_tokens("a", 1))
+    unsaid = detokenizer.read_step()
+    own(log, "detokenize-0", nonce="worker")
+    with pytest.raises(Fenced):
+        detokenizer.commit(unsaid, say_tokens("a", 2))
+    assert ids(log, "a") == [SUBMITTED_ID, TOKENIZED_ID, "1-0"]
+
+
+def test_renew_without_a_status_keeps_the_lease_and_publishes_nothing(log: StreamLog) -> None:
+    guest = own(log, "generate-0", nonce=f"{GUEST}x", lease_ms=SHORT_MS)
+    assert log.renew(guest, LONG_MS, "")
+    assert log.lease("generate-0").ttl_ms > SHORT_MS
+    assert log.statuses("generate") == {}
+    worker = own(log, "generate-0")
+    log.renew(worker, LONG_MS, "said")
+    assert log.renew(worker, LONG_MS, "")
+    assert log.statuses("generate") == {"generate-0": "said"}
+
+
+def test_who_waits_for_a_slot_announces_itself_there_unless_somebody_holds_it(log: StreamLog) -> None:
+    assert log.announce("generate-0", "first")
+    assert log.announce("generate-0", "second")
+    assert log.statuses("generate") == {"generate-0": "second"}
+    owner = own(log, "generate-0")
+    log.renew(owner, LONG_MS, "holder")
+    assert not log.announce("generate-0", "third")
+    assert log.statuses("generate") == {"generate-0": "holder"}
+    log.release(owner)
+    assert log.announce("generate-0", "third")
+    assert log.statuses("generate") == {"generate-0": "third"}
+
+
+def test_an_announcement_takes_no_slot(log: StreamLog) -> None:
+    log.announce("generate-0", "coming")
+    assert log.lease("generate-0").holder == ""
+    assert own(log, "generate-0").epoch == 1
+
+
+# engines without a detokenizer
+
+
+def test_unattended_engines_live_or_have_steps_waiting_and_no_worker_listens_to_them(log: StreamLog) -> None:
+    engines = [own(log, slot_name("generate", index)) for index in range(4)]
+    for engine in engines[1:]:
+        log.prepare(Inbox.steps(NAMES, engine.slot))
+    step(log, engines[2], 1)
+    step(log, engines[3], 1)
+    log.release(engines[1])  # nobody lives there, and nothing waits
+    log.release(engines[2])  # nobody lives there, but a step waits
+    own(log, "detokenize-3")
+    be_guest(log, "detokenize-2")
+    assert log.unattended() == ["generate-0", "generate-2"]
+    own(log, "detokenize-0")
+    own(log, "detokenize-2")
+    assert log.unattended() == []
+
+
+def test_unattended_engines_are_found_also_past_the_first_sixteen(log: StreamLog) -> None:
+    for index in range(18):
+        own(log, slot_name("generate", index))
+        if index != 17:
+            own(log, slot_name("detokenize", index))
+    assert log.unattended() == ["generate-17"]
 
 
 # frontends

@@ -15,9 +15,12 @@ def all_keys(names: Names) -> dict[str, str]:
         "tokenized": names.tokenized,
         "control": names.control,
         "live": names.live,
+        "dead": names.dead,
         "steps:generate-0": names.steps("generate-0"),
         "request:ab": names.request("ab"),
         "replies:web-0": names.replies("web-0"),
+        "reader:ab": names.reader("ab"),
+        "idempotency:ef": names.idempotency("ef"),
         "lease:web-0": names.lease("web-0"),
         "owner:web-0": names.owner("web-0"),
         "status:web-0": names.status("web-0"),
@@ -38,7 +41,7 @@ def test_the_examples_are_all_the_keys_there_are() -> None:
 
 def test_the_lasting_keys_are_these() -> None:
     lasting = {name for name in all_keys(Names()) if any(fnmatch.fnmatchcase(name, pattern) for pattern in LASTING)}
-    assert lasting == {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0"}
+    assert lasting == {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0", "dead"}
 
 
 @pytest.mark.parametrize("stage", STAGES)

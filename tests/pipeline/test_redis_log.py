@@ -22,7 +22,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log import Entry, Inbox, Owner, Produced, Submission
+from pipeline.log import DeadLetter, Entry, Inbox, Owner, Produced, Submission
 from pipeline.names import LASTING, SEAL, Names, slot_name, tokens_id
 from pipeline.redis_calls import script_text, translate
 from pipeline.redis_log import AsyncRedisLog, RedisLog
@@ -87,6 +87,11 @@ def end(log: RedisLog, uid: str = "a") -> bool:
     return log.end(uid, CANCELLED, frontend="web-0", retention_ms=LONG_MS)
 
 
+def bury(log: RedisLog, uid: str) -> bool:
+    letter = DeadLetter(stage="generate", entry={"uid": uid}, deaths=3, error="exit code -9")
+    return log.end(uid, CANCELLED, frontend="web-0", retention_ms=LONG_MS, dead=letter)
+
+
 # full memory
 
 
@@ -120,6 +125,13 @@ def test_at_maxmemory_a_request_in_flight_goes_its_whole_way(log: RedisLog) -> N
     assert step(log, engine, 2, taken.id) == 1
     assert [e.id for e in log.histories(["a"])[0]] == ["0-1", "0-2", "1-0", SEAL]
     assert log.backlog(TOKENIZED) == 0
+
+
+def test_at_maxmemory_a_request_that_kills_its_workers_ends_and_leaves_its_letter(log: RedisLog) -> None:
+    submit(log)
+    fill(log)
+    assert bury(log, "a")
+    assert [letter.fields["uid"] for letter in log.dead_letters(9)] == ["a"]
 
 
 def test_at_maxmemory_a_worker_can_start_and_take_over(log: RedisLog) -> None:
@@ -400,12 +412,22 @@ def test_every_key_has_a_time_to_live_but_the_lasting_ones(log: RedisLog) -> Non
     step(log, engine, 1, taken.entries[0].id)
     produced(log, detokenizer, read_one(log, STEPS, "detokenize-0"))
     end(log, "a")
+    bury(log, "c")
     there = keys(log)
     lasting = [key for key in there if any(fnmatch.fnmatchcase(key.partition(":0}:")[2], name) for name in LASTING)]
     times = {key: command(log.url, "PTTL", key) for key in there}
     assert len(there) > 12
     assert {key for key, ttl_ms in times.items() if ttl_ms == -1} == set(lasting)
     assert all(0 < ttl_ms <= 2 * LONG_MS + 1000 for key, ttl_ms in times.items() if key not in lasting)
+
+
+def test_of_the_dead_letters_only_the_last_are_kept(log: RedisLog) -> None:
+    fill_up = "for i = 1, 10200 do redis.call('XADD', KEYS[1], '*', 'uid', i) end"
+    command(log.url, "EVAL", fill_up, 1, NAMES.dead)
+    submit(log)
+    assert bury(log, "a")
+    assert 10000 <= command(log.url, "XLEN", NAMES.dead) <= 10100  # Redis trims whole nodes of 100
+    assert log.dead_letters(1)[0].fields["uid"] == "a"
 
 
 def test_a_whole_request_leaves_the_work_streams_empty(log: RedisLog) -> None:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from redis_servers import until
+from structlog.contextvars import bound_contextvars
 
-from pipeline.errors import LogUnavailable, UndecodableEvent
+from pipeline.errors import LogFull, LogUnavailable, UndecodableEvent
 from pipeline.log import Owner
 from pipeline.memory_log import MemoryLog
 from pipeline.names import Names
 from pipeline.slots import (
     EXIT_STUCK,
+    Announcement,
     Place,
     Status,
+    acquire_guest,
     acquire_slot,
     known_statuses,
     parse_status,
+    places,
     progress_reporter,
     read_statuses,
 )
+from pipeline.worker import Stop
 
 REPOSITORY = Path(__file__).parents[2]
 LONG_MS = 60_000
@@ -143,6 +149,183 @@ def test_a_place_can_be_left_without_a_log(log: CountingLog, place: Place) -> No
     log.cut_off = True
     place.leave()
     assert log.lease("generate-0").holder == str(place.owner)
+
+
+# who has no slot yet
+
+
+def test_a_worker_without_a_slot_announces_itself_and_holds_nothing(log: CountingLog) -> None:
+    with Announcement(log, "generate", SHORT_MS, preferred=1) as announcement:
+        announcement.say(phase="loading", detail="weights", progress=0.5)
+        until(lambda: [status.progress for status in read_statuses(log, "generate")] == [0.5])
+        (status,) = read_statuses(log, "generate")
+        assert (status.slot, status.owner, status.phase) == ("generate-1", "", "loading")
+        assert log.lease("generate-1").holder == "" and log.renewals == 0
+    assert acquire_slot(log, "generate", LONG_MS, preferred=1).epoch == 1
+
+
+def test_a_worker_announces_itself_under_the_next_slot_when_its_own_is_held(log: CountingLog) -> None:
+    held = acquire_slot(log, "generate", LONG_MS)
+    log.renew(held, LONG_MS, Status(slot="generate-0", owner=str(held), pid=1, host="h").model_dump_json())
+    with Announcement(log, "generate", SHORT_MS) as announcement:
+        announcement.say(phase="loading")
+        until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["starting", "loading"])
+        acquire_slot(log, "generate", LONG_MS, preferred=1)  # and somebody takes this one while it loads
+        until(lambda: [status.slot for status in read_statuses(log, "generate")][-1] == "generate-2")
+        assert announcement.status.slot == "generate-2"
+        assert read_statuses(log, "generate")[0].owner == str(held)
+
+
+def test_a_place_says_how_its_worker_is_where_that_had_announced_itself(log: CountingLog) -> None:
+    with Announcement(log, "generate", SHORT_MS) as announcement:
+        announcement.say(phase="loading")
+        until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["loading"])
+    place = Place(log, acquire_slot(log, "generate", SHORT_MS, preferred=0), SHORT_MS)
+    place.say(phase="ready")
+    until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["ready"])
+    place.leave()
+    assert log.statuses("generate") == {}
+
+
+def test_an_announcement_outlives_a_log_that_is_away(log: CountingLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce, tries = log.announce, []
+
+    def away(slot: str, status: str) -> bool:
+        tries.append(slot)
+        if len(tries) < 3:
+            raise LogUnavailable("connection refused")
+        return announce(slot, status)
+
+    monkeypatch.setattr(log, "announce", away)
+    with Announcement(log, "generate", SHORT_MS):
+        until(lambda: read_statuses(log, "generate"))
+    assert len(tries) >= 3
+
+
+# one place after another
+
+
+@pytest.fixture
+def stop() -> Iterator[Stop]:
+    with bound_contextvars(slot=""):  # `places` binds it for the lines of its process
+        yield Stop()
+
+
+def lose(log: CountingLog, place: Place, *, lease_ms: int) -> Owner:
+    """Have somebody else take the slot of *place*, for so long, while that cannot reach the log."""
+    log.cut_off = True
+    until(lambda: log.lease(place.owner.slot).holder == "")
+    owner = log.acquire(place.owner.slot, "another", lease_ms)
+    assert owner is not None
+    log.cut_off = False
+    assert place.lost.wait(10)
+    return owner
+
+
+def lease_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lease ")]
+
+
+def test_who_lost_a_slot_gets_it_again_in_the_same_process_once_it_is_free(log: CountingLog, stop: Stop) -> None:
+    held = places(log, log, "generate", SHORT_MS, preferred=1, stop=stop)
+    first = next(held)
+    another = lose(log, first, lease_ms=SHORT_MS)
+    second = next(held)
+    assert (first.owner.slot, first.owner.epoch, another.epoch) == ("generate-1", 1, 2)
+    assert (second.owner.slot, second.owner.epoch) == ("generate-1", 3)
+    assert not second.lost.is_set() and lease_threads() == ["lease generate-1"]
+    held.close()
+
+
+def test_who_lost_a_slot_to_a_living_worker_gets_the_lowest_free_one(log: CountingLog, stop: Stop) -> None:
+    held = places(log, log, "generate", SHORT_MS, preferred=1, stop=stop)
+    another = Place(log, lose(log, next(held), lease_ms=10 * SHORT_MS), 10 * SHORT_MS)
+    assert next(held).owner.slot == "generate-0"
+    assert log.lease("generate-1").holder == str(another.owner)
+    held.close()
+    another.leave()
+
+
+def test_who_was_given_no_preference_prefers_the_slot_that_it_had(log: CountingLog, stop: Stop) -> None:
+    other = acquire_slot(log, "generate", LONG_MS)
+    held = places(log, log, "generate", SHORT_MS, preferred=None, stop=stop)
+    first = next(held)
+    log.release(other)
+    lose(log, first, lease_ms=SHORT_MS)
+    assert [first.owner.slot, next(held).owner.slot] == ["generate-1", "generate-1"]
+    held.close()
+
+
+def test_a_slot_is_waited_for_while_the_log_is_away(
+    log: CountingLog, stop: Stop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.slots.AGAIN_S", 0.001)
+    acquire = log.acquire
+    errors = [LogUnavailable("connection refused"), LogFull("Redis is at its maxmemory")]
+
+    def away(slot: str, nonce: str, lease_ms: int) -> Owner | None:
+        if errors:
+            raise errors.pop()
+        return acquire(slot, nonce, lease_ms)
+
+    monkeypatch.setattr(log, "acquire", away)
+    held = places(log, log, "generate", SHORT_MS, preferred=0, stop=stop)
+    assert next(held).owner.slot == "generate-0" and errors == []
+    held.close()
+
+
+def test_a_stop_ends_the_wait_for_a_slot(log: CountingLog, stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(slot: str, nonce: str, lease_ms: int) -> Owner | None:
+        stop.set()
+        raise LogUnavailable("connection refused")
+
+    monkeypatch.setattr(log, "acquire", away)
+    assert list(places(log, log, "generate", SHORT_MS, preferred=0, stop=stop)) == []
+
+
+def test_a_stop_ends_the_places_and_the_last_one_is_free(log: CountingLog, stop: Stop) -> None:
+    given = []
+    for place in places(log, log, "generate", SHORT_MS, preferred=0, stop=stop):
+        given.append(place.owner.epoch)
+        renewed(log)
+        stop.set()
+    assert given == [1] and lease_threads() == []
+    assert log.lease("generate-0").holder == "" and log.statuses("generate") == {}
+
+
+# guests
+
+
+def test_a_guest_looks_after_a_slot_that_nobody_holds_and_says_nothing_there(log: CountingLog) -> None:
+    owner = acquire_guest(log, "generate-0", SHORT_MS)
+    assert owner is not None and owner.is_guest
+    place = Place(log, owner, SHORT_MS)
+    renewed(log, times=8)
+    assert log.lease("generate-0").holder == str(owner)
+    assert log.statuses("generate") == {} and set(log.published) == {""}
+    assert acquire_guest(log, "generate-0", SHORT_MS) is None
+    place.leave()
+    assert log.lease("generate-0").holder == ""
+
+
+def test_a_worker_gets_its_slot_from_a_guest_at_once_and_the_guest_learns_it(log: CountingLog) -> None:
+    owner = acquire_guest(log, "generate-0", LONG_MS)
+    assert owner is not None
+    guest = Place(log, owner, SHORT_MS)
+    worker = acquire_slot(log, "generate", LONG_MS, preferred=0)
+    assert (worker.slot, worker.epoch) == ("generate-0", 2)
+    assert guest.lost.wait(10)
+    guest.leave()
+    assert log.lease("generate-0").holder == str(worker)
+
+
+def test_a_guest_gets_no_slot_of_a_worker(log: CountingLog, place: Place) -> None:
+    assert acquire_guest(log, "generate-0", SHORT_MS) is None
+    renewed(log)
+    assert not place.lost.is_set()
+
+
+# what is said
 
 
 def test_a_status_that_cannot_be_read_says_so() -> None:

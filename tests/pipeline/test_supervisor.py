@@ -25,7 +25,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
-from pipeline.slots import Place, acquire_slot
+from pipeline.slots import Announcement, Place, acquire_slot
 
 stage, mode, folder, slot = sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[6])
 with (folder / "starts").open("a") as starts:
@@ -37,6 +37,11 @@ if mode == "broken":
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set() if mode != "deaf" else None)
 log = RedisLog(os.environ["MINISGL_REDIS_URL"], Names())
+if mode == "announcing":
+    with Announcement(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), stage, 3000, preferred=slot) as announcement:
+        announcement.say(phase="loading", detail="weights")
+        while announcement.status.slot == f"{stage}-{slot}":
+            time.sleep(0.01)
 place = Place(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), acquire_slot(log, stage, 3000, preferred=slot), 3000)
 if mode == "slow":
     place.say(phase="loading", detail="weights", progress=0.4)
@@ -107,6 +112,19 @@ def test_workers_of_one_stage_get_slots_of_their_own(folder: Path, redis_url: st
         log = RedisLog(redis_url, Names())
         assert [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-0", "tokenize-1", "tokenize-2"]
         log.close()
+
+
+def test_what_a_worker_announced_elsewhere_does_not_hide_that_it_is_ready(folder: Path, redis_url: str) -> None:
+    """While the slot that it waits for is held it announces itself under the next one, and that outlives its wait."""
+    log = RedisLog(redis_url, Names())
+    held = log.acquire("tokenize-0", "a former one", 60_000)
+    assert held is not None
+    with supervised(folder, redis_url, job(folder, "tokenize", "announcing")) as supervisor:
+        until(lambda: [status.slot for status in read_statuses(log, "tokenize")] == ["tokenize-1"])
+        log.release(held)
+        assert supervisor.wait_until_ready(5)
+        assert read_statuses(log, "tokenize")[0].phase == "ready"
+    log.close()
 
 
 def test_who_is_not_ready_in_time_is_named_with_what_it_does(folder: Path, redis_url: str) -> None:

@@ -8,10 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from pipeline.errors import RequestError
-from pipeline.events import Cancelled, Failed, Finished, FinishReason, Timings, TokensProduced, Usage
-from pipeline.log import Reply
+from pipeline.events import Admitted, Cancelled, Failed, Finished, FinishReason, Timings, TokensProduced, Usage
 from pipeline.names import SEAL
-from web import sse
 from web.openai.errors import error_body, error_of
 from web.openai.responses import ChatFrames, completion
 
@@ -23,8 +21,15 @@ def finished(reason: FinishReason = "stop") -> Finished:
     return Finished(n=3, reason=reason, usage=usage, timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3))
 
 
-def tokens(n: int, text: str) -> Reply:
-    return Reply(UID, f"{n}-0", n, TokensProduced(count=1, tokens=(5,), text=text, step="1-1"))
+def tokens(n: int, text: str) -> tuple[str, TokensProduced]:
+    return f"{n}-0", TokensProduced(count=1, tokens=(5,), text=text, step="1-1")
+
+
+def split(frames: bytes) -> list[bytes]:
+    """Return the frames one by one."""
+    *each, rest = frames.split(b"\n\n")
+    assert rest == b""
+    return [frame + b"\n\n" for frame in each]
 
 
 def documents(frames: bytes) -> list[dict[str, object]]:
@@ -44,9 +49,8 @@ def test_a_completion_is_what_the_official_client_expects() -> None:
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_chunks_are_what_the_official_client_expects(include_usage: bool) -> None:
     frames = ChatFrames(UID, 5, 'or"g/m', include_usage=include_usage)
-    stream = frames.role() + frames.of(tokens(1, 'a "b"\n')) + frames.of(Reply(UID, SEAL, 3, finished()))
+    stream = frames.of(*tokens(1, 'a "b"\n')) + frames.of(SEAL, finished())
     chunks = [ChatCompletionChunk.model_validate(each, strict=True) for each in documents(stream)]
-    assert stream.endswith(b"data: [DONE]\n\n")
     assert {(chunk.id, chunk.model, chunk.created) for chunk in chunks} == {(f"chatcmpl-{UID}", 'or"g/m', 5)}
     role, text, last, *rest = chunks
     assert (role.choices[0].delta.role, role.choices[0].delta.content) == ("assistant", "")
@@ -59,29 +63,38 @@ def test_chunks_are_what_the_official_client_expects(include_usage: bool) -> Non
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_the_last_frame_of_an_event_carries_its_history_id(include_usage: bool) -> None:
     frames = ChatFrames(UID, 5, "m", include_usage=include_usage)
-    assert frames.of(tokens(17, "x")).startswith(b"id: 17-0\ndata: {")
-    *_, last, done = frames.of(Reply(UID, SEAL, 3, finished())).split(b"\n\n")[:-1]
-    assert last.startswith(f"id: {SEAL}\n".encode()) and done == b"data: [DONE]"
-    assert b"id: " not in frames.role()
+    role, first = split(frames.of(*tokens(17, "x")))
+    assert first.startswith(b"id: 17-0\ndata: {") and b"id: " not in role
+    *others, last = split(frames.of(SEAL, finished()))
+    assert last.startswith(f"id: {SEAL}\n".encode())
+    assert len(others) == include_usage and not any(b"id: " in other for other in others)
 
 
-def test_tokens_without_text_make_no_frame() -> None:
-    assert ChatFrames(UID, 5, "m", include_usage=False).of(tokens(1, "")) == b""
+def test_tokens_without_text_make_no_frame_but_the_first_one_that_there_is() -> None:
+    frames = ChatFrames(UID, 5, "m", include_usage=False)
+    assert b'"role":"assistant"' in frames.of(*tokens(1, ""))
+    assert frames.of(*tokens(2, "")) == b""
+    assert b"assistant" not in frames.of(*tokens(3, "x"))
+
+
+def test_what_is_not_for_clients_makes_no_frame() -> None:
+    admitted = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f")
+    assert ChatFrames(UID, 5, "m", include_usage=False).of("0-3", admitted) == b""
 
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\u0085b", "\u2028\u0085\u2029", "é…—漢字🙂", "\x00\r\n"])
 def test_no_text_can_break_a_frame_in_two(text: str) -> None:
-    frame = ChatFrames(UID, 5, "m", include_usage=False).of(tokens(1, text))
+    _, frame = split(ChatFrames(UID, 5, "m", include_usage=False).of(*tokens(1, text)))
     assert len(frame.decode().splitlines()) == 3
     (chunk,) = documents(frame)
     assert ChatCompletionChunk.model_validate(chunk).choices[0].delta.content == text
 
 
-def test_a_failure_in_a_stream_is_a_frame_and_done() -> None:
+def test_a_failure_in_a_stream_is_a_frame() -> None:
     event = Failed(status=503, code="shutting_down", message="Come again.", param="")
-    frame = ChatFrames(UID, 5, "m", include_usage=False).of(Reply(UID, SEAL, 0, event))
+    frame = ChatFrames(UID, 5, "m", include_usage=False).of(SEAL, event)
     expected = {"message": "Come again.", "type": "service_unavailable", "param": None, "code": "shutting_down"}
-    assert documents(frame) == [{"error": expected}] and frame.endswith(sse.DONE)
+    assert documents(frame) == [{"error": expected}]
 
 
 @pytest.mark.parametrize(

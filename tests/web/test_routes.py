@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, closing
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quart import Quart, Response
 from redis_servers import RunningServer, Servers, command, running_server
 from stand_in_stages import CONTEXT, MODELS, Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
+from web_site import CHAT, chat, error_of, seal_of, site, text_of, until
 
 import web.app
 import web.frontend
@@ -22,95 +21,14 @@ import web.tail
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
 from pipeline.names import SEAL, Names
-from pipeline.redis_log import AsyncRedisLog, RedisLog
-from web.app import MAX_BODY_BYTES, create_app
-from web.frontend import Frontend
+from web.app import MAX_BODY_BYTES
 from web.ready import Limits
-
-CHAT = "/v1/chat/completions"
-
-
-def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": words}], **fields}
 
 
 @pytest.fixture
 def stand_in(redis_url: str) -> Iterator[StandIn]:
     with closing(StandIn(redis_url)) as stand_in:
         yield stand_in
-
-
-class Site:
-    """A frontend with its application, and what it says of itself."""
-
-    def __init__(self, url: str, limits: Limits) -> None:
-        self.said: list[dict[str, object]] = []
-        self.log = AsyncRedisLog(url, Names())
-        self.frontend = Frontend("web-0", self.log, limits, self._say)
-        self.app: Quart = create_app(self.frontend)
-        self.client = self.app.test_client()
-
-    def _say(self, **changes: object) -> None:
-        self.said.append(changes)
-
-    async def post(self, body: Any, **options: Any) -> Response:
-        return await self.client.post(CHAT, json=body, **options)
-
-    @asynccontextmanager
-    async def connection(self, body: dict[str, Any]) -> AsyncIterator[Any]:
-        """Send a request and leave at the end, whatever has been answered by then."""
-        headers = {"content-type": "application/json"}
-        async with self.client.request(CHAT, method="POST", headers=headers) as connection:
-            await connection.send(json.dumps(body).encode())
-            await connection.send_complete()
-            yield connection
-            await connection.disconnect()
-
-    async def chunks(self, body: dict[str, Any]) -> list[Any]:
-        """Return the JSON of each frame of a stream."""
-        response = await self.post(body | {"stream": True})
-        assert response.status_code == 200 and response.content_type == "text/event-stream; charset=utf-8"
-        *frames, done, rest = (await response.get_data(as_text=False)).split(b"\n\n")
-        assert (done, rest) == (b"data: [DONE]", b"")
-        return [json.loads(frame.partition(b"data: ")[2]) for frame in frames]
-
-
-@asynccontextmanager
-async def site(url: str, *, ready: bool = True, limits: Limits | None = None) -> AsyncIterator[Site]:
-    site = Site(url, limits or Limits())
-    task = asyncio.create_task(site.frontend.run())
-    try:
-        async with asyncio.timeout(30):
-            if ready:
-                await until(lambda: site.frontend.readiness.probed)
-            yield site
-            await until(lambda: not site.frontend.is_busy)
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-        await site.log.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
-    answer = await response
-    assert answer.content_type == "application/json" and answer.headers["x-request-id"]
-    body = await answer.get_json()
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    return answer.status_code, body["error"]
-
-
-def seal_of(log: RedisLog, uid: str) -> Mapping[str, str]:
-    """Return the fields of the end of *uid*; empty while it has none."""
-    return next((entry.fields for entry in log.histories([uid])[0] if entry.id == SEAL), {})
-
-
-def text_of(chunks: list[Any]) -> str:
-    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
 def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:

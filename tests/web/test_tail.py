@@ -10,12 +10,12 @@ import pytest
 from redis_servers import command
 from stand_in_stages import Stages, finished, tokens
 
+import web.tail
 from pipeline.events import Cancelled, Failed, Finished, TokensProduced, new_uid
-from pipeline.log import Reply
 from pipeline.names import SEAL, Names, tokens_id
 from pipeline.redis_log import AsyncRedisLog
 from web.loops import run_all
-from web.tail import Listener, Tail
+from web.tail import Heard, Listener, Tail
 
 WEB = "web-0"
 NOBODY = "web-9"
@@ -57,8 +57,8 @@ async def heard(listener: Listener) -> list[tuple[int, str]]:
     return [_short(reply) async for reply in listener]
 
 
-def _short(reply: Reply) -> tuple[int, str]:
-    return reply.n, reply.event.text if isinstance(reply.event, TokensProduced) else reply.event.kind
+def _short(heard: Heard) -> tuple[int, str]:
+    return heard.n, heard.event.text if isinstance(heard.event, TokensProduced) else heard.event.kind
 
 
 async def say(stages: Stages, uid: str, n: int, *events: TokensProduced | Finished, frontend: str = WEB) -> None:
@@ -263,5 +263,190 @@ def test_the_replies_live_as_long_as_somebody_listens_to_them(redis_url: str) ->
             while not command(redis_url, "EXISTS", Names().replies(WEB)):
                 await asyncio.sleep(0.02)
         assert 0 < command(redis_url, "PTTL", Names().replies(WEB)) <= 60_000
+
+    asyncio.run(scenario())
+
+
+# histories that are followed
+
+
+def test_a_history_is_followed_as_it_comes_and_not_looked_at_again_and_again(
+    redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        stages.begin(uid, NOBODY)
+        await say(stages, uid, 1, tokens(1, "a"), frontend=NOBODY)
+        async with tailing(redis_url) as tail:
+            with closing(tail.follow(uid)) as first, closing(tail.follow(uid, whole=True)) as second:
+                assert [_short(heard) for heard in await first.next()] == [(1, "a")]
+                kinds = [heard.event.kind for heard in await second.next()]
+                assert kinds == ["submitted", "tokenized", "tokens"]
+                for n in (2, 3):
+                    await say(stages, uid, n, tokens(n, str(n)), frontend=NOBODY)
+                    for listener in (first, second):
+                        assert [_short(heard) for heard in await listener.next()] == [(n, str(n))]
+                await say(stages, uid, 3, finished(3), frontend=NOBODY)
+                assert await heard(first) == await heard(second) == [(3, "finished")]
+            assert tail.listeners == ()
+
+    monkeypatch.setattr(web.tail, "SILENCE_S", 1000.0)
+    asyncio.run(scenario())
+
+
+def test_who_comes_later_and_who_is_slow_is_fed_beside_who_is_up_to_date(
+    redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        stages.begin(uid, NOBODY)
+        async with tailing(redis_url, room=4) as tail:
+            with closing(tail.follow(uid)) as quick, closing(tail.follow(uid)) as slow:
+                assert tail.listens_to(uid)
+                reading = asyncio.create_task(heard(quick))
+                first = [_short(each) async for each in _some(slow, stages, uid)]
+                for n in range(2, 31):
+                    await say(stages, uid, n, tokens(n, str(n)), frontend=NOBODY)
+                await say(stages, uid, 30, finished(30), frontend=NOBODY)
+                whole = [*((n, str(n)) for n in range(1, 31)), (30, "finished")]
+                assert await reading == whole
+                sizes: list[int] = []
+                rest: list[tuple[int, str]] = []
+                while not slow.ended or not rest or rest[-1] != whole[-1]:
+                    batch = await slow.next()
+                    sizes.append(len(batch))
+                    rest += [_short(each) for each in batch]
+                assert first + rest == whole and max(sizes) == 4
+                with closing(tail.follow(uid)) as late:
+                    assert await heard(late) == whole
+
+    monkeypatch.setattr(web.tail, "SILENCE_S", 1000.0)
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_does_not_read_costs_no_reads(redis_url: str, stages: Stages) -> None:
+    def num_reads() -> int:
+        stats = command(redis_url, "INFO", "commandstats").decode()
+        return int(stats.partition("cmdstat_xread:calls=")[2].partition(",")[0] or 0)
+
+    async def scenario() -> None:
+        slow, quick = new_uid(), new_uid()
+        for uid in (slow, quick):
+            stages.begin(uid, NOBODY)
+        async with tailing(redis_url, room=4) as tail:
+            with closing(tail.follow(slow)) as listener, closing(tail.follow(quick)) as other:
+                await say(stages, slow, 1, tokens(1), frontend=NOBODY)
+                assert len(await listener.next()) == 1
+                for n in range(2, 12):
+                    await say(stages, slow, n, tokens(n), frontend=NOBODY)
+                before = num_reads()
+                for n in range(1, 31):
+                    await say(stages, quick, n, tokens(n, str(n)), frontend=NOBODY)
+                    assert [_short(each) for each in await other.next()] == [(n, str(n))]
+                assert num_reads() - before < 100
+
+    asyncio.run(scenario())
+
+
+async def _some(listener: Listener, stages: Stages, uid: str) -> AsyncIterator[Heard]:
+    await say(stages, uid, 1, tokens(1, "1"), frontend=NOBODY)
+    for each in await listener.next():
+        yield each
+
+
+def test_many_marks_in_a_row_hold_up_no_reader(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        stages.begin(uid, NOBODY)
+        await say(stages, uid, 1, tokens(1, "a"), frontend=NOBODY)
+        for k in range(1, 20):
+            mark = ["kind", "preempted", "engine", "generate-0", "epoch", "1", "step", str(k)]
+            command(redis_url, "XADD", Names().request(uid), f"1-{k}", *mark)
+        await say(stages, uid, 2, tokens(2, "b"), finished(2), frontend=NOBODY)
+        async with tailing(redis_url, room=4) as tail:
+            with closing(tail.follow(uid)) as listener:
+                assert await heard(listener) == [(1, "a"), (2, "b"), (2, "finished")]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_no_text_goes_on_over_a_hole_in_the_history(
+    redis_url: str, stages: Stages, missing: int, follows: bool
+) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        stages.begin(uid, NOBODY)
+        for n in (1, 2, 3):
+            await say(stages, uid, n, tokens(n, str(n)), frontend=NOBODY)
+        await say(stages, uid, 3, finished(3), frontend=NOBODY)
+        command(redis_url, "XDEL", Names().request(uid), tokens_id(missing))
+        async with tailing(redis_url) as tail:
+            with closing(tail.follow(uid) if follows else tail.listen(uid)) as listener:
+                *before, end = [each async for each in listener]
+                assert [_short(each) for each in before] == [(n, str(n)) for n in range(1, missing)]
+                assert isinstance(end.event, Failed) and (end.event.code, end.entry_id) == ("log_lost", "")
+
+    asyncio.run(scenario())
+
+
+def test_an_end_that_says_why_is_told_though_tokens_before_it_are_missing(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        stages.begin(uid, NOBODY)
+        for n in (1, 2):
+            await say(stages, uid, n, tokens(n, str(n)), frontend=NOBODY)
+        await asyncio.to_thread(
+            lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=NOBODY, retention_ms=60_000)
+        )
+        command(redis_url, "XDEL", Names().request(uid), tokens_id(2))
+        async with tailing(redis_url) as tail:
+            with closing(tail.follow(uid)) as listener:
+                assert await heard(listener) == [(1, "1"), (1, "cancelled")]
+
+    asyncio.run(scenario())
+
+
+def test_under_another_name_new_replies_are_heard_and_old_requests_go_on(
+    redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        before, unsubmitted, after = new_uid(), new_uid(), new_uid()
+        async with tailing(redis_url) as tail:
+            with closing(tail.listen(before)) as old, closing(tail.listen(unsubmitted)) as waiting:
+                stages.begin(before, WEB)
+                await say(stages, before, 1, tokens(1, "a"))
+                assert [_short(each) for each in await old.next()] == [(1, "a")]
+                command(redis_url, "DEL", Names().replies(WEB))
+                tail.rename("web-7")
+                tail.rename("web-7")
+                assert tail.frontend == "web-7"
+                with closing(tail.listen(after)) as new:
+                    while not command(redis_url, "EXISTS", Names().replies("web-7")):
+                        await asyncio.sleep(0.01)
+                    for uid, frontend in ((unsubmitted, WEB), (after, "web-7")):
+                        stages.begin(uid, frontend)
+                        await say(stages, uid, 1, tokens(1, "b"), frontend=frontend)
+                        await say(stages, uid, 1, finished(1), frontend=frontend)
+                    await say(stages, before, 2, tokens(2, "c"), finished(2))
+                    assert await heard(new) == await heard(waiting) == [(1, "b"), (1, "finished")]
+                    assert await heard(old) == [(2, "c"), (2, "finished")]
+
+    monkeypatch.setattr(web.tail, "SILENCE_S", 1000.0)
+    asyncio.run(scenario())
+
+
+def test_a_lost_connection_stops_no_reader(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        uid = new_uid()
+        stages.begin(uid, NOBODY)
+        async with tailing(redis_url) as tail:
+            with closing(tail.follow(uid)) as listener:
+                await say(stages, uid, 1, tokens(1, "a"), frontend=NOBODY)
+                assert [_short(each) for each in await listener.next()] == [(1, "a")]
+                command(redis_url, "CLIENT", "KILL", "TYPE", "normal")
+                await say(stages, uid, 2, tokens(2, "b"), finished(2), frontend=NOBODY)
+                assert await heard(listener) == [(2, "b"), (2, "finished")]
 
     asyncio.run(scenario())

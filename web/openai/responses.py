@@ -1,4 +1,7 @@
-"""What a chat client is sent: one completion, or chunks. A chunk is a byte template around one JSON string."""
+"""What a chat client is sent: one completion, or chunks. A chunk is a byte template around one JSON string.
+
+The frames are a fold over the events of a history: who folds it again gets the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.events import Cancelled, Failed, Finished, TokensProduced, Usage
-from pipeline.log import Reply
+from pipeline.events import AnyEvent, Cancelled, Failed, Finished, TokensProduced, Usage
 from web import sse
 from web.openai.errors import error_body, error_of
 
@@ -38,10 +40,11 @@ def completion(uid: str, created_s: int, model: str, text: str, finished: Finish
 
 
 class ChatFrames:
-    """The frames of one streamed chat completion, from the events of its history."""
+    """The frames of one streamed chat completion, from the events of its history, told in order."""
 
     def __init__(self, uid: str, created_s: int, model: str, *, include_usage: bool) -> None:
         self._include_usage = include_usage
+        self._speaks = False
         start = {
             "id": f"chatcmpl-{uid}",
             "object": "chat.completion.chunk",
@@ -55,22 +58,29 @@ class ChatFrames:
         self._text = self._choice + b'{"content":'
         self._text_end = b'},"logprobs":null,"finish_reason":null' + self._end
 
-    def role(self) -> bytes:
-        """Return the first frame, which says that an assistant speaks."""
+    def of(self, entry_id: str, event: AnyEvent) -> bytes:
+        """Return the frames of the next event, none for what clients do not see; the last one has the event's id.
+
+        The first one of all says that an assistant speaks. It belongs to the first event, for tokens without text too.
+        """
+        match event:
+            case TokensProduced(text=""):
+                return self._role()
+            case TokensProduced(text=text):
+                return self._role() + sse.frame(self._text + orjson.dumps(text) + self._text_end, entry_id)
+            case Finished() as finished:
+                return self._role() + self._finish(finished, entry_id)
+            case Failed() | Cancelled() as ended:
+                return sse.frame(error_body(error_of(ended)), entry_id)
+            case _:
+                return b""
+
+    def _role(self) -> bytes:
+        if self._speaks:
+            return b""
+        self._speaks = True
         delta = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
         return sse.frame(self._choice + delta + self._end)
-
-    def of(self, reply: Reply) -> bytes:
-        """Return the frames of one event, empty for tokens without text; the last one has the event's id."""
-        match reply.event:
-            case TokensProduced(text=""):
-                return b""
-            case TokensProduced(text=text):
-                return sse.frame(self._text + orjson.dumps(text) + self._text_end, reply.entry_id)
-            case Finished() as finished:
-                return self._finish(finished, reply.entry_id) + sse.DONE
-            case Failed() | Cancelled() as ended:
-                return sse.frame(error_body(error_of(ended)), reply.entry_id) + sse.DONE
 
     def _finish(self, finished: Finished, event_id: str) -> bytes:
         finish = self._choice + b'{},"logprobs":null,"finish_reason":"%s"' % finished.reason.encode() + self._end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
 from urllib.parse import quote
 
 import structlog
@@ -10,14 +9,16 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, TokensProduced
-from pipeline.log import Reply
-from web import sse
-from web.answers import error_response, json_response
+from pipeline.failpoints import failpoint
+from web.answers import error_response, json_response, stream_response
 from web.frontend import Frontend, OpenRequest
-from web.openai.errors import error_body, error_of
-from web.openai.responses import ChatFrames, completion
+from web.idempotency import HEADER, once_of
+from web.openai.errors import error_of
+from web.openai.responses import completion
 from web.openai.schemas import parse_chat
+from web.streams import frames_for, written
 from web.submit import CHAT_ENDPOINT, to_submitted
+from web.tail import Heard
 
 logger = structlog.get_logger()
 
@@ -33,15 +34,17 @@ def chat_routes(frontend: Frontend) -> Blueprint:
         body = await request.get_data(False, False, False)
         try:
             asked = parse_chat(body)
+            once = once_of(request.headers.get(HEADER), CHAT_ENDPOINT, body)
             frontend.admit()
             model = frontend.readiness.resolve(asked.model)
         except RequestError as error:  # the canonical line of a request that has no history
             logger.info("request", status=error.status, error=error.code, param=error.param)
             raise
         stream = bool(asked.stream)
-        opened = await frontend.open(to_submitted(asked, frontend=frontend.name, model=model), stream=stream)
+        event = to_submitted(asked, frontend=frontend.name, model=model)
+        opened = await frontend.open(event, stream=stream, once=once)
         try:
-            response = await (_streamed(opened, asked.include_usage) if stream else _whole(opened))
+            response = await (_streamed(opened) if stream else _whole(opened))
         except Exception:
             raise opened.break_off() from None
         response.headers["x-minisgl-uid"] = opened.uid
@@ -56,8 +59,11 @@ def chat_routes(frontend: Frontend) -> Blueprint:
 async def _whole(opened: OpenRequest) -> Response:
     texts: list[str] = []
     while True:
-        for reply in await opened.next():
-            match reply.event:
+        batch = await opened.next()
+        if batch and not texts:
+            failpoint("web.before_first_byte")
+        for heard in batch:
+            match heard.event:
                 case TokensProduced(text=text):
                     texts.append(text)
                 case Finished() as finished:
@@ -67,31 +73,13 @@ async def _whole(opened: OpenRequest) -> Response:
                     return error_response(error_of(ended))
 
 
-async def _streamed(opened: OpenRequest, include_usage: bool) -> Response:
+async def _streamed(opened: OpenRequest) -> Response:
     first = await opened.next()
+    if first:
+        failpoint("web.before_first_byte")
     match first:
-        case [Reply(event=Failed() | Cancelled() as ended), *_]:
+        case [Heard(event=Failed() | Cancelled() as ended), *_]:
             return error_response(error_of(ended))
-    frames = ChatFrames(opened.uid, opened.created_s, opened.event.model, include_usage=include_usage)
-    response = Response(_written(opened, frames, first), content_type=sse.CONTENT_TYPE)
-    response.headers["cache-control"] = "no-cache"
-    response.headers["x-accel-buffering"] = "no"
-    return response
-
-
-async def _written(opened: OpenRequest, frames: ChatFrames, replies: Sequence[Reply]) -> AsyncIterator[bytes]:
-    """Yield what goes to the socket: all frames that there are at a time in one piece."""
-    started = False
-    try:
-        while True:
-            piece = b"".join(map(frames.of, replies)) if replies else sse.WAITING
-            if replies and not started:
-                started = True
-                piece = frames.role() + piece
-            if piece:
-                yield piece
-            if opened.ended:
-                return
-            replies = await opened.next()
-    except Exception:  # the status is long sent: a cut connection would be worse than a frame that says so
-        yield sse.frame(error_body(opened.break_off())) + sse.DONE
+    frames = frames_for(opened.uid, opened.event)
+    assert frames is not None
+    return stream_response(written(opened, frames, first))

@@ -104,6 +104,8 @@ class Schedule:
         self._num_arrived = 0
         self._step = 0
         self._planned: list[tuple[_Running, int]] = []
+        self._alone: str | None = None
+        """The only request that may run."""
 
     # what goes in
 
@@ -156,6 +158,22 @@ class Schedule:
         """Forget the prefixes that no running request holds; return how many pages that freed."""
         return self._cache.flush()
 
+    def isolate(self, uid: str | None) -> list[StepRow]:
+        """Run the request *uid*, which is here or comes next, and no other, until this is called with None.
+
+        Return the marks of those that gave their pages back for it.
+        """
+        self._alone = uid
+        marks: list[StepRow] = []
+        for request in reversed([request for request in self._running if uid is not None and request.uid != uid]):
+            self._preempt(request, marks, self.next_step)
+        return marks
+
+    def num_output(self, uid: str) -> int | None:
+        """Return how many tokens a request has; None when it is not here."""
+        request = self._by_uid.get(uid)
+        return None if request is None else request.num_output
+
     def holder(self, table: int) -> tuple[str, int]:
         """Return the uid of the running request that holds a row of the page table, and how many tokens it has."""
         return next((request.uid, request.num_output) for request in self._running if request.table == table)
@@ -203,7 +221,8 @@ class Schedule:
         budget = self._limits.prefill_budget(num_decode_rows, len(self._running) + len(self._waiting))
         rows += self._plan_prefills(budget, marks)
         if not rows:
-            assert not self._running and not self._waiting, "requests are here, but no row could be planned"
+            may_run = self._by_uid if self._alone is None else {self._alone} & self._by_uid.keys()
+            assert not may_run, "requests are here, but no row could be planned"
             return None
         self._step += 1
         return BatchPlan(self._step, tuple(rows), num_decode_rows), marks
@@ -281,14 +300,17 @@ class Schedule:
             if budget > 0 and request.chunks > 0:
                 rows.append(self._chunk(request, budget, [], len(request.holding.pages)))
                 budget -= len(rows[-1].token_ids)
-        while budget > 0 and self._waiting and self._tables and not crowded:
-            request = self._waiting[0]
+        while budget > 0 and self._tables and not crowded:
+            following = self._next_waiting()
+            if following is None:
+                break
+            request = following
             holding = self._cache.begin(request.token_ids)
             request.holding = holding
             if self._cache.grow(holding, self._pages_missing(request, len(request.token_ids))) is None:
                 self._cache.end(holding)
                 break
-            self._waiting.popleft()
+            self._waiting.remove(request)
             request.table = self._tables.popleft()
             request.num_computed = holding.cached_tokens
             self._insert(request)
@@ -296,6 +318,11 @@ class Schedule:
             rows.append(self._chunk(request, budget, list(holding.pages), 0))
             budget -= len(rows[-1].token_ids)
         return rows
+
+    def _next_waiting(self) -> _Running | None:
+        if self._alone is None:
+            return self._waiting[0] if self._waiting else None
+        return next((request for request in self._waiting if request.uid == self._alone), None)
 
     def _chunk(self, request: _Running, budget: int, pages: list[int], first_page: int) -> PlanRow:
         request.chunks += 1

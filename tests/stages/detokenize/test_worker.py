@@ -27,7 +27,7 @@ from pipeline.events import (
 from pipeline.log import Entry, Inbox, Owner
 from pipeline.memory_log import MemoryLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
-from pipeline.slots import WATCHDOG_S, Place
+from pipeline.slots import WATCHDOG_S, Announcement, Place
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decode
 from stages.detokenize.worker import LOAD_TIMEOUT_S, DetokenizeWorker, run
@@ -210,17 +210,17 @@ def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeyp
     """A slow disk must not have the watchdog of the loop end the process at every start."""
     given_s = []
 
-    class Watched(Place):
+    class Watched(Announcement):
         def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
             given_s.append(patience_s)
 
     def loading(folder: Path) -> Decode:
         raise ConfigError(f"loading {folder.name}")
 
-    monkeypatch.setattr("stages.detokenize.worker.Place", Watched)
+    monkeypatch.setattr("stages.detokenize.worker.Announcement", Watched)
     monkeypatch.setattr("stages.detokenize.worker.load_decoder", loading)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     log = MemoryLog(Names())
     with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
-        run(parse_command(["stage", "detokenize"], {}), log, log, tmp_path)
+        run(parse_command(["stage", "detokenize"], {}), lambda: log, tmp_path)
     assert given_s == [LOAD_TIMEOUT_S]

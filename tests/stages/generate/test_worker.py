@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from engine_rig import CONTEXT, LEASE_MS, POISON, RETENTION_MS, running, send
 from redis_servers import Servers, until
 from structlog.testing import capture_logs
 
@@ -28,118 +27,16 @@ from pipeline.events import (
     TokensProduced,
     decode,
     encode,
-    new_uid,
 )
 from pipeline.log import Entry, Inbox, Produced, StreamLog, Taken
 from pipeline.memory_log import MemoryLog
 from pipeline.names import Names, tokens_id
 from pipeline.redis_log import RedisLog
-from pipeline.slots import Place, acquire_slot, read_statuses
-from pipeline.worker import Stop
-from stages.generate.courier import Courier, new_request
-from stages.generate.kvcache.base import Holding, PrefixCache
+from pipeline.slots import read_statuses
+from stages.generate.courier import past_of
+from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
-from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, Limits, Schedule
-from stages.generate.worker import GenerateWorker
-
-LEASE_MS = 3000
-RETENTION_MS = 60_000
-CONTEXT = 64
-POISON = 150
-"""A token on which the engine raises."""
-
-
-class CountingEngine:
-    """The next token of a row is its last one plus one. *pace_s*: how long a step takes."""
-
-    def __init__(self, pace_s: float = 0.0) -> None:
-        self.pace_s = pace_s
-        self.broken = False
-        self.gate = threading.Event()
-        self.gate.set()
-        self.plans: list[BatchPlan] = []
-
-    def forward(self, plan: BatchPlan) -> list[int]:
-        if any(POISON in row.token_ids for row in plan.rows) or self.broken:
-            raise IndexError("index out of range in self")
-        self.gate.wait(30)
-        threading.Event().wait(self.pace_s)
-        self.plans.append(plan)
-        return [row.token_ids[-1] + 1 for row in plan.rows if row.sample is not None]
-
-
-@dataclass
-class Running:
-    """An engine's loop in a thread."""
-
-    worker: GenerateWorker
-    courier: Courier
-    place: Place
-    engine: CountingEngine
-    schedule: Schedule
-    stop: Stop
-    errors: list[BaseException] = field(default_factory=list)
-
-    def run(self) -> None:
-        try:
-            self.worker.run(self.stop)
-        except BaseException as error:
-            self.errors.append(error)
-        finally:
-            self.courier.stop()
-
-
-@contextlib.contextmanager
-def running(
-    another_log: Callable[[], StreamLog],
-    *,
-    num_pages: int = 64,
-    pace_s: float = 0.0,
-    heard: bool = True,
-    broken: bool = False,
-    cache: PrefixCache | None = None,
-) -> Iterator[Running]:
-    """Run an engine in slot generate-0 until the block ends."""
-    log = another_log()
-    owner = acquire_slot(log, "generate", LEASE_MS)
-    place = Place(another_log(), owner, LEASE_MS)
-    log.prepare(Inbox.tokenized(log.names))
-    log.prepare(Inbox.steps(log.names, owner.slot))
-    if heard:
-        log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
-    limits = Limits(
-        context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200
-    )
-    identity = Identity(owner.slot, owner.epoch, "counting")
-    schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
-    courier = Courier(another_log(), owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
-    engine = CountingEngine(pace_s)
-    engine.broken = broken
-    item = Running(GenerateWorker(engine, schedule, courier, place), courier, place, engine, schedule, Stop())
-    thread = threading.Thread(target=item.run)
-    courier.start()
-    thread.start()
-    try:
-        yield item
-    finally:
-        item.engine.gate.set()
-        item.stop.set()
-        thread.join(30)
-        place.leave()
-        assert not thread.is_alive()
-
-
-def send(log: StreamLog, *prompt: int, **sampling: object) -> str:
-    """Bring a request as far as `tokenized`, and return its uid."""
-    uid = new_uid()
-    log.prepare(Inbox.submitted(log.names))
-    event = Submitted(endpoint="chat", frontend="web-0", sampling=SamplingParams.model_validate(sampling))
-    log.submit(uid, event, timeout_ms=60_000, retention_ms=RETENTION_MS, max_queued=100)
-    (entry,) = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=1, block_ms=1000)
-    assert log.tokenized(entry, Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0"))
-    return uid
 
 
 class Steps:
@@ -457,10 +354,10 @@ def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
         Entry("1-0", encode(TokensProduced(count=1, tokens=(5,), text="a", step="1-1"))),
         Entry("3-0", encode(TokensProduced(count=1, tokens=(7,), text="c", step="1-3"))),
     ]
-    request = new_request("a", entries[:3])
-    assert request is not None and request.output_ids == (5,)
+    past = past_of("a", entries[:3])
+    assert past is not None and past.request.output_ids == (5,)
     with pytest.raises(UndecodableEvent, match="after token 1 comes the event 3-0"):
-        new_request("a", entries)
+        past_of("a", entries)
 
 
 # the cache

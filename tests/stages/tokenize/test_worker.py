@@ -16,7 +16,7 @@ from pipeline.events import Cancelled, Failed, SamplingParams, Submitted, Tokeni
 from pipeline.log import Entry, Inbox
 from pipeline.memory_log import MemoryLog
 from pipeline.names import SEAL, TOKENIZED_ID, Names
-from pipeline.slots import WATCHDOG_S, Place, Status
+from pipeline.slots import WATCHDOG_S, Announcement, Place, Status
 from stages.tokenize.prompts import Rendered
 from stages.tokenize.worker import LOAD_TIMEOUT_S, TokenizeWorker, run
 
@@ -162,21 +162,34 @@ def test_the_longest_prompt_that_leaves_room_for_one_token_goes_through(rig: Rig
     assert rig.last(uid)[0].id == TOKENIZED_ID
 
 
+def test_a_request_that_killed_its_tokenizers_fails_and_is_kept_among_the_dead(rig: Rig) -> None:
+    poison, other = rig.submit("ab", "cd")
+    first, _ = entries = rig.log.read(rig.inbox, "tokenize-0", max_entries=2, block_ms=10)
+    rig.worker.bury(first, 4)
+    entry, event = rig.last(poison)
+    assert entry.id == SEAL and isinstance(event, Failed) and (event.status, event.code) == (500, "poisonous")
+    assert "4 times" in event.message
+    (letter,) = rig.log.dead_letters(9)
+    assert [letter.fields[name] for name in ("uid", "stage", "deaths")] == [poison, "tokenize", "4"]
+    assert rig.log.pending(rig.inbox, "tokenize-0") == [entries[1]] and rig.log.alive([poison, other]) == {other}
+    assert rig.encoder.rendered == []
+
+
 def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow disk must not have the watchdog of the loop end the process at every start."""
     given_s = []
 
-    class Watched(Place):
+    class Watched(Announcement):
         def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
             given_s.append(patience_s)
 
     def loading(folder: Path) -> LetterEncoder:
         raise ConfigError(f"loading {folder.name}")
 
-    monkeypatch.setattr("stages.tokenize.worker.Place", Watched)
+    monkeypatch.setattr("stages.tokenize.worker.Announcement", Watched)
     monkeypatch.setattr("stages.tokenize.worker.PromptEncoder", loading)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     log = MemoryLog(Names())
     with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
-        run(parse_command(["stage", "tokenize"], {}), log, log, tmp_path)
+        run(parse_command(["stage", "tokenize"], {}), lambda: log, tmp_path)
     assert given_s == [LOAD_TIMEOUT_S]

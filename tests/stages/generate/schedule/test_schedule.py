@@ -407,3 +407,114 @@ def test_after_a_failed_step_everybody_starts_over_and_nothing_it_wrote_is_used(
     assert [row.start for row in plan.rows] in ([0, 0], [0, 8])  # with radix the second shares what the first computes
     assert [(row.uid, row.n) for row in rows] == [("a", 2), ("b", 1)]
     assert {row.uid for row in run_out(schedule) if row.end} == {"a", "b"}
+
+
+# one request alone
+
+
+def kinds(marks: Sequence[StepRow]) -> list[tuple[str, str]]:
+    return [(mark.uid, mark.event.kind) for mark in marks if isinstance(mark, EventRow)]
+
+
+def uids(schedule: Schedule, plan: BatchPlan) -> list[str]:
+    """Return whose rows a plan has that is not folded yet."""
+    return [schedule.holder(row.table)[0] for row in plan.rows]
+
+
+@pytest.mark.parametrize("cache", ["naive", "radix"])
+def test_an_isolated_request_runs_alone_and_all_others_go_on_afterwards(cache: str) -> None:
+    schedule = make_schedule(cache=cache, mixed=32)
+    for uid in "abc":
+        schedule.add(request(uid, length=6, max_tokens=5))
+    rows = step(schedule)[2] + step(schedule)[2]
+    assert kinds(schedule.isolate("b")) == [("c", "preempted"), ("a", "preempted")], "the newest first"
+    assert (schedule.num_running, schedule.num_waiting) == (1, 2) and schedule.problems() == []
+    for _ in range(2):
+        planned = schedule.plan()
+        assert planned is not None and uids(schedule, planned[0]) == ["b"] and planned[1] == []
+        rows += schedule.complete([7])
+    assert schedule.isolate(None) == []
+    planned = schedule.plan()
+    assert planned is not None and uids(schedule, planned[0]) == ["b", "a", "c"]
+    assert kinds(planned[1]) == [("a", "admitted"), ("c", "admitted")]
+    rows += schedule.complete([7] * 3)
+    rows += run_out(schedule)
+    assert [[row.n for row in rows if row.uid == uid] for uid in "abc"] == [[1, 2, 3, 4, 5]] * 3
+    assert schedule.free_pages == 100
+
+
+@pytest.mark.parametrize("cache", ["naive", "radix"])
+def test_a_request_is_isolated_before_it_comes(cache: str) -> None:
+    schedule = make_schedule(cache=cache)
+    for uid in "ab":
+        schedule.add(request(uid, length=6, max_tokens=3))
+    step(schedule)
+    assert kinds(schedule.isolate("later")) == [("b", "preempted"), ("a", "preempted")]
+    assert schedule.free_pages == 100 and schedule.plan() is None
+    schedule.add(request("c", max_tokens=3))
+    assert schedule.plan() is None
+    schedule.add(request("later", max_tokens=3))
+    planned = schedule.plan()
+    assert planned is not None and uids(schedule, planned[0]) == ["later"]
+    schedule.complete([7])
+    schedule.isolate(None)
+    assert {row.uid for row in run_out(schedule)} == {"a", "b", "c", "later"}
+
+
+def test_an_isolated_request_does_not_wait_behind_those_that_came_before_it() -> None:
+    schedule = make_schedule(running=1)
+    for uid in "abc":
+        schedule.add(request(uid, max_tokens=3))
+    step(schedule)
+    assert kinds(schedule.isolate("c")) == [("a", "preempted")]
+    planned = schedule.plan()
+    assert planned is not None and uids(schedule, planned[0]) == ["c"]
+    schedule.complete([7])
+    schedule.isolate(None)
+    assert [row.uid for row in run_out(schedule) if row.end] == ["c", "a", "b"]
+
+
+def test_an_isolated_request_gets_the_whole_budget_and_all_pages() -> None:
+    schedule = make_schedule(num_pages=10, context=40, prefill=32, mixed=4)
+    schedule.add(request("a", length=20, max_tokens=10))
+    step(schedule)
+    schedule.add(request("b", length=36))
+    step(schedule)
+    assert (schedule.num_running, schedule.num_waiting) == (1, 1), "there is no room for both"
+    schedule.isolate("b")
+    assert [len(step(schedule)[0].rows[0].token_ids) for _ in range(2)] == [32, 4]
+
+
+def test_while_an_isolated_request_is_gone_nobody_runs_until_that_is_said() -> None:
+    schedule = make_schedule()
+    for uid in "ab":
+        schedule.add(request(uid, max_tokens=2))
+    schedule.isolate("a")
+    step(schedule)
+    assert schedule.num_output("a") == 1 and schedule.num_output("b") == 0
+    schedule.drop("a")
+    assert schedule.num_output("a") is None and schedule.plan() is None
+    schedule.isolate(None)
+    assert [row.uid for row in run_out(schedule)] == ["b", "b"]
+
+
+def test_nothing_is_taken_from_the_log_while_others_wait_for_an_isolated_request() -> None:
+    schedule = make_schedule()
+    schedule.isolate("a")
+    schedule.add(request("a"))
+    step(schedule)
+    assert schedule.room == 8
+    schedule.add(request("b"))
+    step(schedule)
+    assert schedule.room == 0
+
+
+def test_a_failed_step_of_an_isolated_request_lets_nobody_else_run() -> None:
+    schedule = make_schedule()
+    for uid in "ab":
+        schedule.add(request(uid, max_tokens=2))
+    schedule.isolate("b")
+    assert schedule.plan() is not None
+    schedule.start_over()
+    planned = schedule.plan()
+    assert planned is not None and uids(schedule, planned[0]) == ["b"]

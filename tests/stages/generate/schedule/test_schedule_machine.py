@@ -130,6 +130,8 @@ class Machine(RuleBasedStateMachine):
         self.known: list[list[int]] = []
         """Prompts that came, and whole conversations: what a next prompt may begin like."""
         self.num_added = 0
+        self.alone: str | None = None
+        """The only request that may run: one that is here or comes next."""
 
     # what happens; one rule has all rare events, so that most of a story is requests and steps
 
@@ -167,7 +169,12 @@ class Machine(RuleBasedStateMachine):
             self.every_page_still_holds_what_its_holder_computed()
 
     @precondition(lambda self: self.lives)
-    @rule(kind=st.sampled_from(["leave", "leave and return", "leave in a step", "flush", "fail"]), which=WHICH)
+    @rule(
+        kind=st.sampled_from(
+            ["leave", "leave and return", "leave in a step", "flush", "fail", "isolate", "isolate next"]
+        ),
+        which=WHICH,
+    )
     def something_else(self, kind: str, which: int) -> None:
         life = self.lives[sorted(self.lives)[which % len(self.lives)]]
         match kind:
@@ -184,6 +191,17 @@ class Machine(RuleBasedStateMachine):
                 assert self.schedule.flush() == 0
             case "fail":
                 self._fail(which)
+            case "isolate":
+                self._isolate(life.uid)
+                self._step([])
+            case "isolate next":
+                self._isolate(str(self.num_added))
+                assert self.schedule.num_running == 0 and self.schedule.plan() is None
+
+    @precondition(lambda self: self.alone is not None)
+    @rule()
+    def let_all_run(self) -> None:
+        self._isolate(None)
 
     # what must be true
 
@@ -208,6 +226,7 @@ class Machine(RuleBasedStateMachine):
         """
         if not hasattr(self, "lives"):
             return
+        self._isolate(None)
         for _ in range(len(self.lives) * (self.limits.context + 1)):
             self._step([])
             self.the_books_are_right()
@@ -243,7 +262,8 @@ class Machine(RuleBasedStateMachine):
     def _fail(self, which: int) -> None:
         """The engine raises in the middle of a step; whose fault it was, if anybody's, is dropped; all start over."""
         plan = self._plan()
-        assert plan is not None
+        if plan is None:
+            return
         for row in plan.rows:
             self.memory.extend(row)
             self.memory.garble(row)
@@ -258,7 +278,7 @@ class Machine(RuleBasedStateMachine):
         decoding = {life.uid for life in self.lives.values() if life.decodes}
         planned = self.schedule.plan()
         if planned is None:
-            assert not self.lives
+            assert not self._may_run()
             return None
         plan, marks = planned
         kinds = {mark.event.kind for mark in marks if isinstance(mark, EventRow)}
@@ -291,7 +311,7 @@ class Machine(RuleBasedStateMachine):
         """Where budget is left, every prompt that runs is through, and the oldest that waits cannot have its pages."""
         sampling = {row.table for row in plan.rows if row.sample is not None}
         assert all(life.table in sampling for life in self.lives.values() if life.runs)
-        waiting = [life for life in self.lives.values() if not life.runs]
+        waiting = [life for life in self._may_run() if not life.runs]
         preempted = any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks)
         if waiting and not preempted and self.schedule.num_running < self.limits.max_running_requests:
             oldest = min(waiting, key=lambda life: life.arrival)
@@ -304,15 +324,25 @@ class Machine(RuleBasedStateMachine):
             life = self.lives[mark.uid]
             assert mark.n == len(life.tokens) - life.prompt_length
             if isinstance(mark.event, Preempted):
-                assert life.arrival == max(other.arrival for other in self.lives.values() if other.runs)
+                others = [other for other in self.lives.values() if other.runs and other.uid != self.alone]
+                assert life.arrival == max(other.arrival for other in others or [life])
                 life.table, life.computed, life.chunks, life.decodes = -1, 0, 0, False
             else:
                 assert isinstance(mark.event, Admitted) and plan is not None
-                assert life.arrival == min(other.arrival for other in self.lives.values() if not other.runs)
+                assert life.arrival == min(other.arrival for other in self._may_run() if not other.runs)
                 row = next(row for row in plan.rows if self.schedule.holder(row.table)[0] == mark.uid)
                 assert row.start == mark.event.cached_tokens < len(life.tokens)
                 assert all(other.table != row.table for other in self.lives.values())
                 life.table = row.table
+
+    def _isolate(self, uid: str | None) -> None:
+        """Let one request run and no other, or all again."""
+        self.alone = uid
+        self._hear(self.schedule.isolate(uid))
+        assert uid is None or all(life.uid == uid for life in self.lives.values() if life.runs)
+
+    def _may_run(self) -> list[Life]:
+        return [life for life in self.lives.values() if self.alone in (None, life.uid)]
 
     def _holder(self, row: PlanRow) -> Life:
         uid, n = self.schedule.holder(row.table)

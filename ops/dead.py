@@ -1,0 +1,210 @@
+"""`minisgl dead ACTION`: the dead letters of a running server, requests that killed their workers: see, retry, drop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import orjson
+
+from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
+from ops.trace import as_json, lines_of, read_history, told_of, when
+from pipeline.config import TOOLS, parse_flags
+from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.events import Submitted, decode, new_uid
+from pipeline.history import copied_history
+from pipeline.log import Entry, StreamLog, Submission
+
+USAGE: Final = """\
+usage: minisgl dead ls [flags]                   the requests that killed their workers, the newest first
+       minisgl dead show ID_OR_UID [flags]       one of them: what it died of, and its story
+       minisgl dead requeue ID_OR_UID [flags]    send it again under a new uid, and drop its letter
+       minisgl dead drop ID_OR_UID [flags]       drop its letter
+
+Each explains its flags with --help.
+"""
+WHICH: Final = "the id or uid of a dead letter"
+ENTRY_SHOWN: Final = 500
+"""Characters of what the worker died on, which may be a step of many rows; --json has all of it."""
+READ_AT_ONCE: Final = 100
+"""Letters, of which each may hold 64 KB."""
+
+Action: TypeAlias = Callable[[Sequence[str], Mapping[str, str]], None]
+
+
+class NotRequeued(MiniSGLError):
+    """The request was not sent again; its letter is where it was."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Do one action; return the exit code.
+
+    Raises:
+        ConfigError: There is no such action, or its flags cannot work.
+        NotThere: There is no such letter, or nothing is left of the request to send again.
+        NotRequeued, LogFull: No new work is taken.
+        LogUnavailable: There is no such server.
+        UndecodableEvent: What the letter holds is damaged.
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        sys.stdout.write(USAGE)
+        return 0
+    if arguments[0] not in ACTIONS:
+        raise ConfigError(f"minisgl dead: {arguments[0]} given, expected one of {', '.join(ACTIONS)}")
+    ACTIONS[arguments[0]](arguments[1:], environment)
+    return 0
+
+
+def ls(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Print all letters, the newest first."""
+    about = "Lists the requests that killed their workers, the newest first."
+    connect, prints = parse_flags("dead ls", TOOLS["dead ls"], arguments, environment, about=about)
+    with running_log(connect) as log:
+        letters = [plain(letter) for letter in letters_in(log)]
+    if prints.as_json:
+        sys.stdout.write(as_json(letters))
+    elif not letters:
+        sys.stdout.write("no dead letters\n")
+    else:
+        names = ("uid", "stage", "deaths", "error")
+        rows = [("when", *names), *((moment(letter), *(_text(letter, name) for name in names)) for letter in letters)]
+        sys.stdout.write("\n".join(columns(rows, right=(3,))) + "\n")
+
+
+def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Print one letter, and the story that its copy of the history tells."""
+    about = "Shows what a request died of, and its story."
+    named, flags = named_first("dead show", arguments, WHICH)
+    connect, prints = parse_flags("dead show ID_OR_UID", TOOLS["dead show"], flags, environment, about=about)
+    with running_log(connect) as log:
+        letter = find(log, named)
+    said = plain(letter)
+    told = told_of(letter.fields.get("uid", ""), copied_history(letter))
+    if prints.as_json:
+        sys.stdout.write(as_json({"letter": said, "story": told}))
+        return
+    cut = f"; entries left out there: {_text(said, 'history_cut')}" if "history_cut" in said else ""
+    lines = [
+        f"dead letter {letter.id}, {moment(said)}",
+        f"killed {_text(said, 'stage')} {_text(said, 'deaths')} times; the last time: {_text(said, 'error')}",
+        f"entry: {_text(said, 'entry')[:ENTRY_SHOWN]}",
+        f"what follows is told by its copy of the history{cut}",
+        "",
+        *lines_of(told),
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Submit the request of a letter again, print its new uid, drop the letter."""
+    about = (
+        "Sends a request again that killed its workers, under a new uid, which it prints, and drops the letter. "
+        "Nobody listens to it: see what becomes of it with minisgl trace."
+    )
+    named, flags = named_first("dead requeue", arguments, WHICH)
+    connect, limits, retention, prints = parse_flags(
+        "dead requeue ID_OR_UID", TOOLS["dead requeue"], flags, environment, about=about
+    )
+    with running_log(connect) as log:
+        letter = find(log, named)
+        dead_uid, uid = letter.fields["uid"], new_uid()
+        before = request_of(log, letter)
+        event = before.model_copy(
+            update={"ms": 0, "deadline_ms": 0, "frontend": "", "labels": before.labels | {"requeued_from": dead_uid}}
+        )
+        outcome = log.submit(
+            uid,
+            event,
+            timeout_ms=int(limits.request_timeout_s * 1000),
+            retention_ms=int(retention.retention_s * 1000),
+            max_queued=limits.max_queued_requests,
+        )
+        if outcome is Submission.BUSY:
+            raise NotRequeued(
+                f"{dead_uid}: not sent again; {limits.max_queued_requests} requests wait or run already "
+                "(--max-queued-requests); try later"
+            )
+        said = {"uid": uid, "requeued_from": dead_uid}
+        sys.stdout.write(as_json(said) if prints.as_json else f"{uid}\n")
+        sys.stdout.flush()  # before the letter goes
+        log.drop_dead(letter.id)
+
+
+def drop(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Remove a letter; the history, where it is there still, stays for its retention."""
+    about = "Drops the letter of a request that killed its workers."
+    named, flags = named_first("dead drop", arguments, WHICH)
+    connect, prints = parse_flags("dead drop ID_OR_UID", TOOLS["dead drop"], flags, environment, about=about)
+    with running_log(connect) as log:
+        letter = find(log, named)
+        log.drop_dead(letter.id)
+    said = {"id": letter.id, "uid": letter.fields.get("uid", "")}
+    sys.stdout.write(as_json(said) if prints.as_json else f"dropped {letter.id}, {_text(said, 'uid')}\n")
+
+
+ACTIONS: Final[Mapping[str, Action]] = {"ls": ls, "show": show, "requeue": requeue, "drop": drop}
+
+
+def letters_in(log: StreamLog) -> Iterator[Entry]:
+    """Give all letters, the newest first."""
+    before = ""
+    while letters := log.dead_letters(READ_AT_ONCE, before=before):
+        yield from letters
+        before = letters[-1].id
+
+
+def find(log: StreamLog, named: str) -> Entry:
+    """Return the letter with the id, or of the request with the uid, *named*.
+
+    Raises:
+        NotThere: There is none.
+    """
+    uid = uid_in(named)
+    for letter in letters_in(log):
+        if named == letter.id or uid == letter.fields.get("uid"):
+            return letter
+    raise NotThere(f"{one_line(named)}: no such dead letter; minisgl dead ls shows which there are")
+
+
+def request_of(log: StreamLog, letter: Entry) -> Submitted:
+    """Return what was asked: as the history says, or its copy where that has expired.
+
+    Raises:
+        NotThere: Neither has it.
+    """
+    uid = letter.fields["uid"]
+    for entry in (read_history(log, uid) or copied_history(letter))[:1]:
+        event = decode(entry.fields)
+        if isinstance(event, Submitted):
+            return event
+    raise NotThere(
+        f"{uid}: its history has expired, and the request was too large for the copy in the letter; have its client "
+        "send it again"
+    )
+
+
+def plain(letter: Entry) -> dict[str, Any]:
+    """Return what a letter says, but for the copy of the history."""
+    return {"id": letter.id} | {
+        name: text if name in ("uid", "stage", "error") else _value(text)
+        for name, text in letter.fields.items()
+        if name != "history"
+    }
+
+
+def moment(letter: Mapping[str, Any]) -> str:
+    """Return when a letter was written, for people."""
+    return when(letter["ms"]) if isinstance(letter.get("ms"), int) else "?"
+
+
+def _value(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+
+
+def _text(letter: Mapping[str, Any], name: str) -> str:
+    value = letter.get(name, "?")
+    return one_line(value if isinstance(value, str) else orjson.dumps(value).decode())

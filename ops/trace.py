@@ -1,0 +1,172 @@
+"""`minisgl trace UID`: the story of one request, from the log of a server that runs, as a table or as JSON."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import orjson
+
+from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
+from pipeline.config import TOOLS, parse_flags
+from pipeline.errors import UndecodableEvent
+from pipeline.events import SamplingParams
+from pipeline.history import story
+from pipeline.log import Entry, StreamLog
+from web.uids import drawn_ms, uid_of
+
+ABOUT: Final = """\
+Shows what happened to a request. UID is what the answer's header x-minisgl-uid says; the answer's id will do too.
+"""
+TEXT_SHOWN: Final = 200
+"""Characters of the text; --json has all of it."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Print the story of one request; return the exit code.
+
+    Raises:
+        ConfigError: The flags cannot work.
+        NotThere: The log has no such request, or none any more.
+        LogUnavailable: There is no such server.
+        UndecodableEvent: The history is damaged.
+    """
+    name, flags = named_first("trace", arguments, "the uid of a request")
+    connect, retention, prints = parse_flags("trace UID", TOOLS["trace"], flags, environment, about=ABOUT)
+    uid = uid_in(name)
+    with running_log(connect) as log:
+        history = read_history(log, uid)
+    if not history:
+        raise NotThere(why_absent(uid, time.time(), retention.retention_s))
+    told = told_of(uid, history)
+    sys.stdout.write(as_json(told) if prints.as_json else "\n".join(lines_of(told)) + "\n")
+    return 0
+
+
+def read_history(log: StreamLog, uid: str) -> list[Entry]:
+    """Return the history of *uid*, empty when there is none.
+
+    Raises:
+        UndecodableEvent: It is no text.
+    """
+    try:
+        return log.histories([uid])[0]
+    except UnicodeDecodeError as error:
+        raise UndecodableEvent(f"the history of {uid} is not text: {error}") from error
+
+
+def told_of(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
+    """Return the story of a history.
+
+    Raises:
+        UndecodableEvent: It is damaged; the message is one line.
+    """
+    try:
+        return story(uid, history)
+    except UndecodableEvent as error:
+        raise UndecodableEvent(f"the history of {uid} is damaged: {' '.join(str(error).split())}") from error
+
+
+def why_absent(uid: str, now_s: float, retention_s: float) -> str:
+    """Say why the log may hold nothing of *uid*, which itself tells when it was drawn."""
+    if not uid_of(uid):
+        return f"{one_line(uid)}: not a uid; expected 32 hex digits, as the header x-minisgl-uid of the answer has them"
+    age_s = now_s - drawn_ms(uid) / 1000
+    if age_s < 0:
+        return f"{uid}: not a request of this server; the uid names a moment that is yet to come"
+    made = f"it was made {age_s:,.0f} s ago"
+    if age_s > retention_s:
+        return f"{uid}: expired; {made}, and after its end a request is kept for {retention_s:g} s (--retention)"
+    return f"{uid}: unknown here; {made}, so look at another server or --namespace"
+
+
+def as_json(value: object) -> str:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode()
+
+
+def when(ms: int) -> str:
+    """Return a moment of Redis' clock for people."""
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
+
+
+def lines_of(told: Mapping[str, Any]) -> list[str]:
+    """Return a story in lines: what was asked, a table of what happened, how it ended."""
+    rows = [("time", "what", "who", "n", "details")]
+    rows += [
+        (_after(moment["at_ms"]), moment["what"], one_line(moment["who"]), _numbers(moment), _details(moment))
+        for moment in told["moments"]
+    ]
+    return [*_header(told), "", *columns(rows, right=(0, 3)), "", *_ending(told)]
+
+
+def _header(told: Mapping[str, Any]) -> list[str]:
+    defaults = SamplingParams().model_dump(mode="json")
+    sampling = {name: value for name, value in told["sampling"].items() if value != defaults.get(name)}
+    asked = {"endpoint": told["endpoint"], "model": told["model"]} | sampling | told["labels"]
+    deadline_ms = told["deadline_ms"]
+    deadline = f", deadline {_after(deadline_ms - told['submitted_ms'])}" if deadline_ms else ""
+    return [
+        f"request {one_line(told['uid'])}: {told['state']}",
+        f"submitted {when(told['submitted_ms'])}{deadline}",
+        _pairs({name: value for name, value in asked.items() if value != ""}),
+    ]
+
+
+def _ending(told: Mapping[str, Any]) -> list[str]:
+    last = told["moments"][-1]
+    after = f"after {_seconds(last['at_ms'])}"
+    match told["state"]:
+        case "finished":
+            first = _seconds(told["timings"]["first_token_ms"])
+            said = f"finished ({told['finish_reason']}) {after}, first token after {first}"
+        case "failed":
+            error = told["error"]
+            said = f"failed {after} with {error['status']} {one_line(error['code'])}: {one_line(error['message'])}"
+        case "cancelled":
+            said = f"cancelled {after} by {one_line(last['who'])}"
+        case state:
+            said = f"{state}, last event {after}"
+    text = told["text"]
+    more = f" .. ({len(text):,} characters; --json has all)" if len(text) > TEXT_SHOWN else ""
+    return [said, _counts(told), *([f"text: {one_line(text[:TEXT_SHOWN])}{more}"] if text else [])]
+
+
+def _counts(told: Mapping[str, Any]) -> str:
+    prompt = "not counted yet" if told["prompt_tokens"] is None else f"{told['prompt_tokens']:,}"
+    cached = f", {told['usage']['cached_tokens']:,} of them cached" if "usage" in told else ""
+    return f"tokens: prompt {prompt}{cached}; output {told['completion_tokens']:,}"
+
+
+def _seconds(ms: int) -> str:
+    return f"{ms / 1000:,.3f} s"
+
+
+def _after(ms: int) -> str:
+    return f"{ms / 1000:+,.3f} s"
+
+
+def _numbers(moment: Mapping[str, Any]) -> str:
+    first_n, n = moment.get("first_n", moment["n"]), moment["n"]
+    return f"{n}" if first_n == n else f"{first_n}..{n}"
+
+
+def _details(moment: Mapping[str, Any]) -> str:
+    shown = {name: value for name, value in moment.items() if name not in ("at_ms", "id", "what", "who", "n")}
+    if moment["what"] == "missing":
+        return "not in this history"
+    if moment["what"] != "tokens":  # what an error says is in the last lines
+        return _pairs({name: value for name, value in shown.items() if name != "message"})
+    told = ("first_n", "count", "last_id", "last_at_ms", "longest_pause_ms")
+    parts = [_pairs({name: value for name, value in shown.items() if name not in told and value})]
+    if moment["last_id"] != moment["id"]:
+        run = f"until {_after(moment['last_at_ms'])}, longest pause {_seconds(moment['longest_pause_ms'])}"
+        parts.insert(0, run)
+    return "  ".join(filter(None, parts))
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    texts = {name: value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in values.items()}
+    return " ".join(f"{one_line(name)}={one_line(text)}" for name, text in texts.items())

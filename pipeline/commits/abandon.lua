@@ -1,0 +1,27 @@
+-- abandon: end a request whose client left, as `end` does, unless somebody else reads it.
+-- KEYS live, history, replies, control, reader, and where it was submitted under such a key: idempotency
+-- ARGV uid, retention_ms, reply_cap, 1 when another client sent it and this one came to it, fields...
+-- Returns OK; ENDED (as for `end`); READ, and the key remembers that the client that sent it has left; or OWNED: that one
+-- has not left, and it is not up to the others.
+local held = KEYS[6] and redis.call('GET', KEYS[6]) or ''
+local uid, digest, left = string.match(held, '^([^:]*):([^:]*)(.*)$')
+if ARGV[4] == '1' and not (uid == ARGV[1] and left == ':left') then return 'OWNED' end
+if redis.call('EXISTS', KEYS[5]) == 1 then
+  if uid == ARGV[1] and left == '' then
+    local ttl_ms = redis.call('PTTL', KEYS[6])
+    redis.call('PEXPIRE', KEYS[6], ttl_ms) -- changes nothing, but a script that begins so is not refused at maxmemory
+    redis.call('SET', KEYS[6], held .. ':left', 'PX', ttl_ms)
+  end
+  return 'READ'
+end
+redis.call('ZREM', KEYS[1], ARGV[1])
+local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+local now = now_ms()
+local fields = slice(ARGV, 5, #ARGV)
+fields[#fields + 1] = 'n'
+fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
+if not append(KEYS[2], SEAL, fields, now) then return 'ENDED' end
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*', 'uid', ARGV[1], 'ms', now, unpack(fields))
+redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', ARGV[1])
+return 'OK'

@@ -1,0 +1,190 @@
+"""Named places at which a test makes a process die, stand still or lose a reply. Off unless its environment names one.
+
+MINISGL_FAILPOINT="name=action[*count][@passing];..."  with the action exit, stop:SECONDS, raise or drop
+MINISGL_FAILPOINT_DIR=folder                           remembers what fired, for all processes of a server
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import structlog
+
+from pipeline.errors import ConfigError, LogUnavailable
+
+logger = structlog.get_logger()
+
+VARIABLE: Final = "MINISGL_FAILPOINT"
+FOLDER_VARIABLE: Final = "MINISGL_FAILPOINT_DIR"
+
+POINTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "web.before_submit": "a request was read and checked, and is not in the log",
+        "web.after_submit": "the log has accepted a request, and its client has no byte",
+        "web.before_first_byte": "the first reply is here, and its client has no byte",
+        "web.mid_stream": "a client has some frames of a stream, and more to come",
+        "web.on_disconnect": "a client has left, and its request is not cancelled yet",
+        "janitor.mid_sweep": "the first of the requests past their deadline was ended, the others were not",
+        "tokenize.after_read": "requests were read from the log, and nothing was done to them",
+        "tokenize.before_commit": "a prompt is encoded, and nobody knows it",
+        "tokenize.after_commit": "a prompt is in the log, and others of the same read may not be",
+        "generate.after_lease": "an engine has just got its slot",
+        "generate.mid_takeover": "the entries of a dead engine were claimed, and their histories not folded",
+        "generate.after_takeover_committed": "TakenOver is in the log, and nothing was computed since",
+        "generate.after_take": "new requests were taken from the log, and the engine's loop has not heard of them",
+        "generate.before_forward": "a step is planned, and not computed",
+        "generate.after_forward": "a step is computed, and not committed",
+        "generate.after_commit": "a step is committed, and its pages and requests are not let go",
+        "generate.with_end_row": "a step that ends a request is computed, and not committed",
+        "generate.during_drain": "an engine was told to stop and has requests in hand",
+        "detokenize.after_read": "steps were read from the log, and nothing was done to them",
+        "detokenize.before_commit": "a step is folded, and nobody knows its text",
+        "detokenize.after_commit": "the text of a step is in the log, and other steps of the same read may not be",
+        "detokenize.mid_character": "a step is committed, and text is held back inside a character or a stop string",
+    }
+)
+"""Every fail point: what has happened when it is passed, and what has not."""
+
+LOSES_A_REPLY: Final = frozenset(
+    {
+        "web.after_submit",
+        "janitor.mid_sweep",
+        "tokenize.after_read",
+        "tokenize.after_commit",
+        "generate.mid_takeover",
+        "generate.after_takeover_committed",
+        "generate.after_take",
+        "generate.after_commit",
+        "detokenize.after_read",
+        "detokenize.after_commit",
+        "detokenize.mid_character",
+    }
+)
+"""The points right after a command that changed something in Redis: `drop` makes its caller believe that it failed."""
+
+_SPEC = re.compile(r"(?P<name>[^=]+)=(?P<action>\w+)(:(?P<seconds>[^*@]*))?(\*(?P<count>[1-9]\d*))?(@(?P<k>[1-9]\d*))?")
+
+
+@dataclass(slots=True)
+class _Armed:
+    """A fail point that the environment names."""
+
+    name: str
+    action: str
+    seconds: float
+    count: int
+    """How often it fires, in all processes together."""
+    first: int
+    """The passing, in each process, from which on it may fire."""
+    folder: Path
+    num_passed: int = 0
+
+
+# Module state, which this project has nowhere else: handing it to every place would put a test's tool into each
+# signature. `arm` fills it before a process has threads; a server that is not tested has it empty.
+_ARMED: Final[dict[str, _Armed]] = {}
+
+
+def failpoint(name: str) -> None:
+    """Do what the environment asks for at this place; nothing unless it names it."""
+    armed = _ARMED.get(name)
+    if armed is not None:
+        _pass(armed)
+
+
+def arm(environment: Mapping[str, str]) -> None:
+    """Prepare the fail points that *environment* names, and forget all others; for the start of a process.
+
+    Raises:
+        ConfigError: It names a point or an action that there is not, or no folder that remembers what fired.
+    """
+    _ARMED.clear()
+    texts = [text.strip() for text in environment.get(VARIABLE, "").split(";") if text.strip()]
+    if not texts:
+        return
+    folder = Path(environment.get(FOLDER_VARIABLE) or "/dev/null")
+    if not folder.is_dir():
+        seen = f"{folder}: not a folder" if environment.get(FOLDER_VARIABLE) else "missing"
+        raise ConfigError(f"{FOLDER_VARIABLE} {seen}; set it to one, or a restarted worker fails at its point for ever")
+    for text in texts:
+        armed = _parse(text, folder)
+        if armed.name in _ARMED:
+            raise ConfigError(f"{VARIABLE}: {armed.name} is there twice; name it once")
+        _ARMED[armed.name] = armed
+    logger.warning("failpoints_armed", points=texts)
+
+
+def _parse(text: str, folder: Path) -> _Armed:
+    found = _SPEC.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{VARIABLE}: {text!r}; expected name=action[:seconds][*count][@passing]")
+    name, action, seconds = found["name"], found["action"], found["seconds"]
+    if name not in POINTS:
+        raise ConfigError(f"{VARIABLE}: {name}: no fail point; expected one of {', '.join(POINTS)}")
+    if action not in ("exit", "stop", "raise", "drop"):
+        raise ConfigError(f"{VARIABLE}: {text!r}: {action} is no action; expected exit, stop:SECONDS, raise or drop")
+    if action == "stop" and not re.fullmatch(r"\d*\.?\d+", seconds or ""):
+        raise ConfigError(f"{VARIABLE}: {text!r}: expected stop:SECONDS, a number")
+    if action != "stop" and seconds is not None:
+        raise ConfigError(f"{VARIABLE}: {text!r}: {action} takes no seconds; leave {seconds} out")
+    if action == "drop" and name not in LOSES_A_REPLY:
+        raise ConfigError(
+            f"{VARIABLE}: {text!r}: nothing was sent to Redis right before it, so no reply can be lost; use exit, "
+            "stop:SECONDS or raise"
+        )
+    return _Armed(name, action, float(seconds or 0), int(found["count"] or 1), int(found["k"] or 1), folder)
+
+
+def _pass(armed: _Armed) -> None:
+    armed.num_passed += 1
+    if armed.num_passed < armed.first:
+        return
+    if not _is_first_to_fire(armed):
+        _ARMED.pop(armed.name, None)  # it has fired as often as it should, here or in another process
+        return
+    logger.warning("failpoint", name=armed.name, action=armed.action, passing=armed.num_passed)
+    match armed.action:
+        case "exit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            _stand_still(armed.seconds)
+        case "raise":
+            raise RuntimeError(f"fail point {armed.name}")
+        case "drop":
+            raise LogUnavailable(f"fail point {armed.name}: the reply was lost")
+
+
+def _is_first_to_fire(armed: _Armed) -> bool:
+    """Take one of the firings that are left, of which the folder has a file each."""
+    for number in range(1, armed.count + 1):
+        file = armed.folder / (armed.name if number == 1 else f"{armed.name}.{number}")
+        try:
+            os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            continue
+        return True
+    return False
+
+
+def _stand_still(seconds: float) -> None:
+    """Stop this process and let another one, which has lost its parent by then, wake it up.
+
+    That other one stops it, too: if this process did, it might be woken before it had stopped, and never again.
+    """
+    stop_and_wake = f"kill -STOP {os.getpid()}; (sleep {seconds}; kill -CONT {os.getpid()}) &"
+    subprocess.run(
+        ["sh", "-c", stop_and_wake],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        check=True,
+    )

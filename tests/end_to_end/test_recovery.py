@@ -1,0 +1,146 @@
+"""After every death the tokens are those of a run in which nobody died: greedy and seeded, with preemptions and shared
+prefixes; and whoever was cut off gets the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from checkpoints import make_checkpoint
+from servers import Server, eventually, serve
+from streams import Stream, events_of, family_of, is_gone
+
+from pipeline.events import Admitted, Finished, Preempted, TakenOver, TokensProduced
+from pipeline.log import Inbox
+from pipeline.names import GENERATE
+from pipeline.redis_log import RedisLog
+
+pytestmark = pytest.mark.slow
+
+NUM_REQUESTS = 20
+NUM_TOKENS = 250
+NUM_KILLS = 3
+SHARED = "You are the log, and the log is the memory of the program. Whatever dies, you go on from where it was. " * 2
+FLAGS = ("--dtype", "float32", "--page-size", "16", "--lease", "1", "--max-seq-len", "512")
+CROWDED = ("--num-pages", "128")
+"""So few pages that not all requests can run to their end at once."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def fields_of(number: int) -> dict[str, Any]:
+    """Every second request is sampled."""
+    sampled = {"temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {}
+    return {"max_tokens": NUM_TOKENS, **sampled}
+
+
+def ask(server: Server) -> list[Stream]:
+    return [Stream(server, f"{SHARED} Story {number}?", **fields_of(number)) for number in range(NUM_REQUESTS)]
+
+
+def tokens_of(log: RedisLog, uid: str) -> list[int]:
+    events = events_of(log, uid)
+    tokens = [event for event in events if isinstance(event, TokensProduced)]
+    assert isinstance(events[-1], Finished) and all(event.count == 1 for event in tokens)
+    return [token for event in tokens for token in event.tokens]
+
+
+def most_tokens(log: RedisLog, streams: list[Stream]) -> int:
+    """Return how many tokens the request has that has most."""
+    histories = log.histories([stream.uid for stream in streams if stream.uid])
+    return max((sum(entry.fields["kind"] == "tokens" for entry in history) for history in histories), default=0)
+
+
+@pytest.fixture(scope="module")
+def quiet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, list[int]]]]:
+    """The text and the tokens of each request when nobody dies."""
+    with serve(tmp_path_factory.mktemp("quiet"), "--model", str(model), *FLAGS) as server, server.log() as log:
+        streams = ask(server)
+        yield [(stream.answer[0], tokens_of(log, stream.uid)) for stream in streams]
+
+
+def assert_nothing_is_left(log: RedisLog) -> None:
+    inboxes = (Inbox.submitted(log.names), Inbox.tokenized(log.names), Inbox.steps(log.names, "generate-0"))
+    eventually(lambda: not any(map(log.backlog, inboxes)), "the work streams are empty")
+    assert log.living() == []
+
+
+def test_the_tokens_after_each_death_of_the_engine_are_those_of_the_quiet_run(
+    model: Path, quiet: list[tuple[str, list[int]]], tmp_path: Path
+) -> None:
+    assert len({text for text, _ in quiet}) == NUM_REQUESTS
+    with serve(tmp_path, "--model", str(model), *FLAGS, *CROWDED) as server, server.log() as log:
+        streams = ask(server)
+        for number in range(1, NUM_KILLS + 1):
+            progress = NUM_TOKENS * number // (NUM_KILLS + 1)
+            eventually(lambda progress=progress: most_tokens(log, streams) > progress, "it goes on")  # type: ignore[misc]
+            assert not all(stream.is_over for stream in streams)
+            eventually(lambda: len(server.command.workers(GENERATE)) == 1, "an engine is there")
+            (engine,) = server.command.workers(GENERATE)
+            engine.kill()
+            eventually(
+                lambda number=number: len(server.command.log_lines("worker_died")) == number,  # type: ignore[misc]
+                "the supervisor notices",
+            )
+        answers = [(stream.answer[0], tokens_of(log, stream.uid)) for stream in streams]
+        histories = [events_of(log, stream.uid) for stream in streams]
+        assert_nothing_is_left(log)
+    assert answers == quiet
+    events = [event for history in histories for event in history]
+    assert any(isinstance(event, Preempted) for event in events)
+    assert any(isinstance(event, Admitted) and event.cached_tokens for event in events)
+    taken_over = [sum(isinstance(event, TakenOver) for event in history) for history in histories]
+    assert max(taken_over) == NUM_KILLS
+    assert sum(isinstance(event, TakenOver) and event.alone for event in events) == 0
+
+
+def resumed(server: Server, stream: Stream) -> tuple[str, str]:
+    """Return the whole text of a stream that was cut off and is read on from the last id that its client saw, and why
+    it ended."""
+    ids = [line.removeprefix("id: ") for line in stream.lines if line.startswith("id: ")]
+    headers = {"last-event-id": ids[-1]} if ids else {}
+    events = httpx.get(f"{server.url}/v1/requests/{stream.uid}/events", headers=headers, timeout=60)
+    assert events.status_code == 200, events.text
+    seen = [frame for frame in _frames(stream.lines, until_last_id=True) if ids]
+    frames = [*seen, *_frames(events.text.splitlines())]
+    text = "".join(frame["choices"][0]["delta"].get("content", "") for frame in frames)
+    return text, frames[-1]["choices"][0]["finish_reason"]
+
+
+def _frames(lines: list[str], *, until_last_id: bool = False) -> list[dict[str, Any]]:
+    """Return the frames in *lines*; those after the last id are sent again."""
+    if until_last_id:
+        last = max(index for index, line in enumerate(lines) if line.startswith("id: "))
+        lines = lines[: last + 2]
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(each) for each in data if each != "[DONE]"]
+
+
+def test_after_kill_9_of_the_supervisor_the_next_start_finishes_all_and_clients_get_the_rest(
+    model: Path, quiet: list[tuple[str, list[int]]], tmp_path: Path
+) -> None:
+    with serve(tmp_path, "--model", str(model), *FLAGS) as server, family_of(server.command) as family:
+        streams = ask(server)
+        eventually(lambda: all(stream.uid for stream in streams), "every client knows its request")
+        with server.log() as log:
+            eventually(lambda: most_tokens(log, streams) > NUM_TOKENS // 3, "it goes on")
+        server.command.process.kill()
+        server.command.process.wait()
+        eventually(lambda: all(map(is_gone, family)), "all its processes end")
+        for stream in streams:
+            assert isinstance(stream.join().error, httpx.RemoteProtocolError | httpx.ReadError)
+            assert "data: [DONE]" not in stream.lines
+
+    with serve(tmp_path, "--model", str(model), *FLAGS) as again, again.log() as log:
+        answers = [resumed(again, stream) for stream in streams]
+        assert answers == [(text, "length") for text, _ in quiet]
+        assert [tokens_of(log, stream.uid) for stream in streams] == [tokens for _, tokens in quiet]
+        assert_nothing_is_left(log)

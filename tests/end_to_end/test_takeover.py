@@ -1,0 +1,169 @@
+"""Two workers of each stage, as commands of their own: one dies or stands still, and the other goes on in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from redis_servers import find_servers, running_server
+from servers import Command, Server, eventually, free_port, run_command, wait_until_ready
+from streams import LONG, PROMPTS, Stream, events_of
+
+from ops.demo_model import nonsense
+from pipeline.events import Finished, TakenOver, TokensProduced
+from pipeline.log import Inbox
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+from pipeline.redis_log import RedisLog
+from pipeline.slots import Status, read_statuses
+
+pytestmark = pytest.mark.slow
+
+LEASE_S = 1.0
+TWICE = (TOKENIZE, GENERATE, DETOKENIZE)
+
+
+@dataclass
+class Stages:
+    """Two commands of each stage but the frontend, and who runs in them."""
+
+    server: Server
+    folder: Path
+    commands: dict[str, list[Command]] = field(default_factory=dict)
+
+    def start(self, stage: str, *flags: str) -> None:
+        arguments = ["stage", stage, "--redis-url", self.server.redis_url, "--lease", str(LEASE_S), *flags]
+        if stage != WEB:
+            arguments += ["--model", str(nonsense.ensure(self.folder))]
+        self.commands.setdefault(stage, []).append(run_command(arguments, self.folder / stage))
+
+    def stop(self) -> None:
+        for command in self.all_commands:
+            command.stop()
+
+    @property
+    def all_commands(self) -> list[Command]:
+        return [command for several in self.commands.values() for command in several]
+
+    def statuses(self, stage: str) -> dict[int, Status]:
+        """Return pid -> status of the workers that hold a slot."""
+        with self.server.log() as log:
+            return {status.pid: status for status in read_statuses(log, stage) if status.owner}
+
+    def worker_in(self, slot: str) -> psutil.Process:
+        stage = slot.partition("-")[0]
+        (pid,) = (pid for pid, status in self.statuses(stage).items() if status.slot == slot)
+        return psutil.Process(pid)
+
+    def command_of(self, worker: psutil.Process) -> Command:
+        return next(command for command in self.all_commands if worker in command.processes())
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    folder = tmp_path_factory.mktemp("stages")
+    servers = find_servers()
+    with running_server(servers.get("path", servers["wheel"]), folder) as redis:
+        port = free_port()
+        web = run_command(
+            ["stage", WEB, "--redis-url", redis.url, "--lease", str(LEASE_S), "--port", str(port)], folder / WEB
+        )
+        stages = Stages(Server(web, f"http://127.0.0.1:{port}", redis.url), folder, {WEB: [web]})
+        try:
+            for stage in (*TWICE, *TWICE):
+                stages.start(stage)
+            wait_until_ready(stages.server.url, stages.all_commands)
+            eventually(lambda: all(len(stages.statuses(stage)) == 2 for stage in TWICE), "two workers of each stage")
+            yield stages
+        finally:
+            stages.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stages: Stages) -> dict[str, tuple[str, str]]:
+    return {stream.prompt: stream.answer for stream in ask(stages)}
+
+
+def ask(stages: Stages) -> list[Stream]:
+    """Send greedy and seeded requests, half of each."""
+    sampled = {"temperature": 1.0, "seed": 7}
+    return [Stream(stages.server, prompt, **(sampled if index % 2 else {})) for index, prompt in enumerate(PROMPTS)]
+
+
+def begun(stages: Stages) -> list[Stream]:
+    streams = ask(stages)
+    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all streams have begun")
+    return streams
+
+
+def takeovers(log: RedisLog, stream: Stream) -> set[str]:
+    return {event.engine for event in events_of(log, stream.uid) if isinstance(event, TakenOver)}
+
+
+def assert_all_is_whole(stages: Stages, streams: list[Stream], undisturbed: dict[str, tuple[str, str]]) -> None:
+    for stream in streams:
+        assert stream.answer == undisturbed[stream.prompt]
+    with stages.server.log() as log:
+        for stream in streams:
+            events = events_of(log, stream.uid)
+            assert [event.count for event in events if isinstance(event, TokensProduced)] == [1] * LONG
+            assert isinstance(events[-1], Finished)
+        names = Names()
+        inboxes = [Inbox.submitted(names), Inbox.tokenized(names)]
+        inboxes += [Inbox.steps(names, f"generate-{index}") for index in range(2)]
+        eventually(lambda: not any(map(log.backlog, inboxes)), "the work streams are empty")
+        assert log.living() == []
+
+
+def test_both_engines_share_the_work(stages: Stages, undisturbed: dict[str, tuple[str, str]]) -> None:
+    streams = begun(stages)
+    assert_all_is_whole(stages, streams, undisturbed)
+    with stages.server.log() as log:
+        engines = {
+            event.engine for stream in streams for event in events_of(log, stream.uid) if event.kind == "admitted"
+        }
+    assert engines == {"generate-0", "generate-1"}
+
+
+@pytest.mark.parametrize("stage", [DETOKENIZE, GENERATE])
+def test_a_worker_that_stands_still_is_replaced_and_comes_back_in_the_same_process(
+    stage: str, stages: Stages, undisturbed: dict[str, tuple[str, str]]
+) -> None:
+    before = set(stages.statuses(stage))
+    streams = begun(stages)
+    worker = stages.worker_in(f"{stage}-0")
+    worker.suspend()
+    try:
+        assert_all_is_whole(stages, streams, undisturbed)
+    finally:
+        worker.resume()
+    if stage == GENERATE:
+        with stages.server.log() as log:
+            assert {engine for stream in streams for engine in takeovers(log, stream)} == {"generate-1"}
+    eventually(
+        lambda: {s.slot for s in stages.statuses(stage).values()} == {f"{stage}-0", f"{stage}-1"}, "both are back"
+    )
+    assert set(stages.statuses(stage)) == before
+    assert_all_is_whole(stages, begun(stages), undisturbed)
+
+
+@pytest.mark.parametrize("stage", [TOKENIZE, DETOKENIZE, GENERATE])
+def test_a_machine_that_is_gone_for_good_leaves_its_work_to_the_other(
+    stage: str, stages: Stages, undisturbed: dict[str, tuple[str, str]]
+) -> None:
+    """Its supervisor dies with it, so nobody restarts the worker."""
+    streams = begun(stages)
+    worker = stages.worker_in(f"{stage}-0")
+    command = stages.command_of(worker)
+    command.process.kill()
+    command.process.wait()
+    eventually(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker ends with it")
+    assert_all_is_whole(stages, streams, undisturbed)
+    assert_all_is_whole(stages, begun(stages), undisturbed)
+    stages.commands[stage].remove(command)
+    stages.start(stage)
+    slots = {f"{stage}-0", f"{stage}-1"}
+    eventually(lambda: {s.slot for s in stages.statuses(stage).values()} == slots, "another machine takes its place")
+    assert_all_is_whole(stages, begun(stages), undisturbed)

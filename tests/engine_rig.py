@@ -1,0 +1,126 @@
+"""An engine's loop in a thread, with an engine that counts instead of computing; and requests for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pipeline.events import SamplingParams, Submitted, Tokenized, new_uid
+from pipeline.log import Inbox, StreamLog
+from pipeline.names import slot_index, slot_name
+from pipeline.slots import Place, acquire_slot
+from pipeline.worker import Stop
+from stages.generate.courier import Courier
+from stages.generate.kvcache.base import PrefixCache
+from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.schedule import Identity, Limits, Schedule
+from stages.generate.worker import GenerateWorker
+
+LEASE_MS = 3000
+RETENTION_MS = 60_000
+CONTEXT = 64
+POISON = 150
+"""A token on which the engine raises."""
+LIMITS = Limits(context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200)
+
+
+class CountingEngine:
+    """The next token of a row is its last one plus one. *pace_s*: how long a step takes."""
+
+    def __init__(self, pace_s: float = 0.0) -> None:
+        self.pace_s = pace_s
+        self.broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.plans: list[BatchPlan] = []
+
+    def forward(self, plan: BatchPlan) -> list[int]:
+        if any(POISON in row.token_ids for row in plan.rows) or self.broken:
+            raise IndexError("index out of range in self")
+        self.gate.wait(30)
+        threading.Event().wait(self.pace_s)
+        self.plans.append(plan)
+        return [row.token_ids[-1] + 1 for row in plan.rows if row.sample is not None]
+
+
+@dataclass
+class Running:
+    """An engine's loop in a thread."""
+
+    worker: GenerateWorker
+    courier: Courier
+    place: Place
+    engine: CountingEngine
+    schedule: Schedule
+    stop: Stop
+    errors: list[BaseException] = field(default_factory=list)
+
+    def run(self) -> None:
+        try:
+            self.worker.run(self.stop)
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self.courier.stop()
+
+
+@contextlib.contextmanager
+def running(
+    another_log: Callable[[], StreamLog],
+    *,
+    slot: int = 0,
+    engine: CountingEngine | None = None,
+    limits: Limits = LIMITS,
+    num_pages: int = 64,
+    pace_s: float = 0.0,
+    heard: bool = True,
+    broken: bool = False,
+    cache: PrefixCache | None = None,
+    lease_ms: int = LEASE_MS,
+    courier_log: StreamLog | None = None,
+) -> Iterator[Running]:
+    """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends."""
+    log = another_log()
+    owner = acquire_slot(log, "generate", lease_ms, preferred=slot)
+    place = Place(another_log(), owner, lease_ms)
+    log.prepare(Inbox.tokenized(log.names))
+    log.prepare(Inbox.steps(log.names, owner.slot))
+    if heard:
+        log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)
+    identity = Identity(owner.slot, owner.epoch, "counting")
+    schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
+    courier = Courier(
+        courier_log or another_log(),
+        owner,
+        lease_ms=lease_ms,
+        retention_ms=RETENTION_MS,
+        came_round=place.came_round,
+    )
+    engine = engine or CountingEngine(pace_s)
+    engine.broken = broken
+    item = Running(GenerateWorker(engine, schedule, courier, place), courier, place, engine, schedule, Stop())
+    thread = threading.Thread(target=item.run)
+    courier.start()
+    thread.start()
+    try:
+        yield item
+    finally:
+        item.engine.gate.set()
+        item.stop.set()
+        thread.join(30)
+        place.leave()
+        assert not thread.is_alive()
+
+
+def send(log: StreamLog, *prompt: int, **sampling: object) -> str:
+    """Bring a request as far as `tokenized`, and return its uid."""
+    uid = new_uid()
+    log.prepare(Inbox.submitted(log.names))
+    event = Submitted(endpoint="chat", frontend="web-0", sampling=SamplingParams.model_validate(sampling))
+    log.submit(uid, event, timeout_ms=60_000, retention_ms=RETENTION_MS, max_queued=100)
+    (entry,) = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=1, block_ms=1000)
+    assert log.tokenized(entry, Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0"))
+    return uid

@@ -1,0 +1,115 @@
+"""A frontend with its application, as HTTP clients see it, behind a real Redis; and what its answers say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from quart import Quart, Response
+
+from pipeline.names import SEAL, Names
+from pipeline.redis_log import AsyncRedisLog, RedisLog
+from web.app import create_app
+from web.frontend import Frontend
+from web.ready import Limits
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": words}], **fields}
+
+
+class Site:
+    """A frontend with its application, and what it says of itself."""
+
+    def __init__(self, url: str, limits: Limits, name: str = "web-0", *, disconnect_grace_s: float = 0.0) -> None:
+        self.said: list[dict[str, object]] = []
+        self.log = AsyncRedisLog(url, Names())
+        self.frontend = Frontend(name, self.log, limits, self._say, disconnect_grace_s=disconnect_grace_s)
+        self.app: Quart = create_app(self.frontend)
+        self.client = self.app.test_client()
+
+    def _say(self, **changes: object) -> None:
+        self.said.append(changes)
+
+    async def post(self, body: Any, **options: Any) -> Response:
+        return await self.client.post(CHAT, json=body, **options)
+
+    async def get(self, path: str, **headers: str) -> Response:
+        return await self.client.get(path, headers=headers)
+
+    @asynccontextmanager
+    async def connection(self, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> AsyncIterator[Any]:
+        """Send a request and leave at the end, whatever has been answered by then."""
+        given = {"content-type": "application/json", **(headers or {})}
+        async with self.client.request(CHAT, method="POST", headers=given) as connection:
+            await connection.send(json.dumps(body).encode())
+            await connection.send_complete()
+            yield connection
+            await connection.disconnect()
+
+    @asynccontextmanager
+    async def reading(self, path: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[Any]:
+        """Read what a path sends and leave at the end, whatever has come by then."""
+        async with self.client.request(path, headers=dict(headers or {})) as connection:
+            await connection.send_complete()
+            yield connection
+            await connection.disconnect()
+
+    async def chunks(self, body: dict[str, Any]) -> list[Any]:
+        """Return the JSON of each frame of a stream."""
+        response = await self.post(body | {"stream": True})
+        assert response.status_code == 200 and response.content_type == "text/event-stream; charset=utf-8"
+        *frames, done, rest = (await response.get_data(as_text=False)).split(b"\n\n")
+        assert (done, rest) == (b"data: [DONE]", b"")
+        return [json.loads(frame.partition(b"data: ")[2]) for frame in frames]
+
+
+@asynccontextmanager
+async def site(
+    url: str,
+    name: str = "web-0",
+    *,
+    ready: bool = True,
+    limits: Limits | None = None,
+    disconnect_grace_s: float = 0.0,
+) -> AsyncIterator[Site]:
+    """Run a frontend; *ready*: once a token went through the stages behind it."""
+    site = Site(url, limits or Limits(), name, disconnect_grace_s=disconnect_grace_s)
+    task = asyncio.create_task(site.frontend.run())
+    try:
+        async with asyncio.timeout(30):
+            if ready:
+                await until(lambda: site.frontend.readiness.probed)
+            yield site
+            await until(lambda: not site.frontend.is_busy)
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await site.log.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
+    answer = await response
+    assert answer.content_type == "application/json" and answer.headers["x-request-id"]
+    body = await answer.get_json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    return answer.status_code, body["error"]
+
+
+def seal_of(log: RedisLog, uid: str) -> Mapping[str, str]:
+    """Return the fields of the end of *uid*; empty while it has none."""
+    return next((entry.fields for entry in log.histories([uid])[0] if entry.id == SEAL), {})
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
