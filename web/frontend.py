@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from pipeline.errors import LogError, LogFull, RequestError, UndecodableEvent
+from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Cancelled, End, Failed, Finished, Submitted, decode, new_uid
 from pipeline.failpoints import failpoint
 from pipeline.log import Once, Submission, SubmittedOnce
@@ -142,7 +142,7 @@ class Frontend:
         self.name = name
         self.tail = Tail(log, name, retention_s=limits.retention_s)
         self.readers = Readers(log, name)
-        self.readiness = Readiness(log, self.tail, name, limits, self._say_unless_draining)
+        self.readiness = Readiness(log, self.tail, limits, self._say_unless_draining)
         self.draining = False
         self._log = log
         self.limits = limits
@@ -234,6 +234,7 @@ class Frontend:
                         return opened
                     once = dataclasses.replace(once, instead_of=submitted.uid)
                 case _:
+                    opened.listener.submit_again = lambda: self._submit_again(opened)
                     return opened
 
     async def read(self, uid: str, event: Submitted, *, whole: bool) -> Client:
@@ -289,6 +290,23 @@ class Frontend:
             submitted = await self._log.submit_once(uid, event, once, **limits)
         failpoint("web.after_submit")
         return submitted
+
+    def _submit_again(self, opened: OpenRequest) -> None:
+        """Begin a history anew that Redis lost: as nothing of it was said, its client need not know."""
+        if opened.submission.done():
+            logger.warning("submitted_again", uid=opened.uid)
+            opened.submission = self.spawn(self._submit(opened.uid, opened.event, opened.once))
+            opened.submission.add_done_callback(lambda submission: self._submitted_again(opened, submission))
+
+    def _submitted_again(self, opened: OpenRequest, submission: asyncio.Task[SubmittedOnce]) -> None:
+        """Go on listening, or end the stream of a client whose request the log does not take once more."""
+        error = None if submission.cancelled() else submission.exception()
+        if error is not None and not isinstance(error, LogError):
+            logger.error("request_broke", uid=opened.uid, exc_info=error)
+        if error is None and submission.result().submission is not Submission.BUSY:
+            opened.listener.check()
+        elif not isinstance(error, LogUnavailable):  # else the next look tries again
+            opened.listener.fail("log_lost", "The log lost this request: Redis came back without it. Send it again.")
 
     async def _attach(self, opened: OpenRequest, uid: str) -> bool:
         """Have a client answered by the request *uid*; False when that is gone, or ended in vain.

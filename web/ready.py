@@ -52,10 +52,9 @@ class Say(Protocol):
 class Readiness:
     """What the stages say, as of the last poll."""
 
-    def __init__(self, log: AsyncRedisLog, tail: Tail, frontend: str, limits: Limits, say: Say) -> None:
+    def __init__(self, log: AsyncRedisLog, tail: Tail, limits: Limits, say: Say) -> None:
         self._log = log
         self._tail = tail
-        self._frontend = frontend
         self._limits = limits
         self._say = say
         self._statuses: Mapping[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
@@ -149,7 +148,7 @@ class Readiness:
         uid = new_uid()
         event = Submitted(
             endpoint=PROBE,
-            frontend=self._frontend,
+            frontend=self._tail.frontend,
             prompt="a",
             sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
         )
@@ -176,7 +175,7 @@ class Readiness:
             return True
         logger.warning("probe_failed", uid=uid, outcome=str(outcome))
         try:
-            await self._log.end(uid, Cancelled(by="web"), frontend=self._frontend, retention_ms=retention_ms)
+            await self._log.end(uid, Cancelled(by="web"), frontend=self._tail.frontend, retention_ms=retention_ms)
         except LogError as error:
             logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))
         return False

@@ -123,7 +123,7 @@ async def _serve(config: Config, listener: socket.socket, seat: Seat, hard_exit:
         retention_s=config.log.retention_s,
         max_queued=config.requests.max_queued_requests,
     )
-    frontend = Frontend(seat.slot, log, limits, seat.say)
+    frontend = Frontend(seat.slot, log, limits, seat.say, disconnect_grace_s=config.clients.disconnect_grace_s)
     stop = asyncio.Event()
     server = asyncio.create_task(_listen(frontend, listener, stop), name="server")
     beat = asyncio.create_task(_beat(seat, frontend), name="beat")

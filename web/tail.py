@@ -20,7 +20,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, TypeVar
 
@@ -86,6 +86,8 @@ class Listener:
         """The end was handed in."""
         self.follows = follows
         """It is fed from the history alone, not from replies."""
+        self.submit_again: Callable[[], None] | None = None
+        """What to do about a history that Redis lost before its first token: none of it was said to anybody."""
         self._whole = whole  # hears every event, not only those that are for clients
         self._expires_s = expires_s  # from this moment on, a history that is gone has expired
         self._position = parse_id(BEGINNING if whole else TOKENIZED_ID)  # never the prompt: it can be large
@@ -211,7 +213,9 @@ class Listener:
         return True
 
     def _miss(self) -> None:
-        if time.time() >= self._expires_s:
+        if self.submit_again is not None and self.n == 0:
+            self.submit_again()
+        elif time.time() >= self._expires_s:
             self.fail("request_expired", "The log keeps a request for some time after its end; that is over.", 404)
         else:
             self.fail("log_lost", "The log lost this request: Redis came back without it. Send it again.")
