@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve bench test lint types format clean
+.PHONY: venv serve bench test chaos lint types format clean
 
 venv: .venv/.ready
 
@@ -23,6 +23,9 @@ bench: venv
 
 test: venv
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos: venv
+	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

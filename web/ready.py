@@ -104,7 +104,7 @@ class Readiness:
         trying = asyncio.create_task(self._try_the_way())
         try:
             while True:
-                arrived = trying.done() and trying.result()
+                arrived = self._tail.heard_tokens or (trying.done() and trying.result())
                 try:
                     await self._poll()
                 except LogError as error:
@@ -132,9 +132,14 @@ class Readiness:
             logger.info("waiting_for" if waiting_for else "ready", stages=list(waiting_for))
 
     async def _try_the_way(self) -> Literal[True]:
-        """Send probes, whenever every stage is there, until one arrives."""
+        """Send probes, whenever every stage is there, until one arrives.
+
+        Where many requests wait it is late, but then what is said of them shows the same.
+        """
         patience_s = PROBE_PATIENCE_S
         while True:
+            if self._tail.heard_tokens:
+                return True
             if self.missing:
                 await asyncio.sleep(POLL_LOADING_S)
             elif await self._probe(min(patience_s, self._limits.timeout_s)):

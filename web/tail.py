@@ -245,6 +245,8 @@ class Tail:
         self._frontend = frontend
         self._retention_s = retention_s
         self._room = room
+        self.heard_tokens = False
+        """A token came through every stage while this process listened, whoever it was for."""
         self._listeners: dict[str, list[Listener]] = {}
         self._stale = asyncio.Event()
         self._followed: dict[str, str] = {}
@@ -336,6 +338,7 @@ class Tail:
             if not replies:
                 opened_s = 0.0  # perhaps the stream is gone: nobody could say anything
             for reply in replies:
+                self.heard_tokens = self.heard_tokens or isinstance(reply.event, TokensProduced)
                 for listener in self._listeners.get(reply.uid, ()):
                     listener.hear(reply)
 

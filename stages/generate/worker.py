@@ -218,6 +218,7 @@ class GenerateWorker:
         if rows:
             self._commit(plan.step, [*rows, *marks], [], Figures(), settled=True)
             failpoint("generate.after_takeover_committed")
+            self._take_in()  # raises, if it could not be committed because somebody else has the slot
         return bool(rows)
 
     def _add(self, request: NewRequest) -> bool:

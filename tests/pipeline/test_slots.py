@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -222,18 +222,21 @@ def lose(log: CountingLog, place: Place, *, lease_ms: int) -> Owner:
     return owner
 
 
-def lease_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lease ")]
+def lease_threads(before: Sequence[threading.Thread]) -> list[str]:
+    """Return the threads that keep a lease and were not there before."""
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    return [thread.name for thread in started if thread.name.startswith("lease ")]
 
 
 def test_who_lost_a_slot_gets_it_again_in_the_same_process_once_it_is_free(log: CountingLog, stop: Stop) -> None:
+    before = threading.enumerate()
     held = places(log, log, "generate", SHORT_MS, preferred=1, stop=stop)
     first = next(held)
     another = lose(log, first, lease_ms=SHORT_MS)
     second = next(held)
     assert (first.owner.slot, first.owner.epoch, another.epoch) == ("generate-1", 1, 2)
     assert (second.owner.slot, second.owner.epoch) == ("generate-1", 3)
-    assert not second.lost.is_set() and lease_threads() == ["lease generate-1"]
+    assert not second.lost.is_set() and lease_threads(before) == ["lease generate-1"]
     held.close()
 
 
@@ -284,12 +287,12 @@ def test_a_stop_ends_the_wait_for_a_slot(log: CountingLog, stop: Stop, monkeypat
 
 
 def test_a_stop_ends_the_places_and_the_last_one_is_free(log: CountingLog, stop: Stop) -> None:
-    given = []
+    given, before = [], threading.enumerate()
     for place in places(log, log, "generate", SHORT_MS, preferred=0, stop=stop):
         given.append(place.owner.epoch)
         renewed(log)
         stop.set()
-    assert given == [1] and lease_threads() == []
+    assert given == [1] and lease_threads(before) == []
     assert log.lease("generate-0").holder == "" and log.statuses("generate") == {}
 
 

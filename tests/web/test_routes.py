@@ -182,7 +182,7 @@ def test_too_many_requests_get_503_and_when_to_come_again(redis_url: str, stand_
         async with site(redis_url, limits=limits) as here, here.connection(chat("silent")):
             await until(stand_in.requests)
             response = await here.post(chat())
-            assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+            assert response.status_code == 503 and 1 <= int(response.headers["Retry-After"]) <= 30
             assert (await response.get_json())["error"]["code"] == "overloaded"
 
     asyncio.run(scenario())
@@ -363,13 +363,17 @@ def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str
         asyncio.run(scenario(stages))
 
 
-def test_requests_are_taken_while_the_probe_waits_behind_others(redis_url: str, stand_in: StandIn) -> None:
+def test_requests_are_taken_while_the_probe_waits_behind_others_and_their_tokens_are_as_good(
+    redis_url: str, stand_in: StandIn
+) -> None:
     async def scenario() -> None:
         async with site(redis_url, ready=False) as here:
             await until(lambda: len(stand_in.seen) == 1)  # the probe, which nobody answers
-            assert (await here.post(chat())).status_code == 200
             response = await here.client.get("/ready")
             assert response.status_code == 503 and (await response.get_json())["waiting_for"] == ["probe"]
+            assert (await here.post(chat())).status_code == 200
+            await until(lambda: not here.frontend.readiness.waiting_for)
+            assert (await here.client.get("/ready")).status_code == 200
 
     stand_in.answers_probes = False
     asyncio.run(scenario())

@@ -191,7 +191,7 @@ def only_in_the_courier(log: StreamLog, name: str, instead: Callable[..., Any]) 
 
 
 class Looks:
-    """A log that counts the looks for slots which nobody holds, and says what is seen there."""
+    """What an engine sees that looks for slots which nobody holds; *meanwhile* happens before each look."""
 
     def __init__(self, log: StreamLog, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.log = log
@@ -199,9 +199,9 @@ class Looks:
         forsaken = log.forsaken
 
         def looked(inbox: Inbox) -> list[str]:
+            meanwhile()
             found = forsaken(inbox)
             self.seen.append(found)
-            meanwhile()
             return found
 
         log.forsaken = looked  # type: ignore[method-assign]  # this instance's alone
@@ -396,7 +396,7 @@ def test_nothing_is_taken_over_from_a_slot_that_is_free_for_less_than_a_lease(
     with running(another_log, slot=1, lease_ms=SHORT_MS, courier_log=courier_log) as peer:
         until(lambda: len(looks.seen) >= 6)
         assert peer.engine.plans == []
-    assert looks.seen[:6] == [["generate-0"], []] * 3
+    assert looks.seen[:6] == [[], ["generate-0"]] * 3
     assert in_hand(log, "generate-0") == [uid]
     dead.step(TokenRow(uid=uid, n=3, token=13))  # nobody else may write for the slot
 

@@ -1,0 +1,95 @@
+"""`minisgl stage generate` with the chain model for an engine; all else of the process is what is shipped.
+
+python tests/chaos/chain_engine.py stage generate --redis-url URL --model FOLDER --dummy-weight [flags]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from chaos.chain_model import ChainEngine
+
+import minisgl
+from pipeline import failpoints
+from pipeline.config import Config, arguments_for, parse_command
+from pipeline.names import Names
+from pipeline.observe import configure_logging
+from pipeline.redis_log import RedisLog
+from pipeline.supervisor import Job, Supervisor
+from pipeline.worker import die_with_supervisor
+
+if TYPE_CHECKING:
+    from stages.generate.worker import Loaded
+
+STEP_S = 0.005
+"""How long a step takes: requests are in flight long enough to be hit."""
+FOREVER_S = float("inf")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one engine, or start as many as --replicas says and keep them alive."""
+    config = parse_command(arguments, os.environ)
+    configure_logging(stage=config.stage)
+    return run_worker(config) if config.worker.slot is not None else supervise(config)
+
+
+def run_worker(config: Config) -> int:
+    """As minisgl.run_worker, with another way to load."""
+    from stages.generate.worker import run_engine
+
+    die_with_supervisor(os.environ)
+    failpoints.arm(os.environ)
+    url, names = config.log.redis_url, Names(config.log.namespace)
+    return run_engine(config, lambda: RedisLog(url, names), Path(config.model.model), load)
+
+
+def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+    """As stages.generate.worker.load, but for the engine."""
+    from stages.generate.model.checkpoint import check_folder
+    from stages.generate.resolve import resolve
+    from stages.generate.worker import Loaded
+
+    spec = check_folder(folder, dummy=True)
+    settings = resolve(config.engine, spec)
+    engine = ChainEngine(
+        num_pages=settings.num_pages,
+        page_size=settings.page_size,
+        max_running_requests=settings.limits.max_running_requests,
+        step_s=STEP_S,
+    )
+    report(1.0)
+    return Loaded(engine, settings, spec.eos_ids, engine.fingerprint)
+
+
+def supervise(config: Config, program: str = __file__) -> int:
+    """As minisgl.run_stage, with the file *program* in the place of minisgl.py."""
+    log = RedisLog(config.log.redis_url, Names(config.log.namespace))
+    supervisor = Supervisor(
+        log,
+        [Job(config.stage, tuple(arguments_for(config, config.stage)))] * config.worker.replicas,
+        program=(sys.executable, program),
+        environment=minisgl._child_environment(os.environ, config.log.redis_url),
+        watch_redis=lambda: None,
+    )
+    supervisor.listen()
+    try:
+        supervisor.start()
+        supervisor.wait_until_ready(FOREVER_S)
+        supervisor.run()
+        supervisor.stop([[config.stage]])
+    finally:
+        supervisor.kill()
+        log.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

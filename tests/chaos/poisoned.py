@@ -1,0 +1,91 @@
+"""`minisgl stage generate|tokenize` whose process dies of one text, which the environment names; all else is shipped.
+
+POISON=text POISON_TOKENS=n python tests/chaos/poisoned.py stage generate --redis-url URL --model FOLDER [flags]
+
+A tokenizer dies when it is to encode the text, an engine when it computes a request that holds it and has POISON_TOKENS
+tokens after it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from collections.abc import Callable, Sequence
+
+from chaos.chain_engine import supervise
+
+from pipeline.config import Config, parse_command
+from pipeline.names import GENERATE, Names
+from pipeline.observe import configure_logging
+from pipeline.redis_log import RedisLog
+from pipeline.worker import die_with_supervisor
+from stages.detokenize.worker import load_decoder
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.worker import Forward, Loaded, load, run_engine
+from stages.tokenize import worker as tokenize
+from stages.tokenize.prompts import PromptEncoder, Rendered
+
+POISON = os.environ.get("POISON", "")
+POISON_TOKENS = int(os.environ.get("POISON_TOKENS", "0"))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal:
+    """An engine that dies of the poison. It keeps the tokens of each row of the page table, as the pages do."""
+
+    def __init__(self, engine: Forward, decode: Callable[[Sequence[int]], str]) -> None:
+        self._engine = engine
+        self._decode = decode
+        self._held: dict[int, list[int]] = {}
+
+    def forward(self, plan: BatchPlan) -> list[int]:
+        for row in plan.rows:
+            held = self._held.get(row.table, [])[: row.start]
+            held += [0] * (row.start - len(held))  # what was found in the cache
+            self._held[row.table] = [*held, *row.token_ids]
+            before = self._held[row.table][: len(self._held[row.table]) - POISON_TOKENS]
+            if row.sample is not None and POISON in self._decode(before):
+                die()
+        return self._engine.forward(plan)
+
+
+class MortalEncoder(PromptEncoder):
+    """A tokenizer that dies of the poison."""
+
+    def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
+        if any(POISON in prompt.text for prompt in prompts):
+            die()
+        return list(super().encode(prompts))
+
+
+def mortal_load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+    loaded = load(config, folder, report)
+    mortal = Mortal(loaded.engine, load_decoder(folder))
+    return Loaded(mortal, loaded.settings, loaded.eos_ids, loaded.fingerprint)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one worker, or start it and keep it alive."""
+    config = parse_command(arguments, os.environ)
+    configure_logging(stage=config.stage)
+    if config.worker.slot is None:
+        return supervise(config, __file__)
+    die_with_supervisor(os.environ)
+    url, names, folder = config.log.redis_url, Names(config.log.namespace), Path(config.model.model)
+    if config.stage == GENERATE:
+        return run_engine(config, lambda: RedisLog(url, names), folder, mortal_load)
+    tokenize.PromptEncoder = MortalEncoder  # type: ignore[attr-defined]
+    return tokenize.run(config, lambda: RedisLog(url, names), folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

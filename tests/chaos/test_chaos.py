@@ -1,0 +1,151 @@
+"""Whatever is killed or stopped, no request notices; and the driver that says so would see it if one did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from chaos.chain_model import text_of
+from chaos.clients import Answer, Ask
+from chaos.driver import (
+    ACTIONS,
+    ENGINE_BURST,
+    Settings,
+    Tally,
+    one_chain,
+    planned_hits,
+    run_chain,
+    run_real,
+    same_as,
+    wrong_with,
+)
+from chaos.quiet import Story, read_story
+from chaos.scene import ROLES
+
+from pipeline.events import (
+    Event,
+    Failed,
+    Finished,
+    SamplingParams,
+    Submitted,
+    Timings,
+    Tokenized,
+    TokensProduced,
+    Usage,
+    encode,
+)
+from pipeline.log import Entry
+from pipeline.names import GENERATE, SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
+
+SMALL = Settings(requests=110, turns=2)
+"""Each role is killed once and stopped once."""
+
+
+def entry(entry_id: str, event: Event) -> Entry:
+    return Entry(entry_id, encode(event))
+
+
+def history(tokens: Sequence[int], *, end: Event | None = None) -> list[Entry]:
+    """Return the history of a request with the prompt 7, one event for each token."""
+    submitted = Submitted(endpoint="chat", frontend="web-0", prompt="7", sampling=SamplingParams())
+    finished = Finished(
+        n=len(tokens),
+        reason="length",
+        usage=Usage(prompt_tokens=1, completion_tokens=len(tokens)),
+        timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3),
+    )
+    produced = [
+        entry(tokens_id(n), TokensProduced(count=1, tokens=(token,), text=f" {token:04x}", step="1-1"))
+        for n, token in enumerate(tokens, 1)
+    ]
+    return [
+        entry(SUBMITTED_ID, submitted),
+        entry(TOKENIZED_ID, Tokenized(token_ids=(7,), fingerprint="f", by="tokenize-0")),
+        *produced,
+        entry(SEAL, end or finished),
+    ]
+
+
+def answer_to(tokens: Sequence[int]) -> Answer:
+    ids = [*(tokens_id(n) for n in range(1, len(tokens) + 1)), SEAL]
+    return Answer(Ask("key", {}), "uid", f" {text_of(tokens)}", ids, ["length"], done=True)
+
+
+TOKENS = (11, 12, 13)
+UNDISTURBED = read_story(history(TOKENS))
+WHOLE = answer_to(TOKENS)
+
+
+def problems(answer: Answer, told: Sequence[Entry], expected: Story = UNDISTURBED) -> str:
+    return "; ".join(wrong_with(answer, told, same_as(expected)))
+
+
+def test_a_request_that_nothing_happened_to_is_in_order() -> None:
+    assert problems(WHOLE, history(TOKENS)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"refusal": "503"}, "was told 503"),
+        ({"done": False}, "no end"),
+        ({"ends": []}, "0 ends"),
+        ({"ends": ["length", "length"]}, "2 ends"),
+        ({"ids": ["1-0", "1-0", "2-0", "3-0", SEAL]}, "do not increase"),
+        ({"ids": ["1-0", "2-0", "3-0"]}, "expected the seal"),
+        ({"text": WHOLE.text + " 000d"}, "the client has the text"),
+    ],
+)
+def test_it_is_seen_when_a_client_saw_something_else(changed: dict[str, object], said: str) -> None:
+    assert said in problems(dataclasses.replace(WHOLE, **changed), history(TOKENS))  # type: ignore[arg-type]
+
+
+def test_it_is_seen_when_the_log_holds_something_else() -> None:
+    whole = history(TOKENS)
+    failed = Failed(n=3, status=500, code="x", message="x")
+    assert "expected Finished" in problems(WHOLE, history(TOKENS, end=failed))
+    assert "expected Finished" in problems(WHOLE, whole[:-1])
+    assert "after 0 tokens comes 2-0" in problems(WHOLE, [*whole[:2], *whole[3:]])
+    assert "expected Finished" in problems(WHOLE, [])
+
+
+def test_it_is_seen_when_tokens_are_not_those_of_the_undisturbed_run() -> None:
+    other = (11, 99, 13)
+    assert "from token 2 on" in problems(answer_to(other), history(other))
+    assert "from token 3 on" in problems(answer_to(TOKENS[:2]), history(TOKENS[:2]))
+
+
+def test_it_is_seen_when_tokens_are_no_chain() -> None:
+    assert "the chain is broken at token" in one_chain([7], 3)(UNDISTURBED)
+
+
+def test_each_role_is_killed_and_stopped_as_often_as_another() -> None:
+    hits = planned_hits(Settings())
+    assert Counter((hit.role, hit.action) for hit in hits) == {(role, how): 3 for role in ROLES for how in ACTIONS}
+    assert sum(hit.burst for hit in hits) <= Settings().requests
+    assert {hit.burst for hit in hits if hit.role == GENERATE} == {ENGINE_BURST}
+
+
+def test_too_few_requests_for_the_hits_are_refused() -> None:
+    with pytest.raises(SystemExit, match="too few"):
+        planned_hits(Settings(requests=20))
+
+
+def in_order(tally: Tally) -> None:
+    assert tally.problems == []
+    assert len(tally.answers) >= SMALL.requests
+    assert min(tally.hits[role, action] for role in ROLES for action in ACTIONS) > 0
+    assert min(tally.restarts[role] for role in ROLES) > 0
+
+
+@pytest.mark.slow
+def test_every_answer_is_that_of_an_undisturbed_run_whatever_is_killed_or_stopped(tmp_path: Path) -> None:
+    in_order(run_real(SMALL, tmp_path))
+
+
+@pytest.mark.slow
+def test_every_answer_is_one_chain_whatever_is_killed_or_stopped_of_two_of_each(tmp_path: Path) -> None:
+    in_order(run_chain(SMALL, tmp_path))

@@ -1,0 +1,133 @@
+"""A server in which something happens at every fail point, once at each, while clients ask: none of them notices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+from chaos.clients import Answer, Ask
+from chaos.driver import LEASE_S, MAX_RUNNING, same_as, wrong_with
+from chaos.quiet import Story, ask_all, quiet_run, some_bodies
+from chaos.scene import Look, Scene, together
+from checkpoints import make_checkpoint
+from servers import eventually
+
+from pipeline.errors import LogError
+from pipeline.failpoints import FOLDER_VARIABLE, LOSES_A_REPLY, POINTS, VARIABLE
+from pipeline.names import GENERATE, STAGES, WEB
+
+pytestmark = pytest.mark.slow
+
+ELSEWHERE = {
+    "web.on_disconnect": "its client has left: there is no answer to look at",
+    "janitor.mid_sweep": "the requests have ended by their deadline",
+    "generate.during_drain": "the server stops",
+}
+"""Points that no request passes which is answered in full."""
+AT_START_ONLY = ("generate.after_lease", "generate.mid_takeover", "generate.after_takeover_committed")
+"""Points that an engine passes once: there the first passing must count."""
+NUM_TOKENS = 40
+WAVE = 24
+MOST_WAVES = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """A folder, and what some requests become of it when nobody disturbs them."""
+
+    folder: Path
+    bodies: Sequence[Mapping[str, Any]]
+    stories: Mapping[int, Story]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("fail-points")
+    checkpoint = make_checkpoint(folder / "model", "qwen3")
+    bodies = some_bodies(40, NUM_TOKENS, 0)
+    with together(folder / "quiet", checkpoint, lease_s=LEASE_S, max_running=MAX_RUNNING) as scene:
+        return Model(checkpoint, bodies, quiet_run(scene.url, scene.redis_url, checkpoint, bodies))
+
+
+def points_for(action: str) -> list[str]:
+    """Return the points at which a client must not notice *action*."""
+    if action == "drop":
+        return sorted(LOSES_A_REPLY - ELSEWHERE.keys())
+    points = [name for name in POINTS if name not in ELSEWHERE]
+    if action == "raise":  # in a frontend that is a bug, of which its client is told
+        points = [name for name in points if not name.startswith(WEB)]
+    return points
+
+
+def armed(action: str, points: Sequence[str]) -> str:
+    """Return the environment's text: in a stage one after the other, so that requests get on in between."""
+    passings = {stage: itertools.count(2, 2) for stage in STAGES}
+    texts = []
+    for name in points:
+        passing = 1 if name in AT_START_ONLY else next(passings[name.partition(".")[0]])
+        texts.append(f"{name}={action}@{passing}")
+    return ";".join(texts)
+
+
+def kill_an_engine(scene: Scene) -> None:
+    """Wait until something is in flight, and kill the engine: what it does at a takeover, it does at no other time."""
+    with contextlib.closing(Look(scene.redis_url)) as look:
+
+        def killed() -> bool:
+            with contextlib.suppress(redis.RedisError, LogError, psutil.NoSuchProcess):
+                for pid in look.ready(GENERATE):
+                    if look.in_flight()[0] > 4:
+                        psutil.Process(pid).kill()
+                        return True
+            return False
+
+        eventually(killed, "an engine has requests in hand")
+
+
+async def wave(scene: Scene, asks: Sequence[Ask], *, kill: bool) -> list[Answer]:
+    answers, _ = await asyncio.gather(
+        ask_all(scene.url, asks, at_a_time=WAVE), asyncio.to_thread(kill_an_engine if kill else id, scene)
+    )
+    return answers
+
+
+@pytest.mark.parametrize("action", ["exit", f"stop:{2 * LEASE_S}", "raise", "drop"])
+def test_every_answer_is_that_of_an_undisturbed_run_whatever_happens_at_every_fail_point(
+    action: str, model: Model, tmp_path: Path
+) -> None:
+    points, fired = points_for(action), tmp_path / "fired"
+    fired.mkdir()
+    environment = {VARIABLE: armed(action, points), FOLDER_VARIABLE: str(fired)}
+    which = itertools.cycle(model.stories)
+    expected: dict[str, Story] = {}
+    answers: list[Answer] = []
+    with (
+        together(tmp_path, model.folder, lease_s=LEASE_S, max_running=MAX_RUNNING, environment=environment) as scene,
+        contextlib.closing(Look(scene.redis_url)) as look,
+    ):
+        for number in range(MOST_WAVES):
+            asks = []
+            for place, index in zip(range(WAVE), which, strict=False):
+                asks.append(Ask(f"wave-{number}-{place}", model.bodies[index]))
+                expected[asks[-1].key] = model.stories[index]
+            answers += asyncio.run(wave(scene, asks, kill=number == 1))
+            missing = set(points) - {file.name for file in fired.iterdir()}
+            if number > 1 and not missing:
+                break
+        assert not missing, f"passed too seldom to fire: {sorted(missing)}"
+        histories = look.histories()
+        problems = [
+            f"{answer.ask.key}: {problem}"
+            for answer in answers
+            for problem in wrong_with(answer, histories.get(answer.uid, []), same_as(expected[answer.ask.key]))
+        ]
+        assert not problems, (problems, scene.errors())
+        eventually(lambda: not look.leftovers(), f"nothing is left: {look.leftovers()}")

@@ -1,0 +1,534 @@
+"""Who serves an engine while its detokenizer is away; and what is left behind when that changes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from redis_servers import until
+
+from pipeline.errors import Fenced, LogUnavailable
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    EventRow,
+    Failed,
+    Finished,
+    Mark,
+    SamplingParams,
+    StepCompleted,
+    StepRow,
+    Submitted,
+    TakenOver,
+    Tokenized,
+    TokenRow,
+    TokensProduced,
+    decode,
+    new_uid,
+)
+from pipeline.log import GUEST, Entry, Inbox, StreamLog
+from pipeline.names import SEAL, slot_name
+from pipeline.slots import Place, acquire_guest, acquire_slot
+from pipeline.worker import MOST_DELIVERIES, Stop
+from stages.detokenize.fold import DetokenizeFold
+from stages.detokenize.worker import DetokenizeWorker, look_after_others, serve
+
+LEASE_MS = 60_000
+SHORT_MS = 60
+"""The lease of a detokenizer that looks after others which have been away for so long."""
+RETENTION_MS = 60_000
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have who waits for something new look round more often."""
+    monkeypatch.setattr("pipeline.worker.BLOCK_MS", 20)
+
+
+def from_bytes(token_ids: Sequence[int]) -> str:
+    """A token is a byte, so that most characters need several."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+class Engine:
+    """Engine *index*: requests in its hand, and steps that a test wants said."""
+
+    def __init__(self, another_log: Callable[[], StreamLog], index: int = 0) -> None:
+        self.log = another_log()
+        self.slot = slot_name("generate", index)
+        self.inbox = Inbox.steps(self.log.names, self.slot)
+        for inbox in (Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names), self.inbox):
+            self.log.prepare(inbox)
+        self.log.open_replies("web-0")
+        self.start()
+
+    def start(self) -> None:
+        """Be the next owner of the slot."""
+        owner = self.log.acquire(self.slot, f"{self.slot} {new_uid()}", LEASE_MS)
+        assert owner is not None
+        self.owner = owner
+        self._numbers = itertools.count(1)
+
+    def send(self, **sampling: object) -> str:
+        uid, params = new_uid(), SamplingParams.model_validate(sampling)
+        event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=params)
+        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=RETENTION_MS, max_queued=100)
+        (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=100)
+        self.log.tokenized(entry, Tokenized(token_ids=(32,), fingerprint="f", by="tokenize-0"))
+        return uid
+
+    def step(self, *rows: StepRow) -> None:
+        event, number = StepCompleted(rows=rows), next(self._numbers)
+        self.log.step(self.owner, number, event, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)
+
+    def says(self, uid: str, text: str | bytes, *, first: int = 1, last: bool = False) -> None:
+        """Say the tokens of *text* of a request, of which the first has the number *first*: a step for each."""
+        token_ids = text.encode() if isinstance(text, str) else text
+        for n, token in enumerate(token_ids, first):
+            ends = last and n == first + len(token_ids) - 1
+            self.step(TokenRow(uid=uid, n=n, token=token, end="length" if ends else None))
+
+    def history(self, uid: str) -> list[AnyEvent]:
+        return [decode(entry.fields) for entry in self.log.histories([uid])[0]]
+
+    def text(self, uid: str) -> str:
+        return "".join(event.text for event in self.history(uid) if isinstance(event, TokensProduced))
+
+    def replies(self, uid: str) -> list[int]:
+        """Return the numbers of tokens that its client heard of."""
+        cursor, found = "0-0", list[int]()
+        while True:
+            cursor, replies = self.log.read_replies("web-0", cursor, block_ms=0)
+            if not replies:
+                return found
+            found += [r.n for r in replies if r.uid == uid and isinstance(r.event, TokensProduced)]
+
+
+class Detokenizer:
+    """Holds the slot of an engine's detokenizer, and handles what a test has it read."""
+
+    def __init__(self, another_log: Callable[[], StreamLog], engine: Engine, *, guest: bool = False) -> None:
+        self.log = another_log()
+        self.inbox = engine.inbox
+        slot = engine.slot.replace("generate", "detokenize")
+        owner = acquire_guest(self.log, slot, LEASE_MS) if guest else self.log.acquire(slot, new_uid(), LEASE_MS)
+        assert owner is not None
+        self.owner = owner
+        self.place = Place(another_log(), owner, LEASE_MS)
+        self.worker = DetokenizeWorker(self.log, self.place, DetokenizeFold(from_bytes), engine.slot, RETENTION_MS)
+
+    def read(self, max_entries: int = 100) -> list[Entry]:
+        return self.log.read(self.inbox, self.owner.slot, max_entries=max_entries, block_ms=0)
+
+    def handle(self, max_entries: int = 100) -> None:
+        self.worker.handle(self.read(max_entries))
+
+    def lose(self) -> None:
+        """Stand still for so long that the slot is free; what it has read it goes on with when a test has it."""
+        self.place.leave()
+
+    def leave(self) -> None:
+        self.place.leave()
+
+
+@contextlib.contextmanager
+def serving(another_log: Callable[[], StreamLog], index: int, lease_ms: int = LEASE_MS) -> Iterator[Place]:
+    """Run a detokenizer's worker in its slot, until the block ends."""
+    log, stop = another_log(), Stop()
+    place = Place(another_log(), acquire_slot(log, "detokenize", lease_ms, preferred=index), lease_ms)
+    thread = threading.Thread(target=serve, args=(log, place, from_bytes, RETENTION_MS, stop))
+    thread.start()
+    try:
+        yield place
+    finally:
+        stop.set()
+        thread.join(30)
+        place.leave()
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def looking_after_others(another_log: Callable[[], StreamLog]) -> Iterator[None]:
+    """Run the part of a detokenizer that serves other engines than its own, until the block ends."""
+    stop = Stop()
+    thread = threading.Thread(
+        target=look_after_others, args=(another_log, from_bytes, SHORT_MS, RETENTION_MS, stop), name="look round"
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def guests() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("guest ")]
+
+
+# guests
+
+
+def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    engine = Engine(another_log, 1)
+    uid = engine.send()
+    with looking_after_others(another_log):
+        engine.says(uid, "abc")
+        until(lambda: engine.text(uid) == "abc")
+        assert f":{GUEST}" in engine.log.lease("detokenize-1").holder and guests() == ["guest detokenize-1"]
+        assert engine.log.statuses("detokenize") == {}
+        with serving(another_log, 1) as place:
+            assert engine.log.lease("detokenize-1").holder == str(place.owner)
+            until(lambda: guests() == [])
+            engine.says(uid, "def", first=4)
+            until(lambda: engine.text(uid) == "abcdef")
+            assert not place.lost.is_set()
+        engine.says(uid, "ghi", first=7, last=True)  # it is away again
+        until(lambda: engine.text(uid) == "abcdefghi")
+    assert engine.replies(uid) == list(range(1, 10)) and isinstance(engine.history(uid)[-1], Finished)
+    assert guests() == [] and engine.log.lease("detokenize-1").holder == ""
+
+
+def test_steps_that_a_dead_engine_left_are_written_by_a_guest(another_log: Callable[[], StreamLog]) -> None:
+    """Who takes its requests over waits for that."""
+    engine = Engine(another_log, 1)
+    uid = engine.send()
+    engine.says(uid, "abc")
+    engine.log.release(engine.owner)
+    with looking_after_others(another_log):
+        until(lambda: engine.log.backlog(engine.inbox) == 0)
+    assert engine.text(uid) == "abc"
+
+
+def test_several_engines_have_a_guest_each(another_log: Callable[[], StreamLog]) -> None:
+    engines = [Engine(another_log, index) for index in range(3)]
+    uids = [engine.send() for engine in engines]
+    with serving(another_log, 0), looking_after_others(another_log):
+        for engine, uid in zip(engines, uids, strict=True):
+            engine.says(uid, "ab", last=True)
+        until(lambda: all(engine.text(uid) == "ab" for engine, uid in zip(engines, uids, strict=True)))
+        assert sorted(guests()) == ["guest detokenize-1", "guest detokenize-2"]
+
+
+def test_no_guest_comes_to_an_engine_whose_detokenizer_is_away_for_less_than_a_lease(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    """It is late now and then, or restarts; at every second look it is there."""
+    engine, log = Engine(another_log), another_log()
+    worker = engine.log.acquire("detokenize-0", "worker", LEASE_MS)
+    assert worker is not None
+    engine.log.release(worker)
+    unattended, seen = log.unattended, []
+
+    def comes_and_goes() -> list[str]:
+        if engine.log.lease("detokenize-0").holder:
+            engine.log.release(worker)
+        else:
+            engine.log.renew(worker, LEASE_MS, "")
+        seen.append(unattended())
+        return seen[-1]
+
+    log.unattended = comes_and_goes  # type: ignore[method-assign]  # this instance's alone
+    with looking_after_others(lambda: log):
+        until(lambda: len(seen) >= 6)
+        assert guests() == []
+    assert seen[:6] == [[], ["generate-0"]] * 3
+    assert engine.log.renew(worker, LEASE_MS, ""), "nobody else has the slot"
+
+
+def test_a_log_that_is_away_delays_a_guest(another_log: Callable[[], StreamLog]) -> None:
+    engine, log = Engine(another_log), another_log()
+    uid = engine.send()
+    engine.says(uid, "abc")
+    failed: set[str] = set()
+
+    def shaky(name: str) -> None:
+        work = getattr(log, name)
+
+        def fails_once(*arguments: object) -> object:
+            if name not in failed:
+                failed.add(name)
+                raise LogUnavailable("connection refused")
+            return work(*arguments)
+
+        setattr(log, name, fails_once)
+
+    with contextlib.ExitStack() as stack:
+        logs = [log, log]  # of the look round, then of the first guest
+        shaky("unattended")
+        shaky("acquire")
+        stack.enter_context(looking_after_others(lambda: logs.pop() if logs else another_log()))
+        until(lambda: engine.text(uid) == "abc")
+    assert failed == {"unattended", "acquire"}
+
+
+def test_no_token_is_lost_or_doubled_however_often_a_detokenizer_comes_and_goes(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    engine, other = Engine(another_log, 1), another_log()
+    uid = engine.send()
+    text = "".join(chr(ord("a") + n % 26) for n in range(120))
+    running = threading.Thread(target=engine.says, args=(uid, text), kwargs={"last": True})
+    looks = Engine.__new__(Engine)  # the same requests, on a connection of this thread's own
+    looks.log = other
+    with looking_after_others(another_log):
+        running.start()
+        for part in (1, 2, 3):
+            until(lambda: looks.text(uid) and guests() == ["guest detokenize-1"])
+            with serving(another_log, 1):
+                before = len(looks.text(uid))
+                until(lambda: len(looks.text(uid)) >= min(before + 10 * part, 120))  # noqa: B023  # waited for at once
+        until(lambda: looks.log.histories([uid])[0][-1].id == SEAL)
+    running.join()
+    assert engine.text(uid) == text
+    assert engine.replies(uid) == list(range(1, 121))
+
+
+def test_characters_and_stop_strings_go_on_where_the_one_before_stopped(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    engine = Engine(another_log)
+    uid = engine.send(stop=["xyz"])
+    first = Detokenizer(another_log, engine)
+    engine.says(uid, "aé".encode()[:-1])  # half of the character is still to come
+    first.handle()
+    assert engine.text(uid) == "a"
+    first.leave()
+
+    guest = Detokenizer(another_log, engine, guest=True)
+    engine.says(uid, "é".encode()[1:] + b"bx", first=3)  # x may be the begin of the stop string
+    guest.handle()
+    assert engine.text(uid) == "aéb"
+
+    back = Detokenizer(another_log, engine)
+    engine.says(uid, "yz!", first=6)
+    back.handle()
+    assert engine.text(uid) == "aéb"
+    end = engine.history(uid)[-1]
+    assert isinstance(end, Finished) and (end.n, end.reason) == (7, "stop")
+    assert engine.replies(uid) == list(range(1, 8))
+    for detokenizer in (guest, back):
+        detokenizer.leave()
+
+
+def test_a_guest_whose_worker_is_back_can_write_no_more_of_what_it_has_read(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    engine = Engine(another_log)
+    uid = engine.send()
+    guest = Detokenizer(another_log, engine, guest=True)
+    engine.says(uid, "ab")
+    entries = guest.read()
+    guest.worker.handle(entries[:1])
+    worker = Detokenizer(another_log, engine)
+    with pytest.raises(Fenced):
+        guest.worker.handle(entries[1:])
+    assert engine.text(uid) == "a"
+    worker.worker.handle(worker.log.pending(engine.inbox, worker.owner.slot))
+    assert engine.text(uid) == "ab" and engine.replies(uid) == [1, 2]
+    for detokenizer in (guest, worker):
+        detokenizer.leave()
+
+
+# what a former owner of the slot has read
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_step_that_a_former_owner_of_the_slot_has_read_is_folded_before_the_next(
+    another_log: Callable[[], StreamLog], is_new: bool
+) -> None:
+    """One that was stopped for long reads on until a commit tells it that it lost the slot. Else its tokens would be
+    missing when the next come."""
+    engine = Engine(another_log)
+    uid, other = engine.send(), engine.send()
+    zombie = Detokenizer(another_log, engine)
+    engine.says(uid, "a")
+    zombie.handle()
+    zombie.lose()
+    worker = Detokenizer(another_log, engine)
+    if not is_new:
+        engine.says(uid, "b", first=2)
+        worker.handle()
+    else:
+        engine.step(EventRow(uid=other, n=0, event=Admitted(engine=engine.slot, epoch=1, step=2, fingerprint="f")))
+        worker.handle()
+    n = 2 if is_new else 3
+    engine.says(uid, "XY", first=n)
+    stranded = zombie.read()
+    engine.says(uid, "Z!", first=n + 2)
+    with pytest.raises(Fenced):
+        zombie.worker.handle(stranded)
+    worker.handle()
+    assert engine.text(uid) == ("aXYZ!" if is_new else "abXYZ!")
+    assert engine.log.backlog(engine.inbox) == 0 and engine.log.alive([uid]) == {uid}
+    for detokenizer in (zombie, worker):
+        detokenizer.leave()
+
+
+def test_what_was_read_before_is_folded_first_also_by_who_is_new(another_log: Callable[[], StreamLog]) -> None:
+    engine = Engine(another_log)
+    uid = engine.send()
+    zombie = Detokenizer(another_log, engine)
+    engine.says(uid, "ab")
+    zombie.read()
+    zombie.lose()
+    worker = Detokenizer(another_log, engine)
+    engine.says(uid, "cd", first=3)
+    worker.handle()
+    assert engine.text(uid) == "abcd"
+    for detokenizer in (zombie, worker):
+        detokenizer.leave()
+
+
+def test_steps_that_follow_each_other_cost_no_look(another_log: Callable[[], StreamLog]) -> None:
+    engine = Engine(another_log)
+    uid = engine.send()
+    worker = Detokenizer(another_log, engine)
+    pending, looks = worker.log.pending, []
+
+    def counted(inbox: Inbox, consumer: str) -> list[Entry]:
+        looks.append(consumer)
+        return pending(inbox, consumer)
+
+    worker.log.pending = counted  # type: ignore[method-assign]  # this instance's alone
+    engine.says(uid, "abcdef")
+    worker.handle(2)
+    worker.handle()
+    engine.log.release(engine.owner)
+    engine.start()  # its steps are counted from 1 again
+    engine.says(uid, "ghi", first=7, last=True)
+    worker.handle()
+    assert engine.text(uid) == "abcdefghi" and len(looks) <= 1
+    worker.leave()
+
+
+# what another detokenizer has written meanwhile
+
+
+def test_all_marks_of_a_request_are_kept_that_went_to_another_engine_and_came_back(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    """They say how many engines died of it: none may take the place of another."""
+    here, there = Engine(another_log, 0), Engine(another_log, 1)
+    mine, other = Detokenizer(another_log, here), Detokenizer(another_log, there)
+    uid = here.send()
+
+    def admitted(engine: Engine, detokenizer: Detokenizer, *, again: bool = True) -> None:
+        owner = engine.owner
+        events: list[Mark] = [TakenOver(engine=owner.slot, epoch=owner.epoch)] if again else []
+        marks: list[Mark] = [*events, Admitted(engine=owner.slot, epoch=owner.epoch, step=1, fingerprint="f")]
+        engine.step(*(EventRow(uid=uid, n=0, event=mark) for mark in marks))
+        detokenizer.handle()
+
+    admitted(here, mine, again=False)
+    here.log.release(here.owner)
+    for _ in range(2):
+        admitted(there, other)
+        there.log.release(there.owner)
+        here.start()
+        admitted(here, mine)
+        here.log.release(here.owner)
+        there.start()
+    kinds = [event.kind for event in here.history(uid)[2:]]
+    assert kinds == ["admitted", *["taken_over", "admitted"] * 4]
+    for detokenizer in (mine, other):
+        detokenizer.leave()
+
+
+def test_a_detokenizer_keeps_no_request_of_an_engine_that_is_gone(another_log: Callable[[], StreamLog]) -> None:
+    """Another engine has ended them since, or its own successor names them again."""
+    engine = Engine(another_log)
+    uids = [engine.send() for _ in range(3)]
+    worker = Detokenizer(another_log, engine)
+    fold = DetokenizeFold(from_bytes)
+    worker.worker = DetokenizeWorker(worker.log, worker.place, fold, engine.slot, RETENTION_MS)
+    engine.step(*(TokenRow(uid=uid, n=1, token=97) for uid in uids))
+    worker.handle()
+    assert fold.num_known == 3
+    engine.log.release(engine.owner)
+    engine.start()
+    engine.says(uids[0], "bc", first=2)
+    worker.handle()
+    assert fold.num_known == 1 and engine.text(uids[0]) == "abc"
+    worker.leave()
+
+
+# a step that kills detokenizers
+
+
+def killed_by(engine: Engine, slot: str, times: int) -> Entry:
+    """Have the next step read, and tried in vain, by workers of *slot*, so often in all."""
+    (entry,) = engine.log.read(engine.inbox, slot, max_entries=1, block_ms=0)
+    owner = engine.log.acquire(slot, new_uid(), LEASE_MS)
+    assert owner is not None
+    for _ in range(times - 1):
+        engine.log.retry(engine.inbox, owner, entry)
+    engine.log.release(owner)
+    return entry
+
+
+def test_a_step_that_killed_its_detokenizers_ends_its_requests_and_no_other(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    engine = Engine(another_log)
+    first, second, other = engine.send(), engine.send(), engine.send()
+    engine.step(TokenRow(uid=first, n=1, token=97), TokenRow(uid=second, n=1, token=98))
+    step = killed_by(engine, "detokenize-0", MOST_DELIVERIES)
+    engine.says(other, "ab", last=True)
+    engine.says(first, "c", first=2)  # the engine does not know yet
+    with serving(another_log, 0):
+        until(lambda: engine.log.backlog(engine.inbox) == 0)
+    assert engine.text(other) == "ab" and isinstance(engine.history(other)[-1], Finished)
+    for uid in (first, second):
+        failed = engine.history(uid)[-1]
+        assert isinstance(failed, Failed) and (failed.status, failed.code, failed.n) == (500, "poisonous", 0)
+        assert engine.text(uid) == ""
+    letters = engine.log.dead_letters(9)
+    assert {letter.fields["uid"] for letter in letters} == {first, second}
+    assert {(letter.fields["stage"], letter.fields["deaths"]) for letter in letters} == {("detokenize", "4")}
+    assert all(first in letter.fields["entry"] for letter in letters)
+    watcher = acquire_slot(engine.log, "generate", LEASE_MS)
+    told = engine.log.take(watcher, 0, control_cursor="0-0").ended
+    assert {first, second} <= set(told) and step.id == "1-1"
+
+
+def test_a_step_that_was_tried_less_often_is_folded(another_log: Callable[[], StreamLog]) -> None:
+    engine = Engine(another_log)
+    uid = engine.send()
+    engine.says(uid, "a", last=True)
+    killed_by(engine, "detokenize-0", MOST_DELIVERIES - 1)
+    with serving(another_log, 0):
+        until(lambda: engine.log.backlog(engine.inbox) == 0)
+    assert engine.text(uid) == "a" and engine.log.dead_letters(9) == []
+
+
+def test_a_burial_of_what_is_no_step_consumes_it(another_log: Callable[[], StreamLog]) -> None:
+    engine = Engine(another_log)
+    uid = engine.send()
+    engine.says(uid, "a")
+    worker = Detokenizer(another_log, engine)
+    (entry,) = worker.read()
+    worker.worker.bury(Entry(entry.id, {"kind": "of tomorrow"}), 4)
+    assert engine.log.backlog(engine.inbox) == 0 and engine.log.alive([uid]) == {uid}
+    worker.leave()
+
+
+def test_who_lost_the_slot_buries_nothing_of_its_steps(another_log: Callable[[], StreamLog]) -> None:
+    engine = Engine(another_log)
+    uid = engine.send()
+    engine.says(uid, "a")
+    zombie = Detokenizer(another_log, engine)
+    (entry,) = zombie.read()
+    zombie.lose()
+    worker = Detokenizer(another_log, engine)
+    with pytest.raises(Fenced):
+        zombie.worker.bury(entry, 4)
+    assert engine.log.backlog(engine.inbox) == 1
+    for detokenizer in (zombie, worker):
+        detokenizer.leave()
