@@ -178,6 +178,9 @@ class EmbeddedRedis:
             "aof-use-rdb-preamble": "yes",
             "save": "",
             "maxmemory-policy": "noeviction",
+            # A node of a stream is full once it has so much: with one entry more it still fits into 4 KiB of memory,
+            # and not, as by default, into 5.
+            "stream-node-max-bytes": "3840",
             "logfile": str(self._folder / "redis.log"),
             "daemonize": "no",
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from pipeline.slots import Status, read_statuses
 pytestmark = pytest.mark.slow
 
 LEASE_S = 1.0
+PAUSE_S = 12.0
+"""Longer than the lease and every time-out."""
 TWICE = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
@@ -31,6 +34,7 @@ class Stages:
 
     server: Server
     folder: Path
+    redis: psutil.Process
     commands: dict[str, list[Command]] = field(default_factory=dict)
 
     def start(self, stage: str, *flags: str) -> None:
@@ -70,7 +74,8 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
         web = run_command(
             ["stage", WEB, "--redis-url", redis.url, "--lease", str(LEASE_S), "--port", str(port)], folder / WEB
         )
-        stages = Stages(Server(web, f"http://127.0.0.1:{port}", redis.url), folder, {WEB: [web]})
+        server = Server(web, f"http://127.0.0.1:{port}", redis.url)
+        stages = Stages(server, folder, psutil.Process(redis.process.pid), {WEB: [web]})
         try:
             for stage in (*TWICE, *TWICE):
                 stages.start(stage)
@@ -125,6 +130,24 @@ def test_both_engines_share_the_work(stages: Stages, undisturbed: dict[str, tupl
             event.engine for stream in streams for event in events_of(log, stream.uid) if event.kind == "admitted"
         }
     assert engines == {"generate-0", "generate-1"}
+
+
+def test_when_redis_stands_still_nobody_takes_over_from_the_living(
+    stages: Stages, undisturbed: dict[str, tuple[str, str]]
+) -> None:
+    """All leases run out meanwhile; who comes first afterwards must not take the others for dead."""
+    before = {stage: {pid: status.owner for pid, status in stages.statuses(stage).items()} for stage in TWICE}
+    streams = begun(stages)
+    stages.redis.suspend()
+    try:
+        time.sleep(PAUSE_S)  # the one thing here that is a matter of time
+    finally:
+        stages.redis.resume()
+    assert_all_is_whole(stages, streams, undisturbed)
+    with stages.server.log() as log:
+        assert not any(takeovers(log, stream) for stream in streams)
+    after = {stage: {pid: status.owner for pid, status in stages.statuses(stage).items()} for stage in TWICE}
+    assert after == before
 
 
 @pytest.mark.parametrize("stage", [DETOKENIZE, GENERATE])

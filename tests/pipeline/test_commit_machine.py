@@ -88,7 +88,12 @@ LONG_MS: Final = 600_000
 SHORTEST_TTL_S: Final = 9.0
 """But for statuses, after 10 s, and what frontends read."""
 STORIES: Final = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, derandomize=False, print_blob=True, suppress_health_check=()
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=(),
 )
 STORIES_WITH_RESTARTS: Final = settings(STORIES, max_examples=8)
 
@@ -214,38 +219,38 @@ class Story(RuleBasedStateMachine):
     @initialize(
         present=st.one_of(st.just(EVERYWHERE), st.sets(st.sampled_from(sorted(EVERYWHERE)))),
         listening=st.sets(st.sampled_from(FRONTENDS)),
+        requests=st.integers(0, 3),
         only_slot_0=st.booleans(),
     )
-    def begin(self, present: Set[tuple[str, int]], listening: set[str], only_slot_0: bool) -> None:
-        """Some workers are there before the first request, and others only in the end."""
+    def begin(self, present: Set[tuple[str, int]], listening: Set[str], requests: int, only_slot_0: bool) -> None:
+        """Some requests are there before the first worker, and some workers come only in the end."""
         self.only_slot_0 = only_slot_0
+        for number in range(requests):
+            self.submit(f"r{number}", FRONTENDS[0])
         for stage, index in sorted(present):
             self.start(stage, index)
         for frontend in sorted(listening):
             self.open_replies(frontend)
 
-    @rule(frontend=st.sampled_from(FRONTENDS), copies=st.integers(1, 3), again=WHICH, twice=st.booleans())
-    def requests_come(self, frontend: str, copies: int, again: int, twice: bool) -> None:
-        self.twice = twice
-        for _ in range(copies):
-            self.submit(f"r{len(self.clients)}", frontend)
-        known = pick(list(self.clients), again) if self.clients else ""
-        if self.model.has_history(known):
-            self.submit(known, self.frontends[known])
-
     @rule(
         frontend=st.sampled_from(FRONTENDS),
-        key=st.integers(0, 2),
-        body=SELDOM,
+        copies=st.integers(1, 3),
+        key=st.sampled_from(["", "", "", "k1", "k2"]),
         insists=st.booleans(),
+        which=WHICH,
         twice=st.booleans(),
     )
-    def a_request_comes_under_a_key(self, frontend: str, key: int, body: bool, insists: bool, twice: bool) -> None:
-        """The same client again, or another one; who insists does not want what ended or is gone."""
+    def requests_come(self, frontend: str, copies: int, key: str, insists: bool, which: int, twice: bool) -> None:
+        """New ones; one is sent again; some are under an idempotency key, whose holder one may not want any more."""
         self.twice = twice
-        holder = self.model.holder_of(f"k{key}")
+        holder = self.model.holder_of(key)
         instead_of = holder if insists and holder not in self.model.live() else ""
-        self.submit(f"r{len(self.clients)}", frontend, Once(f"k{key}", f"body {body}", instead_of))
+        once = Once(key, f"body {which % 5 == 0}", instead_of) if key else None
+        for _ in range(copies):
+            self.submit(f"r{len(self.clients)}", frontend, once)
+        known = pick(list(self.clients), which) if self.clients else ""
+        if self.model.has_history(known):
+            self.submit(known, self.frontends[known])
 
     @precondition(lambda self: self.tokenizers)
     @rule(
@@ -294,67 +299,64 @@ class Story(RuleBasedStateMachine):
         self.twice = twice
         for number in range(times):
             self.haunt()
-            self.work(ends=number)
+            self.work(ends=number, leave=number)
+
+    @rule(
+        stage=st.sampled_from(STAGES),
+        index=st.integers(0, 1),
+        comes=st.sampled_from([True, True, False]),
+        twice=st.booleans(),
+    )
+    def a_slot_is_lost(self, stage: str, index: int, comes: bool, twice: bool) -> None:
+        """Whoever held it does not know; another one comes, or nobody does."""
+        self.twice = twice
+        self.expire_lease(slot_name(stage, index))
+        if comes:
+            self.start(stage, index)
 
     @rule(
         stage=st.sampled_from(STAGES),
         index=st.integers(0, 1),
         twice=st.booleans(),
-        fate=st.sampled_from(
-            ["start", "start", "guest", "taken over", "taken over", "crash", "expire", "renew", "release"]
-        ),
+        fate=st.sampled_from(["start", "guest", "crash", "renew", "release"]),
     )
     def a_worker(self, stage: str, index: int, twice: bool, fate: str) -> None:
         self.twice = twice
         slot = slot_name(stage, index)
         match fate:
-            case "start":
-                self.start(stage, index)
-            case "guest" if stage == DETOKENIZE:
-                self.start(stage, index, guest=True)
-            case "taken over":
-                self.expire_lease(slot)
-                self.start(stage, index)
-            case "expire":
-                self.expire_lease(slot)
+            case "start" | "guest":
+                self.start(stage, index, guest=fate == "guest" and stage == DETOKENIZE)
             case _:
                 for worker in [worker for worker in self.workers(stage) if worker.owner.slot == slot][-2:]:
                     self.fate_of(worker, fate)
 
     @precondition(lambda self: self.clients)
-    @rule(which=WHICH, how=st.sampled_from(["cancelled", "failed", "dead"]), twice=st.booleans())
-    def somebody_ends(self, which: int, how: str, twice: bool) -> None:
-        self.twice = twice
-        self.end(pick(list(self.clients), which), how)
-
-    @precondition(lambda self: self.clients)
     @rule(
         which=WHICH,
         who=st.sampled_from(FRONTENDS),
-        what=st.sampled_from(["reads", "stops", "leaves", "leaves what others sent"]),
+        what=st.sampled_from(
+            ["cancelled", "failed", "dead", "expires", "reads", "stops", "leaves", "comes and leaves"]
+        ),
         twice=st.booleans(),
     )
-    def a_client(self, which: int, who: str, what: str, twice: bool) -> None:
+    def a_request(self, which: int, who: str, what: str, twice: bool) -> None:
+        """It is ended, forgotten, read, or left by the client that sent it or by one that came to it."""
         self.twice = twice
         uid = pick(list(self.clients), which)
-        once, frontend, event = self.clients[uid].once, self.frontends[uid], Cancelled(by="client")
         match what:
+            case "expires":
+                self.expire_history(uid)
             case "reads":
                 self.say(lambda log: log.reading([uid, "nobody"], who))
             case "stops":
                 self.say(lambda log: log.stop_reading(uid, who))
+            case "leaves" | "comes and leaves":
+                self.abandon(uid, attached=what != "leaves")
             case _:
-                other = what != "leaves"
-                self.say(
-                    lambda log: log.abandon(
-                        uid, event, frontend=frontend, retention_ms=LONG_MS, once=once, attached=other
-                    )
-                )
+                self.end(uid, what)
 
     @rule(
-        what=st.sampled_from(
-            ["history", "replies", "listen", "trim control", "trim replies", "scripts", "flush", "look"]
-        ),
+        what=st.sampled_from(["replies", "listen", "trim control", "trim replies", "scripts", "flush", "look"]),
         which=WHICH,
         keep=st.integers(0, 2),
     )
@@ -362,8 +364,6 @@ class Story(RuleBasedStateMachine):
         self.twice = bool(which % 2)
         frontend = pick(FRONTENDS, which)
         match what:
-            case "history" if self.clients:
-                self.expire_history(pick(list(self.clients), which))
             case "replies":
                 self.expire_replies(frontend)
             case "listen":
@@ -405,6 +405,12 @@ class Story(RuleBasedStateMachine):
         dead = DeadLetter(GENERATE, {"uid": uid}, 3, "It was killed.") if how == "dead" else None
         frontend = self.frontends[uid]
         return self.say(lambda log: log.end(uid, event, frontend=frontend, retention_ms=LONG_MS, dead=dead))
+
+    def abandon(self, uid: str, *, attached: bool) -> bool:
+        once, frontend, event = self.clients[uid].once, self.frontends[uid], Cancelled(by="client")
+        return self.say(
+            lambda log: log.abandon(uid, event, frontend=frontend, retention_ms=LONG_MS, once=once, attached=attached)
+        )
 
     def expire_history(self, uid: str) -> None:
         self.expired.add(uid)
@@ -548,7 +554,7 @@ class Story(RuleBasedStateMachine):
         return Step(engine.number + 1, StepCompleted(rows=tuple(rows), let_go=tuple(engine.gone)), tuple(ended))
 
     def commit_step(self, engine: Engine, step: Step, lost: bool = False) -> None:
-        engine.owed = step
+        engine.owed = None
         done: StepCommitted = self.say(
             lambda log: log.step(
                 engine.owner,
@@ -560,8 +566,8 @@ class Story(RuleBasedStateMachine):
             )
         )
         if lost:
+            engine.owed = step
             return
-        engine.owed = None
         engine.number = step.number
         engine.marks = engine.marks[sum(isinstance(row, EventRow) for row in step.event.rows) :]
         for uid in step.event.let_go:
@@ -827,13 +833,13 @@ class Story(RuleBasedStateMachine):
 
     # how it goes when all is well
 
-    def work(self, *, ends: int = 0) -> None:
-        """Let every worker that holds its slot do what is next for it."""
+    def work(self, *, ends: int = 0, leave: int = 0) -> None:
+        """Let every worker that holds its slot do what is next for it; *leave* so many entries in its hands."""
         for action in ("look", "read", "claim"):
             for tokenizer in self.healthy(self.tokenizers):
                 self.tokenizer_acts(tokenizer, action)
         for tokenizer in self.healthy(self.tokenizers):
-            while tokenizer.in_hand:
+            while len(tokenizer.in_hand) > leave:
                 self.tokenizer_acts(tokenizer, "commit")
         for engine in self.healthy(self.engines):
             away = self.ask(lambda log: log.forsaken(TOKENIZED))
@@ -847,7 +853,7 @@ class Story(RuleBasedStateMachine):
         for detokenizer in self.healthy(self.detokenizers):
             for action in ("look", "read"):
                 self.detokenizer_acts(detokenizer, action)
-            while detokenizer.in_hand:
+            while len(detokenizer.in_hand) > leave:
                 self.detokenizer_acts(detokenizer, "commit")
 
     def haunt(self) -> None:
@@ -856,15 +862,15 @@ class Story(RuleBasedStateMachine):
         for zombie in zombies:
             for fate in ("renew", "release"):
                 self.fate_of(zombie, fate)
-            for action in ("take", "step", "guest", "claim", "commit"):
+            for number in range(3):
                 with contextlib.suppress(Fenced):
                     match zombie:
-                        case Tokenizer() if action in ("claim", "commit"):
-                            self.tokenizer_acts(zombie, action)
-                        case Engine() if action in ("take", "step", "guest"):
-                            self.engine_acts(zombie, action)
-                        case Detokenizer() if action == "commit":
-                            self.detokenizer_acts(zombie, action)
+                        case Tokenizer():
+                            self.tokenizer_acts(zombie, ("claim", "commit", "commit")[number])
+                        case Engine():
+                            self.engine_acts(zombie, ("step", "take", "guest")[number])
+                        case Detokenizer():  # it looks, reads, commits
+                            self.detokenizer_acts(zombie, "commit")
 
     def healthy(self, workers: Sequence[W]) -> Iterator[W]:
         for worker in workers:
@@ -1004,7 +1010,7 @@ def test_whatever_workers_do_while_redis_dies_every_request_ends_once(durable_gr
 
 def begin(story: Story) -> tuple[Engine, Detokenizer]:
     """Let one request run, with one token in its history and one in a step that is not detokenized yet."""
-    story.begin({(TOKENIZE, 0), (GENERATE, 0), (DETOKENIZE, 0)}, {"web-0"}, False)
+    story.begin({(TOKENIZE, 0), (GENERATE, 0), (DETOKENIZE, 0)}, {"web-0"}, 0, False)
     story.submit("r0", "web-0")
     story.work()
     story.work()

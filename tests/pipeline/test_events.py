@@ -89,7 +89,7 @@ LEAST: list[AnyEvent] = [
     Submitted(endpoint="e", frontend="f", sampling=SamplingParams()),
     Tokenized(token_ids=(), fingerprint="", by=""),
     Admitted(engine="g", epoch=1, step=1, fingerprint="w"),
-    TokensProduced(count=0, tokens=(), text="", step=""),
+    TokensProduced(tokens=(), text="", step=""),
     Failed(status=500, code="", message=""),
     Cancelled(by=""),
     StepCompleted(rows=()),
@@ -160,7 +160,7 @@ def test_fields_are_text_as_it_is_and_only_other_values_are_json() -> None:
     assert encode(TokensProduced(count=2, tokens=(5, 6), text='a "b"\n', step="3-9")) == {
         "kind": "tokens",
         "count": "2",
-        "tokens": "[5,6]",
+        "tokens": "5,6",
         "text": 'a "b"\n',
         "step": "3-9",
     }
@@ -178,7 +178,7 @@ def test_fields_that_have_their_default_are_left_out(event: AnyEvent) -> None:
 def test_a_prompt_of_token_ids_is_json_and_an_older_log_without_the_field_is_read() -> None:
     event = Submitted(endpoint="e", frontend="f", prompt_ids=(5, 0), sampling=SamplingParams())
     fields = encode(event)
-    assert fields.pop("prompt_ids") == "[5,0]"
+    assert fields.pop("prompt_ids") == "5,0"
     assert decode(fields) == event.model_copy(update={"prompt_ids": ()})
 
 
@@ -233,3 +233,12 @@ def test_uids_sort_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_uids_of_one_millisecond_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_000_000_000)
     assert len({new_uid() for _ in range(1000)}) == 1000
+
+
+def test_lists_of_numbers_have_no_brackets_and_those_of_an_older_log_are_read() -> None:
+    event = TokensProduced(tokens=(5,), text="a", step="1-1")
+    fields = encode(event)
+    assert fields["tokens"] == "5"
+    assert decode(fields) == decode(fields | {"tokens": "[5]", "count": "1"}) == event
+    empty = encode(Tokenized(token_ids=(), fingerprint="t", by="tokenize-0"))
+    assert empty["token_ids"] == "" and decode(empty) == Tokenized(token_ids=(), fingerprint="t", by="tokenize-0")

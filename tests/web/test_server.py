@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -55,12 +56,12 @@ class Server:
 
 
 @contextmanager
-def serving(redis_url: str, *, patience_s: float = 10.0) -> Iterator[Server]:
+def serving(redis_url: str, *more: str, patience_s: float = 10.0) -> Iterator[Server]:
     """Run a web process on an inherited socket until it is ready, and end it."""
     with open_listener("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         port = listener.getsockname()[1]
-        flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", "0"]
+        flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", "0", *more]
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(patience_s), *flags],
             pass_fds=[listener.fileno()],
@@ -124,6 +125,18 @@ def test_a_closed_connection_cancels_its_request(redis_url: str, stand_in: Stand
             connection.sendall(head + body)
             assert b" 200 " in connection.recv(65536)
         until(lambda: ends(stand_in, redis_url, "by") == ["client"])
+
+
+def test_a_closed_connection_cancels_its_request_after_the_grace_that_a_flag_gives(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    with serving(redis_url, "--disconnect-grace", "1.5") as server, server.client() as client:
+        stream = client.chat.completions.create(model="default", messages=ENDLESS, stream=True)
+        next(iter(stream))
+        left_s = time.monotonic()
+        stream.close()
+        until(lambda: ends(stand_in, redis_url, "by") == ["client"])
+        assert time.monotonic() - left_s >= 1.4
 
 
 def test_a_signal_ends_open_streams_with_an_error_frame_after_the_drain(redis_url: str, stand_in: StandIn) -> None:
