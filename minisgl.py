@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.config import Config, arguments_for, parse_command
+from pipeline.config import Config, arguments_for, parse_command, secrets_of
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 
@@ -112,6 +112,7 @@ def serve(config: Config) -> int:
 
     configure_logging()
     began_s = time.monotonic()
+    _check_keys(config)
     folder = model_folder(config)
     with contextlib.ExitStack() as stack:
         url, watch_redis = stack.enter_context(_redis(config))
@@ -145,6 +146,7 @@ def run_stage(config: Config) -> int:
     configure_logging()
     if not config.log.redis_url:
         raise ConfigError(f"minisgl stage {config.stage}: --redis-url is missing; pass the URL all stages share")
+    _check_keys(config)
     check_server(config.log.redis_url)
     with contextlib.ExitStack() as stack:
         if config.stage == WEB:
@@ -240,6 +242,13 @@ def _job(config: Config, stage: str, *extra: str, fds: tuple[int, ...] = (), dra
     return Job(stage, (*arguments_for(config, stage), *extra), fds, drain_s)
 
 
+def _check_keys(config: Config) -> None:
+    """Read the API keys and their limits as a frontend will, before anything is started. Raises ConfigError."""
+    from web.keys import read_keys
+
+    read_keys(config.keys.api_key, config.keys.limits)
+
+
 @contextlib.contextmanager
 def _redis(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     """Give the URL of the Redis to use and what keeps it alive; end it afterwards if it is ours."""
@@ -273,7 +282,7 @@ def _supervise(
         log,
         jobs,
         program=(sys.executable, __file__),
-        environment=_child_environment(os.environ, url),
+        environment=_child_environment(os.environ, url, secrets_of(config)),
         watch_redis=watch_redis,
     )
     supervisor.listen()
@@ -295,13 +304,17 @@ def _nothing() -> None:
     """Do nothing: a Redis that somebody else started is theirs to keep alive."""
 
 
-def _child_environment(environment: Mapping[str, str], url: str) -> dict[str, str]:
-    """Return the environment of a worker: flags come by its command line, the URL, which may hold a password, here."""
+def _child_environment(
+    environment: Mapping[str, str], url: str, secrets: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment of a worker: flags come by its command line, *secrets* and the URL, which may hold a
+    password, here.
+    """
     from pipeline import failpoints
 
     tests = (failpoints.VARIABLE, failpoints.FOLDER_VARIABLE)
     kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_") or name in tests}
-    return kept | {"MINISGL_REDIS_URL": url}
+    return kept | dict(secrets or {}) | {"MINISGL_REDIS_URL": url}
 
 
 def _banner(config: Config, folder: Path, seconds: float) -> None:

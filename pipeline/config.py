@@ -32,16 +32,18 @@ def flag(
     parse: Callable[[str], Any] = str,
     choices: Sequence[Any] | None = None,
     repeated: bool = False,
+    secret: bool = False,
 ) -> Any:
-    """Declare a dataclass field that a flag fills; *repeated* ones take several values."""
+    """Declare a dataclass field that a flag fills; *repeated* ones take several values, *secret* ones are not shown."""
     metadata = {
         "flags": (name, *aliases),
         "help": help,
         "parse": parse,
         "choices": choices,
         "repeated": repeated,
+        "secret": secret,
     }
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
@@ -142,7 +144,7 @@ class LogConfig:
     """Where the log is, and what every stage does to it."""
 
     redis_url: str = flag(
-        "--redis-url", default="", help="redis:// or unix:// URL; without it an embedded Redis is started"
+        "--redis-url", default="", help="redis:// or unix:// URL; without it an embedded Redis is started", secret=True
     )
     namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")
     retention_s: float = flag(
@@ -180,6 +182,22 @@ class ClientConfig:
         default=0.0,
         parse=seconds_or_0,
         help="seconds after which a request is cancelled that its client left and nobody reads [0: at once]",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KeysConfig:
+    """Who may send requests, and how many."""
+
+    api_key: tuple[str, ...] = flag(
+        "--api-key",
+        default=(),
+        repeated=True,
+        secret=True,
+        help="keys that clients must send; rather set MINISGL_API_KEY: everybody here can read a command line [none]",
+    )
+    limits: str = flag(
+        "--limits", default="", help="TOML file of the API keys and how many requests each may send [no limits]"
     )
 
 
@@ -378,6 +396,7 @@ class Config:
     log: LogConfig
     requests: RequestConfig
     clients: ClientConfig
+    keys: KeysConfig
     data: DataConfig
     model: ModelConfig
     names: NamesConfig
@@ -411,12 +430,13 @@ OWNERS: Mapping[str, tuple[type[Any], ...]] = {
         LogConfig,
         RequestConfig,
         ClientConfig,
+        KeysConfig,
         DataConfig,
     ),
     "stage tokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
     "stage generate": (ModelConfig, NamesConfig, StageConfig, EngineConfig, LogConfig, DataConfig),
     "stage detokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
-    "stage web": (WebConfig, ListenConfig, StageConfig, LogConfig, RequestConfig, ClientConfig),
+    "stage web": (WebConfig, ListenConfig, StageConfig, LogConfig, RequestConfig, ClientConfig, KeysConfig),
 }
 """Which config objects a command fills: what its parser accepts."""
 
@@ -441,6 +461,12 @@ def flags_of(owners: Sequence[type[Any]]) -> list[dataclasses.Field[Any]]:
     return [item for owner in owners for item in dataclasses.fields(owner)]
 
 
+def _variable(item: dataclasses.Field[Any]) -> str:
+    """Return the name in the environment that sets a flag."""
+    name: str = item.metadata["flags"][0]
+    return "MINISGL_" + name.lstrip("-").replace("-", "_").upper()
+
+
 def _default_text(item: dataclasses.Field[Any]) -> str:
     if item.default in (None, "", 0, ()) or "[" in item.metadata["help"]:
         return ""
@@ -461,7 +487,7 @@ def build_parser(
             "help": (item.metadata["help"] + _default_text(item)).replace("%", "%%"),
         }
         if item.metadata["repeated"]:
-            options |= {"nargs": "+", "metavar": "NAME"}
+            options |= {"nargs": "+"}
         if isinstance(item.default, bool):
             options |= {"nargs": "?", "const": "yes", "metavar": "yes|no"}
         if item.metadata["choices"] is not None:  # not argparse's own, which does not look at defaults
@@ -469,9 +495,11 @@ def build_parser(
             options |= {"type": one_of(choices, parse), "metavar": "{" + ",".join(map(str, choices)) + "}"}
         else:
             options.setdefault("metavar", names[0].lstrip("-").rsplit("-", 1)[-1].upper())
-        text = environment.get("MINISGL_" + names[0].lstrip("-").replace("-", "_").upper())
+        text = environment.get(_variable(item))
         if text is not None:  # argparse parses a default that is text, so a bad value gets the flag's own error
             options["default"] = text.split() if item.metadata["repeated"] else text
+            if item.metadata["repeated"] and item.metadata["secret"] and not text.split():
+                options["default"] = [text]  # no keys would let everybody in: an empty one is refused
         parser.add_argument(*names, **options)
     return parser
 
@@ -497,6 +525,7 @@ def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> C
         log=_fill(LogConfig, parsed),
         requests=_fill(RequestConfig, parsed),
         clients=_fill(ClientConfig, parsed),
+        keys=_fill(KeysConfig, parsed),
         data=_fill(DataConfig, parsed),
         model=_fill(ModelConfig, parsed),
         names=_fill(NamesConfig, parsed),
@@ -529,7 +558,9 @@ def _fill(owner: type[C], parsed: argparse.Namespace) -> C:
 
 
 def arguments_for(config: Config, stage: str) -> list[str]:
-    """Return the flags that make a `minisgl stage <stage>` process see the same config as this one."""
+    """Return the flags that make a `minisgl stage <stage>` process see the same config as this one, the secrets in its
+    environment aside: everybody can read a command line.
+    """
     arguments: list[str] = []
     for owner in OWNERS[f"stage {stage}"]:
         if owner is StageConfig or owner is ListenConfig:
@@ -537,11 +568,22 @@ def arguments_for(config: Config, stage: str) -> list[str]:
         filled = next(value for value in _filled(config) if isinstance(value, owner))
         for item in dataclasses.fields(owner):
             value = getattr(filled, item.name)
-            if value == item.default or item.name == "redis_url":
-                continue  # the URL may hold a password, and everybody can read a command line
+            if value == item.default or item.metadata["secret"]:
+                continue
             texts = [str(part) for part in value] if item.metadata["repeated"] else [str(value)]
             arguments += [item.metadata["flags"][0], *texts]
     return arguments
+
+
+def secrets_of(config: Config) -> dict[str, str]:
+    """Return what such a process must have in its environment beside those flags."""
+    secrets: dict[str, str] = {}
+    for filled in (value for value in _filled(config) if dataclasses.is_dataclass(value)):
+        for item in dataclasses.fields(filled):
+            value = getattr(filled, item.name)
+            if item.metadata["secret"] and value != item.default:
+                secrets[_variable(item)] = " ".join(value) if item.metadata["repeated"] else value
+    return secrets
 
 
 def _filled(config: Config) -> list[Any]:

@@ -38,6 +38,10 @@ class LogUnavailable(LogError):
     """Redis cannot be reached, is loading, or takes no writes at the moment."""
 
 
+class LogReadOnly(LogUnavailable):
+    """Redis takes no writes: it is a replica, perhaps since a failover."""
+
+
 class LogFull(LogError):
     """Redis is at its memory limit and takes no new work."""
 

@@ -76,6 +76,10 @@ class Submission(Enum):
     """Another request has the idempotency key: that one is what the client means."""
     MISMATCH = "MISMATCH"
     """Another request has the idempotency key, and another body."""
+    TOO_FAST = "TOO_FAST"
+    """The API key has had as many requests in this minute as it may."""
+    TOO_MANY = "TOO_MANY"
+    """As many requests of the API key as may have not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +95,26 @@ class Once:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """Who submits, and how much that one may; 0 is without a limit."""
+
+    key: str
+    """The hash of an API key."""
+    requests_per_minute: int = 0
+    """Accepted ones, in each minute of the log's clock."""
+    concurrent_requests: int = 0
+    """Accepted ones that have not ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class SubmittedOnce:
-    """What became of a submit under an idempotency key."""
+    """What became of a submit under an idempotency key or a quota."""
 
     submission: Submission
     uid: str
-    """Of the request that has the key."""
+    """Of the request that has the idempotency key, else of the own one."""
+    again_ms: int = 0
+    """What is left of the minute, when that is TOO_FAST."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +212,19 @@ class StreamLog(Protocol):
         ...
 
     def submit_once(
-        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+        self,
+        uid: str,
+        event: Submitted,
+        once: Once | None,
+        *,
+        timeout_ms: int,
+        retention_ms: int,
+        max_queued: int,
+        quota: Quota | None = None,
     ) -> SubmittedOnce:
-        """As `submit`, unless another request has the key, which this one has from then on. Raises LogFull."""
+        """As `submit`, unless another request has the idempotency key, which this one has from then on, or the quota
+        is used up. What is not accepted is not counted. Raises LogFull.
+        """
         ...
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:

@@ -28,6 +28,7 @@ from pipeline.log import (
     Once,
     Owner,
     Produced,
+    Quota,
     Reply,
     StepCommitted,
     Submission,
@@ -108,6 +109,9 @@ class MemoryLog:
         self._once: dict[str, tuple[str, str, float]] = {}
         self._left: set[str] = set()
         self._readers: dict[str, dict[str, float]] = {}
+        self._minute = 0
+        self._accepted: dict[str, int] = {}  # of each API key, in that minute
+        self._running: dict[str, set[str]] = {}
 
     # requests
 
@@ -128,21 +132,53 @@ class MemoryLog:
             return Submission.ACCEPTED
 
     def submit_once(
-        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+        self,
+        uid: str,
+        event: Submitted,
+        once: Once | None,
+        *,
+        timeout_ms: int,
+        retention_ms: int,
+        max_queued: int,
+        quota: Quota | None = None,
     ) -> SubmittedOnce:
         with self._changed:
-            other, digest, expires_s = self._once.get(once.key, ("", "", 0.0))
-            if not _over(expires_s) and self._stream(self.names.request(uid)) is None:
-                if digest != once.digest:
-                    return SubmittedOnce(Submission.MISMATCH, other)
-                if other != once.instead_of:
-                    return SubmittedOnce(Submission.ATTACH, other)
+            if self._stream(self.names.request(uid)) is None:
+                refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
+                if refused:
+                    return refused
             outcome = self.submit(uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
-            if outcome is Submission.ACCEPTED:
+            if outcome is Submission.ACCEPTED and once is not None:
                 self._once = {key: held for key, held in self._once.items() if not _over(held[2])}
                 self._once[once.key] = (uid, once.digest, _in_s(timeout_ms + retention_ms))
                 self._left &= {held[0] for held in self._once.values()}
+            if outcome is Submission.ACCEPTED and quota is not None:
+                self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
+                self._running.setdefault(quota.key, set()).add(uid)
             return SubmittedOnce(outcome, uid)
+
+    def _held(self, once: Once) -> SubmittedOnce | None:
+        """Say which other request has the idempotency key."""
+        other, digest, expires_s = self._once.get(once.key, ("", "", 0.0))
+        if _over(expires_s):
+            return None
+        if digest != once.digest:
+            return SubmittedOnce(Submission.MISMATCH, other)
+        return SubmittedOnce(Submission.ATTACH, other) if other != once.instead_of else None
+
+    def _used_up(self, quota: Quota, uid: str) -> SubmittedOnce | None:
+        """Say what of the quota is used up for now."""
+        minute, ms = divmod(_now_ms(), calls.MINUTE_MS)
+        if minute != self._minute:
+            self._minute = minute
+            self._accepted.clear()
+        if 0 < quota.requests_per_minute <= self._accepted.get(quota.key, 0):
+            return SubmittedOnce(Submission.TOO_FAST, uid, calls.MINUTE_MS - ms)
+        running = self._running.setdefault(quota.key, set())
+        running &= self._live.keys()
+        if 0 < quota.concurrent_requests <= len(running):
+            return SubmittedOnce(Submission.TOO_MANY, uid)
+        return None
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]

@@ -98,6 +98,16 @@ class Names:
         `:left` once the client that sent the request has left it to those who read it."""
         return self._key(f"idempotency:{key}")
 
+    def limit(self, key: str, minute: int) -> str:
+        """String with a time to live: how many requests an API key, by its hash, had accepted in one minute of Redis'
+        clock."""
+        return self._key(f"limit:{key}:{minute}")
+
+    def running(self, key: str) -> str:
+        """Set with a time to live: uids that an API key, by its hash, has submitted under a limit on how many it may
+        have at once. Those that are not in `live` do not count."""
+        return self._key(f"running:{key}")
+
     def lease(self, slot: str) -> str:
         """String with a time to live: somebody lives in the slot."""
         return self._key(f"lease:{slot}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import orjson
 import redis.exceptions as errors
 
-from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogUnavailable
+from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogReadOnly, LogUnavailable
 from pipeline.events import (
     Cancelled,
     End,
@@ -37,6 +38,7 @@ from pipeline.log import (
     Once,
     Owner,
     Produced,
+    Quota,
     Reply,
     StepCommitted,
     Submission,
@@ -62,6 +64,7 @@ HISTORY_ENTRIES = 100
 """What a read that waits for histories brings of one of them at most."""
 SLOTS_PER_LOOK = 16
 """How many status keys of a stage are read at once; the next ones too when one of these was there."""
+MINUTE_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,11 @@ def translate(error: errors.RedisError) -> LogError:
     code = text.partition(" ")[0]
     if isinstance(error, errors.OutOfMemoryError) or code == "OOM":
         return LogFull(f"Redis is at its maxmemory and takes no new work: {text}")
-    if isinstance(error, errors.ConnectionError | errors.TimeoutError | errors.ReadOnlyError):
+    if isinstance(error, errors.ReadOnlyError) or code == "READONLY":
+        return LogReadOnly(text)
+    if isinstance(error, errors.ConnectionError | errors.TimeoutError):
         return LogUnavailable(text)
-    if code in ("READONLY", "MISCONF", "BUSY"):
+    if code in ("MISCONF", "BUSY"):
         return LogUnavailable(text)
     if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
         return GroupLost(text)
@@ -142,6 +147,19 @@ def _texts(raw: Sequence[bytes]) -> tuple[str, ...]:
 # Requests
 
 
+class OtherMinute(LogUnavailable):
+    """By Redis' clock it is another minute than those that a call could count in: to be sent again with that one."""
+
+    def __init__(self, minute: int) -> None:
+        super().__init__(f"the clocks of Redis and of this machine are minutes apart: Redis has minute {minute}")
+        self.minute = minute
+
+
+def this_minute() -> int:
+    """Return the number of the minute by the clock of this machine."""
+    return int(time.time() * 1000) // MINUTE_MS
+
+
 def submit(
     names: Names,
     uid: str,
@@ -151,15 +169,31 @@ def submit(
     retention_ms: int,
     max_queued: int,
     once: Once | None = None,
+    quota: Quota | None = None,
+    minute: int = 0,
 ) -> Call[SubmittedOnce]:
+    """*minute* is about the one that Redis has, whose clock decides in which one a quota counts. Raises OtherMinute."""
     fields = {name: value for name, value in encode(event).items() if name != "deadline_ms"}
     digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
     key = [names.idempotency(once.key)] if once else []
+    counted: list[str] = []
+    limits: list[str | int] = ["", "", ""]
+    if quota is not None and (quota.requests_per_minute or quota.concurrent_requests):
+        first = minute - 1
+        counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
+        limits = [quota.requests_per_minute, quota.concurrent_requests, first]
+
+    def parse(reply: Any) -> SubmittedOnce:
+        outcome, whose, number = reply
+        if outcome == b"MINUTE":
+            raise OtherMinute(number)
+        return SubmittedOnce(Submission(as_text(outcome)), as_text(whose), number)
+
     return Call(
         "submit",
-        [names.request(uid), names.live, names.submitted, names.tokenized, *key],
-        [uid, event.frontend, timeout_ms, retention_ms, max_queued, digest, instead_of, *_flat(fields)],
-        lambda reply: SubmittedOnce(Submission(as_text(reply[0])), as_text(reply[1])),
+        [names.request(uid), names.live, names.submitted, names.tokenized, *counted, *key],
+        [uid, event.frontend, timeout_ms, retention_ms, max_queued, digest, instead_of, *limits, *_flat(fields)],
+        parse,
     )
 
 

@@ -20,7 +20,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from pipeline import redis_calls as calls
-from pipeline.errors import LogUnavailable
+from pipeline.errors import LogError, LogReadOnly, LogUnavailable
 from pipeline.events import End, StepCompleted, Submitted, Tokenized
 from pipeline.log import (
     DeadLetter,
@@ -30,6 +30,7 @@ from pipeline.log import (
     Once,
     Owner,
     Produced,
+    Quota,
     Reply,
     StepCommitted,
     Submission,
@@ -87,6 +88,14 @@ class RedisLog:
         """Return a log on connections of its own, for another thread."""
         return RedisLog(self.url, self.names)
 
+    def _failed(self, error: redis.exceptions.RedisError) -> LogError:
+        """Return our exception for *error*. After a failover another server may be found under the same address."""
+        translated = calls.translate(error)
+        if isinstance(translated, LogReadOnly):
+            self._redis.connection_pool.disconnect()
+            self._once.connection_pool.disconnect()
+        return translated
+
     def _run(self, call: calls.Call[T], *, retry: bool = True) -> T:
         args = [len(call.keys), *call.keys, *call.args]
         client = self._redis if retry else self._once
@@ -96,20 +105,20 @@ class RedisLog:
             except redis.exceptions.NoScriptError:
                 reply = client.execute_command("EVAL", calls.script_text(call.script), *args)
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise self._failed(error) from error
         return call.parse(reply)
 
     def _do(self, *command: str | int | bytes) -> Any:
         try:
             return self._redis.execute_command(*command)
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise self._failed(error) from error
 
     def _block(self, *command: str | int) -> Any:
         try:
             return self._once.execute_command(*command)
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise self._failed(error) from error
 
     # requests
 
@@ -121,10 +130,18 @@ class RedisLog:
         ).submission
 
     def submit_once(
-        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+        self,
+        uid: str,
+        event: Submitted,
+        once: Once | None,
+        *,
+        timeout_ms: int,
+        retention_ms: int,
+        max_queued: int,
+        quota: Quota | None = None,
     ) -> SubmittedOnce:
-        return self._run(
-            calls.submit(
+        def submit(minute: int) -> SubmittedOnce:
+            call = calls.submit(
                 self.names,
                 uid,
                 event,
@@ -132,8 +149,15 @@ class RedisLog:
                 retention_ms=retention_ms,
                 max_queued=max_queued,
                 once=once,
+                quota=quota,
+                minute=minute,
             )
-        )
+            return self._run(call)
+
+        try:
+            return submit(calls.this_minute())
+        except calls.OtherMinute as other:
+            return submit(other.minute)
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         return self._run(calls.tokenized(self.names, entry, event))
@@ -183,7 +207,7 @@ class RedisLog:
         try:
             return [calls.entries_of(raw) for raw in pipe.execute()]
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise self._failed(error) from error
 
     def alive(self, uids: Sequence[str]) -> set[str]:
         if not uids:
@@ -209,7 +233,7 @@ class RedisLog:
         try:
             firsts = [calls.entries_of(raw) for raw in pipe.execute()]
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise self._failed(error) from error
         return {
             uid: first[0].fields.get("frontend", "") if first else "" for uid, first in zip(uids, firsts, strict=True)
         }
@@ -223,7 +247,7 @@ class RedisLog:
         try:
             return {uid for uid, exists in zip(uids, pipe.execute(), strict=True) if exists}
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise self._failed(error) from error
 
     # dead letters
 
@@ -340,7 +364,7 @@ class RedisLog:
             try:
                 *lengths, holders = pipe.execute()
             except redis.exceptions.RedisError as error:
-                raise calls.translate(error) from error
+                raise self._failed(error) from error
             living, attending = holders[: len(engines)], holders[len(engines) :]
             for engine, length, lives, attends in zip(engines, lengths, living, attending, strict=True):
                 if (length or lives) and calls.lease_of(attends, 0).is_free:
@@ -412,6 +436,14 @@ class AsyncRedisLog:
         await self._redis.aclose(close_connection_pool=True)
         await self._blocking.aclose(close_connection_pool=True)
 
+    async def _failed(self, error: redis.exceptions.RedisError) -> LogError:
+        """As RedisLog._failed; only idle connections are closed, others are in use by other tasks."""
+        translated = calls.translate(error)
+        if isinstance(translated, LogReadOnly):
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
+            await self._blocking.connection_pool.disconnect(inuse_connections=False)
+        return translated
+
     async def _run(self, call: calls.Call[T]) -> T:
         args = [len(call.keys), *call.keys, *call.args]
         try:
@@ -420,7 +452,7 @@ class AsyncRedisLog:
             except redis.exceptions.NoScriptError:
                 reply = await self._redis.execute_command("EVAL", calls.script_text(call.script), *args)
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise await self._failed(error) from error
         return call.parse(reply)
 
     async def submit(
@@ -435,11 +467,20 @@ class AsyncRedisLog:
         return done.submission
 
     async def submit_once(
-        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+        self,
+        uid: str,
+        event: Submitted,
+        once: Once | None,
+        *,
+        timeout_ms: int,
+        retention_ms: int,
+        max_queued: int,
+        quota: Quota | None = None,
     ) -> SubmittedOnce:
         """As StreamLog.submit_once."""
-        return await self._run(
-            calls.submit(
+
+        async def submit(minute: int) -> SubmittedOnce:
+            call = calls.submit(
                 self.names,
                 uid,
                 event,
@@ -447,8 +488,15 @@ class AsyncRedisLog:
                 retention_ms=retention_ms,
                 max_queued=max_queued,
                 once=once,
+                quota=quota,
+                minute=minute,
             )
-        )
+            return await self._run(call)
+
+        try:
+            return await submit(calls.this_minute())
+        except calls.OtherMinute as other:
+            return await submit(other.minute)
 
     async def end(
         self, uid: str, event: End, *, frontend: str, retention_ms: int, dead: DeadLetter | None = None
@@ -484,7 +532,7 @@ class AsyncRedisLog:
         try:
             await self._redis.execute_command(*calls.stop_reading(self.names, uid, who))
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise await self._failed(error) from error
 
     async def flush(self, by: str) -> str:
         """As StreamLog.flush."""
@@ -498,7 +546,7 @@ class AsyncRedisLog:
         try:
             raw = await pipe.execute()
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise await self._failed(error) from error
         return {entry.id: entry for found in raw for entry in calls.entries_of(found)}
 
     async def histories(self, cursors: Mapping[str, str], *, max_entries: int = 0) -> dict[str, list[Entry] | None]:
@@ -514,7 +562,7 @@ class AsyncRedisLog:
         try:
             raw = await pipe.execute()
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise await self._failed(error) from error
         return {
             uid: calls.entries_of(entries) if exists else None
             for uid, exists, entries in zip(cursors, raw[::2], raw[1::2], strict=True)
@@ -529,7 +577,7 @@ class AsyncRedisLog:
             try:
                 values = await self._redis.execute_command("MGET", *keys.values())
             except redis.exceptions.RedisError as error:
-                raise calls.translate(error) from error
+                raise await self._failed(error) from error
             there = calls.texts_there(keys, values)
             found |= there
             first += calls.SLOTS_PER_LOOK
@@ -560,4 +608,4 @@ class AsyncRedisLog:
         except TimeoutError as error:
             raise LogUnavailable(f"no reply within {LONGEST_WAIT_S} s") from error
         except redis.exceptions.RedisError as error:
-            raise calls.translate(error) from error
+            raise await self._failed(error) from error

@@ -149,12 +149,18 @@ def wait_until_ready(url: str, commands: Sequence[Command], timeout_s: float = R
 
 
 @contextlib.contextmanager
-def serve(folder: Path, *flags: str, redis_url: str = "", ready: bool = True) -> Iterator[Server]:
+def serve(
+    folder: Path,
+    *flags: str,
+    redis_url: str = "",
+    ready: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """Run `minisgl serve` with its data in *folder* until the block ends, and see that nothing of it is left."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     where = ["--redis-url", redis_url] if redis_url else ["--data-dir", str(folder / "data")]
-    command = run_command(["serve", "--port", str(port), *where, *flags], folder)
+    command = run_command(["serve", "--port", str(port), *where, *flags], folder, environment=environment)
     server = Server(command, url, redis_url or f"unix://{folder / 'data' / 'redis.sock'}")
     try:
         if ready:

@@ -14,6 +14,7 @@ from pipeline.names import SEAL, Names
 from pipeline.redis_log import AsyncRedisLog, RedisLog
 from web.app import create_app
 from web.frontend import Frontend
+from web.keys import Keys
 from web.ready import Limits
 
 CHAT = "/v1/chat/completions"
@@ -26,11 +27,19 @@ def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
 class Site:
     """A frontend with its application, and what it says of itself."""
 
-    def __init__(self, url: str, limits: Limits, name: str = "web-0", *, disconnect_grace_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        limits: Limits,
+        name: str = "web-0",
+        *,
+        disconnect_grace_s: float = 0.0,
+        keys: Keys | None = None,
+    ) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names())
         self.frontend = Frontend(name, self.log, limits, self._say, disconnect_grace_s=disconnect_grace_s)
-        self.app: Quart = create_app(self.frontend)
+        self.app: Quart = create_app(self.frontend, keys)
         self.client = self.app.test_client()
 
     def _say(self, **changes: object) -> None:
@@ -77,14 +86,15 @@ async def site(
     ready: bool = True,
     limits: Limits | None = None,
     disconnect_grace_s: float = 0.0,
+    keys: Keys | None = None,
 ) -> AsyncIterator[Site]:
-    """Run a frontend; *ready*: once a token went through the stages behind it."""
-    site = Site(url, limits or Limits(), name, disconnect_grace_s=disconnect_grace_s)
+    """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over."""
+    site = Site(url, limits or Limits(), name, disconnect_grace_s=disconnect_grace_s, keys=keys)
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):
             if ready:
-                await until(lambda: site.frontend.readiness.probed)
+                await until(lambda: site.frontend.readiness.probed and not site.frontend.tail.listeners)
             yield site
             await until(lambda: not site.frontend.is_busy)
     finally:

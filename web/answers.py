@@ -9,7 +9,7 @@ from quart import Response
 
 from pipeline.errors import RequestError
 from web import sse
-from web.openai.errors import error_body
+from web.openai.errors import NotNow, error_body
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -27,8 +27,10 @@ def stream_response(frames: AsyncIterator[bytes]) -> Response:
 
 
 def error_response(error: RequestError) -> Response:
-    """Return the nested OpenAI body, and when to come again where that helps."""
+    """Return the nested OpenAI body, and what to come again with, or when, where that helps."""
     response = json_response(error_body(error), error.status)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
-        response.headers["Retry-After"] = "1"
+        response.headers["Retry-After"] = str(error.retry_after_s if isinstance(error, NotNow) else 1)
     return response

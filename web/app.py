@@ -8,12 +8,13 @@ import uuid
 from typing import Final
 
 import structlog
-from quart import Quart, Response, request
+from quart import Quart, Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from pipeline.errors import RequestError
 from web.answers import error_response
 from web.frontend import Frontend
+from web.keys import Keys
 from web.openai.errors import CODES
 from web.routes.cache import cache_routes
 from web.routes.chat import chat_routes
@@ -27,6 +28,8 @@ MAX_BODY_BYTES: Final = 32 << 20
 BODY_TIMEOUT_S: Final = 30
 PATH_SHOWN: Final = 256
 """Characters of a path in a log line; a client may send thousands."""
+OPEN_PATHS: Final = ("/health", "/ready")
+"""What may be asked without an API key: probes have none."""
 REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 _MESSAGES: Final = {
@@ -37,8 +40,9 @@ _MESSAGES: Final = {
 }
 
 
-def create_app(frontend: Frontend) -> Quart:
-    """Return the application that answers for *frontend*."""
+def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
+    """Return the application that answers for *frontend*; where there are *keys*, whoever has one of them."""
+    keys = keys or Keys()
     app = Quart(__name__, static_folder=None)
     app.config |= {
         "RESPONSE_TIMEOUT": None,  # Quart's 60 s would cut a stream without a word
@@ -60,6 +64,14 @@ def create_app(frontend: Frontend) -> Quart:
         """Write the canonical line of a request that no route took or could answer."""
         path = request.path[:PATH_SHOWN]
         logger.info("request", status=status, error=CODES.get(status), method=request.method, path=path)
+
+    @app.before_request
+    async def know_sender() -> None:
+        """Say in `g.quota` which key sends the request, and what it may. Raises RequestError without one."""
+        g.quota = keys.find(_keys_given()) if keys.are_needed else None
+        if keys.are_needed and g.quota is None and (request.path.rstrip("/") or "/") not in OPEN_PATHS:
+            log_line(401)
+            raise RequestError("This server needs an API key: send `Authorization: Bearer KEY`.", status=401)
 
     @app.errorhandler(RequestError)
     async def refused(error: RequestError) -> Response:
@@ -88,3 +100,10 @@ def create_app(frontend: Frontend) -> Quart:
         return response
 
     return app
+
+
+def _keys_given() -> list[str]:
+    """Return what the request shows as its key."""
+    scheme, _, bearer = request.headers.get("authorization", "").strip().partition(" ")
+    given = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [*given, *request.headers.getlist("x-api-key")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -19,12 +20,13 @@ import structlog
 from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Cancelled, End, Failed, Finished, Submitted, decode, new_uid
 from pipeline.failpoints import failpoint
-from pipeline.log import Once, Submission, SubmittedOnce
+from pipeline.log import Once, Quota, Submission, SubmittedOnce
 from pipeline.names import SEAL, SUBMITTED_ID
 from pipeline.redis_log import AsyncRedisLog
 from web.idempotency import HEADER
 from web.loops import run_all
-from web.openai.errors import CLIENT_CLOSED, error_of
+from web.openai.errors import CLIENT_CLOSED, NotNow, error_of
+from web.pace import Pace
 from web.readers import Readers
 from web.ready import Limits, Readiness, Say
 from web.tail import Heard, Listener, Tail
@@ -78,6 +80,12 @@ class Client:
         self._end = error = RequestError(message, code=code, status=status, param=param)
         return error
 
+    def put_off(self, message: str, retry_after_s: int, *, status: int = 503) -> RequestError:
+        """Return the error for a request that the log did not take, and may take later."""
+        code = "overloaded" if status == 503 else None
+        self._end = error = NotNow(message, code=code, status=status, retry_after_s=retry_after_s)
+        return error
+
     def break_off(self) -> RequestError:
         """Log the exception that is being handled, a bug of ours, and return what the client is told of it."""
         logger.exception("request_broke", uid=self.uid)
@@ -109,7 +117,7 @@ class OpenRequest(Client):
 
     submission: asyncio.Task[SubmittedOnce]
 
-    def __init__(self, tail: Tail, event: Submitted, *, stream: bool, once: Once | None) -> None:
+    def __init__(self, tail: Tail, event: Submitted, *, stream: bool, once: Once | None, quota: Quota | None) -> None:
         uid = new_uid()
         super().__init__(uid, event, tail.listen(uid))
         if event.frontend != tail.frontend:  # renamed since it was made
@@ -118,6 +126,7 @@ class OpenRequest(Client):
         self.attached = False
         """Another client sent the request."""
         self._stream = stream
+        self._sender = {"key": quota.key[:8]} if quota else {}
 
     @property
     def created_s(self) -> int:
@@ -130,7 +139,8 @@ class OpenRequest(Client):
 
     def log_line(self, **said: object) -> None:
         """As Client.log_line."""
-        super().log_line(stream=self._stream, **said, **({"attached": True} if self.attached else {}))
+        attached = {"attached": True} if self.attached else {}
+        super().log_line(stream=self._stream, **self._sender, **said, **attached)
 
 
 class Frontend:
@@ -143,6 +153,7 @@ class Frontend:
         self.tail = Tail(log, name, retention_s=limits.retention_s)
         self.readers = Readers(log, name)
         self.readiness = Readiness(log, self.tail, limits, self._say_unless_draining)
+        self._pace = Pace()
         self.draining = False
         self._log = log
         self.limits = limits
@@ -195,28 +206,29 @@ class Frontend:
         if self.draining:
             raise RequestError("The server is shutting down; send it again later.", code="shutting_down", status=503)
 
-    async def open(self, event: Submitted, *, stream: bool, once: Once | None = None) -> OpenRequest:
+    async def open(
+        self, event: Submitted, *, stream: bool, once: Once | None = None, quota: Quota | None = None
+    ) -> OpenRequest:
         """Submit *event* and listen to it until the current task is done; what has not ended by then is cancelled.
 
         With *once*, what was submitted under that key before is listened to instead, from its start, unless it is gone
-        or ended in vain.
+        or ended in vain. With *quota*, it counts as what that API key has sent.
 
         Raises:
             RequestError: The log does not take it.
         """
-        opened = OpenRequest(self.tail, event, stream=stream, once=once)
+        opened = OpenRequest(self.tail, event, stream=stream, once=once, quota=quota)
         self._clients.add(opened)
         timeout_s = self.limits.timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, opened, timeout_s)
         self._when_done(lambda: self._close(opened, timer))
         while True:
-            opened.submission = self.spawn(self._submit(opened.uid, event, once))
+            opened.submission = self.spawn(self._submit(opened.uid, event, once, quota))
             try:
                 submitted = await asyncio.shield(opened.submission)
             except LogFull:
-                raise opened.refuse(
-                    "The log is full until running requests end; send it again.", "overloaded"
-                ) from None
+                message = "The log is full until running requests end; send it again."
+                raise opened.put_off(message, self._pace.retry_after_s()) from None
             except LogError as error:  # it may have got through all the same
                 logger.warning("not_submitted", uid=opened.uid, error=str(error))
                 self.spawn(self.end(opened, Cancelled(by="web")))
@@ -225,7 +237,15 @@ class Frontend:
                 raise opened.break_off() from None
             match submitted.submission:
                 case Submission.BUSY:
-                    raise opened.refuse("Too many requests are waiting; send it again.", "overloaded")
+                    message = "Too many requests are waiting; send it again."
+                    raise opened.put_off(message, self._pace.retry_after_s())
+                case Submission.TOO_FAST if quota is not None:
+                    again_s = math.ceil(submitted.again_ms / 1000)
+                    message = f"This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s."
+                    raise opened.put_off(message, again_s, status=429)
+                case Submission.TOO_MANY if quota is not None:
+                    message = f"This API key may have {quota.concurrent_requests} requests at once; send it again."
+                    raise opened.put_off(message, 1, status=429)
                 case Submission.MISMATCH:
                     message = f"{HEADER}: it was used with another body before; take a new one for a new request"
                     raise opened.refuse(message, "idempotency_key_reused", status=400, param=HEADER)
@@ -234,6 +254,7 @@ class Frontend:
                         return opened
                     once = dataclasses.replace(once, instead_of=submitted.uid)
                 case _:
+                    self._pace.begun(opened)
                     opened.listener.submit_again = lambda: self._submit_again(opened)
                     return opened
 
@@ -276,18 +297,15 @@ class Frontend:
         logger.error("request_never_ended", uid=opened.uid, event_kind=event.kind, tries=END_TRIES)
         return False
 
-    async def _submit(self, uid: str, event: Submitted, once: Once | None) -> SubmittedOnce:
+    async def _submit(self, uid: str, event: Submitted, once: Once | None, quota: Quota | None = None) -> SubmittedOnce:
         """Begin the history of *uid*. Raises as the log does."""
-        limits = {
+        limits: Any = {
             "timeout_ms": int(self.limits.timeout_s * 1000),
             "retention_ms": int(self.limits.retention_s * 1000),
             "max_queued": self.limits.max_queued,
         }
         failpoint("web.before_submit")
-        if once is None:
-            submitted = SubmittedOnce(await self._log.submit(uid, event, **limits), uid)
-        else:
-            submitted = await self._log.submit_once(uid, event, once, **limits)
+        submitted = await self._log.submit_once(uid, event, once, quota=quota, **limits)
         failpoint("web.after_submit")
         return submitted
 
@@ -392,6 +410,7 @@ class Frontend:
 
     def _close(self, opened: OpenRequest, timer: asyncio.TimerHandle) -> None:
         timer.cancel()
+        self._pace.ended(opened)
         uid = opened.reads  # which it may have come to and not be attached to yet
         self._drop(opened)
         if opened.ended:

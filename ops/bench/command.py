@@ -8,12 +8,14 @@ from typing import Final, cast
 
 from pipeline.errors import ConfigError
 
-KINDS: Final = ("offline", "serve", "pipeline", "compare")
+KINDS: Final = ("offline", "serve", "pipeline", "compare", "recovery", "soak")
 USAGE: Final = """\
 usage: minisgl bench offline [flags]      the engine alone, in this process: tokens/s beside the machine's limits
        minisgl bench serve [flags]        any OpenAI server: TTFT, TPOT, ITL, E2E under load
        minisgl bench pipeline [flags]     the log alone: commits per second, added time per token
        minisgl bench compare [flags]      MiniSGL and transformers, or any server, in turn on the same requests
+       minisgl bench recovery [flags]     the engine is killed under many streams: how long they pause, and why
+       minisgl bench soak [flags]         thousands of short requests: what grows in the processes and in Redis
 
 Each explains its flags with --help.
 """

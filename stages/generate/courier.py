@@ -299,13 +299,13 @@ class Courier:
         guest = self._guest
         if guest is None or self._log.backlog(Inbox.steps(self._log.names, guest.slot)):
             return
-        before, self._unsure = self._unsure, True  # the reply may be lost, and what it brought be pending here
+        was_unsure, self._unsure = self._unsure, True  # the reply may be lost, and what it brought be pending here
         entries = self._log.claim_from(self._inbox, self._owner, guest, MOST_CLAIMED)
         if entries:
             logger.info("taken_over", slot=guest.slot, requests=len(entries))
             failpoint("generate.mid_takeover")
         self._bring(entries, resumed=True)
-        self._unsure = before
+        self._unsure = was_unsure
         if len(entries) < MOST_CLAIMED:
             self._guest = None
             self._log.release(guest)

@@ -249,6 +249,38 @@ def test_a_stage_alone_looks_at_the_model_too(model: Path, redis_url: str, tmp_p
     assert_refused(ended, str(model), "model.norm.weight")
 
 
+# API keys
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["cannot be read", "No such file or directory"]),
+        ("[[key]\n", ["is no TOML", "line 1"]),
+        ("[default]\nrequests_per_second = 1\n", ["[default]", "requests_per_second", "requests_per_minute"]),
+        ("[[key]]\nkey = 'hidden'\nconcurrent_requests = 0\n", ["[[key]] 1", "concurrent_requests", "at least 1"]),
+    ],
+    ids=["no file", "no TOML", "unknown name", "not positive"],
+)
+@pytest.mark.parametrize("arguments", [["serve"], ["stage", "web"]], ids=" ".join)
+def test_a_file_of_limits_that_is_wrong_is_refused(
+    arguments: list[str], text: str | None, words: list[str], redis_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "limits.toml"
+    if text is not None:
+        file.write_text(text)
+    ended = run(*arguments, "--limits", str(file), "--redis-url", redis_url, folder=tmp_path)
+    assert_refused(ended, f"--limits {file}: ", *words)
+    assert "hidden" not in ended.stderr
+
+
+@pytest.mark.parametrize("environment", [{"MINISGL_API_KEY": ""}, {"MINISGL_API_KEY": "hidden hidd\xe9n"}], ids=str)
+def test_an_api_key_that_is_none_is_refused_and_not_shown(environment: Mapping[str, str], tmp_path: Path) -> None:
+    ended = run("serve", folder=tmp_path, environment=environment)
+    assert_refused(ended, "--api-key", "visible ASCII")
+    assert "hid" not in ended.stderr
+
+
 # The port and the data folder
 
 

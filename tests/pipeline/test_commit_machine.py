@@ -97,11 +97,32 @@ STORIES: Final = settings(
 )
 STORIES_WITH_RESTARTS: Final = settings(STORIES, max_examples=8)
 
+
+@dataclass(frozen=True)
+class Loss:
+    """Of a slot, by whoever holds it."""
+
+    stage: str
+    index: int
+    another_comes: bool
+
+
 Log: TypeAlias = StreamLog | CommitModel
 WHICH = st.integers(0, 99)
 SOME = st.integers(0, 255)
 """A subset, by its bits."""
 SELDOM = st.sampled_from([False] * 5 + [True])
+
+
+LOSSES = st.one_of(
+    st.none(),
+    st.builds(
+        Loss,
+        st.sampled_from([TOKENIZE, GENERATE, GENERATE, DETOKENIZE]),
+        st.integers(0, NUM_SLOTS - 1),
+        st.sampled_from([True, True, False]),
+    ),
+)
 
 
 # Who takes part
@@ -293,26 +314,21 @@ class Story(RuleBasedStateMachine):
         with contextlib.suppress(Fenced):
             self.detokenizer_acts(pick(self.detokenizers, which), action, stops & stops >> 1 & stops >> 2, lost)
 
-    @rule(times=st.integers(1, 3), twice=st.booleans())
-    def all_work_for_a_while(self, times: int, twice: bool) -> None:
-        """Each worker does what is next for it; so do those that do not know that they lost their slots."""
+    @rule(losses=st.lists(LOSSES, max_size=3), twice=st.booleans())
+    def all_work_for_a_while(self, losses: list[Loss | None], twice: bool) -> None:
+        """Each worker does what is next for it, and so do those that lost their slots and do not know it."""
         self.twice = twice
-        for number in range(times):
+        for number, loss in enumerate([*losses, None]):
             self.haunt()
-            self.work(ends=number, leave=number)
+            self.work(ends=number, leave=number % 2)
+            if loss is not None:
+                self.lose_slot(loss)
 
-    @rule(
-        stage=st.sampled_from(STAGES),
-        index=st.integers(0, 1),
-        comes=st.sampled_from([True, True, False]),
-        twice=st.booleans(),
-    )
-    def a_slot_is_lost(self, stage: str, index: int, comes: bool, twice: bool) -> None:
-        """Whoever held it does not know; another one comes, or nobody does."""
+    @rule(loss=LOSSES, twice=st.booleans())
+    def a_slot_is_lost(self, loss: Loss | None, twice: bool) -> None:
         self.twice = twice
-        self.expire_lease(slot_name(stage, index))
-        if comes:
-            self.start(stage, index)
+        if loss is not None:
+            self.lose_slot(loss)
 
     @rule(
         stage=st.sampled_from(STAGES),
@@ -689,6 +705,12 @@ class Story(RuleBasedStateMachine):
             case "release":
                 self.say(lambda log: log.release(worker.owner))
 
+    def lose_slot(self, loss: Loss) -> None:
+        """Let a lease run out; another worker comes, or nobody does."""
+        self.expire_lease(slot_name(loss.stage, loss.index))
+        if loss.another_comes:
+            self.start(loss.stage, loss.index)
+
     def expire_lease(self, slot: str) -> None:
         self.lose(NAMES.lease(slot))
 
@@ -1044,7 +1066,7 @@ def test_the_story_of_a_takeover_that_does_not_wait_for_the_last_steps_fails(gro
     story.start(GENERATE, 0)
     story.engine_acts(story.engines[-1], "adopt")
     with pytest.raises(AssertionError, match="was computed from others"):
-        story.all_work_for_a_while(3, False)
+        story.all_work_for_a_while([None, None], False)
 
 
 def entries_of(*events: tuple[str, Event]) -> list[Entry]:

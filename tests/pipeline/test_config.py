@@ -16,6 +16,7 @@ from pipeline.config import (
     flags_of,
     parse_command,
     parse_flags,
+    secrets_of,
 )
 from pipeline.errors import ConfigError
 
@@ -24,6 +25,7 @@ NAMES = {("--served-model-name",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
 CLIENTS = {("--disconnect-grace",)}
+KEYS = {("--api-key",), ("--limits",)}
 LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
 ENGINE = {
     ("--dtype",),
@@ -45,11 +47,11 @@ SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count")}
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
 FLAGS = {
-    "serve": frozenset(MODEL | NAMES | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS),
+    "serve": frozenset(MODEL | NAMES | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS),
     "stage tokenize": frozenset(MODEL | WORKER | LOG),
     "stage generate": frozenset(MODEL | NAMES | WORKER | ENGINE | LOG),
     "stage detokenize": frozenset(MODEL | WORKER | LOG),
-    "stage web": frozenset(WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS),
+    "stage web": frozenset(WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | KEYS),
 }
 CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
 RETENTION = {("--retention",)}
@@ -63,6 +65,8 @@ TOOL_FLAGS = {
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
+REPEATED = ("--served-model-name", "--api-key")
+SECRET = ("--redis-url", "--api-key")
 VALUES: dict[str, tuple[str, object]] = {
     "--model": ("/m o d e l", "/m o d e l"),
     "--served-model-name": ("a b", ("a", "b")),
@@ -76,6 +80,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "--lease": ("1e1", 10.0),
     "--max-queued-requests": ("1", 1),
     "--disconnect-grace": ("0.5", 0.5),
+    "--api-key": ("k1 k2", ("k1", "k2")),
+    "--limits": ("/l.toml", "/l.toml"),
     "--dtype": ("float32", "float32"),
     "--tp": ("1", 1),
     "--dummy-weight": ("yes", True),
@@ -180,7 +186,7 @@ def test_help_names_every_flag(command: str) -> None:
 def test_every_flag_and_alias_sets_its_value(command: str) -> None:
     for names in FLAGS[command]:
         text, value = VALUES[names[0]]
-        words = text.split() if names[0] == "--served-model-name" else [text]
+        words = text.split() if names[0] in REPEATED else [text]
         for name in names:
             assert value_of(parse(*command.split(), name, *words), names[0]) == value
 
@@ -287,7 +293,7 @@ def test_auto_is_zero_where_the_machine_decides() -> None:
 def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
     for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *_words(flag))]):
         serve = parse("serve", *flags)
-        again = parse("stage", stage, *arguments_for(serve, stage), MINISGL_REDIS_URL=serve.log.redis_url)
+        again = parse("stage", stage, *arguments_for(serve, stage), **secrets_of(serve))
         accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN}
         for flag in accepted:
             assert value_of(again, flag) == value_of(serve, flag)
@@ -301,13 +307,25 @@ def test_the_flags_for_a_stage_leave_out_defaults_and_which_worker_it_is() -> No
     ]
 
 
-def test_the_flags_for_a_stage_do_not_show_the_redis_url_which_may_hold_a_password() -> None:
-    assert arguments_for(parse("serve", "--redis-url", "redis://u:secret@h"), "web") == []
+def test_what_is_secret_is_in_no_command_line_and_in_no_text_of_the_config() -> None:
+    given = {"--redis-url": ["redis://u:hidden@h"], "--api-key": ["hidden1", "hidden2"]}
+    assert set(given) == set(SECRET)
+    config = parse("serve", *(word for flag, words in given.items() for word in (flag, *words)))
+    assert arguments_for(config, "web") == []
+    assert "hidden" not in repr(config)
+    assert secrets_of(config) == {variable(flag): " ".join(words) for flag, words in given.items()}
+    assert secrets_of(parse("serve")) == {}
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_no_keys_in_the_environment_is_an_empty_key_which_is_refused_later(text: str) -> None:
+    assert parse("serve", MINISGL_API_KEY=text).keys.api_key == (text,)
+    assert parse("serve", "--api-key", "k", MINISGL_API_KEY=text).keys.api_key == ("k",)
 
 
 def _words(flag: str) -> list[str]:
     text, _ = VALUES[flag]
-    return text.split() if flag == "--served-model-name" else [text]
+    return text.split() if flag in REPEATED else [text]
 
 
 def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ def all_keys(names: Names) -> dict[str, str]:
         "replies:web-0": names.replies("web-0"),
         "reader:ab": names.reader("ab"),
         "idempotency:ef": names.idempotency("ef"),
+        "limit:ef:29000000": names.limit("ef", 29000000),
+        "running:ef": names.running("ef"),
         "lease:web-0": names.lease("web-0"),
         "owner:web-0": names.owner("web-0"),
         "status:web-0": names.status("web-0"),

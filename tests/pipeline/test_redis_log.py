@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import ResponseError
 from redis_servers import PLACES, LossyProxy, Servers, command, running_server
 
-from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogUnavailable
+from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogReadOnly, LogUnavailable
 from pipeline.events import (
     Cancelled,
     SamplingParams,
@@ -219,6 +219,41 @@ def test_a_read_only_replica_is_unavailable(log: RedisLog) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_after_a_failover_the_server_that_takes_writes_is_found_under_the_same_address(
+    redis_servers: Servers, tmp_path: Path, place: str
+) -> None:
+    address = tmp_path / "redis.sock"
+    folders = [tmp_path / name for name in ("before", "after")]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        running_server(redis_servers.binary(place), folders[0]) as before,
+        running_server(redis_servers.binary(place), folders[1]),
+    ):
+        address.symlink_to(folders[0] / "redis.sock")
+        log, front = RedisLog(f"unix://{address}", NAMES), AsyncRedisLog(f"unix://{address}", NAMES)
+
+        async def asked() -> None:
+            await front.open_replies("web-0")
+            address.unlink()
+            address.symlink_to(folders[1] / "redis.sock")
+            command(before.url, "REPLICAOF", "127.0.0.1", 1)
+            with pytest.raises(LogReadOnly):
+                await front.open_replies("web-0")
+            await front.open_replies("web-0")
+            await front.close()
+
+        prepare(log)
+        assert submit(log) is Submission.ACCEPTED
+        asyncio.run(asked())
+        with pytest.raises(LogReadOnly):
+            submit(log, "b")
+        prepare(log)
+        assert submit(log, "b") is Submission.ACCEPTED
+        log.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_without_a_server_everything_is_unavailable(redis_servers: Servers, tmp_path: Path, place: str) -> None:
     with running_server(redis_servers.binary(place), tmp_path) as server:
         log = RedisLog(server.url, NAMES)
@@ -268,7 +303,7 @@ def test_a_server_that_is_not_there_is_unavailable_for_a_frontend_too(tmp_path: 
     ("text", "kind"),
     [
         ("OOM command not allowed when used memory > 'maxmemory'.", LogFull),
-        ("READONLY You can't write against a read only replica.", LogUnavailable),
+        ("READONLY You can't write against a read only replica.", LogReadOnly),
         ("MISCONF Redis is configured to save RDB snapshots, but it is currently not able to ...", LogUnavailable),
         ("NOGROUP No such key 'x:ROOM' or consumer group 'g' in XREADGROUP with GROUP option", GroupLost),
         ("UNBLOCKED the stream key no longer exists", GroupLost),

@@ -21,13 +21,23 @@ _TYPES: Final[Mapping[int, str]] = {
     504: "timeout_error",
 }
 CODES: Final[Mapping[int, str]] = {
+    401: "invalid_api_key",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
+    429: "rate_limit_exceeded",
     500: "internal_error",
 }
 """The codes of errors that have no other than their status."""
+
+
+class NotNow(RequestError):
+    """Nothing is wrong with the request, but it is not taken now: it says when to send it again."""
+
+    def __init__(self, message: str, *, status: int, code: str | None = None, retry_after_s: int) -> None:
+        super().__init__(message, code=code or CODES.get(status), status=status)
+        self.retry_after_s = retry_after_s
 
 
 def error_body(error: RequestError) -> bytes:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from urllib.parse import quote
 
 import structlog
-from quart import Blueprint, Response, request
+from quart import Blueprint, Response, g, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, TokensProduced
 from pipeline.failpoints import failpoint
+from pipeline.log import Quota
 from web.answers import error_response, json_response, stream_response
 from web.frontend import Frontend, OpenRequest
 from web.idempotency import HEADER, once_of
@@ -31,10 +32,11 @@ def chat_routes(frontend: Frontend) -> Blueprint:
 
     @routes.post(CHAT_ENDPOINT)
     async def chat() -> Response:
+        quota: Quota | None = g.quota
         body = await request.get_data(False, False, False)
         try:
             asked = parse_chat(body)
-            once = once_of(request.headers.get(HEADER), CHAT_ENDPOINT, body)
+            once = once_of(request.headers.get(HEADER), CHAT_ENDPOINT, body, scope=quota.key if quota else "")
             frontend.admit()
             model = frontend.readiness.resolve(asked.model)
         except RequestError as error:  # the canonical line of a request that has no history
@@ -42,7 +44,7 @@ def chat_routes(frontend: Frontend) -> Blueprint:
             raise
         stream = bool(asked.stream)
         event = to_submitted(asked, frontend=frontend.name, model=model)
-        opened = await frontend.open(event, stream=stream, once=once)
+        opened = await frontend.open(event, stream=stream, once=once, quota=quota)
         try:
             response = await (_streamed(opened) if stream else _whole(opened))
         except Exception:

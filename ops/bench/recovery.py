@@ -1,0 +1,792 @@
+"""`minisgl bench recovery`: how long streams stand still when an engine is killed, against what that may take.
+
+A server of its own, many streams at once; when all of them have begun their engine gets SIGKILL. A client's pause is
+taken by its own clock; what it is made of comes from Redis, from the server's log and from the histories, whose times
+are Redis' clock. Clients, server and Redis run on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import orjson
+import redis
+from rich.console import Console
+
+from ops.bench import compare, models, report
+from ops.bench.compare import CompareConfig, Prompts
+from ops.bench.datasets import Span
+from ops.bench.load import CHAT_PROMPT, CONNECT_TIMEOUT_S, PATHS, Arrival, Form, read_stream
+from ops.bench.peers import (
+    READY_TIMEOUT_S,
+    ROOT,
+    SILENCE_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Prompt,
+    Served,
+    SideFailed,
+    Workload,
+    our_server,
+)
+from ops.bench.serve import span
+from pipeline.config import at_least, flag, parse_flags, seconds
+from pipeline.errors import UndecodableEvent
+from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced, decode
+from pipeline.log import Entry
+from pipeline.names import DETOKENIZE, GENERATE, SEAL, Names, parse_id
+from pipeline.redis_log import RedisLog
+from pipeline.redis_server import EmbeddedRedis, socket_of, url_of
+from pipeline.slots import Status, parse_status, read_statuses
+
+ABOUT: Final = """\
+Kills the engine under many streams and measures the longest pause between two frames of each, against what it may be:
+lease + start + prefill of what was in flight + 0.5 s. The supervisor gives the lease of the dead back, so there is none
+to wait for (--peers 1); with --peers 2 the engine dies together with its supervisor, and another engine, which need not
+start, takes over when the lease has run out. Exits with 1 when a request did not get all its tokens, once.
+"""
+PACKAGES: Final = ("torch", "aiohttp", "redis")
+SLACK_S: Final = 0.5
+"""What a pause may take beside lease, start and prefill."""
+POLL_S: Final = 0.01
+STATUS_POLL_S: Final = 0.1
+PROBE_TOKENS: Final = 1024
+"""Of the prompt that shows how fast the engine computes one alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryConfig:
+    """What is in flight, and who is killed."""
+
+    model: str = flag(
+        "--model", default="95m", help=f"{' or '.join(models.SHAPES)}, made on the spot, or the folder of a checkpoint"
+    )
+    checkpoints: str = flag("--checkpoints", default="", help="where they are made [cache folder/minisgl]")
+    threads: int = flag("--threads", default=0, parse=at_least(1), help="CPU threads of each engine [the server's own]")
+    peers: int = flag(
+        "--peers", default=1, parse=at_least(1), choices=(1, 2), help="engines; of two one dies with its supervisor"
+    )
+    lease_s: float = flag("--lease", default=1.0, parse=seconds, help="seconds, as the server gets it")
+    requests: int = flag("--requests", default=100, parse=at_least(1), help="streams in flight")
+    inputs: Span = flag(  # noqa: RUF009  # a Span is frozen
+        "--input-len", default=Span(32, 256), parse=span, help="tokens of their prompts, MIN-MAX"
+    )
+    output_tokens: int = flag(
+        "--output-len", default=512, parse=at_least(2), help="tokens of each answer; all must run when the last begins"
+    )
+    runs: int = flag("--runs", default=3, parse=at_least(1), help="runs, each with a server of its own")
+    seed: int = flag("--seed", default=0, parse=at_least(0), help="of lengths and prompts")
+    output: str = flag("--output", default="", help="file for the set-up and all runs, as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame of a stream."""
+
+    came_s: float
+    entry_id: str
+    """What its event has in the history; empty where the event makes more frames after this one."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The time between two frames, by the clock of the arrivals."""
+
+    began_s: float
+    ended_s: float
+    length_s: float
+    """Less than that where tokens came in between that had nothing to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What the history of a request says of the engine that went on with it. Redis' clock."""
+
+    taken_over_ms: int
+    next_token_ms: int
+    tokens_before: int
+    tokens_again: int
+    """Of prompt and output, that had to be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFigures:
+    """One stream. Times are from the kill on, in seconds, or lengths."""
+
+    uid: str
+    pause_s: float
+    pause_began_s: float
+    later_pause_s: float
+    """The longest since it went on."""
+    ended_s: float
+    taken_over_s: float | None
+    resumed: Resumed | None
+    """None: it was on the engine that lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One kill. Times are from the kill on, in seconds, or lengths; None where there is no such thing."""
+
+    streams: Sequence[StreamFigures]
+    lease_s: float
+    """What the goal grants for the lease: nothing where the supervisor gives it back."""
+    ready_s: float | None
+    """Until the new engine was ready; None where another takes over, which is ready."""
+    freed_s: float
+    """Until the lease of the dead was gone."""
+    owner_s: float
+    """Until its slot had a new owner."""
+    noticed_s: float | None
+    """Until the supervisor said that it had died."""
+    load_s: float | None
+    """Of the start, what loading the model took, by the engine's own account."""
+    alone_tokens_per_s: float
+    """How fast the engine computes a prompt while it has nothing else to do."""
+    problems: Sequence[str]
+    """Requests that did not get exactly their tokens, once."""
+
+    @property
+    def start_s(self) -> float:
+        """What the goal grants for the start."""
+        return self.ready_s or 0.0
+
+    @property
+    def hit(self) -> list[tuple[StreamFigures, Resumed]]:
+        """The streams of the engine that died."""
+        return [(one, one.resumed) for one in self.streams if one.resumed is not None]
+
+    @property
+    def longest_pause_s(self) -> float:
+        return max(one.pause_s for one, _ in self.hit)
+
+    @property
+    def median_pause_s(self) -> float:
+        return statistics.median(one.pause_s for one, _ in self.hit)
+
+    @property
+    def longest_other_pause_s(self) -> float | None:
+        """Of the streams whose engine lives, and computes what the other had as well."""
+        return max((one.pause_s for one in self.streams if one.resumed is None), default=None)
+
+    @property
+    def later_pause_s(self) -> float:
+        """The longest of any stream since it went on: what the kill is not the reason of."""
+        return max(one.later_pause_s for one in self.streams)
+
+    @property
+    def taken_over_s(self) -> float:
+        """Until the new engine began with what was in flight."""
+        return min(one.taken_over_s for one, _ in self.hit if one.taken_over_s is not None)
+
+    def prefill_for_s(self, resumed: Resumed) -> float:
+        """Return how long a stream waited for its next token once the engine had begun: all are computed again."""
+        return (resumed.next_token_ms - min(again.taken_over_ms for _, again in self.hit)) / 1000
+
+    @property
+    def prefill_s(self) -> float:
+        """Until the last of them had its next token."""
+        return max(self.prefill_for_s(again) for _, again in self.hit)
+
+    @property
+    def tokens_again(self) -> int:
+        return sum(again.tokens_again for _, again in self.hit)
+
+    @property
+    def alone_s(self) -> float:
+        """What these tokens would take if nothing ran beside them."""
+        return self.tokens_again / self.alone_tokens_per_s
+
+    def allowed_for_s(self, resumed: Resumed) -> float:
+        """Return how long the pause of such a stream may be."""
+        return self.lease_s + self.start_s + self.prefill_for_s(resumed) + SLACK_S
+
+    @property
+    def worst(self) -> tuple[StreamFigures, Resumed]:
+        """The stream that is furthest beyond what its pause may be, or nearest to it."""
+        return max(self.hit, key=lambda one: one[0].pause_s - self.allowed_for_s(one[1]))
+
+    @property
+    def allowed_s(self) -> float:
+        return self.allowed_for_s(self.worst[1])
+
+    @property
+    def beyond_s(self) -> float:
+        """By how much its pause is longer than it may be; below 0 where it is not."""
+        return self.worst[0].pause_s - self.allowed_s
+
+
+FIGURES: Final[Mapping[str, str]] = {
+    "longest_pause_s": "longest pause",
+    "median_pause_s": "median pause",
+    "longest_other_pause_s": "longest pause of the others",
+    "later_pause_s": "longest pause later on",
+    "noticed_s": "kill to: supervisor notices",
+    "freed_s": "kill to: lease is free",
+    "owner_s": "kill to: slot has an owner",
+    "ready_s": "kill to: engine is ready",
+    "load_s": "  of it loading the model",
+    "taken_over_s": "kill to: first is taken over",
+    "prefill_s": "from there to the last's token",
+    "alone_s": "  these tokens, computed alone",
+    "allowed_s": "allowed (worst stream)",
+    "beyond_s": "beyond that",
+}
+"""What is printed of a run, in seconds."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Measure; return the exit code.
+
+    Raises:
+        ConfigError: The flags or the checkpoint cannot work.
+        SideFailed: The server did not start or did not come back, a stream ended before the kill, or it hit nobody.
+    """
+    (config,) = parse_flags("bench recovery", (RecoveryConfig,), arguments, environment, about=ABOUT)
+    report.check_can_write("--output", config.output)
+    folder = compare.checkpoint(CompareConfig(model=config.model, checkpoints=config.checkpoints), environment)
+    prompts = Prompts(folder)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
+    runs = []
+    with Console(stderr=True).status("", refresh_per_second=1) as status:
+        for number in range(1, config.runs + 1):
+            status.update(f"run {number} of {config.runs}")
+            runs.append(measured(config, folder, prompts, number))
+            status.console.print(f"run {number}: {runs[-1].longest_pause_s:.2f} s", highlight=False)
+    print(f"{folder.name} on {report.cpu_model()}, {report.num_cores()} cores: {config.requests} streams of")
+    whose = "of 1 engine" if config.peers == 1 else "of 2 engines, of which one is killed with its supervisor"
+    print(f"{config.inputs} tokens in and {config.output_tokens} out {whose}; lease {config.lease_s:g} s\n")
+    print(table(runs))
+    print(f"\n{verdict(runs)}")
+    print("'Computed alone' is at the speed of a prompt that nothing runs beside, measured before the kill; here those")
+    print("that have their next token run on beside the prefill of the others.")
+    if config.output:
+        document = {
+            "setup": report.setup(("minisgl", "bench", "recovery", *arguments), PACKAGES),
+            "options": {**dataclasses.asdict(config), "inputs": str(config.inputs)},
+            "checkpoint": str(folder),
+            "medians": medians(runs),
+            "runs": [dataclasses.asdict(run) | figures(run) for run in runs],
+        }
+        report.write_json(Path(config.output), document)
+    problems = [problem for run in runs for problem in run.problems]
+    for problem in problems:
+        print(f"minisgl: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def drawn(config: RecoveryConfig, prompts: Prompts, run: int) -> tuple[Prompt, ...]:
+    """Return what is asked in *run*: the same lengths in every one, other words."""
+    generator = random.Random(config.seed)
+    lengths = [(config.inputs.draw(generator), config.output_tokens) for _ in range(config.requests)]
+    return prompts.drawn(random.Random(f"{config.seed}/{run}"), lengths)
+
+
+# ---------------------------------------------------------------------------------------------------- the server
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A server, and the engine of it that is killed."""
+
+    server: Served
+    redis_url: str
+    victim: Status
+    kill: Callable[[], None]
+    """Ends the engine at once, and whatever would start it again where that is to be gone too."""
+    said: Path
+    """What the server printed."""
+
+
+@contextlib.contextmanager
+def one_engine(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
+    """Run `minisgl serve`; its supervisor lives."""
+    with our_server(data, [*_model_flags(folder, config), *_thread_flags(config)]) as (ours, _):
+        redis_url = url_of(socket_of(data))
+        victim = _engines(redis_url)[0]
+        yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), data / "minisgl.log")
+
+
+@contextlib.contextmanager
+def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
+    """Run `minisgl serve`, and a second engine with a detokenizer as `minisgl stage` commands around one Redis."""
+    model, threads = _model_flags(folder, config), _thread_flags(config)
+    with contextlib.ExitStack() as stack:
+        redis_server = EmbeddedRedis(data / "redis")
+        stack.callback(redis_server.stop)
+        where = ["--redis-url", redis_server.url]
+        ours, _ = stack.enter_context(our_server(data, [*where, *model, *threads]))
+        (survivor,) = _engines(redis_server.url)
+        stack.enter_context(_stage(DETOKENIZE, data, [*where, *model]))
+        supervisor = stack.enter_context(_stage(GENERATE, data, [*where, *model, *threads]))
+        victim = _second_engine(redis_server.url, survivor, supervisor, data)
+
+        def kill() -> None:
+            supervisor.kill()  # first, or it would start another
+            with contextlib.suppress(ProcessLookupError):  # it dies with its supervisor
+                os.kill(victim.pid, signal.SIGKILL)
+
+        yield Deployment(ours, redis_server.url, victim, kill, data / "minisgl.log")
+
+
+def _model_flags(folder: Path, config: RecoveryConfig) -> list[str]:
+    return ["--model", str(folder), "--lease", f"{config.lease_s:g}"]
+
+
+def _thread_flags(config: RecoveryConfig) -> list[str]:
+    return ["--threads", str(config.threads)] if config.threads else []
+
+
+@contextlib.contextmanager
+def _stage(stage: str, data: Path, flags: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `minisgl stage STAGE` until the block ends; its worker ends with it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
+    command = [sys.executable, str(ROOT / "minisgl.py"), "stage", stage, *flags]
+    with _said_by(data, stage).open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=kept)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _said_by(data: Path, stage: str) -> Path:
+    return data / f"{stage}.log"
+
+
+def _engines(redis_url: str) -> list[Status]:
+    """Return the engines that are ready and have a detokenizer that is, too."""
+    with contextlib.closing(RedisLog(redis_url, Names())) as log:
+        heard = {one.slot.partition("-")[2] for one in read_statuses(log, DETOKENIZE) if one.phase == "ready"}
+        ready = [one for one in read_statuses(log, GENERATE) if one.phase == "ready" and one.owner]
+    return [one for one in ready if one.slot.partition("-")[2] in heard]
+
+
+def _second_engine(redis_url: str, first: Status, command: subprocess.Popen[bytes], data: Path) -> Status:
+    """Wait for the engine that *command* brings.
+
+    Raises:
+        SideFailed: It does not come.
+    """
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        others = [one for one in _engines(redis_url) if one.pid != first.pid]
+        if others:
+            return others[0]
+        if command.poll() is not None or time.monotonic() > deadline_s:
+            last = _said_by(data, GENERATE).read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+            raise SideFailed(f"minisgl stage generate did not get ready; the last it said: {last[0]}")
+        time.sleep(STATUS_POLL_S)
+
+
+# ----------------------------------------------------------------------------------------------------- the streams
+
+
+@dataclass(slots=True)
+class Stream:
+    """One client, while it is answered."""
+
+    prompt: Prompt
+    sent_s: float = 0.0
+    uid: str = ""
+    arrivals: list[Arrival] = field(default_factory=list)
+    error: str = ""
+    begun: bool = False
+    """It has text."""
+
+    def came(self, data: bytes) -> None:
+        """Note a piece. It is read as JSON only until there is text: the client shares its cores with the server."""
+        self.arrivals.append((time.perf_counter(), data))
+        if not self.begun:
+            self.begun = any(_text_of(frame.data) for frame in frames(self.arrivals))
+
+
+def _text_of(chunk: bytes) -> str:
+    if not chunk.startswith(b"{"):
+        return ""
+    choices = orjson.loads(chunk).get("choices") or [{}]
+    return str(choices[0].get("delta", {}).get("content") or "")
+
+
+async def _listen(session: aiohttp.ClientSession, url: str, stream: Stream, after_each: Callable[[], None]) -> None:
+    body = Form(CHAT_PROMPT, "default").body(
+        [{"role": "user", "content": stream.prompt.text}], stream.prompt.output_tokens, stream=True
+    )
+    stream.sent_s = time.perf_counter()
+    try:
+        async with session.post(url + PATHS[CHAT_PROMPT], data=body) as response:
+            if response.status != 200:
+                stream.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+                return
+            stream.uid = response.headers["x-minisgl-uid"]
+            while data := await response.content.readany():
+                stream.came(data)
+                after_each()
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        stream.error = f"the connection broke: {error or type(error).__name__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What Redis showed of the slot, in seconds from the kill on."""
+
+    freed_s: float
+    owner_s: float
+    ready_s: float | None
+    """None: nobody was to come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """When it was, on both clocks, and what came of it."""
+
+    at_s: float
+    """`time.perf_counter`, as the arrivals."""
+    at_ms: float
+    """Wall clock, as Redis' and the log's."""
+    watched: Watched
+
+
+def measured(config: RecoveryConfig, folder: Path, prompts: Prompts, run: int) -> Recovery:
+    """Start a server, kill its engine under streams, and return what came of it.
+
+    Raises:
+        SideFailed: It did not start or did not come back, a stream ended before the kill, or the kill hit nobody.
+    """
+    started = one_engine if config.peers == 1 else two_engines
+    with (
+        tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True) as data,
+        started(folder, config, Path(data)) as server,
+    ):
+        alone_tokens_per_s = _speed_alone(server, prompts, random.Random(f"{config.seed}/{run}/alone"))
+        streams = [Stream(prompt) for prompt in drawn(config, prompts, run)]
+        killed = asyncio.run(_killed_under(server, streams, comes_back=config.peers == 1))
+        with contextlib.closing(RedisLog(server.redis_url, Names())) as log:
+            histories = log.histories([stream.uid for stream in streams])
+        noticed_s, load_s = said_since(server.said, killed.at_ms, server.victim.slot)
+    recovery = Recovery(
+        streams=_figures_of(streams, histories, killed),
+        lease_s=0.0 if config.peers == 1 else config.lease_s,
+        ready_s=killed.watched.ready_s,
+        freed_s=killed.watched.freed_s,
+        owner_s=killed.watched.owner_s,
+        noticed_s=noticed_s,
+        load_s=load_s,
+        alone_tokens_per_s=alone_tokens_per_s,
+        problems=_problems(streams, histories),
+    )
+    must_have_hit(recovery)
+    return recovery
+
+
+def _speed_alone(server: Deployment, prompts: Prompts, generator: random.Random) -> float:
+    """Return how many tokens of a prompt the engine computes a second while nothing else is asked."""
+    count = min(PROBE_TOKENS, server.victim.context // 2)
+    for _ in range(2):  # the first is to warm up
+        (one,) = server.server.measure(Workload(prompts.drawn(generator, [(count, 1)]), 1))
+    return count * 1000 / report.ttft_ms(one.answer)
+
+
+async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_back: bool) -> Killed:
+    """Send everything; once all streams have begun, kill, and watch; return when all streams have ended."""
+    begun = asyncio.Event()
+
+    def look() -> None:
+        if not begun.is_set() and all(stream.begun for stream in streams):
+            begun.set()
+
+    headers = {"content-type": "application/json"}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
+        tasks = [asyncio.create_task(_listen(session, server.server.url, stream, look)) for stream in streams]
+        all_begun = asyncio.create_task(begun.wait())
+        await asyncio.wait([all_begun, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        if any(task.done() for task in tasks):
+            for task in (all_begun, *tasks):
+                task.cancel()
+            why = next((stream.error for stream in streams if stream.error), "")
+            raise SideFailed(f"a stream ended before all had begun: {why or 'pass a larger --output-len'}")
+        at_s, at_ms = time.perf_counter(), time.time() * 1000
+        server.kill()
+        watched = await asyncio.to_thread(watch, server, at_s, comes_back=comes_back)
+        await asyncio.gather(*tasks)
+    return Killed(at_s, at_ms, watched)
+
+
+def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> Watched:
+    """Look into Redis until the slot of the dead has a new owner, and an engine that is ready where one *comes_back*.
+
+    Raises:
+        SideFailed: That does not happen.
+    """
+    names, victim = Names(), server.victim
+    keys = [names.lease(victim.slot), names.owner(victim.slot), names.status(victim.slot)]
+    freed_s = owner_s = ready_s = None
+    with redis.Redis.from_url(server.redis_url, protocol=2, decode_responses=True) as client:
+        while owner_s is None or (comes_back and ready_s is None):
+            found: Any = client.mget(keys)
+            now_s = time.perf_counter() - killed_s
+            lease, owner, said = found
+            if freed_s is None and lease != victim.owner:
+                freed_s = now_s
+            if owner_s is None and owner != victim.owner:
+                owner_s = now_s
+            status = parse_status(said) if said else victim
+            if status.pid != victim.pid and status.phase == "ready" and status.owner:
+                ready_s = now_s
+            if now_s > READY_TIMEOUT_S:
+                raise SideFailed(f"{now_s:.0f} s after the kill nobody serves {victim.slot}; see {server.said}")
+            time.sleep(POLL_S)
+    return Watched(owner_s if freed_s is None else freed_s, owner_s, ready_s)
+
+
+# ------------------------------------------------------------------------------------------------------ the figures
+
+
+def frames(arrivals: Sequence[Arrival]) -> list[Frame]:
+    """Return all frames, each with the time of the piece that ended its last line."""
+    found = []
+    rest, entry_id = b"", ""
+    for came_s, piece in arrivals:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"id":
+                entry_id = value.strip().decode()
+            elif name == b"data":
+                found.append(Frame(came_s, entry_id, value.strip()))
+                entry_id = ""
+    return found
+
+
+def token_times_ms(history: Sequence[Entry]) -> dict[int, int]:
+    """Return when each token was committed, and as one more the end: n -> Redis' clock."""
+    times: dict[int, int] = {}
+    for entry in history:
+        match decode(entry.fields):
+            case TokensProduced(ms=ms):
+                times[parse_id(entry.id)[0]] = ms
+            case Finished(n=n, ms=ms):
+                times[n + 1] = ms
+            case _:
+                pass
+    return times
+
+
+def pauses_of(frames: Sequence[Frame], times_ms: Mapping[int, int]) -> list[Pause]:
+    """Return the times between the frames.
+
+    A character may be many tokens long, and those before its last one make no frame. Of the time between two frames
+    only the longest between two tokens is a pause; what the other tokens took is not.
+    """
+    last = max(times_ms, default=0)
+    numbered = [
+        (frame.came_s, last if frame.entry_id == SEAL else parse_id(frame.entry_id)[0])
+        for frame in frames
+        if frame.entry_id
+    ]
+    found = []
+    for (before_s, before), (after_s, after) in pairwise(numbered):
+        times = [times_ms[n] for n in range(before, after + 1) if n in times_ms]
+        steps_ms = [later - earlier for earlier, later in pairwise(times)]
+        silent_s = (sum(steps_ms) - max(steps_ms, default=0)) / 1000
+        found.append(Pause(before_s, after_s, max(after_s - before_s - silent_s, 0.0)))
+    return found
+
+
+def longest_pause(pauses: Sequence[Pause], killed_s: float, resumed_s: float = math.inf) -> Pause | None:
+    """Return the longest pause around the kill; None where there is none.
+
+    It ended after the kill and began before the stream went on: what comes later has other reasons.
+    """
+    around = [pause for pause in pauses if pause.ended_s > killed_s and pause.began_s < resumed_s]
+    return max(around, key=lambda pause: pause.length_s, default=None)
+
+
+def longest_later_s(pauses: Sequence[Pause], resumed_s: float) -> float:
+    """Return the longest pause of a stream that has gone on; 0 where there is none."""
+    return max((pause.length_s for pause in pauses if pause.began_s >= resumed_s), default=0.0)
+
+
+def resumed(history: Sequence[Entry], killed_ms: float) -> Resumed | None:
+    """Return how a request went on that was taken over after the kill; None where that did not happen."""
+    prompt_tokens, n, taken_over_ms = 0, 0, None
+    for entry in history:
+        match decode(entry.fields):
+            case Tokenized(token_ids=ids):
+                prompt_tokens = len(ids)
+            case TakenOver(ms=ms) if ms > killed_ms and taken_over_ms is None:
+                taken_over_ms = ms
+            case TokensProduced(ms=ms, count=count):
+                if taken_over_ms is not None:
+                    return Resumed(taken_over_ms, ms, n, prompt_tokens + n)
+                n += count
+            case _:
+                pass
+    return None
+
+
+def _figures_of(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]], killed: Killed) -> list[StreamFigures]:
+    again = [resumed(history, killed.at_ms) for history in histories]
+    last_ms = max((one.next_token_ms for one in again if one is not None), default=math.inf)
+    found = []
+    for stream, history, one in zip(streams, histories, again, strict=True):
+        pauses = pauses_of(frames(stream.arrivals), token_times_ms(history))
+        resumed_s = killed.at_s + ((one.next_token_ms if one else last_ms) - killed.at_ms) / 1000
+        pause = longest_pause(pauses, killed.at_s, resumed_s) or Pause(killed.at_s, killed.at_s, 0.0)
+        found.append(
+            StreamFigures(
+                uid=stream.uid,
+                pause_s=pause.length_s,
+                pause_began_s=pause.began_s - killed.at_s,
+                later_pause_s=longest_later_s(pauses, resumed_s),
+                ended_s=stream.arrivals[-1][0] - killed.at_s if stream.arrivals else 0.0,
+                taken_over_s=(one.taken_over_ms - killed.at_ms) / 1000 if one else None,
+                resumed=one,
+            )
+        )
+    return found
+
+
+def _problems(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]]) -> list[str]:
+    said = []
+    for stream, history in zip(streams, histories, strict=True):
+        wrong = stream.error or what_is_wrong(stream.arrivals, history, stream.prompt.output_tokens)
+        if wrong:
+            said.append(f"request {stream.uid}: {wrong}")
+    return said
+
+
+def what_is_wrong(arrivals: Sequence[Arrival], history: Sequence[Entry], output_tokens: int) -> str:
+    """Return in what an answer is not exactly *output_tokens* tokens, once, for its client and in its history."""
+    answer = read_stream(0.0, arrivals)
+    if answer.error:
+        return answer.error
+    chunks = [frame.data for frame in frames(arrivals)]
+    num_done = chunks.count(b"[DONE]")
+    choices = [choice for chunk in chunks if chunk != b"[DONE]" for choice in orjson.loads(chunk).get("choices") or ()]
+    num_ends = sum(choice.get("finish_reason") is not None for choice in choices)
+    if (num_ends, num_done) != (1, 1):
+        return f"{num_ends} last chunks and {num_done} [DONE], expected one of each"
+    if answer.output_tokens != output_tokens:
+        return f"its usage says {answer.output_tokens} tokens, {output_tokens} were asked"
+    try:
+        text = _text_told(history, output_tokens)
+    except UndecodableEvent as error:
+        return str(error)
+    if len(answer.text) != len(text):
+        return f"its client read {len(answer.text)} characters, its history has {len(text)}"
+    return "" if answer.text == text else "its client read another text than its history has"
+
+
+def _text_told(history: Sequence[Entry], output_tokens: int) -> str:
+    """Return the text of a history.
+
+    Raises:
+        UndecodableEvent: A token is missing or there twice, or it did not finish with *output_tokens* of them.
+    """
+    n, texts, last = 0, [], "nothing"
+    for entry in history:
+        event = decode(entry.fields)
+        last = event.kind
+        if isinstance(event, TokensProduced):
+            if parse_id(entry.id) != (n + event.count, 0) or event.count != len(event.tokens):
+                raise UndecodableEvent(f"after {n} tokens comes {entry.id} with {len(event.tokens)}")
+            n += event.count
+            texts.append(event.text)
+        elif isinstance(event, Finished) and (entry.id, event.n, n) != (SEAL, output_tokens, output_tokens):
+            raise UndecodableEvent(f"its history ends at {entry.id} with {n} tokens and says {event.n}")
+    if last != "finished":
+        raise UndecodableEvent(f"its history ends with {last}, expected finished")
+    return "".join(texts)
+
+
+def said_since(said: Path, killed_ms: float, slot: str) -> tuple[float | None, float | None]:
+    """Return when the supervisor said that *slot* had died, in seconds from the kill on, and how long a load took."""
+    noticed_s = load_s = None
+    for line in said.read_text(errors="replace").splitlines():
+        with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+            told = orjson.loads(line)
+            since_s = datetime.fromisoformat(told["timestamp"]).timestamp() - killed_ms / 1000
+            if since_s >= 0 and told["event"] == "worker_died" and told["worker"] == slot and noticed_s is None:
+                noticed_s = since_s
+            if since_s >= 0 and told["event"] == "engine_loaded" and load_s is None:
+                load_s = float(told["seconds"])
+    return noticed_s, load_s
+
+
+def must_have_hit(recovery: Recovery) -> None:
+    """Refuse a run that says nothing.
+
+    Raises:
+        SideFailed: No stream was taken over.
+    """
+    if not recovery.hit:
+        wrong = f"; {recovery.problems[0]}" if recovery.problems else ""
+        raise SideFailed(f"the engine was killed, and nothing was taken over: no stream was its own{wrong}")
+
+
+def figures(run: Recovery) -> dict[str, Any]:
+    """Return what follows from a run."""
+    names = (*FIGURES, "start_s", "tokens_again")
+    return {name: getattr(run, name) for name in names}
+
+
+def medians(runs: Sequence[Recovery]) -> dict[str, float | None]:
+    """Return the median of each figure; None where a run has none."""
+    columns = {name: [figures(run)[name] for run in runs] for name in figures(runs[0])}
+    return {name: None if None in values else statistics.median(values) for name, values in columns.items()}
+
+
+def table(runs: Sequence[Recovery]) -> str:
+    """Return the figures for people: a line each, a column for each run and one for the medians."""
+    middle = medians(runs)
+    rows = [("s", *(f"run {number}" for number in range(1, len(runs) + 1)), "median")]
+    for name, title in FIGURES.items():
+        values = [*(getattr(run, name) for run in runs), middle[name]]
+        if any(value is not None for value in values):
+            rows.append((title, *("-" if value is None else f"{value:.2f}" for value in values)))
+    again = [*(run.tokens_again for run in runs), middle["tokens_again"]]
+    rows.append(("tokens computed again", *(f"{value:,.0f}" for value in again)))
+    return report.aligned(rows)
+
+
+def verdict(runs: Sequence[Recovery]) -> str:
+    """Return in one line whether the goal holds, in the run in the middle; of two, in the worse one."""
+    run = sorted(runs, key=lambda one: one.beyond_s)[len(runs) // 2]
+    stream, again = run.worst
+    prefill_s = run.prefill_for_s(again)
+    parts = f"lease {run.lease_s:.2f} + start {run.start_s:.2f} + prefill {prefill_s:.2f} + {SLACK_S:.2f} s"
+    if run.beyond_s <= 0:
+        outcome = f"met, {-run.beyond_s:.2f} s to spare"
+    else:
+        outcome = f"missed by {run.beyond_s:.2f} s"
+    return f"goal: a pause of at most {parts} = {run.allowed_s:.2f} s; it was {stream.pause_s:.2f} s: {outcome}"
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

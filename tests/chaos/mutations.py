@@ -1,0 +1,282 @@
+"""Ways to break a promise of the log: patches to commits and to who calls them, and the tests that must notice each.
+
+A patch is text that must occur exactly once, so that a change of the code shows at once that its mutation is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+COMMITS: Final = "pipeline/commits"
+CONTRACT: Final = "tests/pipeline/test_log_contract.py::"
+REDIS: Final = "tests/pipeline/test_redis_log.py::"
+MACHINE: Final = (
+    "tests/pipeline/test_commit_machine.py"
+    "::test_whatever_workers_do_every_request_ends_once_and_as_the_model_says[{server}]"
+)
+"""Random stories beside a model, with a fixed seed here."""
+ZOMBIE: Final = (
+    "tests/pipeline/test_commit_machine.py"
+    "::test_a_zombie_that_writes_between_the_fold_and_the_next_step_breaks_no_chain[{server}]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One change that must not go unnoticed."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    """Tests each of which must fail; `{server}` is the Redis that is there."""
+
+
+def contract(test: str) -> str:
+    return f"{CONTRACT}{test}[{{server}}]"
+
+
+FENCE: Final = "if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end\n"
+"""How the commits begin that only an owner may do."""
+
+MUTATIONS: Final = (
+    # the fence
+    Mutation(
+        "a step of who lost its slot is appended",
+        f"{COMMITS}/step.lua",
+        FENCE,
+        "",
+        (contract("test_a_step_is_fenced"), ZOMBIE, MACHINE),
+    ),
+    Mutation(
+        "a detokenizer that lost its slot writes to histories",
+        f"{COMMITS}/produced.lua",
+        FENCE,
+        "",
+        (contract("test_produced_is_fenced"), MACHINE),
+    ),
+    Mutation(
+        "an engine that lost its slot takes requests",
+        f"{COMMITS}/take.lua",
+        FENCE,
+        "",
+        (contract("test_take_is_fenced_and_leaves_the_entries_to_the_next_owner"), MACHINE),
+    ),
+    Mutation(
+        "an engine reads before it is known whether it may",
+        f"{COMMITS}/take.lua",
+        """if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
+local entries = {}
+if tonumber(ARGV[3]) > 0 then
+  local reply = redis.call('XREADGROUP', 'GROUP', 'generate', ARGV[2], 'COUNT', ARGV[3], 'STREAMS', KEYS[2], '>')
+  if reply then entries = reply[1][2] end
+end
+""",
+        """local entries = {}
+if tonumber(ARGV[3]) > 0 then
+  local reply = redis.call('XREADGROUP', 'GROUP', 'generate', ARGV[2], 'COUNT', ARGV[3], 'STREAMS', KEYS[2], '>')
+  if reply then entries = reply[1][2] end
+end
+if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
+""",
+        (contract("test_take_is_fenced_and_leaves_the_entries_to_the_next_owner"), MACHINE),
+    ),
+    Mutation(
+        "who lost its slot claims",
+        f"{COMMITS}/claim.lua",
+        FENCE,
+        "",
+        (contract("test_claim_is_fenced"), contract("test_who_lost_the_own_slot_claims_nothing_as_a_guest"), MACHINE),
+    ),
+    Mutation(
+        "a guest that lost the slot claims what its worker has in hand",
+        f"{COMMITS}/claim.lua",
+        "elseif fenced(KEYS[3], ARGV[6]) then\n  return {}\n",
+        "",
+        (contract("test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it"), MACHINE),
+    ),
+    Mutation(
+        "a claim takes from the living",
+        f"{COMMITS}/claim.lua",
+        "  if redis.call('EXISTS', KEYS[2]) == 1 then return {} end\n",
+        "",
+        (contract("test_claim_takes_from_slots_without_a_lease_only"), MACHINE),
+    ),
+    # acknowledged once, where the work is committed
+    Mutation(
+        "an entry counts that nobody has read",
+        f"{COMMITS}/tokenized.lua",
+        "if redis.call('XACK', KEYS[1], 'tokenize', ARGV[1]) == 0 then return 'LOST' end\n",
+        "redis.call('XACK', KEYS[1], 'tokenize', ARGV[1])\n",
+        (contract("test_tokenized_of_an_entry_that_nobody_read_is_lost_and_the_entry_stays"),),
+    ),
+    Mutation(
+        "a tokenized request is acknowledged outside of the script, or never",
+        f"{COMMITS}/tokenized.lua",
+        """if redis.call('XACK', KEYS[1], 'tokenize', ARGV[1]) == 0 then return 'LOST' end
+redis.call('XDEL', KEYS[1], ARGV[1])
+""",
+        "",
+        (contract("test_tokenized_consumes_its_entry"), MACHINE),
+    ),
+    Mutation(
+        "a step is said again to the clients when it is committed again",
+        f"{COMMITS}/produced.lua",
+        "if redis.call('XACK', KEYS[2], 'detokenize', ARGV[2]) == 0 then return 'LOST' end\n",
+        "redis.call('XACK', KEYS[2], 'detokenize', ARGV[2])\n",
+        (contract("test_a_repeated_produced_is_lost_and_changes_nothing"), MACHINE),
+    ),
+    Mutation(
+        "a request that ended stays in `tokenized`",
+        f"{COMMITS}/step.lua",
+        "  redis.call('XDEL', KEYS[4], ARGV[i])\n",
+        "",
+        (contract("test_a_step_deletes_the_entries_that_ended"), MACHINE),
+    ),
+    # explicit ids
+    Mutation(
+        "steps have the ids of a clock",
+        f"{COMMITS}/step.lua",
+        "redis.pcall('XADD', KEYS[3], ARGV[3], 'ms'",
+        "redis.pcall('XADD', KEYS[3], '*', 'ms'",
+        (contract("test_a_step_reads_as_it_was_said_under_epoch_and_number"), MACHINE),
+    ),
+    Mutation(
+        "a step that is there already is appended again",
+        f"{COMMITS}/step.lua",
+        "if type(added) == 'table' and not string.find(added.err, 'equal or smaller', 1, true) then return added end\n",
+        """if type(added) == 'table' then
+  redis.call('XADD', KEYS[3], '*', 'ms', now_ms(), unpack(slice(ARGV, first, #ARGV)))
+end
+""",
+        (contract("test_a_retried_step_leaves_one_entry_and_answers_the_same"), MACHINE),
+    ),
+    Mutation(
+        "a step that is there already is an error",
+        f"{COMMITS}/step.lua",
+        "if type(added) == 'table' and not string.find(added.err, 'equal or smaller', 1, true) then return added end\n",
+        "if type(added) == 'table' then return added end\n",
+        (MACHINE,),
+    ),
+    Mutation(
+        "tokens have the ids of a clock in a history",
+        f"{COMMITS}/produced.lua",
+        "if append(history, id, slice(",
+        "if append(history, id == SEAL and id or '*', slice(",
+        (contract("test_produced_writes_histories_and_consumes_the_step"), MACHINE),
+    ),
+    Mutation(
+        "a row that is refused loses those after it",
+        f"{COMMITS}/lib.lua",
+        "redis.pcall('XADD', history",
+        "redis.call('XADD', history",
+        (MACHINE,),
+    ),
+    Mutation(
+        "a history that is gone begins anew",
+        f"{COMMITS}/lib.lua",
+        "'XADD', history, 'NOMKSTREAM', id",
+        "'XADD', history, id",
+        (contract("test_end_of_an_unknown_request_makes_no_history"), MACHINE),
+    ),
+    # the end, once
+    Mutation(
+        "a second end is said, too",
+        f"{COMMITS}/end.lua",
+        "if not append(KEYS[2], SEAL, fields, now) then return 'ENDED' end\n",
+        "append(KEYS[2], SEAL, fields, now)\n",
+        (
+            contract("test_the_first_seal_wins"),
+            contract("test_end_tells_frontend_and_engines_and_clears_live"),
+            MACHINE,
+        ),
+    ),
+    Mutation(
+        "who ended lives on",
+        f"{COMMITS}/end.lua",
+        "redis.call('ZREM', KEYS[1], ARGV[1])\n",
+        "",
+        (contract("test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
+    ),
+    Mutation(
+        "engines are not told who ended",
+        f"{COMMITS}/end.lua",
+        "redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', ARGV[1])\n",
+        "",
+        (contract("test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
+    ),
+    # slots
+    Mutation(
+        "two owners of a slot have one epoch",
+        f"{COMMITS}/acquire.lua",
+        "'^%d+')) + 1\n",
+        "'^%d+'))\n",
+        (contract("test_acquire_gives_rising_epochs_and_refuses_a_held_slot"), MACHINE),
+    ),
+    Mutation(
+        "a slot that somebody holds is given away",
+        f"{COMMITS}/acquire.lua",
+        "  if is_guest(ARGV[1]) or not is_guest(nonce) then return 0 end\n",
+        "",
+        (contract("test_acquire_gives_rising_epochs_and_refuses_a_held_slot"), MACHINE),
+    ),
+    Mutation(
+        "who lost a slot takes its lease back",
+        f"{COMMITS}/renew.lua",
+        "if fenced(KEYS[2], ARGV[1]) then return 0 end\n",
+        "",
+        (contract("test_renew_after_the_acquire_of_another_is_refused"), MACHINE),
+    ),
+    Mutation(
+        "anybody gives a lease back",
+        f"{COMMITS}/release.lua",
+        "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end\n",
+        "",
+        (contract("test_release_is_the_owners_alone"), MACHINE),
+    ),
+    # nothing is lost, nothing is left
+    Mutation(
+        "a group does not read what was appended before it",
+        f"{COMMITS}/prepare.lua",
+        "ARGV[1], '0', 'MKSTREAM'",
+        "ARGV[1], '$', 'MKSTREAM'",
+        (contract("test_a_group_created_after_the_first_append_reads_it"), MACHINE),
+    ),
+    Mutation(
+        "a history is kept for ever",
+        f"{COMMITS}/submit.lua",
+        "redis.call('PEXPIREAT', KEYS[1], gone)\n",
+        "",
+        (f"{REDIS}test_every_key_has_a_time_to_live_but_the_lasting_ones[{{server}}]", MACHINE),
+    ),
+    Mutation(
+        "a request is submitted twice",
+        f"{COMMITS}/submit.lua",
+        "if redis.call('EXISTS', KEYS[1]) == 1 then return { 'DUPLICATE', ARGV[1] } end\n",
+        "",
+        (MACHINE,),
+    ),
+    Mutation(
+        "a take whose reply was lost is done again",
+        "pipeline/redis_log.py",
+        "calls.take(self.names, owner, max_entries, control_cursor), retry=False)",
+        "calls.take(self.names, owner, max_entries, control_cursor))",
+        (f"{REDIS}test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending[{{server}}]",),
+    ),
+    Mutation(
+        "a worker does not begin with what its slot has read before",
+        "pipeline/worker.py",
+        "self._own: list[Entry] | None = None  # None: to be looked up",
+        "self._own: list[Entry] | None = []",
+        ("tests/pipeline/test_worker.py::test_what_the_slot_had_read_before_comes_first_and_one_by_one[memory]",),
+    ),
+    Mutation(
+        "an engine goes on with its predecessor's requests before that one's last steps are in the histories",
+        "stages/generate/courier.py",
+        "while entries and self._log.backlog(",
+        "while False and self._log.backlog(",
+        ("tests/stages/generate/test_worker.py::test_an_engine_waits_for_the_steps_of_its_predecessor[memory]",),
+    ),
+)

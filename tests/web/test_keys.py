@@ -1,0 +1,640 @@
+"""API keys and what each may send: the flags, the file of limits, the answers, the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import hypercorn.asyncio
+import hypercorn.config
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+from quart import Response
+from redis_servers import command
+from stand_in_stages import MODELS, StandIn
+from structlog.testing import capture_logs
+from web_site import CHAT, Site, chat, error_of, site, until
+
+import web.routes.cache
+from pipeline.errors import ConfigError
+from pipeline.events import Cancelled, SamplingParams, Submitted
+from pipeline.log import Quota
+from pipeline.names import Names
+from web.keys import Keys, hash_of, read_keys
+from web.listener import open_listener
+from web.pace import LONGEST_S, Pace
+from web.ready import Limits
+
+ANN, BOB = "sk-ann-0123456789", "sk-bob/+~!"
+
+
+@pytest.fixture
+def stand_in(redis_url: str) -> Iterator[StandIn]:
+    with closing(StandIn(redis_url)) as stand_in:
+        yield stand_in
+
+
+def bearer(key: str = ANN) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def keys_of(tmp_path: Path, text: str, *api_keys: str) -> Keys:
+    """Return the keys of a file that says *text*."""
+    file = tmp_path / "limits.toml"
+    file.write_text(text)
+    return read_keys(api_keys, str(file))
+
+
+def quotas(keys: Keys, *texts: str) -> list[Quota | None]:
+    return [keys.find([text]) for text in texts]
+
+
+def with_limit(**limits: int) -> Keys:
+    """Return the keys of Ann, with limits, and of Bob, without."""
+    return Keys([Quota(hash_of(ANN), **limits), Quota(hash_of(BOB))])
+
+
+# keys
+
+
+def test_a_key_is_known_and_nothing_else_is() -> None:
+    keys = read_keys([ANN, BOB, ANN], "")
+    assert quotas(keys, ANN, BOB) == [Quota(hash_of(ANN)), Quota(hash_of(BOB))]
+    for other in ("", " ", ANN[:-1], ANN + "0", ANN.upper(), "ä", "\udcff".encode("utf-8", "replace").decode()):
+        assert keys.find([other]) is None
+    assert keys.find([]) is None
+    assert keys.find(["", "x", BOB, ANN]) == Quota(hash_of(BOB))
+
+
+def test_without_keys_none_is_needed() -> None:
+    assert not read_keys((), "").are_needed and not Keys().are_needed
+    assert read_keys([ANN], "").are_needed
+
+
+def test_a_hash_is_the_same_for_every_frontend_and_says_nothing_of_the_key() -> None:
+    assert hash_of("sk-ann-0123456789") == "a8f3b8e917263221e2f59ce195767ee4"
+    assert hash_of(ANN) != hash_of(BOB)
+    assert ANN not in repr(read_keys([ANN], "").find([ANN]))
+
+
+def test_a_key_is_compared_with_all_and_never_letter_by_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[Any, Any]] = []
+    compare_digest = hmac.compare_digest
+
+    def compare(one: Any, other: Any) -> bool:
+        compared.append((one, other))
+        return compare_digest(one, other)
+
+    keys = read_keys([ANN, BOB, "third"], "")
+    monkeypatch.setattr("web.keys.hmac.compare_digest", compare)
+    for given in (ANN, "nobody"):
+        compared.clear()
+        keys.find([given])
+        assert compared == [(hash_of(key), hash_of(given)) for key in (ANN, BOB, "third")]
+
+
+@pytest.mark.parametrize("bad", ["", "two words", "tab\t", "ümlaut", "x" * 256, "line\n"])
+def test_a_key_that_is_none_is_refused_and_not_shown(bad: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_keys([ANN, bad], "")
+    message = str(caught.value)
+    assert message.startswith("--api-key: key 2 of 2 must be 1 to 255 visible ASCII")
+    assert ANN not in message and (not bad.strip() or bad not in message)
+
+
+# the file
+
+
+def test_a_file_gives_limits_to_its_keys_and_to_those_of_the_flag(tmp_path: Path) -> None:
+    text = f"""
+        [default]
+        requests_per_minute = 60
+        concurrent_requests = 4
+        [[key]]
+        key = "{ANN}"
+        requests_per_minute = 600
+        [[key]]
+        key = "third"
+    """
+    keys = keys_of(tmp_path, text, BOB, ANN)
+    assert quotas(keys, ANN, BOB, "third", "fourth") == [
+        Quota(hash_of(ANN), 600, 4),
+        Quota(hash_of(BOB), 60, 4),
+        Quota(hash_of("third"), 60, 4),
+        None,
+    ]
+
+
+def test_without_a_default_what_is_not_said_has_no_limit(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, f'[[key]]\nkey = "{ANN}"\nconcurrent_requests = 1\n', BOB)
+    assert quotas(keys, ANN, BOB) == [Quota(hash_of(ANN), 0, 1), Quota(hash_of(BOB))]
+    assert keys_of(tmp_path, "", BOB).find([BOB]) == Quota(hash_of(BOB))
+
+
+def test_a_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "l.toml").write_text(f'[[key]]\nkey = "{ANN}"\n')
+    assert read_keys((), "~/l.toml").are_needed
+
+
+KEY_LINE = f'key = "{ANN}"'
+SPOILT = [
+    ("[default]\n requests_per_minute 5", "is no TOML: at line 2, column 22"),
+    ("[default", "is no TOML: at end of document"),
+    ("= 5", "is no TOML: Invalid statement (at line 1, column 1)"),
+    (f"{KEY_LINE}\n{KEY_LINE}", "is no TOML: Cannot overwrite a value (at "),
+    (f'["{ANN}"]\n["{ANN}"]', "is no TOML: at line 2"),
+    (f'x = {{"{ANN}" = 1, "{ANN}" = 2}}', "is no TOML: at line 1"),
+    ("x = " + "9" * 5000, "is no TOML: "),
+    ("x = " + "[" * 100_000, "is no TOML: "),
+    ("keys = 1", "keys is unknown; expected [default] and [[key]]"),
+    (f'["{ANN}"]\nrequests_per_minute = 1', "a name is unknown; expected [default] and [[key]]"),
+    ("default = 1", "default is no table"),
+    ("[[default]]", "default is no table"),
+    (f"[key]\n{KEY_LINE}", "key is no table of its own; write [default] and, for each key, [[key]]"),
+    ("key = [1]", "key is no table"),
+    ("[default]\nrequests_per_second = 1", "[default]: requests_per_second is unknown; expected requests_per_minute"),
+    ("[default]\nkey = 'x'", "[default]: key is unknown"),
+    (f'[default]\n"{ANN}" = 1', "[default]: a name is unknown"),
+    (f"[[key]]\n{KEY_LINE}\nburst = 1", "[[key]] 1: burst is unknown; expected requests_per_minute and concurrent_req"),
+    (f"[[key]]\n{KEY_LINE}\n[[key]]\n", "[[key]] 2: has no key"),
+    ("[[key]]\nkey = 5", "[[key]] 1: has a bad key"),
+    ("[[key]]\nkey = ''", "[[key]] 1: has a bad key"),
+    (f"[[key]]\nkey = '{ANN} {ANN}'", '[[key]] 1: has a bad key; key = "..." must be 1 to 255 visible'),
+    (f"[[key]]\n{KEY_LINE}\n[[key]]\nkey = 'b'\n[[key]]\n{KEY_LINE}", "[[key]] 3: has the key of [[key]] 1"),
+    *(
+        (f"[[key]]\n{KEY_LINE}\n{name} = {value}", f"[[key]] 1: {name}: {seen} given, expected a whole number")
+        for name in ("requests_per_minute", "concurrent_requests")
+        for value, seen in (
+            ("0", "0"),
+            ("-1", "-1"),
+            ("1.5", "1.5"),
+            ("true", "True"),
+            ("nan", "nan"),
+            (f"'{ANN}'", "something else"),
+            ("[]", "something else"),
+        )
+    ),
+    ("[default]\nrequests_per_minute = 0", "[default]: requests_per_minute: 0 given"),
+    ("[default]\nrequests_per_minute = 1", "limits are per key, and there is none; add a [[key]] or pass --api-key"),
+    ("", "limits are per key, and there is none"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), SPOILT, ids=[str(number) for number in range(len(SPOILT))])
+def test_a_file_that_is_wrong_is_refused_in_one_line_that_shows_no_key(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        keys_of(tmp_path, text)
+    message = str(caught.value)
+    assert message.startswith(f"--limits {tmp_path / 'limits.toml'}: ")
+    assert expected in message
+    assert "\n" not in message and ANN not in message
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"# \xff")
+    for name, expected in (
+        ("nowhere", "cannot be read: No such file or directory; pass a TOML file"),
+        (".", "cannot be read: Is a directory"),
+        ("latin", "is not UTF-8"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read_keys([ANN], str(tmp_path / name))
+        assert str(caught.value).startswith(f"--limits {tmp_path / name}: ") and expected in str(caught.value)
+
+
+# who may come in
+
+
+GUARDED = [
+    ("POST", CHAT),
+    ("GET", CHAT),
+    ("GET", "/v1"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/demo"),
+    ("GET", "/v1/requests/x"),
+    ("DELETE", "/v1/requests/x"),
+    ("GET", "/v1/requests/x/events"),
+    ("GET", "/flush_cache"),
+    ("POST", "/flush_cache"),
+    ("GET", "/nothing/here"),
+    ("GET", "/"),
+    ("GET", "/health/x"),
+    ("GET", "/health%2F..%2Fv1"),
+    ("GET", "/v1/models/health"),
+    ("OPTIONS", CHAT),
+]
+
+
+def test_every_path_but_the_probes_needs_a_key(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
+            rules = [(method, str(rule)) for rule in here.app.url_map.iter_rules() for method in rule.methods or ()]
+            tried = {*GUARDED, *((method, path.replace("<name>", "x")) for method, path in rules)}
+            client: Any = here.client
+            for method, path in sorted(tried):
+                for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": ANN + "x"}):
+                    response = await client.open(path, method=method, headers=headers)
+                    if path in ("/health", "/ready"):
+                        assert response.status_code != 401
+                        continue
+                    assert response.status_code == 401, (method, path)
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+                    if method != "HEAD":
+                        _, error = await error_of(_same(response))
+                        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+                for headers in (bearer(ANN), bearer(BOB), {"x-api-key": ANN}):
+                    response = await client.open(path, method=method, headers=headers)
+                    assert response.status_code != 401, (method, path)
+            assert {"/health", "/ready", "/flush_cache", CHAT} <= {path for _, path in tried}
+            assert stand_in.requests() == []
+
+    monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.0)  # no engine of the stand-in flushes
+    asyncio.run(scenario())
+
+
+async def _same(response: Response) -> Response:
+    return response
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": f"bearer {ANN}"}, 200),
+        ({"authorization": f"BEARER   {ANN} "}, 200),
+        ({"x-api-key": ANN, "authorization": "Bearer none"}, 200),
+        ({"x-api-key": "none", "authorization": f"Bearer {ANN}"}, 200),
+        ({"authorization": ANN}, 401),
+        ({"authorization": f"Basic {ANN}"}, 401),
+        ({"authorization": f"Bearer{ANN}"}, 401),
+        ({"authorization": f"Bearer {ANN} {ANN}"}, 401),
+        ({"authorization": "Bearer \xff"}, 401),
+        ({"api-key": ANN}, 401),
+    ],
+)
+def test_a_key_is_a_bearer_token_or_the_header_x_api_key(
+    redis_url: str, stand_in: StandIn, headers: dict[str, str], status: int
+) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, keys=read_keys([ANN], "")) as here:
+            assert (await here.post(chat(), headers=headers)).status_code == status
+        assert len(stand_in.requests()) == (1 if status == 200 else 0)
+
+    asyncio.run(scenario())
+
+
+def test_without_keys_any_or_none_does(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            for headers in ({}, bearer("anything"), {"x-api-key": "anything"}):
+                assert (await here.post(chat(), headers=headers)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_key_is_in_no_log_line_and_only_its_hash_is_in_redis(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        keys = Keys([Quota(hash_of(ANN), 100, 100)])
+        with capture_logs() as lines:
+            async with site(redis_url, keys=keys) as here:
+                await here.post(chat(), headers=bearer() | {"Idempotency-Key": "a-key"})
+                await here.post(chat(stream=True), headers={"x-api-key": ANN})
+                for wrong in (ANN + "x", "sk-wrong"):
+                    await here.post(chat(), headers=bearer(wrong))
+        assert ANN not in str(lines) and "sk-wrong" not in str(lines)
+        said = [line for line in lines if line["event"] == "request"]
+        assert [line["status"] for line in said] == [200, 200, 401, 401]
+        assert [line.get("key") for line in said] == 2 * [hash_of(ANN)[:8]] + 2 * [None]
+        assert (said[2]["error"], said[2]["method"], said[2]["path"]) == ("invalid_api_key", "POST", CHAT)
+        there = command(redis_url, "KEYS", "*")
+        assert sum(hash_of(ANN).encode() in key for key in there) >= 2
+        held = [command(redis_url, "DUMP", key) for key in there]
+        assert all(ANN.encode() not in part for part in (*there, *held))
+
+    asyncio.run(scenario())
+
+
+# how many
+
+
+def forget_counts(redis_url: str) -> None:
+    for key in command(redis_url, "KEYS", Names().limit("*", 0).removesuffix("0") + "*"):
+        command(redis_url, "DEL", key)
+
+
+async def in_one_minute(act: Callable[[], Any]) -> Any:
+    """Return what *act* brings, done again when a minute ended on its way."""
+    while True:
+        minute = int(time.time()) // 60
+        brought = await act()
+        if int(time.time()) // 60 == minute:
+            return brought
+
+
+async def refused(response: Response) -> tuple[int, str, str, int]:
+    """Return status, type, code and when to come again."""
+    status, error = await error_of(_same(response))
+    return status, error["type"], error["code"], int(response.headers["Retry-After"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_beyond_the_requests_of_a_minute_429_says_when_the_next_one_begins(
+    redis_url: str, stand_in: StandIn, stream: bool
+) -> None:
+    async def scenario() -> None:
+        keys = with_limit(requests_per_minute=2)
+        async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
+
+            async def act() -> list[Response]:
+                forget_counts(redis_url)
+                return [await place.post(chat(stream=stream), headers=bearer()) for place in (here, there, here, there)]
+
+            responses = await in_one_minute(act)
+            assert [response.status_code for response in responses] == [200, 200, 429, 429]
+            for response in responses[2:]:
+                status, kind, code, again_s = await refused(response)
+                assert (status, kind, code) == (429, "rate_limit_error", "rate_limit_exceeded")
+                assert 1 <= again_s <= 60 and again_s in {60 - second % 60 for second in _lately()}
+            assert (await here.post(chat(), headers=bearer(BOB))).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def _lately() -> range:
+    return range(int(time.time()) - 30, int(time.time()) + 1)
+
+
+def test_beyond_the_requests_at_once_429_says_to_come_again_in_a_second(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        keys = with_limit(concurrent_requests=1)
+        async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
+            async with here.connection(chat("silent", stream=True), bearer()):
+                await until(stand_in.requests)
+                for place in (here, there):
+                    answer = await refused(await place.post(chat(), headers=bearer()))
+                    assert answer == (429, "rate_limit_error", "rate_limit_exceeded", 1)
+                    assert (await place.post(chat(), headers=bearer(BOB))).status_code == 200
+            await until(lambda: not here.frontend.is_busy)  # what its client left is cancelled
+            for place in (here, there):
+                assert (await place.post(chat(), headers=bearer())).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_frontend_that_dies_leaves_its_requests_counted_until_they_end(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        event = Submitted(endpoint="test", frontend="web-0", prompt="silent", sampling=SamplingParams())
+        quota = Quota(hash_of(ANN), concurrent_requests=1)
+        limits: Any = {"timeout_ms": 60_000, "retention_ms": 60_000, "max_queued": 9}
+        async with site(redis_url, "web-1", keys=Keys([quota])) as there:
+            await there.log.submit_once("uid of the dead", event, None, quota=quota, **limits)
+            assert (await there.post(chat(), headers=bearer())).status_code == 429
+            await there.log.end("uid of the dead", Cancelled(by="janitor"), frontend="web-0", retention_ms=1000)
+            assert (await there.post(chat(), headers=bearer())).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_what_was_refused_for_another_reason_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        keys = with_limit(requests_per_minute=1, concurrent_requests=1)
+        async with site(redis_url, keys=keys) as here:
+
+            async def act() -> list[int]:
+                forget_counts(redis_url)
+                statuses = []
+                here.frontend.limits = Limits(max_queued=1)
+                async with here.connection(chat("silent"), bearer(BOB)):
+                    await until(lambda: command(redis_url, "ZCARD", Names().live))
+                    statuses.append((await here.post(chat(), headers=bearer())).status_code)
+                await until(lambda: not here.frontend.is_busy)
+                here.frontend.limits = Limits()
+                command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+                statuses.append((await here.post(chat(), headers=bearer())).status_code)
+                command(redis_url, "CONFIG", "SET", "maxmemory", "0")
+                for body in (chat(n=2), chat(model="gpt-5"), chat(), chat()):
+                    statuses.append((await here.post(body, headers=bearer())).status_code)
+                return statuses
+
+            assert await in_one_minute(act) == [503, 503, 400, 404, 200, 429]
+
+    asyncio.run(scenario())
+
+
+def test_one_that_comes_to_a_request_that_is_there_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        keys = with_limit(requests_per_minute=1, concurrent_requests=1)
+        async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
+            drawn = itertools.count()
+
+            async def act() -> list[int]:
+                forget_counts(redis_url)
+                headers = bearer() | {"Idempotency-Key": str(next(drawn))}
+                posts = [await place.post(chat(), headers=headers) for place in (here, there, here)]
+                posts.append(await here.post(chat(), headers=bearer()))
+                return [response.status_code for response in posts]
+
+            assert await in_one_minute(act) == [200, 200, 200, 429]
+
+    asyncio.run(scenario())
+
+
+def test_keys_do_not_share_their_idempotency_keys(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
+            uids = []
+            for key in (ANN, ANN, BOB):
+                response = await here.post(chat(), headers=bearer(key) | {"Idempotency-Key": "same"})
+                uids.append(response.headers["x-minisgl-uid"])
+            assert uids[0] == uids[1] != uids[2]
+        assert len(stand_in.requests()) == 2
+
+    asyncio.run(scenario())
+
+
+# the official client
+
+
+@asynccontextmanager
+async def client_of(here: Site, key: str, *, max_retries: int = 0) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Give the official client of a site that listens."""
+    listener, stop = open_listener("127.0.0.1", 0), asyncio.Event()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    config = hypercorn.config.Config()
+    config.bind = [f"fd://{listener.detach()}"]
+    config.graceful_timeout = 1
+    serving = asyncio.create_task(hypercorn.asyncio.serve(here.app, config, shutdown_trigger=stop.wait))
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=max_retries) as client:
+            yield client
+    finally:
+        stop.set()
+        await serving
+
+
+def ask(client: openai.AsyncOpenAI) -> Any:
+    return client.chat.completions.create(model=MODELS[0], messages=[{"role": "user", "content": "hello"}])
+
+
+def test_the_official_client_sees_what_is_wrong_with_its_key(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        with capture_logs() as lines:
+            async with site(redis_url, keys=read_keys([ANN], "")) as here:
+                async with client_of(here, "sk-wrong", max_retries=5) as client:
+                    with pytest.raises(openai.AuthenticationError) as caught:
+                        await ask(client)
+                    assert (caught.value.code, caught.value.type) == ("invalid_api_key", "authentication_error")
+                    assert "Bearer KEY" in caught.value.message and "sk-wrong" not in caught.value.message
+                async with client_of(here, ANN) as client:
+                    assert isinstance(await ask(client), ChatCompletion)
+        statuses = [line["status"] for line in lines if line["event"] == "request"]
+        assert statuses == [401, 200]  # it does not send it again
+
+    asyncio.run(scenario())
+
+
+def test_the_official_client_sees_a_limit_and_waits_for_as_long_as_it_is_told(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_s: list[float] = []
+
+    async def scenario() -> None:
+        keys = with_limit(requests_per_minute=1)
+        async with site(redis_url, keys=keys) as here, client_of(here, ANN, max_retries=1) as client:
+
+            async def sleep(seconds: float) -> None:
+                waited_s.append(seconds)
+
+            async def act() -> int:
+                forget_counts(redis_url)
+                await ask(client)
+                waited_s.clear()
+                with monkeypatch.context() as patch:
+                    patch.setattr("openai._base_client.anyio.sleep", sleep)
+                    with pytest.raises(openai.RateLimitError) as caught:
+                        await ask(client)
+                assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+                return int(caught.value.response.headers["Retry-After"])
+
+            again_s = await in_one_minute(act)
+            assert len(waited_s) == 1 and again_s <= waited_s[0] <= again_s + 5
+
+    asyncio.run(scenario())
+
+
+def test_the_official_client_gets_its_answer_once_there_is_room(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        keys = with_limit(concurrent_requests=1)
+        with capture_logs() as lines:
+            async with site(redis_url, keys=keys) as here, client_of(here, ANN, max_retries=3) as client:
+
+                def statuses() -> list[int]:
+                    return [line["status"] for line in lines if line["event"] == "request"]
+
+                async with here.connection(chat("silent"), bearer()):
+                    await until(stand_in.requests)
+                    answer = asyncio.create_task(ask(client))
+                    await until(lambda: 429 in statuses())
+                completion = await answer
+                assert completion.choices[0].message.content == "Hello\u2028!"
+        assert statuses().count(200) == 1
+
+    asyncio.run(scenario())
+
+
+# when there is room
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.retry_after_s() == 1  # nothing runs here
+    for request in range(100):
+        pace.begun(request)
+    assert pace.retry_after_s() == 1
+    clock.now_s += 6.5
+    assert pace.retry_after_s() == 7  # none has ended yet
+    for request in range(4):
+        clock.now_s += 3
+        pace.ended(request)
+    assert pace.retry_after_s() == 5  # 4 in 18.5 s
+    for request in range(4, 40):
+        clock.now_s += 0.1
+        pace.ended(request)
+    assert pace.retry_after_s() == 1
+
+
+def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    for request in range(4):
+        pace.begun(request)
+    pace.ended(0)
+    told = []
+    for _ in range(40):
+        clock.now_s += 5
+        told.append(pace.retry_after_s())
+    assert told[0] == 5 and told == sorted(told) and told[-1] == LONGEST_S
+
+
+def test_what_was_before_a_pause_does_not_count() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.begun("a")
+    clock.now_s += 20
+    pace.ended("a")
+    pace.ended("a")
+    clock.now_s += 50
+    pace.begun("b")
+    clock.now_s += 2
+    assert pace.retry_after_s() == 2
+
+
+def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    for request in range(1000):
+        pace.begun(request)
+    for request in range(900):
+        clock.now_s += 0.05
+        pace.ended(request)
+    assert pace.retry_after_s() == 1
+    clock.now_s += 7.5
+    assert pace.retry_after_s() == 8
+    pace.ended(900)
+    assert pace.retry_after_s() == 1
+
+
+@pytest.mark.parametrize("full", ["backlog", "log"])
+def test_a_server_without_room_says_when_there_is_some(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, limits=Limits(max_queued=1)) as here, here.connection(chat("silent")):
+            await until(lambda: here.frontend._pace._running)
+            if full == "log":
+                command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+            monkeypatch.setattr(Pace, "retry_after_s", lambda self: 17)
+            status, kind, code, again_s = await refused(await here.post(chat()))
+            assert (status, kind, code, again_s) == (503, "service_unavailable", "overloaded", 17)
+
+    asyncio.run(scenario())

@@ -1,0 +1,136 @@
+"""Who may send requests, and how many: the keys of `--api-key` and `--limits`, of which only hashes are kept.
+
+A file of limits, in TOML; every number is optional:
+
+    [default]                     # of all keys, where their own table does not say otherwise
+    requests_per_minute = 60
+    concurrent_requests = 4
+
+    [[key]]                       # one such table for each key; those of --api-key need none
+    key = "sk-..."
+    requests_per_minute = 600
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pipeline.errors import ConfigError
+from pipeline.log import Quota
+
+_KEY: Final = re.compile(r"[\x21-\x7e]{1,255}")
+_EXPECTED: Final = "must be 1 to 255 visible ASCII characters, without a space"
+_LIMITS: Final = tuple(item.name for item in dataclasses.fields(Quota) if item.name != "key")
+_WORD: Final = re.compile(r"[a-z_]{1,40}")
+"""A name that may be shown: what is none could be a key, in the wrong place."""
+
+
+class Keys:
+    """The keys of a server, and what each may send. Without any, everybody may send."""
+
+    def __init__(self, quotas: Iterable[Quota] = ()) -> None:
+        self._quotas = tuple(quotas)
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._quotas)
+
+    def find(self, given: Sequence[str]) -> Quota | None:
+        """Return the quota of the first of *given* that is a key, in a time that does not depend on how near they are.
+
+        It is told by hashes: their comparison takes as long whatever is alike, and goes on after the one that is found.
+        """
+        found = None
+        for text in reversed(given):
+            hashed = hash_of(text)
+            for quota in self._quotas:
+                if hmac.compare_digest(quota.key, hashed):
+                    found = quota
+        return found
+
+
+def hash_of(key: str) -> str:
+    """Return how the log and the log lines know *key*."""
+    return hashlib.sha256(b"minisgl api key " + key.encode()).hexdigest()[:32]
+
+
+def read_keys(api_keys: Sequence[str], limits_file: str) -> Keys:
+    """Return the keys that the flags `--api-key` and `--limits` name.
+
+    Raises:
+        ConfigError: What is given as a key is none, or the file does not say what it should. No message shows a key.
+    """
+    for number, key in enumerate(api_keys, 1):
+        if not _KEY.fullmatch(key):
+            raise ConfigError(f"--api-key: key {number} of {len(api_keys)} {_EXPECTED}")
+    default: dict[str, int] = {}
+    own: dict[str, dict[str, int]] = {}
+    if limits_file:
+        default, own = _limits_in(limits_file)
+        if not api_keys and not own:
+            raise ConfigError(
+                f"--limits {limits_file}: limits are per key, and there is none; add a [[key]] or pass --api-key"
+            )
+    return Keys(Quota(hash_of(key), **(default | own.get(key, {}))) for key in dict.fromkeys([*api_keys, *own]))
+
+
+def _limits_in(path: str) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Return the limits of [default], and key -> those of its own table. Raises ConfigError."""
+    where = f"--limits {path}"
+    document = _read(path, where)
+    for name, value in document.items():
+        if name not in ("default", "key"):
+            raise ConfigError(f"{where}: {_shown(name)} is unknown; expected [default] and [[key]]")
+        if not _is_right(name, value):
+            raise ConfigError(f"{where}: {name} is no table of its own; write [default] and, for each key, [[key]]")
+    own: dict[str, dict[str, int]] = {}
+    for number, table in enumerate(document.get("key", ()), 1):
+        here = f"{where}: [[key]] {number}"
+        key = table.get("key")
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ConfigError(f'{here}: has {"no key" if key is None else "a bad key"}; key = "..." {_EXPECTED}')
+        if key in own:
+            raise ConfigError(f"{here}: has the key of [[key]] {[*own].index(key) + 1}; write one table for both")
+        own[key] = _limits({name: value for name, value in table.items() if name != "key"}, here)
+    return _limits(document.get("default", {}), f"{where}: [default]"), own
+
+
+def _read(path: str, where: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}; pass a TOML file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: is not UTF-8, as TOML is") from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if "'" in reason or '"' in reason:  # what is quoted there may be a key; the place says enough
+            reason = reason[reason.rfind("(at ") :].strip("()")
+        raise ConfigError(f"{where}: is no TOML: {reason}") from None
+
+
+def _is_right(name: str, value: object) -> bool:
+    if name == "default":
+        return isinstance(value, dict)
+    return isinstance(value, list) and all(isinstance(table, dict) for table in value)
+
+
+def _limits(table: Mapping[str, Any], here: str) -> dict[str, int]:
+    for name, value in table.items():
+        if name not in _LIMITS:
+            raise ConfigError(f"{here}: {_shown(name)} is unknown; expected {' and '.join(_LIMITS)}")
+        if type(value) is not int or value < 1:  # True is an int, too
+            seen = value if isinstance(value, int | float) else "something else"
+            raise ConfigError(f"{here}: {name}: {seen} given, expected a whole number of at least 1")
+    return dict(table)
+
+
+def _shown(name: str) -> str:
+    return name if _WORD.fullmatch(name) else "a name"
