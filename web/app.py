@@ -69,7 +69,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
     async def know_sender() -> None:
         """Say in `g.quota` which key sends the request, and what it may. Raises RequestError without one."""
         g.quota = keys.find(_keys_given()) if keys.are_needed else None
-        if keys.are_needed and g.quota is None and (request.path.rstrip("/") or "/") not in OPEN_PATHS:
+        if keys.are_needed and g.quota is None and request.path.rstrip("/") not in OPEN_PATHS:
             log_line(401)
             raise RequestError("This server needs an API key: send `Authorization: Bearer KEY`.", status=401)
 

@@ -28,6 +28,7 @@ from pipeline.slots import Place, acquire_slot
 from web.app import create_app
 from web.frontend import Frontend
 from web.janitor import Janitor
+from web.keys import Keys, read_keys
 from web.listener import BACKLOG, open_listener
 from web.ready import Limits
 
@@ -44,8 +45,9 @@ def run(config: Config) -> int:
     """Be one web process until a signal stops it; return the exit code.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address cannot be had, or the API keys are wrong.
     """
+    keys = read_keys(config.keys.api_key, config.keys.limits)
     if config.listen.listen_fd is None:
         listener = open_listener(config.web.host, config.web.port)
     else:
@@ -63,7 +65,7 @@ def run(config: Config) -> int:
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:
-            return asyncio.run(_serve(config, listener, seat, hard_exit))
+            return asyncio.run(_serve(config, keys, listener, seat, hard_exit))
         finally:
             stop.set()
             sweeping.join(JANITOR_PATIENCE_S)
@@ -114,7 +116,7 @@ def _address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(config: Config, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:
+async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     seat.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace))
@@ -125,7 +127,7 @@ async def _serve(config: Config, listener: socket.socket, seat: Seat, hard_exit:
     )
     frontend = Frontend(seat.slot, log, limits, seat.say, disconnect_grace_s=config.clients.disconnect_grace_s)
     stop = asyncio.Event()
-    server = asyncio.create_task(_listen(frontend, listener, stop), name="server")
+    server = asyncio.create_task(_listen(frontend, keys, listener, stop), name="server")
     beat = asyncio.create_task(_beat(seat, frontend), name="beat")
     tail = asyncio.create_task(frontend.run(), name="frontend")
     signalled = asyncio.create_task(_first_signal(), name="signal")
@@ -144,7 +146,7 @@ async def _serve(config: Config, listener: socket.socket, seat: Seat, hard_exit:
     return 1 if broken else 0
 
 
-async def _listen(frontend: Frontend, listener: socket.socket, stop: asyncio.Event) -> None:
+async def _listen(frontend: Frontend, keys: Keys, listener: socket.socket, stop: asyncio.Event) -> None:
     config = hypercorn.config.Config()
     config.bind = [f"fd://{listener.detach()}"]  # Hypercorn closes it
     config.backlog = BACKLOG
@@ -156,7 +158,7 @@ async def _listen(frontend: Frontend, listener: socket.socket, stop: asyncio.Eve
     config.graceful_timeout = 1
     config.accesslog = None
     config.errorlog = logging.getLogger("hypercorn.error")
-    await hypercorn.asyncio.serve(create_app(frontend), config, shutdown_trigger=stop.wait)
+    await hypercorn.asyncio.serve(create_app(frontend, keys), config, shutdown_trigger=stop.wait)
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:

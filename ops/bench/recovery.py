@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -46,6 +47,7 @@ from ops.bench.peers import (
     Workload,
     our_server,
 )
+from ops.bench.report import KINDS_OF_FAILURE_SHOWN
 from ops.bench.serve import span
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import UndecodableEvent
@@ -67,6 +69,8 @@ SLACK_S: Final = 0.5
 """What a pause may take beside lease, start and prefill."""
 POLL_S: Final = 0.01
 STATUS_POLL_S: Final = 0.1
+PATIENT: Final = ("--request-timeout", "3600")
+"""A slow machine shows in the figures; it is no reason for a request to fail."""
 PROBE_TOKENS: Final = 1024
 """Of the prompt that shows how fast the engine computes one alone."""
 
@@ -89,7 +93,7 @@ class RecoveryConfig:
         "--input-len", default=Span(32, 256), parse=span, help="tokens of their prompts, MIN-MAX"
     )
     output_tokens: int = flag(
-        "--output-len", default=512, parse=at_least(2), help="tokens of each answer; all must run when the last begins"
+        "--output-len", default=256, parse=at_least(2), help="tokens of each answer; all must run when the last begins"
     )
     runs: int = flag("--runs", default=3, parse=at_least(1), help="runs, each with a server of its own")
     seed: int = flag("--seed", default=0, parse=at_least(0), help="of lengths and prompts")
@@ -143,6 +147,14 @@ class StreamFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Problem:
+    """A request that did not get exactly its tokens, once, and in which way."""
+
+    uid: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Recovery:
     """One kill. Times are from the kill on, in seconds, or lengths; None where there is no such thing."""
 
@@ -161,7 +173,7 @@ class Recovery:
     """Of the start, what loading the model took, by the engine's own account."""
     alone_tokens_per_s: float
     """How fast the engine computes a prompt while it has nothing else to do."""
-    problems: Sequence[str]
+    problems: Sequence[Problem]
     """Requests that did not get exactly their tokens, once."""
 
     @property
@@ -287,10 +299,23 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             "runs": [dataclasses.asdict(run) | figures(run) for run in runs],
         }
         report.write_json(Path(config.output), document)
-    problems = [problem for run in runs for problem in run.problems]
-    for problem in problems:
-        print(f"minisgl: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    if wrong := failures([problem for run in runs for problem in run.problems], config.runs * config.requests):
+        print(f"minisgl: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def failures(problems: Sequence[Problem], num_requests: int) -> str:
+    """Return in one line how many requests were not whole, and of each way an example; empty where all were."""
+    if not problems:
+        return ""
+    counts = Counter(problem.what for problem in problems)
+    examples = {problem.what: problem.uid for problem in reversed(problems)}
+    kinds = [f"{count}x {what} (as {examples[what]})" for what, count in counts.most_common(KINDS_OF_FAILURE_SHOWN)]
+    more = len(counts) - len(kinds)
+    return (
+        f"{len(problems)} of {num_requests} requests did not get exactly their tokens, once: {'; '.join(kinds)}"
+        f"{f'; and {more} other errors' if more else ''}"
+    )
 
 
 def drawn(config: RecoveryConfig, prompts: Prompts, run: int) -> tuple[Prompt, ...]:
@@ -319,7 +344,7 @@ class Deployment:
 @contextlib.contextmanager
 def one_engine(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
     """Run `minisgl serve`; its supervisor lives."""
-    with our_server(data, [*_model_flags(folder, config), *_thread_flags(config)]) as (ours, _):
+    with our_server(data, [*_model_flags(folder, config), *_thread_flags(config), *PATIENT]) as (ours, _):
         redis_url = url_of(socket_of(data))
         victim = _engines(redis_url)[0]
         yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), data / "minisgl.log")
@@ -333,7 +358,7 @@ def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[De
         redis_server = EmbeddedRedis(data / "redis")
         stack.callback(redis_server.stop)
         where = ["--redis-url", redis_server.url]
-        ours, _ = stack.enter_context(our_server(data, [*where, *model, *threads]))
+        ours, _ = stack.enter_context(our_server(data, [*where, *model, *threads, *PATIENT]))
         (survivor,) = _engines(redis_server.url)
         stack.enter_context(_stage(DETOKENIZE, data, [*where, *model]))
         supervisor = stack.enter_context(_stage(GENERATE, data, [*where, *model, *threads]))
@@ -672,12 +697,12 @@ def _figures_of(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]],
     return found
 
 
-def _problems(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]]) -> list[str]:
+def _problems(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]]) -> list[Problem]:
     said = []
     for stream, history in zip(streams, histories, strict=True):
         wrong = stream.error or what_is_wrong(stream.arrivals, history, stream.prompt.output_tokens)
         if wrong:
-            said.append(f"request {stream.uid}: {wrong}")
+            said.append(Problem(stream.uid, wrong))
     return said
 
 
@@ -746,7 +771,7 @@ def must_have_hit(recovery: Recovery) -> None:
         SideFailed: No stream was taken over.
     """
     if not recovery.hit:
-        wrong = f"; {recovery.problems[0]}" if recovery.problems else ""
+        wrong = f"; {recovery.problems[0].what}" if recovery.problems else ""
         raise SideFailed(f"the engine was killed, and nothing was taken over: no stream was its own{wrong}")
 
 

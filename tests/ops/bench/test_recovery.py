@@ -15,7 +15,17 @@ from servers import ROOT, run_command
 
 from ops.bench import recovery
 from ops.bench.load import Arrival
-from ops.bench.recovery import Frame, Pause, Recovery, Resumed, StreamFigures, longest_pause, resumed, what_is_wrong
+from ops.bench.recovery import (
+    Frame,
+    Pause,
+    Problem,
+    Recovery,
+    Resumed,
+    StreamFigures,
+    longest_pause,
+    resumed,
+    what_is_wrong,
+)
 from pipeline.errors import MiniSGLError
 from pipeline.events import (
     Admitted,
@@ -163,6 +173,16 @@ def test_what_is_not_whole_is_told(pieces: Sequence[Arrival], history: Sequence[
 def test_fewer_tokens_than_were_asked_are_told() -> None:
     said = what_is_wrong(wire("a", "a", "a", "a"), HISTORY, 5)
     assert "its usage says 4 tokens, 5 were asked" in said
+
+
+def test_requests_that_were_not_whole_are_told_by_what_was_wrong_with_them() -> None:
+    problems = [Problem("a", "HTTP 503: full"), Problem("b", "lost"), Problem("c", "lost"), Problem("d", "x")]
+    said = recovery.failures([*problems, Problem("e", "y")], 300)
+    assert said == (
+        "5 of 300 requests did not get exactly their tokens, once: 2x lost (as b); 1x HTTP 503: full (as a); "
+        "1x x (as d); and 1 other errors"
+    )
+    assert recovery.failures([], 300) == ""
 
 
 def stream(pause_s: float, prefill_s: float | None, *, later_s: float = 0.0) -> StreamFigures:
