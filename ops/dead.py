@@ -168,19 +168,19 @@ def find(log: StreamLog, named: str) -> Entry:
 
 
 def request_of(log: StreamLog, letter: Entry) -> Submitted:
-    """Return what was asked: as the history says, or its copy where that has expired.
+    """Return what was asked, as the history says.
 
     Raises:
-        NotThere: Neither has it.
+        NotThere: It is gone.
     """
     uid = letter.fields["uid"]
-    for entry in (read_history(log, uid) or copied_history(letter))[:1]:
+    for entry in read_history(log, uid)[:1]:
         event = decode(entry.fields)
         if isinstance(event, Submitted):
             return event
     raise NotThere(
-        f"{uid}: its history has expired, and the request was too large for the copy in the letter; have its client "
-        "send it again"
+        f"{uid}: its history is gone (it is kept for --retention after the end); `minisgl dead show {uid}` has a copy, "
+        "and its client can send it again"
     )
 
 
