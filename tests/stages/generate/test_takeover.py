@@ -287,14 +287,15 @@ def test_an_engine_that_was_stopped_for_long_wakes_up_to_find_its_requests_elsew
 ) -> None:
     log = another_log()
     monkeypatch.setattr("pipeline.slots.Place._speak", unless_stopped(Place._speak, "generate-0"))
+    engine = CountingEngine()
+    engine.closes_after = 3
     with (
         detokenizing(another_log, 0),
         detokenizing(another_log, 1),
-        running(another_log, slot=0, heard=False, lease_ms=SHORT_MS) as stopped,
+        running(another_log, slot=0, engine=engine, heard=False, lease_ms=SHORT_MS) as stopped,
     ):
         uid = send(log, 10, max_tokens=30)
         until(lambda: len(tokens(log, uid)) >= 1)
-        stopped.engine.gate.clear()
         until(lambda: not stopped.place.lost.is_set() and log.lease("generate-0").holder == "")
         with running(another_log, slot=1, heard=False, lease_ms=SHORT_MS) as peer:
             until(lambda: has_ended(log, uid))
