@@ -72,11 +72,11 @@ def apply(mutation: Mutation, folder: Path) -> None:
 
 def run(folder: Path, tests: Sequence[str], *options: str) -> Run:
     """Run *tests* in a copy, always with the same random numbers."""
-    words = "-q -p used_in_the_copy -p no:cacheprovider --hypothesis-profile=mutated --hypothesis-seed=1 --timeout=60"
+    words = "-q -p used_in_the_copy -p no:cacheprovider --hypothesis-profile=mutated --hypothesis-seed=1 --timeout=200"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words.split(), "--junitxml=report.xml", *options, *tests],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "STORIES": "1000"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -479,9 +479,9 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     with detokenizing(another_log, 0):
         process.start()
         until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["ready"])
+        engine.closes_after = 3
         uid = send(log, 10, max_tokens=40)
         until(lambda: len(tokens(log, uid)) > 1)
-        engine.gate.clear()
         standstill.set()
         until(lambda: log.lease("generate-0").holder == "")
         another = log.acquire("generate-0", "another", SHORT_MS)
