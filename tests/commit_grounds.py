@@ -79,6 +79,7 @@ class MemoryGround:
             {key: stream.read(stream.entries) for key, stream in log._streams.items()},
             pending,
             {NAMES.reader(uid): frozenset(readers) for uid, readers in log._readers.items()}
+            | {NAMES.running(key): frozenset(uids) for key, uids in log._running.items()}
             | ({NAMES.live: frozenset(log._live)} if log._live else {}),
             {NAMES.owner(slot): str(owner) for slot, owner in log._owners.items()}
             | {NAMES.lease(slot): holder for slot, holder in holders.items() if holder}

@@ -34,6 +34,7 @@ from pipeline.log import (
     Once,
     Owner,
     Produced,
+    Quota,
     StepCommitted,
     Submission,
     SubmittedOnce,
@@ -124,6 +125,13 @@ class State:
     strings: Mapping[str, str]
 
 
+def who_lives(sets: Mapping[str, frozenset[str]], names: Names) -> dict[str, frozenset[str]]:
+    """Leave out of the sets of what runs under a quota who has ended: when that one is removed is not said."""
+    live = sets.get(names.live, frozenset())
+    found = {key: members & live if key.startswith(names.running("")) else members for key, members in sets.items()}
+    return {key: members for key, members in found.items() if members}
+
+
 def without_clock(entry: Entry) -> Entry:
     fields = {name: text for name, text in entry.fields.items() if name not in (*OF_THE_CLOCK, *OF_THE_COPY)}
     return Entry(entry.id, fields)
@@ -206,17 +214,12 @@ class CommitModel:
                 for key, stream in self._streams.items()
                 for group in stream.groups.values()
             },
-            {key: frozenset(members) for key, members in self._sets.items() if members},
+            who_lives({key: frozenset(members) for key, members in self._sets.items() if members}, self.names),
             dict(self._strings),
         )
 
     def has_history(self, uid: str) -> bool:
         return self.names.request(uid) in self._streams
-
-    def short_lived(self) -> set[str]:
-        """Return the keys that somebody must keep alive: statuses and replies."""
-        keys = {*self._streams, *self._strings}
-        return {key for key in keys if key.startswith((self.names.status(""), self.names.replies("")))}
 
     def live(self) -> set[str]:
         return self._sets.setdefault(self.names.live, set())
@@ -259,18 +262,33 @@ class CommitModel:
         return Submission.ACCEPTED
 
     def submit_once(
-        self, uid: str, event: Submitted, once: Once, *, timeout_ms: int, retention_ms: int, max_queued: int
+        self,
+        uid: str,
+        event: Submitted,
+        once: Once | None,
+        *,
+        timeout_ms: int,
+        retention_ms: int,
+        max_queued: int,
+        quota: Quota | None = None,
     ) -> SubmittedOnce:
-        key = self.names.idempotency(once.key)
-        if key in self._strings and not self.has_history(uid):
-            holder, digest, *_ = self._strings[key].split(":")
-            if digest != once.digest:
-                return SubmittedOnce(Submission.MISMATCH, holder)
-            if holder != once.instead_of:
-                return SubmittedOnce(Submission.ATTACH, holder)
+        """As StreamLog.submit_once; of a quota it knows how many may run at once."""
+        key = self.names.idempotency(once.key) if once is not None else ""
+        running = self._sets.setdefault(self.names.running(quota.key), set()) if quota is not None else set()
+        if not self.has_history(uid):
+            if once is not None and key in self._strings:
+                holder, digest, *_ = self._strings[key].split(":")
+                if digest != once.digest:
+                    return SubmittedOnce(Submission.MISMATCH, holder)
+                if holder != once.instead_of:
+                    return SubmittedOnce(Submission.ATTACH, holder)
+            if quota is not None and len(running & self.live()) >= quota.concurrent_requests:
+                return SubmittedOnce(Submission.TOO_MANY, uid)
         became = self.submit(uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
         if became is Submission.ACCEPTED:
-            self._strings[key] = f"{uid}:{once.digest}"
+            running.add(uid)
+            if once is not None:
+                self._strings[key] = f"{uid}:{once.digest}"
         return SubmittedOnce(became, uid)
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:

@@ -69,8 +69,8 @@ SLACK_S: Final = 0.5
 """What a pause may take beside lease, start and prefill."""
 POLL_S: Final = 0.01
 STATUS_POLL_S: Final = 0.1
-PATIENT: Final = ("--request-timeout", "3600")
-"""A slow machine shows in the figures; it is no reason for a request to fail."""
+PATIENCE_S: Final = 3600.0
+"""A slow machine shows in the figures; it is no reason for a request to fail, or for its history to be gone."""
 PROBE_TOKENS: Final = 1024
 """Of the prompt that shows how fast the engine computes one alone."""
 
@@ -344,9 +344,11 @@ class Deployment:
 @contextlib.contextmanager
 def one_engine(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
     """Run `minisgl serve`; its supervisor lives."""
-    with our_server(data, [*_model_flags(folder, config), *_thread_flags(config), *PATIENT]) as (ours, _):
+    with our_server(
+        data, [*_model_flags(folder, config), *_thread_flags(config), "--request-timeout", f"{PATIENCE_S:g}"]
+    ) as (ours, _):
         redis_url = url_of(socket_of(data))
-        victim = _engines(redis_url)[0]
+        victim = _engine_beside((), redis_url, data / "minisgl.log")
         yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), data / "minisgl.log")
 
 
@@ -358,11 +360,13 @@ def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[De
         redis_server = EmbeddedRedis(data / "redis")
         stack.callback(redis_server.stop)
         where = ["--redis-url", redis_server.url]
-        ours, _ = stack.enter_context(our_server(data, [*where, *model, *threads, *PATIENT]))
-        (survivor,) = _engines(redis_server.url)
+        ours, _ = stack.enter_context(
+            our_server(data, [*where, *model, *threads, "--request-timeout", f"{PATIENCE_S:g}"])
+        )
+        survivor = _engine_beside((), redis_server.url, data / "minisgl.log")
         stack.enter_context(_stage(DETOKENIZE, data, [*where, *model]))
         supervisor = stack.enter_context(_stage(GENERATE, data, [*where, *model, *threads]))
-        victim = _second_engine(redis_server.url, survivor, supervisor, data)
+        victim = _engine_beside((survivor.pid,), redis_server.url, _said_by(data, GENERATE))
 
         def kill() -> None:
             supervisor.kill()  # first, or it would start another
@@ -373,7 +377,7 @@ def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[De
 
 
 def _model_flags(folder: Path, config: RecoveryConfig) -> list[str]:
-    return ["--model", str(folder), "--lease", f"{config.lease_s:g}"]
+    return ["--model", str(folder), "--lease", f"{config.lease_s:g}", "--retention", f"{PATIENCE_S:g}"]
 
 
 def _thread_flags(config: RecoveryConfig) -> list[str]:
@@ -410,20 +414,20 @@ def _engines(redis_url: str) -> list[Status]:
     return [one for one in ready if one.slot.partition("-")[2] in heard]
 
 
-def _second_engine(redis_url: str, first: Status, command: subprocess.Popen[bytes], data: Path) -> Status:
-    """Wait for the engine that *command* brings.
+def _engine_beside(others: Sequence[int], redis_url: str, said: Path) -> Status:
+    """Wait for an engine that is none of the processes *others*; who starts it prints to *said*.
 
     Raises:
         SideFailed: It does not come.
     """
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while True:
-        others = [one for one in _engines(redis_url) if one.pid != first.pid]
-        if others:
-            return others[0]
-        if command.poll() is not None or time.monotonic() > deadline_s:
-            last = _said_by(data, GENERATE).read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-            raise SideFailed(f"minisgl stage generate did not get ready; the last it said: {last[0]}")
+        found = [one for one in _engines(redis_url) if one.pid not in others]
+        if found:
+            return found[0]
+        if time.monotonic() > deadline_s:
+            last = said.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+            raise SideFailed(f"an engine was not ready in {READY_TIMEOUT_S:g} s; the last it said: {last[0]}")
         time.sleep(STATUS_POLL_S)
 
 

@@ -95,7 +95,7 @@ if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
         f"{COMMITS}/claim.lua",
         "elseif fenced(KEYS[3], ARGV[6]) then\n  return {}\n",
         "",
-        (contract("test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it"), MACHINE),
+        (contract("test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it"),),
     ),
     Mutation(
         "a claim takes from the living",
@@ -254,8 +254,8 @@ end
     Mutation(
         "a request is submitted twice",
         f"{COMMITS}/submit.lua",
-        "if redis.call('EXISTS', KEYS[1]) == 1 then return { 'DUPLICATE', ARGV[1] } end\n",
-        "",
+        "if redis.call('EXISTS', KEYS[1]) == 1 then",
+        "if false then",
         (MACHINE,),
     ),
     Mutation(
