@@ -312,6 +312,13 @@ class StreamLog(Protocol):
         """Remove a letter; False when it is not there."""
         ...
 
+    # after a time in which the log could not be reached
+
+    def incarnation(self) -> str:
+        """Return what changes when another process, with other memory, keeps the log: it may know less than the one
+        before had said yes to (the last second before a crash, the tail that a replica had not got)."""
+        ...
+
     # engines
 
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:

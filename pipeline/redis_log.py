@@ -2,12 +2,14 @@
 
 Only scripts that are safe to run twice and plain reads go through the client that retries; what delivers entries (read,
 take, claim) and what blocks has a connection of its own and is never retried: a lost reply may have delivered entries,
-which `pending` finds.
+which `pending` finds. Nor is what builds on what was said before (step, produced): behind a broken connection the log
+may be another one, which has not heard it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -257,6 +259,12 @@ class RedisLog:
     def drop_dead(self, entry_id: str) -> bool:
         return bool(self._do("XDEL", self.names.dead, entry_id))
 
+    # after a time in which the log could not be reached
+
+    def incarnation(self) -> str:
+        found = re.search(r"^run_id:(\w+)", calls.as_text(self._do("INFO", "server")), re.MULTILINE)
+        return found[1] if found else ""
+
     # engines
 
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
@@ -277,7 +285,8 @@ class RedisLog:
         lease_ms: int,
     ) -> StepCommitted:
         return self._run(
-            calls.step(self.names, owner, number, event, ended=ended, control_cursor=control_cursor, lease_ms=lease_ms)
+            calls.step(self.names, owner, number, event, ended=ended, control_cursor=control_cursor, lease_ms=lease_ms),
+            retry=False,
         )
 
     def flush(self, by: str) -> str:
@@ -288,7 +297,8 @@ class RedisLog:
     def produced(
         self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
     ) -> bool:
-        return self._run(calls.produced(self.names, owner, entry, engine, events, retention_ms=retention_ms))
+        call = calls.produced(self.names, owner, entry, engine, events, retention_ms=retention_ms)
+        return self._run(call, retry=False)
 
     # consumer groups
 

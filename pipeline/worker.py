@@ -63,9 +63,20 @@ class Stop:
 
 
 def follow(
-    log: StreamLog, inbox: Inbox, place: Place, handle: Handle, bury: Bury, stop: Stop, *, max_entries: int
+    log: StreamLog,
+    inbox: Inbox,
+    place: Place,
+    handle: Handle,
+    bury: Bury,
+    stop: Stop,
+    *,
+    max_entries: int,
+    forget: Callable[[], None] = lambda: None,
 ) -> None:
-    """Feed *handle* from *inbox* until *stop* is set or the slot has another owner."""
+    """Feed *handle* from *inbox* until *stop* is set or the slot has another owner.
+
+    *forget* is called when the log could not be reached: it may come back without what it had said yes to.
+    """
     reader = _Reader(log, inbox, place, bury, max_entries)
     group_lost = True  # or not there yet
     while not stop and not place.lost.is_set():
@@ -80,9 +91,11 @@ def follow(
         except GroupLost as error:
             logger.warning("group_lost", stream=inbox.stream, error=str(error))
             group_lost = True
+            forget()
             reader.unsure()
         except (LogUnavailable, LogFull) as error:
             logger.warning("log_unavailable", error=str(error))
+            forget()
             reader.unsure()
             stop.wait(BACKOFF_S)
         except Fenced as error:

@@ -50,6 +50,10 @@ class DetokenizeWorker:
                     self._handle(earlier)
             self._handle(entry)
 
+    def forget(self) -> None:
+        """Forget all requests: what follows is folded on what their histories say."""
+        self._fold.forget_all()
+
     def bury(self, entry: Entry, deaths: int) -> None:
         """Consume a step that killed its detokenizer so often, and end every request that has a row in it."""
         message = f"A step of the request's engine ended its detokenizer {deaths} times."
@@ -152,7 +156,7 @@ def serve(log: StreamLog, place: Place, decode_ids: Decode, retention_ms: int, s
     engine = slot_name(GENERATE, slot_index(place.owner.slot))
     worker = DetokenizeWorker(log, place, DetokenizeFold(decode_ids), engine, retention_ms)
     inbox = Inbox.steps(log.names, engine)
-    follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ)
+    follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
 
 def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import structlog
 
-from pipeline.errors import GroupLost, LogFull, LogUnavailable, UndecodableEvent
+from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Admitted, Failed, StepCompleted, Submitted, TakenOver, Tokenized, TokensProduced, decode
 from pipeline.failpoints import failpoint
 from pipeline.log import DeadLetter, Entry, Inbox, Owner, StreamLog
@@ -113,6 +113,9 @@ class Courier:
         """uid -> entry of `tokenized`, of all that this engine has taken and not ended."""
         self._cursor = self._control_cursor = "0-0"
         self._unsure = False
+        self._incarnation = ""
+        self._in_doubt = True
+        """It is to be looked whether the log is still kept by the same process."""
         self._heard = True
         self._listened_s = float("-inf")
         self._looked_s = time.monotonic()
@@ -191,10 +194,17 @@ class Courier:
         self._news.put(news)
 
     def _keep_trying(self, work: Callable[[], T]) -> T:
-        """Do *work*, which is safe to do twice, until Redis lets it."""
+        """Do *work*, which is safe to do twice, until Redis lets it.
+
+        Raises:
+            Fenced: Redis is another process than before. It may have lost steps and requests that this engine takes for
+                said and known, so the engine must begin with what the log has.
+        """
         group_lost = False
         while not self._stopped.is_set():
             try:
+                if self._in_doubt:
+                    self._look_who_keeps_the_log()
                 if group_lost:
                     self._log.prepare(self._inbox)
                 return work()
@@ -202,10 +212,17 @@ class Courier:
                 group_lost = True
                 logger.warning("group_lost", error=str(error))
             except (LogUnavailable, LogFull) as error:
+                self._in_doubt = True
                 logger.warning("log_unavailable", error=str(error))
             self._came_round()
             self._stopped.wait(BACKOFF_S)
         return work()  # once more: at the end what is in hand is handed over, if Redis is there; else the log has it
+
+    def _look_who_keeps_the_log(self) -> None:
+        incarnation = self._log.incarnation()
+        if self._incarnation not in ("", incarnation):
+            raise Fenced("Redis was started again, or another one took its place")
+        self._incarnation, self._in_doubt = incarnation, False
 
     def _commit(self, job: _Step) -> str:
         """Commit a step; return the id of the newest request that waits for an engine, or was given to one."""

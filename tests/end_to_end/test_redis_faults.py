@@ -63,6 +63,18 @@ def redis_of(server: Server) -> psutil.Process:
     return process
 
 
+def data_folder_of(server: Server) -> Path:
+    return Path(server.redis_url.removeprefix("unix://")).parent
+
+
+def forget_data(folder: Path) -> None:
+    """Remove the append-only file, of 6.2, or files, of 7."""
+    for path in (folder / "appendonlydir", folder / "appendonly.aof"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+
+
 def assert_all_is_as_undisturbed(
     server: Server, streams: list[Stream], undisturbed: Mapping[str, tuple[str, str]], *, epochs: int = 1
 ) -> None:
@@ -93,7 +105,38 @@ def test_a_redis_that_is_killed_and_comes_back_with_its_data_costs_nothing(
         num_deaths = len(server.command.log_lines("redis_died"))
         redis_of(server).kill()
         eventually(lambda: len(server.command.log_lines("redis_died")) > num_deaths, "the supervisor notices")
-        assert_all_is_as_undisturbed(server, streams, undisturbed)
+        assert_all_is_as_undisturbed(server, streams, undisturbed, epochs=2)
+
+
+def test_a_redis_that_comes_back_with_older_data_costs_only_what_is_computed_again(
+    server: Server, undisturbed: dict[str, tuple[str, str]]
+) -> None:
+    """As after a power loss, or a failover to a replica that had not got the last writes."""
+    folder = data_folder_of(server)
+    with no_process_restarts(server), running_streams(server) as streams:
+        redis, older = redis_of(server), folder.parent / "older"
+        redis.suspend()
+        shutil.copytree(folder, older, ignore=shutil.ignore_patterns("*.sock", "lock", "*.log"))
+        frames = [stream.num_frames for stream in streams]
+        redis.resume()
+        eventually(
+            lambda: all(stream.num_frames > 20 + before for stream, before in zip(streams, frames, strict=True)),
+            "all streams have gone on",
+        )
+        assert not any(stream.is_over for stream in streams)
+        redis.suspend()
+        forget_data(folder)
+        shutil.copytree(older, folder, dirs_exist_ok=True)
+        redis.kill()
+        for stream in streams:
+            assert stream.answer == undisturbed[stream.prompt]
+        with server.log() as log:
+            for stream in streams:
+                events = events_of(log, stream.uid)
+                assert [event.count for event in events if isinstance(event, TokensProduced)] == [1] * LONG
+                assert isinstance(events[-1], Finished)
+                assert sum(isinstance(event, TakenOver) for event in events) == 1
+            assert_nothing_is_left(log)
 
 
 def test_a_redis_that_comes_back_empty_costs_only_the_streams_that_had_begun(
@@ -112,11 +155,7 @@ def test_a_redis_that_comes_back_empty_costs_only_the_streams_that_had_begun(
 
         redis = redis_of(server)
         redis.suspend()
-        folder = Path(server.redis_url.removeprefix("unix://")).parent
-        for path in (folder / "appendonlydir", folder / "appendonly.aof"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            path.unlink(missing_ok=True)
+        forget_data(data_folder_of(server))
         redis.kill()
         tokenizer.resume()
 

@@ -355,9 +355,13 @@ def test_a_commit_whose_reply_was_lost_counts_once_and_says_so(
     engine, detokenizer = own(shaky, "generate-0"), own(log, "detokenize-0")
     assert engine.epoch == 1
     proxy.lose_a_reply()
+    with pytest.raises(LogUnavailable):  # who builds on what it said before must hear of it
+        step(shaky, engine, 1)
     assert step(shaky, engine, 1) == 1
     entry = read_one(log, STEPS, "detokenize-0")
     proxy.lose_a_reply()
+    with pytest.raises(LogUnavailable):
+        produced(shaky, detokenizer, entry)
     assert not produced(shaky, detokenizer, entry)
     proxy.lose_a_reply()
     assert not end(shaky)
