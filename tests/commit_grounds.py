@@ -193,7 +193,11 @@ class RedisGround:
 
 
 class DurableGround(RedisGround):
-    """RedisLog on a server of its own that writes down what it holds, as the embedded one does."""
+    """RedisLog on a server of its own that writes down what it holds, each commit before its answer.
+
+    With appendfsync everysec, as the embedded one has it, a commit is written only when the sync that is under way is
+    done: Redis answers before, and being killed then it loses what it has answered.
+    """
 
     def __init__(self, binary: Path, folder: Path) -> None:
         self._binary = binary
@@ -216,12 +220,11 @@ class DurableGround(RedisGround):
         return f"unix://{self._folder / 'redis.sock'}"
 
     def _start(self) -> None:
-        options = (
-            f"--port 0 --unixsocket {self._folder / 'redis.sock'} --dir {self._folder} --appendonly yes --save".split()
-        )
+        where = f"--port 0 --unixsocket {self._folder / 'redis.sock'} --dir {self._folder} --save"
+        options = [*where.split(), "", "--appendonly", "yes", "--appendfsync", "no"]
         self._output = (self._folder / "redis.log").open("ab")
         self._process = subprocess.Popen(
-            [self._binary, *options, ""], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
+            [self._binary, *options], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
         )
         until(self._answers)
 

@@ -88,7 +88,7 @@ LONG_MS: Final = 600_000
 """Nothing runs out by itself while a story lasts; what runs out is made to."""
 SHORT_LIVED: Final = ("STATUS_TTL_MS", "REPLIES_TTL_MS", "READER_TTL_MS")
 """Times to live that are no argument of a commit; on a busy machine a story may outlast them."""
-NUM_STORIES: Final = int(os.environ.get("STORIES", "60"))
+NUM_STORIES: Final = int(os.environ.get("STORIES", "50"))
 """How many are told; a night has time for thousands."""
 STORIES: Final = settings(
     max_examples=NUM_STORIES, stateful_step_count=40, deadline=None, derandomize=False, print_blob=True

@@ -100,8 +100,9 @@ def submit(
 
 
 def read_one(log: StreamLog, inbox: Inbox, consumer: str) -> Entry:
-    (entry,) = log.read(inbox, consumer, max_entries=1, block_ms=0)
-    return entry
+    entries = log.read(inbox, consumer, max_entries=1, block_ms=0)
+    assert len(entries) == 1
+    return entries[0]
 
 
 def tokenize(log: StreamLog, entry: Entry) -> bool:
