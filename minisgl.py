@@ -36,7 +36,7 @@ usage: minisgl serve [flags]                everything on this machine; `python 
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
        minisgl trace UID [flags]            what happened to a request of a server that runs
        minisgl dead ACTION [flags]          requests that killed their workers: ls, show, requeue or drop
-       minisgl bench KIND [flags]           measure: offline, serve, pipeline or compare
+       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, recovery or soak
        minisgl --version
 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.

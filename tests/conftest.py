@@ -6,12 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 from redis_servers import PLACES, Servers
 
 from pipeline.log import StreamLog
 from pipeline.memory_log import MemoryLog
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
+
+settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
+settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")

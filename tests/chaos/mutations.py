@@ -11,6 +11,7 @@ from typing import Final
 COMMITS: Final = "pipeline/commits"
 CONTRACT: Final = "tests/pipeline/test_log_contract.py::"
 REDIS: Final = "tests/pipeline/test_redis_log.py::"
+TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
 MACHINE: Final = (
     "tests/pipeline/test_commit_machine.py"
     "::test_whatever_workers_do_every_request_ends_once_and_as_the_model_says[{server}]"
@@ -278,5 +279,12 @@ end
         "while entries and self._log.backlog(",
         "while False and self._log.backlog(",
         ("tests/stages/generate/test_worker.py::test_an_engine_waits_for_the_steps_of_its_predecessor[memory]",),
+    ),
+    Mutation(
+        "an engine takes over from a dead one before that one's last steps are in the histories",
+        "stages/generate/courier.py",
+        "if guest is None or self._log.backlog(Inbox.steps(self._log.names, guest.slot)):",
+        "if guest is None:",
+        (f"{TAKEOVER}test_an_engine_waits_for_the_steps_of_a_dead_one_and_serves_its_own_meanwhile[memory]",),
     ),
 )

@@ -13,9 +13,9 @@ import pytest
 from checkpoints import make_checkpoint
 from servers import ROOT, run_command
 
-from ops.bench import recovery
+from ops.bench import recovery_figures as figures
 from ops.bench.load import Arrival
-from ops.bench.recovery import (
+from ops.bench.recovery_figures import (
     Frame,
     Pause,
     Problem,
@@ -86,11 +86,11 @@ def wire(*texts: str, ends: int = 1, completion_tokens: int = 4, done: int = 1) 
 
 def test_a_frame_comes_with_the_piece_that_ends_its_line_and_comments_are_none() -> None:
     pieces = [(1.0, b"id: 1-0\ndata: {}"), (2.0, b"\n\n: waiting\n\n"), (3.0, b"data: a\n\nid: 2-0\ndata: b\n\n")]
-    assert recovery.frames(pieces) == [Frame(2.0, "1-0", b"{}"), Frame(3.0, "", b"a"), Frame(3.0, "2-0", b"b")]
+    assert figures.frames(pieces) == [Frame(2.0, "1-0", b"{}"), Frame(3.0, "", b"a"), Frame(3.0, "2-0", b"b")]
 
 
 def test_a_history_says_when_each_token_and_the_end_came() -> None:
-    assert recovery.token_times_ms(HISTORY) == {1: 200, 2: 300, 3: 1700, 4: 1800, 5: 1801}
+    assert figures.token_times_ms(HISTORY) == {1: 200, 2: 300, 3: 1700, 4: 1800, 5: 1801}
 
 
 def at(came_s: float, entry_id: str) -> Frame:
@@ -99,7 +99,7 @@ def at(came_s: float, entry_id: str) -> Frame:
 
 def test_pauses_are_between_frames_that_bring_something() -> None:
     seen = [at(0.5, ""), at(1.0, "1-0"), at(1.5, "2-0"), at(1.5, ""), at(3.0, "3-0"), at(3.25, "4-0"), at(3.5, SEAL)]
-    assert recovery.pauses_of(seen, recovery.token_times_ms(HISTORY)) == [
+    assert figures.pauses_of(seen, figures.token_times_ms(HISTORY)) == [
         Pause(1.0, 1.5, 0.5),
         Pause(1.5, 3.0, 1.5),
         Pause(3.0, 3.25, 0.25),
@@ -110,7 +110,7 @@ def test_pauses_are_between_frames_that_bring_something() -> None:
 def test_what_tokens_took_that_had_nothing_to_show_is_no_pause() -> None:
     """Token 2, 100 ms after 1, and token 4, 100 ms after 3, had no text; between 2 and 3 was the kill."""
     seen = [at(1.0, "1-0"), at(1.0 + 1.75, "4-0")]
-    (pause,) = recovery.pauses_of(seen, recovery.token_times_ms(HISTORY))
+    (pause,) = figures.pauses_of(seen, figures.token_times_ms(HISTORY))
     assert pause == Pause(1.0, 2.75, pytest.approx(1.75 - 0.2))  # type: ignore[arg-type]
 
 
@@ -129,8 +129,8 @@ def test_the_longest_pause_around_the_kill_ends_after_it_and_begins_before_the_s
 
 
 def test_what_comes_after_a_stream_has_gone_on_is_another_pause() -> None:
-    assert recovery.longest_later_s(PAUSES, 7.2) == 10.0
-    assert recovery.longest_later_s(PAUSES, 7.6) == 0.0
+    assert figures.longest_later_s(PAUSES, 7.2) == 10.0
+    assert figures.longest_later_s(PAUSES, 7.6) == 0.0
 
 
 def test_a_stream_without_a_frame_after_the_kill_has_no_pause() -> None:
@@ -177,12 +177,12 @@ def test_fewer_tokens_than_were_asked_are_told() -> None:
 
 def test_requests_that_were_not_whole_are_told_by_what_was_wrong_with_them() -> None:
     problems = [Problem("a", "HTTP 503: full"), Problem("b", "lost"), Problem("c", "lost"), Problem("d", "x")]
-    said = recovery.failures([*problems, Problem("e", "y")], 300)
+    said = figures.failures([*problems, Problem("e", "y")], 300)
     assert said == (
         "5 of 300 requests did not get exactly their tokens, once: 2x lost (as b); 1x HTTP 503: full (as a); "
         "1x x (as d); and 1 other errors"
     )
-    assert recovery.failures([], 300) == ""
+    assert figures.failures([], 300) == ""
 
 
 def stream(pause_s: float, prefill_s: float | None, *, later_s: float = 0.0) -> StreamFigures:
@@ -213,13 +213,13 @@ def test_a_pause_may_be_lease_start_prefill_and_half_a_second() -> None:
     assert (run.longest_pause_s, run.median_pause_s, run.prefill_s) == (3.0, 2.95, 1.0)
     assert run.allowed_s == pytest.approx(0.25 + 2.0 + 0.2 + 0.5)  # of the stream that is worst off
     assert run.beyond_s == pytest.approx(2.9 - 2.95)
-    assert "met, 0.05 s to spare" in recovery.verdict([run])
+    assert "met, 0.05 s to spare" in figures.verdict([run])
 
 
 def test_the_worst_stream_of_the_median_run_decides() -> None:
     runs = [a_recovery(stream(2.6 + worse, 0.1)) for worse in (-1.0, 0.3, 9.0)]
     assert runs[1].beyond_s == pytest.approx(0.3)
-    said = recovery.verdict(runs)
+    said = figures.verdict(runs)
     assert "missed by 0.30 s" in said and "lease 0.00 + start 2.00 + prefill 0.10 + 0.50 s" in said
 
 
@@ -240,12 +240,12 @@ def test_what_waits_for_others_to_be_computed_again_waits_for_the_prefill_of_wha
 
 def test_a_kill_that_hit_nobody_is_no_measurement() -> None:
     with pytest.raises(MiniSGLError, match="nothing was taken over"):
-        recovery.must_have_hit(a_recovery(stream(0.4, None)))
+        figures.must_have_hit(a_recovery(stream(0.4, None)))
 
 
 def test_the_table_has_a_column_for_each_run_and_the_medians() -> None:
     runs = [a_recovery(stream(2.0 + number, 0.5)) for number in range(3)]
-    lines = recovery.table(runs).splitlines()
+    lines = figures.table(runs).splitlines()
     assert lines[0].split() == ["s", "run", "1", "run", "2", "run", "3", "median"]
     (pause,) = [line for line in lines if line.startswith("longest pause  ")]
     assert pause.split()[-4:] == ["2.00", "3.00", "4.00", "3.00"]
@@ -264,9 +264,9 @@ def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
     ]
     said.write_text("\n".join(lines))
     began_ms = 1767225600_000.0
-    noticed_s, load_s = recovery.said_since(said, began_ms + 10_000, "generate-0")
+    noticed_s, load_s = figures.said_since(said, began_ms + 10_000, "generate-0")
     assert (noticed_s, load_s) == (0.25, 0.5)
-    assert recovery.said_since(said, began_ms + 13_000, "generate-0") == (None, None)
+    assert figures.said_since(said, began_ms + 13_000, "generate-0") == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -307,12 +307,12 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
         assert one["resumed"]["taken_over_ms"] <= one["resumed"]["next_token_ms"]
         assert 8 <= one["resumed"]["tokens_again"] - one["resumed"]["tokens_before"] <= 20
     assert run["alone_s"] == pytest.approx(run["tokens_again"] / run["alone_tokens_per_s"])
-    figures = document["medians"]
-    assert figures["longest_pause_s"] == max(one["pause_s"] for one in hit)
-    assert figures["beyond_s"] == pytest.approx(run["beyond_s"])
+    medians = document["medians"]
+    assert medians["longest_pause_s"] == max(one["pause_s"] for one in hit)
+    assert medians["beyond_s"] == pytest.approx(run["beyond_s"])
     if peers == 1:
         assert run["lease_s"] == 0 and 0 < run["noticed_s"] <= run["freed_s"] + 0.05
-        assert run["freed_s"] < run["owner_s"] <= run["start_s"] < figures["longest_pause_s"] + 1
+        assert run["freed_s"] < run["owner_s"] <= run["start_s"] < medians["longest_pause_s"] + 1
         assert 0 < run["load_s"] < run["start_s"]
     else:
         assert run["lease_s"] == 1 and run["start_s"] == 0 and run["noticed_s"] is None
