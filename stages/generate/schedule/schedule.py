@@ -78,6 +78,8 @@ class _Running:
     """Keys and values of the tokens before this position are in the pages, once the plans made so far have run."""
     chunks: int = 0
     """Prefill chunks planned since it was admitted; 0 once it decodes."""
+    stands_still: bool = False
+    """It came with tokens of another engine: somebody watches a stream that stands still until it is computed."""
 
     @property
     def num_output(self) -> int:
@@ -138,6 +140,7 @@ class Schedule:
                 f"with a served context of {self._limits.context}; send it again.",
             )
         request = _Running(new.uid, self._num_arrived, length, [*new.prompt_ids, *new.output_ids], limit, new.sampling)
+        request.stands_still = bool(new.output_ids)
         self._num_arrived += 1
         self._waiting.append(request)
         self._by_uid[new.uid] = request
@@ -219,6 +222,8 @@ class Schedule:
         rows = self._plan_decodes(marks)
         num_decode_rows = len(rows)
         budget = self._limits.prefill_budget(num_decode_rows, len(self._running) + len(self._waiting))
+        if any(request.stands_still for request in (*self._waiting, *self._running)):
+            budget = self._limits.max_prefill_length  # a stream is as well served by an end of this as by steady steps
         rows += self._plan_prefills(budget, marks)
         if not rows:
             may_run = self._by_uid if self._alone is None else {self._alone} & self._by_uid.keys()
@@ -335,6 +340,7 @@ class Schedule:
         if last:
             self._planned.append((request, request.chunks))
             request.chunks = 0
+            request.stands_still = False
         request.num_computed = end
         self._cache.fill(request.holding, request.token_ids, end)
         return PlanRow(

@@ -112,6 +112,23 @@ def test_beside_a_running_stream_prompts_get_the_small_budget() -> None:
     assert [len(row.token_ids) for row in plan.rows] == [1, 8]
 
 
+def test_streams_that_stand_still_after_a_takeover_get_the_large_budget_until_they_go_on() -> None:
+    schedule = make_schedule(prefill=32, mixed=8, context=400)
+    schedule.add(request("running", length=4))
+    step(schedule)
+    for uid in "ab":
+        schedule.add(request(uid, length=40, output=[7] * 10))
+    schedule.add(request("new", length=100))
+
+    def prefilled() -> int:
+        plan, _, _ = step(schedule)
+        assert plan.num_decode_rows
+        return sum(len(row.token_ids) for row in plan.rows[plan.num_decode_rows :])
+
+    assert [prefilled() for _ in range(5)] == [32, 32, 32, 32, 8]  # 50 + 50 of those, and what fits of the new one
+    assert schedule.num_running == 4
+
+
 def test_several_prompts_share_one_budget_in_the_order_of_arrival() -> None:
     schedule = make_schedule(prefill=32, context=400)
     for uid, length in (("a", 10), ("b", 15), ("c", 20)):

@@ -47,6 +47,8 @@ class Life:
     """Pieces in which its tokens were computed since it was admitted last; 0 once it decodes."""
     decodes: bool = False
     """It got a token since it was admitted last, so from now on it gets one in each step."""
+    stands_still: bool = False
+    """It came with output, of which nothing is computed here yet."""
 
     @property
     def runs(self) -> bool:
@@ -246,6 +248,7 @@ class Machine(RuleBasedStateMachine):
         assert (failed is None) == fits
         if fits:
             self.lives[uid] = Life(uid, self.num_added, [*prompt, *output], len(prompt), limit, ignores_eos)
+            self.lives[uid].stands_still = bool(output)
             self.known.append(prompt)
         self.num_added += 1
 
@@ -287,7 +290,8 @@ class Machine(RuleBasedStateMachine):
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
         most = self.limits.max_prefill_length
         beside = min(most, self.limits.mixed_prefill_per_request * len(self.lives))
-        budget = max(self.limits.mixed_prefill_length, beside) if decodes else most
+        steady = decodes and not any(life.stands_still for life in self.lives.values())
+        budget = max(self.limits.mixed_prefill_length, beside) if steady else most
         left = budget - sum(len(row.token_ids) for row in prefills)
         assert left >= 0
         if left:
@@ -304,6 +308,7 @@ class Machine(RuleBasedStateMachine):
             life = self._holder(row)
             assert not life.decodes and row.start >= life.computed
             life.chunks += 1
+            life.stands_still = life.stands_still and row.sample is None
             assert (row.sample is not None) == (row.start + len(row.token_ids) == len(life.tokens))
         return plan
 
