@@ -49,8 +49,8 @@ from pipeline.names import SEAL, Names, slot_name
 
 T = TypeVar("T")
 
-REPLY_CAP = 2000
-"""MAXLEN ~ of a replies stream."""
+REPLY_CAP = 200
+"""MAXLEN ~ of a replies stream: an entry holds a whole step, and whoever is so far behind reads the histories."""
 REPLIES_TTL_MS = 60_000
 READER_TTL_MS = 60_000
 DEAD_CAP = 10_000

@@ -50,6 +50,7 @@ from pipeline.log import (
 )
 from pipeline.memory_log import MemoryLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names, parse_id, slot_name, tokens_id
+from pipeline.redis_calls import REPLY_CAP
 from pipeline.redis_log import RedisLog
 
 T = TypeVar("T")
@@ -868,11 +869,11 @@ def test_replies_to_a_frontend_that_is_gone_are_dropped(log: StreamLog, detokeni
 def test_a_replies_stream_keeps_only_the_last_entries(log: StreamLog, detokenizer: Detokenizer) -> None:
     accept(log, "a")
     start = log.open_replies("web-0")
-    for n in range(1, 2301):
+    for n in range(1, REPLY_CAP + 301):
         detokenizer.say(say_tokens("a", n))
     replies = replies_after(log, start)
-    assert 2000 <= len(replies) + 1 <= 2100  # Redis trims whole nodes of 100
-    assert replies[-1].n == 2300
+    assert REPLY_CAP <= len(replies) + 1 <= REPLY_CAP + 100  # Redis trims whole nodes of 100
+    assert replies[-1].n == REPLY_CAP + 300
 
 
 # end
