@@ -379,7 +379,10 @@ class StreamLog(Protocol):
         ...
 
     def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
-        """Take over pending entries of consumers whose slots nobody holds. Raises Fenced."""
+        """Take over pending entries of consumers whose slots nobody holds.
+
+        Raises Fenced, where there is something to claim.
+        """
         ...
 
     def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
