@@ -53,10 +53,10 @@ def tokens_of(log: RedisLog, uid: str) -> list[int]:
     return [token for event in tokens for token in event.tokens]
 
 
-def most_tokens(log: RedisLog, streams: list[Stream]) -> int:
-    """Return how many tokens the request has that has most."""
+def most_of(log: RedisLog, streams: list[Stream], kind: str) -> int:
+    """Return how many events of *kind* the request has that has most."""
     histories = log.histories([stream.uid for stream in streams if stream.uid])
-    return max((sum(entry.fields["kind"] == "tokens" for entry in history) for history in histories), default=0)
+    return max((sum(entry.fields["kind"] == kind for entry in history) for history in histories), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,12 @@ def test_the_tokens_after_each_death_of_the_engine_are_those_of_the_quiet_run(
         streams = ask(server)
         for number in range(1, NUM_KILLS + 1):
             progress = NUM_TOKENS * number // (NUM_KILLS + 1)
-            eventually(lambda progress=progress: most_tokens(log, streams) > progress, "it goes on")  # type: ignore[misc]
+            eventually(lambda progress=progress: most_of(log, streams, "tokens") > progress, "it goes on")  # type: ignore[misc]
             assert not all(stream.is_over for stream in streams)
-            eventually(lambda: len(server.command.workers(GENERATE)) == 1, "an engine is there")
+            eventually(
+                lambda number=number: most_of(log, streams, "taken_over") == number - 1,  # type: ignore[misc]
+                "the engine has gone on with what the one before had",
+            )
             (engine,) = server.command.workers(GENERATE)
             engine.kill()
             eventually(
@@ -131,7 +134,7 @@ def test_after_kill_9_of_the_supervisor_the_next_start_finishes_all_and_clients_
         streams = ask(server)
         eventually(lambda: all(stream.uid for stream in streams), "every client knows its request")
         with server.log() as log:
-            eventually(lambda: most_tokens(log, streams) > NUM_TOKENS // 3, "it goes on")
+            eventually(lambda: most_of(log, streams, "tokens") > NUM_TOKENS // 3, "it goes on")
         server.command.process.kill()
         server.command.process.wait()
         eventually(lambda: all(map(is_gone, family)), "all its processes end")
