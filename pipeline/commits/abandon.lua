@@ -14,14 +14,4 @@ if redis.call('EXISTS', KEYS[5]) == 1 then
   end
   return 'READ'
 end
-redis.call('ZREM', KEYS[1], ARGV[1])
-local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
-local now = now_ms()
-local fields = slice(ARGV, 5, #ARGV)
-fields[#fields + 1] = 'n'
-fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
-if not append(KEYS[2], SEAL, fields, now) then return 'ENDED' end
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*', 'uid', ARGV[1], 'ms', now, unpack(fields))
-redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', ARGV[1])
-return 'OK'
+return seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 5, #ARGV)) and 'OK' or 'ENDED'

@@ -2,8 +2,7 @@
 -- KEYS live, history, replies, control, submitted, dead
 -- ARGV uid, retention_ms, reply_cap, entry of submitted or '', dead_cap, copy_bytes,
 --      number of parts of a dead letter (0: there is none), those..., fields...
--- Returns OK or ENDED (it had ended before, or its history is gone), and then no letter is written. The number of tokens
--- is read off the history.
+-- Returns OK or ENDED (it had ended before, or its history is gone), and then no letter is written.
 local function as_json(entry) -- [id, name, value, ...]
   local parts = { entry[1] }
   for _, part in ipairs(entry[2]) do parts[#parts + 1] = part end
@@ -27,22 +26,12 @@ local function copy_of(history, bytes)
   return '[' .. table.concat(kept, ',') .. ']', redis.call('XLEN', history) - #kept
 end
 
-redis.call('ZREM', KEYS[1], ARGV[1])
 if ARGV[4] ~= '' then
   redis.call('XACK', KEYS[5], 'tokenize', ARGV[4])
   redis.call('XDEL', KEYS[5], ARGV[4])
 end
-local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
-local n = last[1] and string.match(last[1][1], '^%d+') or '0'
-local now = now_ms()
 local num_parts = tonumber(ARGV[7])
-local fields = slice(ARGV, 8 + num_parts, #ARGV)
-fields[#fields + 1] = 'n'
-fields[#fields + 1] = n
-if not append(KEYS[2], SEAL, fields, now) then return 'ENDED' end
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*', 'uid', ARGV[1], 'ms', now, unpack(fields))
-redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', ARGV[1])
+if not seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 8 + num_parts, #ARGV)) then return 'ENDED' end
 if num_parts > 0 then
   local letter = slice(ARGV, 8, 7 + num_parts)
   local copy, left_out = copy_of(KEYS[2], tonumber(ARGV[6]))
@@ -52,6 +41,6 @@ if num_parts > 0 then
     letter[#letter + 1] = 'history_cut'
     letter[#letter + 1] = left_out
   end
-  redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[5], '*', 'uid', ARGV[1], 'ms', now, unpack(letter))
+  redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[5], '*', 'uid', ARGV[1], 'ms', now_ms(), unpack(letter))
 end
 return 'OK'

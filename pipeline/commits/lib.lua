@@ -18,6 +18,21 @@ local function append(history, id, fields, now)
   return type(reply) == 'string'
 end
 
+-- The end of a history, whoever says it: KEYS begin with live, history, replies, control. False when it had ended before,
+-- or is gone. The number of tokens is read off the history. Begins with a write that Redis never refuses.
+local function seal(uid, retention_ms, reply_cap, fields)
+  redis.call('ZREM', KEYS[1], uid)
+  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+  local now = now_ms()
+  fields[#fields + 1] = 'n'
+  fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
+  if not append(KEYS[2], SEAL, fields, now) then return false end
+  redis.call('PEXPIRE', KEYS[2], retention_ms)
+  redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
+  return true
+end
+
 local function fenced(owner_key, owner)
   return redis.call('GET', owner_key) ~= owner
 end

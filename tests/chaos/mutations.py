@@ -185,8 +185,8 @@ end
     # the end, once
     Mutation(
         "a second end is said, too",
-        f"{COMMITS}/end.lua",
-        "if not append(KEYS[2], SEAL, fields, now) then return 'ENDED' end\n",
+        f"{COMMITS}/lib.lua",
+        "if not append(KEYS[2], SEAL, fields, now) then return false end\n",
         "append(KEYS[2], SEAL, fields, now)\n",
         (
             contract("test_the_first_seal_wins"),
@@ -196,15 +196,15 @@ end
     ),
     Mutation(
         "who ended lives on",
-        f"{COMMITS}/end.lua",
-        "redis.call('ZREM', KEYS[1], ARGV[1])\n",
+        f"{COMMITS}/lib.lua",
+        "redis.call('ZREM', KEYS[1], uid)\n",
         "",
         (contract("test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
     ),
     Mutation(
         "engines are not told who ended",
-        f"{COMMITS}/end.lua",
-        "redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', ARGV[1])\n",
+        f"{COMMITS}/lib.lua",
+        "redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)\n",
         "",
         (contract("test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
     ),
