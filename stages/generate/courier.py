@@ -36,6 +36,10 @@ MOST_CLAIMED = 500
 """Requests of a dead engine that are claimed at once."""
 MOST_DEATHS_ALONE = 3
 """A request that ended its engine so often while nothing else was computed is not tried again."""
+TOKENS_IN_DOUBT = 3
+"""An engine that dies may have computed two steps that are not in the log (one on its way, one behind it), and dies in
+the third: so far must its successor get before it is the better one.
+"""
 
 T = TypeVar("T")
 
@@ -48,7 +52,7 @@ class Arrived:
     resumed: bool
     """Another engine, or a former owner of the slot, had it before."""
     suspect: bool = False
-    """More than one engine ended in the meantime, and it had no token more: it is to run alone."""
+    """More than one engine ended with it, and got no further than the one before may have: it is to run alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +395,7 @@ class Past:
     had_begun: bool
     """An engine has had it."""
     num_taken_over: int
-    """How many engines went on with it since its last token, and ended without another one."""
+    """How many engines went on with it and ended before they had made TOKENS_IN_DOUBT tokens of it."""
     num_alone: int
     """How many of them computed nothing else."""
 
@@ -407,7 +411,8 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
     submitted: Submitted | None = None
     tokenized: Tokenized | None = None
     output: list[int] = []
-    had_begun, taken_over, alone = False, 0, 0
+    had_begun = False
+    takeovers: list[tuple[int, bool]] = []
     for entry in history:
         match decode(entry.fields):
             case Submitted() as event:
@@ -418,11 +423,9 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
                 if parse_id(entry.id)[0] - event.count != len(output):
                     raise UndecodableEvent(f"after token {len(output)} comes the event {entry.id}")
                 output += event.tokens
-                taken_over = alone = 0
             case TakenOver() as event:
                 had_begun = True
-                taken_over += 1
-                alone += event.alone
+                takeovers.append((len(output), event.alone))
             case Admitted():
                 had_begun = True
             case Failed():
@@ -432,4 +435,5 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
     if submitted is None or tokenized is None:
         return None
     request = NewRequest(uid, tokenized.token_ids, tuple(output), submitted.sampling)
-    return Past(request, had_begun, taken_over, alone)
+    in_vain = [alone for n, alone in takeovers if len(output) - n < TOKENS_IN_DOUBT]
+    return Past(request, had_begun, len(in_vain), sum(in_vain))

@@ -23,7 +23,7 @@ from pipeline.log import Owner, StreamLog
 from pipeline.names import GENERATE
 from pipeline.slots import Announcement, Place, places, progress_reporter
 from pipeline.worker import Stop
-from stages.generate.courier import Arrived, Courier, Ended, Flush, Lost, News
+from stages.generate.courier import TOKENS_IN_DOUBT, Arrived, Courier, Ended, Flush, Lost, News
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
@@ -69,7 +69,7 @@ class GenerateWorker:
         self._resumed: dict[str, int] = {}
         """uid -> n of what other owners of a slot had begun and is not computed here yet."""
         self._suspects: list[NewRequest] = []
-        """Requests that may have killed engines: each runs alone until it has one more token."""
+        """Requests that may have killed engines: each runs alone until that is not in doubt any more."""
         self._alone: tuple[str, int] | None = None
         """Who runs alone now, and how many tokens it had before."""
         self._next_check = 0
@@ -185,10 +185,14 @@ class GenerateWorker:
                 raise error
 
     def _try_suspects(self) -> None:
-        """Let the next suspect run, alone, once the one before has a token more or has ended."""
+        """Let the next suspect run, alone, once the one before has come further than those that it may have killed.
+
+        They may have died some steps later than the log says.
+        """
         if self._alone is not None:
             uid, n = self._alone
-            if self._schedule.num_output(uid) == n:
+            num_output = self._schedule.num_output(uid)
+            if num_output is not None and num_output - n < TOKENS_IN_DOUBT:
                 return
             self._alone = None
             self._schedule.isolate(None)

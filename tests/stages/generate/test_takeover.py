@@ -655,7 +655,9 @@ def test_who_waits_behind_requests_that_kill_engines_ends_well(another_log: Call
     assert {letter.fields["uid"] for letter in lives.log.dead_letters(9)} == {lives.uids[10], lives.uids[20]}
 
 
-def test_the_count_of_deaths_begins_again_after_each_token(another_log: Callable[[], StreamLog]) -> None:
+def test_the_count_of_deaths_begins_again_when_a_request_has_come_past_where_it_can_have_been(
+    another_log: Callable[[], StreamLog],
+) -> None:
     lives = Lives(another_log, 10, max_tokens=9)
 
     def counts() -> tuple[int, int, int]:
@@ -664,12 +666,27 @@ def test_the_count_of_deaths_begins_again_after_each_token(another_log: Callable
         return len(past.request.output_ids), past.num_taken_over, past.num_alone
 
     said = []
-    for deadly in (10, 10, 10, 11, 11, 11, 11, 12):
+    for deadly in (10, 10, 12, 13, 13, 16):
         lives.until_death(deadly)
         said.append(counts())
-    assert said == [(0, 0, 0), (0, 1, 0), (0, 2, 1), (1, 0, 0), (1, 1, 0), (1, 2, 1), (1, 3, 2), (2, 0, 0)]
+    assert said == [(0, 0, 0), (0, 1, 0), (2, 2, 1), (3, 1, 1), (3, 2, 2), (6, 0, 0)]
     lives.until_ended(CountingEngine())
     assert lives.tokens(10) == list(range(11, 20)) and lives.log.dead_letters(9) == []
+
+
+def test_a_request_that_kills_engines_whose_last_steps_are_lost_is_found_in_as_many_deaths(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    """Each engine makes a token that the one before had made, and dies, later than the log of that one says."""
+    lives = Lives(another_log, 10, 20, max_tokens=12)
+    for deadly in (15, 16):
+        assert 10 in lives.until_death(deadly)
+    for _ in range(3):
+        assert lives.until_death(17) == {10}
+    lives.until_ended(MortalEngine(17))
+    failed = lives.end(10)
+    assert isinstance(failed, Failed) and (failed.code, failed.n) == ("poisonous", 7)
+    assert lives.tokens(20) == list(range(21, 33))
 
 
 def test_a_request_that_was_never_computed_is_not_suspected(another_log: Callable[[], StreamLog]) -> None:
