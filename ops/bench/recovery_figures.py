@@ -68,7 +68,9 @@ class StreamFigures:
 
     uid: str
     pause_s: float
+    """Less than from its begin to its end where tokens came in between that had nothing to show."""
     pause_began_s: float
+    pause_ended_s: float
     later_pause_s: float
     """The longest since it went on."""
     ended_s: float

@@ -23,6 +23,8 @@ from stages.detokenize.text import Decode
 logger = structlog.get_logger()
 
 MOST_READ = 16
+LOOK_EVERY_S = 0.3
+"""Pause between two looks at the slots of other detokenizers. Who is away at two of them in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 
@@ -191,7 +193,7 @@ def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
 def look_after_others(
     open_log: Callable[[], StreamLog], decode_ids: Decode, lease_ms: int, retention_ms: int, stop: Stop
 ) -> None:
-    """Serve the engines whose own detokenizer has been away for a lease, each in a thread, until it is back."""
+    """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back."""
     log = open_log()
     before: set[str] = set()
     serving: dict[str, threading.Thread] = {}
@@ -212,7 +214,7 @@ def look_after_others(
         finally:
             place.leave()
 
-    while not stop.wait(lease_ms / 1000):
+    while not stop.wait(LOOK_EVERY_S):
         try:
             unattended = set(log.unattended())
         except LogError as error:

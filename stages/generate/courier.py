@@ -29,6 +29,10 @@ BACKOFF_S = 0.3
 POLL_S = 0.02
 LIVE_EVERY_S = 1.0
 LISTEN_EVERY_S = 1.0
+LOOK_EVERY_S = 0.15
+"""Pause between two looks at the slots of other engines. Who is away at two of them in a row is taken over: it may have
+given its slot back only to ask for it again.
+"""
 MOST_STEPS_BEHIND = 256
 """An engine plans no further step while so many wait for the detokenizer."""
 
@@ -302,13 +306,13 @@ class Courier:
         self._bring(entries, resumed=True)
 
     def _look_after_others(self) -> None:
-        """Go on with what other engines had in hand whose slots nobody has held for a lease.
+        """Go on with what other engines had in hand whose slots nobody held at two looks.
 
         First nobody else may write for such a slot, then its last steps must be in the histories, then they are
         claimed.
         """
         if self._guest is None:
-            if time.monotonic() - self._forsaken_s < self._lease_ms / 1000:
+            if time.monotonic() - self._forsaken_s < LOOK_EVERY_S:
                 return
             self._forsaken_s = time.monotonic()
             before, self._forsaken = self._forsaken, set(self._log.forsaken(self._inbox)) - {self._owner.slot}

@@ -216,10 +216,10 @@ def test_several_engines_have_a_guest_each(another_log: Callable[[], StreamLog])
         assert sorted(guests()) == ["guest detokenize-1", "guest detokenize-2"]
 
 
-def test_no_guest_comes_to_an_engine_whose_detokenizer_is_away_for_less_than_a_lease(
+def test_no_guest_comes_to_an_engine_whose_detokenizer_is_there_at_every_second_look(
     another_log: Callable[[], StreamLog],
 ) -> None:
-    """It is late now and then, or restarts; at every second look it is there."""
+    """It is late now and then, or gave its slot back to ask for it again."""
     engine, log = Engine(another_log), another_log()
     worker = engine.log.acquire("detokenize-0", "worker", LEASE_MS)
     assert worker is not None
