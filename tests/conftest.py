@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,8 @@ from pipeline.memory_log import MemoryLog
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
 
+# Tests in the background of a script ignore Ctrl-C, and what they start would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("default")
 

@@ -65,6 +65,7 @@ from ops.bench.recovery_figures import (
 )
 from ops.bench.serve import span
 from pipeline.config import at_least, flag, parse_flags, seconds
+from pipeline.errors import ConfigError
 from pipeline.log import Entry
 from pipeline.names import DETOKENIZE, GENERATE, Names
 from pipeline.redis_log import RedisLog
@@ -336,12 +337,19 @@ def measured(config: RecoveryConfig, folder: Path, prompts: Prompts, run: int) -
 
     Raises:
         SideFailed: It did not start or did not come back, a stream ended before the kill, or the kill hit nobody.
+        ConfigError: Its context holds no request of that length.
     """
     started = one_engine if config.peers == 1 else two_engines
     with (
         tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True) as data,
         started(folder, config, Path(data)) as server,
     ):
+        most = config.inputs.highest + 1 + config.output_tokens  # some tokenizers begin a prompt with a token of theirs
+        if most > server.victim.context:
+            raise ConfigError(
+                f"--input-len {config.inputs} and --output-len {config.output_tokens} are up to {most} tokens, and the "
+                f"server's context has {server.victim.context}; pass less"
+            )
         alone_tokens_per_s = _speed_alone(server, prompts, random.Random(f"{config.seed}/{run}/alone"))
         streams = [Stream(prompt) for prompt in drawn(config, prompts, run)]
         killed = asyncio.run(_killed_under(server, streams, comes_back=config.peers == 1))

@@ -317,3 +317,13 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
     else:
         assert run["lease_s"] == 1 and run["start_s"] == 0 and run["noticed_s"] is None
         assert 0.3 < run["freed_s"] <= run["owner_s"]  # nobody gives the lease back, it runs out
+
+
+@pytest.mark.slow
+def test_streams_that_the_context_does_not_hold_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
+    flags = ["--model", str(folder), "--threads", "1", "--input-len", "8-256", "--output-len", "256"]
+    done = subprocess.run([*RECOVERY, *flags], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--input-len 8-256 and --output-len 256 are up to 513 tokens" in done.stderr
+    assert "context has 512; pass less" in done.stderr
