@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from redis_servers import command, until
@@ -125,6 +126,25 @@ def test_a_closed_connection_cancels_its_request(redis_url: str, stand_in: Stand
             connection.sendall(head + body)
             assert b" 200 " in connection.recv(65536)
         until(lambda: ends(stand_in, redis_url, "by") == ["client"])
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["before a request", "after a request"])
+def test_a_closed_connection_takes_no_socket(redis_url: str, stand_in: StandIn, idle: bool) -> None:
+    with serving(redis_url) as server:
+        process = psutil.Process(server.process.pid)
+
+        def num_connections() -> int:
+            return sum(one.laddr.port == server.port and bool(one.raddr) for one in process.net_connections("tcp"))
+
+        until(lambda: num_connections() == 0)
+        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(9)]
+        for connection in connections if idle else ():
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in connection.recv(65536)
+        until(lambda: num_connections() == 9)
+        for connection in connections:
+            connection.close()
+        until(lambda: num_connections() == 0)
 
 
 def test_a_closed_connection_cancels_its_request_after_the_grace_that_a_flag_gives(
