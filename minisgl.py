@@ -314,7 +314,8 @@ def _child_environment(
 
     tests = (failpoints.VARIABLE, failpoints.FOLDER_VARIABLE)
     kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_") or name in tests}
-    return kept | dict(secrets or {}) | {"MINISGL_REDIS_URL": url}
+    # One thread of a worker does the work; with a heap for each, glibc keeps what another one could use.
+    return {"MALLOC_ARENA_MAX": "1"} | kept | dict(secrets or {}) | {"MINISGL_REDIS_URL": url}
 
 
 def _banner(config: Config, folder: Path, seconds: float) -> None:

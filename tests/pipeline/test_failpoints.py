@@ -168,7 +168,9 @@ def test_importing_the_module_arms_nothing(tmp_path: Path) -> None:
 def test_workers_get_both_variables_and_no_other_of_ours() -> None:
     given = {**asked(Path("/x"), "a=b"), "MINISGL_PORT": "1", "HOME": "/home"}
     child = minisgl._child_environment(given, "unix://s")
+    assert child.pop("MALLOC_ARENA_MAX") == "1"
     assert child == {**asked(Path("/x"), "a=b"), "HOME": "/home", "MINISGL_REDIS_URL": "unix://s"}
+    assert minisgl._child_environment({"MALLOC_ARENA_MAX": "4"}, "unix://s")["MALLOC_ARENA_MAX"] == "4"
 
 
 def test_a_worker_ends_with_the_code_for_configuration_when_a_point_is_unknown(tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ from torch import Tensor
 
 # T = packed tokens, I = inputs, O = outputs
 
+ROUNDED = ((32, 1), (128, 8), (512, 32))
+"""(rows, step): up to so many rows their number is rounded up to a multiple of the step."""
+LARGEST_STEP = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -20,10 +24,24 @@ class Linear:
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return y_TO."""
-        if self.weight_OI.is_mkldnn:
-            y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self.weight_OI, self.bias_O, "none", [], "")
-            return y_TO
-        return F.linear(x_TI, self.weight_OI, self.bias_O)
+        if not self.weight_OI.is_mkldnn:
+            return F.linear(x_TI, self.weight_OI, self.bias_O)
+        num_rows = len(x_TI)
+        more = computed_rows(num_rows) - num_rows
+        if more:
+            x_TI = F.pad(x_TI, (0, 0, 0, more))
+        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self.weight_OI, self.bias_O, "none", [], "")
+        return y_TO[:num_rows]
+
+
+def computed_rows(num_rows: int) -> int:
+    """Return how many rows oneDNN is given to multiply *num_rows*.
+
+    It compiles code for each number of rows that it sees, for each shape of weight, and keeps it: half a megabyte and a
+    millisecond or two. Decode batches are few, and exact; prompts come in every length, and are rounded up.
+    """
+    step = next((step for most, step in ROUNDED if num_rows <= most), LARGEST_STEP)
+    return -(-num_rows // step) * step
 
 
 def pack(weight_OI: Tensor) -> Tensor:
