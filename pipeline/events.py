@@ -31,7 +31,7 @@ class SamplingParams(Value):
     """How tokens are chosen and when to stop. The seed is drawn before submit, so that a replay can repeat it."""
 
     temperature: float = Field(default=1.0, ge=0, le=2)
-    """0 is greedy, whatever the other parameters say."""
+    """0 is greedy, whatever top_p, top_k, min_p and seed say."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """0 is off."""
@@ -43,6 +43,27 @@ class SamplingParams(Value):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Taken from the logit of each token that the output has (OpenAI's formula)."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """The same, times how often the output has it."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
+    """Divides the logit of each token that prompt or output have, or multiplies it where it is negative (CTRL, Keskar
+    et al. 2019)."""
+    logit_bias: tuple[tuple[int, Annotated[float, Field(ge=-100, le=100)]], ...] = ()
+    """(token id, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Nothing else comes out; empty: all."""
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what came before changes the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def shapes(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return self.penalizes or bool(self.logit_bias or self.allowed_token_ids)
 
 
 class Usage(Value):

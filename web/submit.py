@@ -46,5 +46,12 @@ def _sampling(request: ChatRequest) -> SamplingParams:
         "stop": None if request.stop is None else tuple(request.stop),
         "stop_token_ids": None if request.stop_token_ids is None else tuple(request.stop_token_ids),
         "ignore_eos": request.ignore_eos,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": None
+        if request.logit_bias is None
+        else tuple((int(token), bias) for token, bias in request.logit_bias.items()),
+        "allowed_token_ids": None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
     }
     return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})

@@ -14,7 +14,7 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ConfigError, RequestError
-from pipeline.events import Submitted
+from pipeline.events import SamplingParams, Submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,17 @@ class PromptEncoder:
                 f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again"
             ) from error
         self.fingerprint = _fingerprint(folder)
+        self._num_tokens = len(self._tokenizer)
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
 
     def render(self, event: Submitted) -> Rendered:
         """Return the text of a request's prompt.
 
         Raises:
-            RequestError: There is no chat template, or it refuses the conversation; the message has its words.
+            RequestError: There is no chat template, or it refuses the conversation; the message has its words. Or the
+                request names a token that there is not.
         """
+        self._refuse_unknown_tokens(event.sampling)
         if event.prompt_ids:
             return Rendered("", False, "prompt", event.prompt_ids)
         if not event.messages:
@@ -82,6 +85,25 @@ class PromptEncoder:
                 for place, ids in zip(places, batch["input_ids"], strict=True):
                     encoded[place] = tuple(ids)
         return encoded
+
+    def _refuse_unknown_tokens(self, sampling: SamplingParams) -> None:
+        """Refuse what names a token that this tokenizer does not have; it was meant for another model.
+
+        Raises:
+            RequestError: There is one.
+        """
+        named = {
+            "logit_bias": [token for token, _ in sampling.logit_bias],
+            "allowed_token_ids": sampling.allowed_token_ids,
+        }
+        for param, token_ids in named.items():
+            unknown = next((token for token in token_ids if token >= self._num_tokens), None)
+            if unknown is not None:
+                raise RequestError(
+                    f"{param}: token {unknown} is none of this model's, which go from 0 to {self._num_tokens - 1}.",
+                    code="invalid_value",
+                    param=param,
+                )
 
     def refuse_too_long(self, prompt: Rendered, context: int) -> None:
         """Refuse, without encoding it, a text that cannot fit even if every token were the vocabulary's longest.

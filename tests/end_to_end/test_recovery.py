@@ -37,9 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fields_of(number: int) -> dict[str, Any]:
-    """Every second request is sampled."""
+    """Every second request is sampled, and two of four have penalties, which look at all that was said."""
     sampled = {"temperature": 0.8, "top_p": 0.95, "seed": number} if number % 2 else {}
-    return {"max_tokens": NUM_TOKENS, **sampled}
+    penalties = {"frequency_penalty": 0.7, "repetition_penalty": 1.2} if number % 4 > 1 else {}
+    return {"max_tokens": NUM_TOKENS, **sampled, **penalties}
 
 
 def ask(server: Server) -> list[Stream]:

@@ -88,9 +88,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logit_bias": {SECRET: 5}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"logit_bias": {"-1": 5}}, "logit_bias"),
+    ({"logit_bias": {"1.0": 5}}, "logit_bias"),
+    ({"logit_bias": {"07": 5}}, "logit_bias"),
+    ({"logit_bias": {"9999999999": 5}}, "logit_bias"),
+    ({"logit_bias": {"7": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"7": "5"}}, "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"logit_bias": [7]}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"presence_penalty": -2.5}, "presence_penalty"),
     ({"frequency_penalty": False}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 2.1}, "repetition_penalty"),
     ({"repetition_penalty": float("nan")}, "repetition_penalty"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{"type": "function", "function": {"name": SECRET}}]}, "tools"),
@@ -151,7 +165,7 @@ def test_a_feature_that_we_do_not_have_may_be_sent_with_its_neutral_value(name: 
 
 
 def test_neutral_numbers_are_compared_as_json_numbers() -> None:
-    assert parse_chat(body(n=1.0, presence_penalty=0.0, repetition_penalty=1, top_logprobs=0)).unknown == ()
+    assert parse_chat(body(n=1.0, best_of=1.0, stream_interval=1, top_logprobs=0)).unknown == ()
 
 
 def test_every_optional_field_takes_null_as_absent() -> None:
@@ -202,7 +216,8 @@ def test_text_parts_are_joined_and_a_developer_is_a_system() -> None:
 def test_sampling_is_submitted_as_it_was_asked_for() -> None:
     asked = body(
         temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-5, stop="x", stop_token_ids=[1, 2], ignore_eos=True,
-        max_tokens=9, max_completion_tokens=7, min_tokens=2,
+        max_tokens=9, max_completion_tokens=7, min_tokens=2, presence_penalty=1, frequency_penalty=-0.5,
+        repetition_penalty=1.1, logit_bias={"7": -100, "0": 2.5}, allowed_token_ids=[3, 7],
     )  # fmt: skip
     sampling = to_submitted(parse_chat(asked), frontend="web-0", model="m").sampling
     assert sampling.model_dump() == {
@@ -216,6 +231,11 @@ def test_sampling_is_submitted_as_it_was_asked_for() -> None:
         "stop": ("x",),
         "stop_token_ids": (1, 2),
         "ignore_eos": True,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": ((7, -100.0), (0, 2.5)),
+        "allowed_token_ids": (3, 7),
     }
 
 

@@ -19,7 +19,6 @@ Neutrals = tuple[Any, ...]
 UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
-    "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
@@ -32,7 +31,6 @@ UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "ebnf": (),
     "echo": (False,),
     "enable_thinking": (),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -43,7 +41,6 @@ UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "input_ids": (),
     "json_schema": (),
     "kv_transfer_params": (),
-    "logit_bias": ({},),
     "logprob_token_ids": ([],),
     "logprobs": (False,),
     "lora_path": (),
@@ -52,11 +49,9 @@ UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),  # without tools neither changes anything
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "regex": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "return_meta_info": (False,),
@@ -103,6 +98,9 @@ LABELS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier
 
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
+TOKEN_ID: Final = r"^(0|[1-9][0-9]{0,8})$"
+MOST_BIASES: Final = 1024
+MOST_ALLOWED: Final = 16_384
 
 
 def _joined_parts(content: object) -> object:
@@ -180,6 +178,20 @@ class ChatRequest(_Strict):
     ) = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
+
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern=TOKEN_ID)], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MOST_BIASES),
+        ]
+        | None
+    ) = None
+    allowed_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MOST_ALLOWED)] | None
+    ) = None
 
     user: str | None = None
     metadata: dict[str, Annotated[str | int | float | bool | None, AfterValidator(_kept_exactly)]] | None = None
@@ -269,9 +281,9 @@ def _refusal(first: ErrorDetails) -> RequestError:
     if not first["loc"]:
         return RequestError("The body should be a JSON object", code="invalid_json")
     path = []
-    for part in first["loc"]:  # up to what the client named itself, which is not repeated: a key of metadata
+    for part in first["loc"]:  # up to what the client named itself, which is not repeated: a key of an object
         path.append(str(part))
-        if part == "metadata":
+        if part in ("metadata", "logit_bias"):
             break
     param = ".".join(path)
     return RequestError(f"{param}: {first['msg']}", param=param, code="invalid_value")

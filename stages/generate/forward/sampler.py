@@ -1,4 +1,5 @@
-"""From logits to token ids. A token is a function of its row's logits, its parameters and (seed, position) alone.
+"""From logits to token ids. A token is a function of its row's logits, its parameters, the tokens before it and (seed,
+position) alone.
 
 So a request gets the same tokens alone, in any batch, after a preemption and after a crash.
 """
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.events import SamplingParams
+from stages.generate.forward.shaping import shaped
 from stages.generate.schedule.plan import Sample
 
 # R = rows that sample, V = vocabulary, C = candidates
@@ -22,10 +24,10 @@ FEW: Final = 1024  # top_p looks at so many tokens before it sorts all of them; 
 
 
 def sample(logits_RV: Tensor, samples: Sequence[Sample]) -> list[int]:
-    """Return one token id per row; temperature 0 is the argmax, whatever the other parameters say."""
+    """Return one token id per row; temperature 0 is the argmax of the shaped logits, whatever the others say."""
     if not samples:
         return []
-    logits_RV = _without_forbidden(logits_RV, samples)
+    logits_RV = shaped(logits_RV, samples)
     tokens_R = logits_RV.argmax(-1)
     for row, how in enumerate(samples):
         if how.params.temperature > 0:
@@ -56,18 +58,6 @@ def splitmix64(state: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
     return z ^ (z >> 31)
-
-
-def _without_forbidden(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Clients send stop ids: those that the vocabulary does not have are no error, and to forbid all forbids none."""
-    vocab_size = logits_RV.shape[1]
-    masked_RV = logits_RV
-    for row, how in enumerate(samples):
-        ids = {token for token in how.forbidden if 0 <= token < vocab_size}
-        if 0 < len(ids) < vocab_size:
-            masked_RV = logits_RV.clone() if masked_RV is logits_RV else masked_RV
-            masked_RV[row, sorted(ids)] = float("-inf")
-    return masked_RV
 
 
 def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:

@@ -5,6 +5,7 @@ Knows no tensors. A plan carries only what is new: every rank keeps the page tab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.events import SamplingParams
@@ -12,13 +13,19 @@ from pipeline.events import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How the token after a row's last one is drawn: a function of (seed, position) and the logits alone."""
+    """How the token after a row's last one is drawn: a function of the logits, (seed, position) and the tokens so far.
+
+    It is used on rank 0 alone, before the next token is known: `token_ids` is the schedule's own list.
+    """
 
     params: SamplingParams
     position: int
     """Index of the new token in prompt + output."""
     forbidden: tuple[int, ...]
     """Token ids that must not come out: the end-of-sequence and stop ids while fewer than `min_tokens` were made."""
+    token_ids: Sequence[int] = ()
+    """Prompt + output, where a penalty looks at them."""
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

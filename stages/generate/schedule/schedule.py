@@ -357,7 +357,8 @@ class Schedule:
         forbidden: tuple[int, ...] = ()
         if request.num_output < sampling.min_tokens:
             forbidden = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
-        return Sample(sampling, len(request.token_ids), forbidden)
+        seen = request.token_ids if sampling.penalizes else ()
+        return Sample(sampling, len(request.token_ids), forbidden, seen, request.prompt_length)
 
     def _end_of(self, request: _Running, token: int) -> FinishReason | None:
         sampling = request.sampling

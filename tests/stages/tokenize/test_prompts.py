@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import BOS, train_tokenizer
@@ -109,3 +110,20 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
         PromptEncoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("param", "sampling"),
+    [
+        ("logit_bias", {"logit_bias": ((3, 1.0), (480, 1.0))}),
+        ("allowed_token_ids", {"allowed_token_ids": (3, 480, 9999)}),
+    ],
+)
+def test_a_token_that_the_model_does_not_have_is_refused_by_its_number(
+    encoder: PromptEncoder, param: str, sampling: dict[str, Any]
+) -> None:
+    event = plain("hello").model_copy(update={"sampling": SamplingParams(**sampling)})
+    said = f"{param}: token 480 is none of this model's, which go from 0 to 479"
+    with pytest.raises(RequestError, match=said) as raised:
+        encoder.render(event)
+    assert (raised.value.status, raised.value.param) == (400, param)

@@ -204,6 +204,25 @@ def test_the_position_of_a_sample_counts_prompt_and_output() -> None:
     assert positions == [5, 6, 7]
 
 
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_a_penalty_sees_prompt_and_output_also_those_that_another_engine_made(penalty: str) -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", length=3, output=(9, 8), **{penalty: 1.5}))
+    for made in ([], [7], [7, 7]):
+        planned = schedule.plan()
+        assert planned is not None
+        sample = planned[0].rows[0].sample
+        assert sample is not None and (list(sample.token_ids), sample.prompt_length) == ([0, 1, 2, 9, 8, *made], 3)
+        schedule.complete([7])
+
+
+def test_who_has_no_penalty_is_not_looked_at() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", logit_bias=((3, 1.0),)))
+    sample = step(schedule)[0].rows[0].sample
+    assert sample is not None and sample.token_ids == ()
+
+
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_with_both_numbers() -> None:
     schedule = make_schedule(context=20)
     failed = schedule.add(request("a", length=20))
