@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pipeline.errors import UndecodableEvent
 
 FinishReason = Literal["stop", "length"]
+TokenId = Annotated[int, Field(ge=0)]
 
 
 class Value(BaseModel):
@@ -50,9 +51,9 @@ class SamplingParams(Value):
     repetition_penalty: float = Field(default=1.0, gt=0, le=2)
     """Divides the logit of each token that prompt or output have, or multiplies it where it is negative (CTRL, Keskar
     et al. 2019)."""
-    logit_bias: tuple[tuple[int, Annotated[float, Field(ge=-100, le=100)]], ...] = ()
+    logit_bias: tuple[tuple[TokenId, Annotated[float, Field(ge=-100, le=100)]], ...] = ()
     """(token id, what is added to its logit)."""
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[TokenId, ...] = ()
     """Nothing else comes out; empty: all."""
 
     @property

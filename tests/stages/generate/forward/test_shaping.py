@@ -98,3 +98,9 @@ def test_a_greedy_row_is_shaped_too() -> None:
     assert sample(logits_RV, [how(temperature=0, logit_bias=((3, 1.0),))]) == [3]
     once = Sample(SamplingParams(temperature=0, presence_penalty=0.6), 2, (), [0, 1], 1)
     assert sample(logits_RV, [once]) == [3]
+
+
+@pytest.mark.parametrize("params", [{"logit_bias": ((-1, 5.0),)}, {"allowed_token_ids": (3, -1)}])
+def test_a_negative_token_is_no_token(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        SamplingParams(**params)
