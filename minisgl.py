@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pipeline.redis_log import RedisLog
     from pipeline.supervisor import Job
 
-VERSION = "0.1.0"
 USAGE = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
@@ -71,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(USAGE, end="")
             return 0
         if arguments == ["--version"]:
+            from pipeline import VERSION
+
             print(f"minisgl {VERSION}")
             return 0
         if not arguments or arguments[0].startswith("-"):

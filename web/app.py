@@ -21,6 +21,7 @@ from web.routes.chat import chat_routes
 from web.routes.health import health_routes
 from web.routes.models import model_routes
 from web.routes.requests import request_routes
+from web.routes.unsupported import unsupported_routes
 
 logger = structlog.get_logger()
 
@@ -57,6 +58,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         model_routes(frontend, int(time.time())),
         health_routes(frontend),
         cache_routes(frontend),
+        unsupported_routes(),
     ):
         app.register_blueprint(routes)
 

@@ -1,9 +1,10 @@
-"""GET /health: the process is alive. GET /ready: a request would be answered; else what is waited for. GET /v1."""
+"""GET /health, /v1: the process is alive. /ready: a request would be answered; else what is waited for. /version."""
 
 from __future__ import annotations
 
 from quart import Blueprint, Response
 
+from pipeline import VERSION
 from web.answers import json_response
 from web.frontend import Frontend
 
@@ -15,6 +16,10 @@ def health_routes(frontend: Frontend) -> Blueprint:
     @routes.get("/v1")
     async def health() -> Response:
         return json_response({"status": "ok"})
+
+    @routes.get("/version")
+    async def version() -> Response:
+        return json_response({"version": VERSION})
 
     @routes.get("/ready")
     async def ready() -> Response:

@@ -1,0 +1,50 @@
+"""What OpenAI's API and its relatives have and this server has not: 501 with a sentence; a 404 would seem a typo."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from quart import Blueprint, Response, request
+
+from pipeline.errors import RequestError
+from web.answers import error_response
+
+PATHS: Final = (
+    "/v1/audio/<path:rest>",
+    "/v1/assistants",
+    "/v1/batches",
+    "/v1/embeddings",
+    "/v1/files",
+    "/v1/fine_tuning/jobs",
+    "/v1/images/<path:rest>",
+    "/v1/messages",
+    "/v1/moderations",
+    "/v1/realtime",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/threads",
+    "/v1/vector_stores",
+    "/api/chat",
+    "/api/generate",
+)
+METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+def unsupported_routes() -> Blueprint:
+    routes = Blueprint("unsupported", __name__)
+
+    async def unsupported(rest: str = "") -> Response:
+        response = error_response(
+            RequestError(
+                f"This server does not have {request.url_rule.rule.partition('<')[0] if request.url_rule else ''}: it "
+                "answers chats, see /v1/chat/completions and /v1/models.",
+                code="not_implemented",
+                status=501,
+            )
+        )
+        response.headers["x-should-retry"] = "false"  # OpenAI's libraries would ask twice more
+        return response
+
+    for path in PATHS:
+        routes.add_url_rule(path, view_func=unsupported, methods=METHODS, provide_automatic_options=False)
+    return routes
