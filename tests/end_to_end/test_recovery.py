@@ -15,10 +15,11 @@ from checkpoints import make_checkpoint
 from servers import Server, eventually, serve
 from streams import Stream, events_of, family_of, is_gone
 
-from pipeline.events import Admitted, Finished, Preempted, TakenOver, TokensProduced
+from pipeline.events import Admitted, AnyEvent, Finished, Preempted, TakenOver, TokensProduced
 from pipeline.log import Inbox
 from pipeline.names import GENERATE
 from pipeline.redis_log import RedisLog
+from stages.generate.courier import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +75,17 @@ def assert_nothing_is_left(log: RedisLog) -> None:
     assert log.living() == []
 
 
+def assert_alone_only_in_doubt(history: list[AnyEvent]) -> None:
+    """A request runs alone only when it came no further than the engine before may have, which dies at any step."""
+    n, last = 0, -TOKENS_IN_DOUBT
+    for event in history:
+        if isinstance(event, TokensProduced):
+            n += event.count
+        elif isinstance(event, TakenOver):
+            assert event.alone == (n - last < TOKENS_IN_DOUBT)
+            last = n
+
+
 def test_the_tokens_after_each_death_of_the_engine_are_those_of_the_quiet_run(
     model: Path, quiet: list[tuple[str, list[int]]], tmp_path: Path
 ) -> None:
@@ -103,6 +115,8 @@ def test_the_tokens_after_each_death_of_the_engine_are_those_of_the_quiet_run(
     assert any(isinstance(event, Admitted) and event.cached_tokens for event in events)
     taken_over = [sum(isinstance(event, TakenOver) for event in history) for history in histories]
     assert max(taken_over) == NUM_KILLS
+    for history in histories:
+        assert_alone_only_in_doubt(history)
 
 
 def resumed(server: Server, stream: Stream) -> tuple[str, str]:
