@@ -27,7 +27,6 @@ class Said:
     text: str
     token_ids: list[int]
     reason: str
-    prompt_tokens: int
 
     @property
     def num_tokens(self) -> int:

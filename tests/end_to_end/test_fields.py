@@ -49,7 +49,7 @@ def ask(server: Server, log: RedisLog, eos: str, fields: Mapping[str, Any]) -> S
     choice = response.json()["choices"][0]
     finished = events[-1]
     assert isinstance(finished, Finished) and finished.reason == choice["finish_reason"]
-    return Said(choice["message"]["content"], tokens, choice["finish_reason"], finished.usage.prompt_tokens)
+    return Said(choice["message"]["content"], tokens, choice["finish_reason"])
 
 
 @pytest.mark.parametrize("row", FIELDS, ids=lambda row: row.name)

@@ -35,14 +35,16 @@ def shaped(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
 def _shaped_row(logits_V: Tensor, how: Sample) -> Tensor:
     params = how.params
     shaped_V = logits_V.clone()
-    for token, bias in params.logit_bias:
-        if token < len(shaped_V):
-            shaped_V[token] += bias
+    biases = {token: bias for token, bias in params.logit_bias if token < len(shaped_V)}
+    if biases:
+        shaped_V[list(biases)] += torch.tensor(list(biases.values()), device=shaped_V.device)
     _penalize(shaped_V, params, how.token_ids, how.prompt_length)
     if params.allowed_token_ids:
         allowed_V = _marked(shaped_V, params.allowed_token_ids)
         if allowed_V.any():
             shaped_V[~allowed_V] = NEVER
+    if not how.forbidden:
+        return shaped_V
     rest_V = shaped_V.masked_fill(_marked(shaped_V, how.forbidden), NEVER)
     return rest_V if (rest_V > NEVER).any() else shaped_V  # to forbid all forbids none
 
