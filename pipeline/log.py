@@ -71,7 +71,7 @@ class Submission(Enum):
     DUPLICATE = "DUPLICATE"
     """The uid was submitted before: a retry that had got through."""
     BUSY = "BUSY"
-    """The backlog is at --max-queued-requests."""
+    """The backlog is at --max-queued-requests, or would be past it with all that come together."""
     ATTACH = "ATTACH"
     """Another request has the idempotency key: that one is what the client means."""
     MISMATCH = "MISMATCH"
@@ -91,7 +91,8 @@ class Once:
     digest: str
     """The hash of the body; without a colon."""
     instead_of: str = ""
-    """The uid that the key may be taken from: of a request that is gone, or that ended in vain."""
+    """The uid that the key may be taken from: of a request that is gone, or that ended in vain; the base uid of
+    siblings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,10 @@ class Quota:
     key: str
     """The hash of an API key."""
     requests_per_minute: int = 0
-    """Accepted ones, in each minute of the log's clock."""
+    """Accepted ones, in each minute of the log's clock; those that are submitted together are one."""
     concurrent_requests: int = 0
-    """Accepted ones that have not ended."""
+    """Accepted ones that have not ended, each of those that were submitted together. These are accepted where one more
+    would be, however many they are: otherwise more than may run at once could never be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class SubmittedOnce:
 
     submission: Submission
     uid: str
-    """Of the request that has the idempotency key, else of the own one."""
+    """Of the request that has the idempotency key, else of the own one; the base uid of siblings."""
     again_ms: int = 0
     """What is left of the minute, when that is TOO_FAST."""
 
@@ -197,6 +199,35 @@ class Lease:
         return not self.holder or f":{GUEST}" in self.holder
 
 
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much one stream holds for its consumer group. What is consumed is deleted, so that all of it is work."""
+
+    length: int
+    """Entries that wait or are worked on."""
+    pending: int
+    """Those of them that a consumer has read."""
+
+    @property
+    def lag(self) -> int:
+        """Those that no consumer has read. Redis 6.2 does not say it, and 7 does not once one was deleted unread."""
+        return max(self.length - self.pending, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How much the log holds."""
+
+    submitted: Depth
+    tokenized: Depth
+    steps: Mapping[str, Depth]
+    """Of every engine that has or had a detokenizer."""
+    num_dead: int
+    """Dead letters."""
+    num_live: int
+    """Requests that have not ended."""
+
+
 class StreamLog(Protocol):
     """The log as stages use it. Every commit is safe to run twice; `False` means that it was done before.
 
@@ -214,7 +245,7 @@ class StreamLog(Protocol):
     def submit_once(
         self,
         uid: str,
-        event: Submitted,
+        events: Sequence[Submitted],
         once: Once | None,
         *,
         timeout_ms: int,
@@ -222,8 +253,11 @@ class StreamLog(Protocol):
         max_queued: int,
         quota: Quota | None = None,
     ) -> SubmittedOnce:
-        """As `submit`, unless another request has the idempotency key, which this one has from then on, or the quota
-        is used up. What is not accepted is not counted. Raises LogFull.
+        """As `submit`, for requests that come together, under the uids that `names.sibling_uids` gives: all are
+        accepted, in this order, or none, as where *max_queued* has no room for all of them.
+
+        None is accepted where another request has the idempotency key, which these have from then on, or where the
+        quota is used up. What is not accepted is not counted. Raises LogFull.
         """
         ...
 
@@ -260,7 +294,8 @@ class StreamLog(Protocol):
         """As `end`, for a request whose client left; False also where somebody else reads it.
 
         *once*: the key under which the client sent it. *attached*: or rather, under which it came to a request that
-        another one had sent. By leaving it ends that only if the other one has left before, but for the readers.
+        another one had sent. By leaving it ends that only if the other one has left before, but for the readers. Who
+        has left one of several siblings to its readers has left them all; each is to be abandoned all the same.
         """
         ...
 

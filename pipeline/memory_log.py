@@ -42,7 +42,9 @@ from pipeline.names import (
     SUBMITTED_ID,
     TOKENIZED_ID,
     Names,
+    base_uid,
     parse_id,
+    sibling_uids,
     slot_index,
     slot_name,
 )
@@ -116,25 +118,14 @@ class MemoryLog:
     # requests
 
     def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
-        history = self.names.request(uid)
-        with self._changed:
-            if self._stream(history) is not None:
-                return Submission.DUPLICATE
-            if self._length(self.names.submitted) + self._length(self.names.tokenized) >= max_queued:
-                return Submission.BUSY
-            self._sweep()
-            fields = _stamped(encode(event))
-            deadline_ms = int(fields["ms"]) + timeout_ms
-            self._append(history, SUBMITTED_ID, fields | {"deadline_ms": str(deadline_ms)}, make=True)
-            self._streams[history].expires_s = _in_s(timeout_ms + retention_ms)
-            self._live[uid] = deadline_ms
-            self._append(self.names.submitted, None, {"uid": uid, "frontend": event.frontend}, make=True)
-            return Submission.ACCEPTED
+        return self.submit_once(
+            uid, [event], None, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
+        ).submission
 
     def submit_once(
         self,
         uid: str,
-        event: Submitted,
+        events: Sequence[Submitted],
         once: Once | None,
         *,
         timeout_ms: int,
@@ -142,20 +133,33 @@ class MemoryLog:
         max_queued: int,
         quota: Quota | None = None,
     ) -> SubmittedOnce:
+        uids = sibling_uids(uid, len(events))
         with self._changed:
-            if self._stream(self.names.request(uid)) is None:
-                refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
-                if refused:
-                    return refused
-            outcome = self.submit(uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
-            if outcome is Submission.ACCEPTED and once is not None:
+            if any(self._stream(self.names.request(sibling)) is not None for sibling in uids):
+                return SubmittedOnce(Submission.DUPLICATE, uid)
+            refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
+            if refused:
+                return refused
+            backlog = self._length(self.names.submitted) + self._length(self.names.tokenized)
+            if backlog + len(events) > max_queued:
+                return SubmittedOnce(Submission.BUSY, uid)
+            self._sweep()
+            now_ms, gone_s = _now_ms(), _in_s(timeout_ms + retention_ms)
+            for sibling, event in zip(uids, events, strict=True):
+                history = self.names.request(sibling)
+                moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
+                self._append(history, SUBMITTED_ID, moments | calls.submitted_fields(event, len(events)), make=True)
+                self._streams[history].expires_s = gone_s
+                self._live[sibling] = now_ms + timeout_ms
+                self._append(self.names.submitted, None, {"uid": sibling, "frontend": event.frontend}, make=True)
+            if once is not None:
                 self._once = {key: held for key, held in self._once.items() if not _over(held[2])}
-                self._once[once.key] = (uid, once.digest, _in_s(timeout_ms + retention_ms))
+                self._once[once.key] = (uid, once.digest, gone_s)
                 self._left &= {held[0] for held in self._once.values()}
-            if outcome is Submission.ACCEPTED and quota is not None:
+            if quota is not None:
                 self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
-                self._running.setdefault(quota.key, set()).add(uid)
-            return SubmittedOnce(outcome, uid)
+                self._running.setdefault(quota.key, set()).update(uids)
+            return SubmittedOnce(Submission.ACCEPTED, uid)
 
     def _held(self, once: Once) -> SubmittedOnce | None:
         """Say which other request has the idempotency key."""
@@ -230,11 +234,12 @@ class MemoryLog:
         attached: bool = False,
     ) -> bool:
         with self._changed:
-            if attached and uid not in self._left:
+            base = base_uid(uid)
+            if attached and base not in self._left:
                 return False
             if self.read_by_others([uid]):
-                if once is not None and self._once.get(once.key, ("",))[0] == uid:
-                    self._left.add(uid)
+                if once is not None and self._once.get(once.key, ("",))[0] == base:
+                    self._left.add(base)
                 return False
             return self.end(uid, event, frontend=frontend, retention_ms=retention_ms)
 

@@ -36,9 +36,24 @@ def slot_name(stage: str, index: int) -> str:
     return f"{stage}-{index}"
 
 
+def slot_stage(slot: str) -> str:
+    """Return the stage in a slot's name."""
+    return slot.rpartition("-")[0]
+
+
 def slot_index(slot: str) -> int:
     """Return the number in a slot's name."""
     return int(slot.rpartition("-")[2])
+
+
+def sibling_uids(uid: str, count: int) -> tuple[str, ...]:
+    """Return the uids of *count* requests that were submitted together as *uid*; a single one has that itself."""
+    return (uid,) if count == 1 else tuple(f"{uid}.{index}" for index in range(count))
+
+
+def base_uid(uid: str) -> str:
+    """Return the uid as which *uid* and its siblings were submitted; a single one has that itself."""
+    return uid.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +109,9 @@ class Names:
         return self._key(f"reader:{uid}")
 
     def idempotency(self, key: str) -> str:
-        """String with a time to live, `<uid>:<digest of the body>`: which request has an idempotency key. It ends in
-        `:left` once the client that sent the request has left it to those who read it."""
+        """String with a time to live, `<uid>:<digest of the body>`: which request has an idempotency key, or which
+        siblings, by their base uid. It ends in `:left` once the client that sent them has left one of them to those who
+        read it."""
         return self._key(f"idempotency:{key}")
 
     def limit(self, key: str, minute: int) -> str:

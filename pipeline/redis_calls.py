@@ -18,6 +18,7 @@ import redis.exceptions as errors
 
 from pipeline.errors import Fenced, GroupLost, LogError, LogFull, LogReadOnly, LogUnavailable
 from pipeline.events import (
+    Answered,
     Cancelled,
     End,
     Failed,
@@ -32,6 +33,7 @@ from pipeline.events import (
 )
 from pipeline.log import (
     DeadLetter,
+    Depth,
     Entry,
     Inbox,
     Lease,
@@ -45,7 +47,7 @@ from pipeline.log import (
     SubmittedOnce,
     Taken,
 )
-from pipeline.names import SEAL, Names, slot_name
+from pipeline.names import SEAL, Names, base_uid, sibling_uids, slot_name
 
 T = TypeVar("T")
 
@@ -160,10 +162,18 @@ def this_minute() -> int:
     return int(time.time() * 1000) // MINUTE_MS
 
 
+def submitted_fields(event: Submitted, count: int) -> dict[str, str]:
+    """Return the fields of a request of *count* that are submitted together; the commit adds the deadline."""
+    fields = encode(event)
+    for name in ("deadline_ms", "siblings"):
+        fields.pop(name, None)
+    return fields if count == 1 else fields | {"siblings": str(count)}
+
+
 def submit(
     names: Names,
     uid: str,
-    event: Submitted,
+    events: Sequence[Submitted],
     *,
     timeout_ms: int,
     retention_ms: int,
@@ -173,7 +183,7 @@ def submit(
     minute: int = 0,
 ) -> Call[SubmittedOnce]:
     """*minute* is about the one that Redis has, whose clock decides in which one a quota counts. Raises OtherMinute."""
-    fields = {name: value for name, value in encode(event).items() if name != "deadline_ms"}
+    uids = sibling_uids(uid, len(events))
     digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
     key = [names.idempotency(once.key)] if once else []
     counted: list[str] = []
@@ -182,6 +192,10 @@ def submit(
         first = minute - 1
         counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
         limits = [quota.requests_per_minute, quota.concurrent_requests, first]
+    args = [uid, len(events), timeout_ms, retention_ms, max_queued, digest, instead_of, *limits]
+    for sibling, event in zip(uids, events, strict=True):
+        fields = submitted_fields(event, len(events))
+        args += [sibling, event.frontend, 2 * len(fields), *_flat(fields)]
 
     def parse(reply: Any) -> SubmittedOnce:
         outcome, whose, number = reply
@@ -191,8 +205,8 @@ def submit(
 
     return Call(
         "submit",
-        [names.request(uid), names.live, names.submitted, names.tokenized, *counted, *key],
-        [uid, event.frontend, timeout_ms, retention_ms, max_queued, digest, instead_of, *limits, *_flat(fields)],
+        [names.live, names.submitted, names.tokenized, *map(names.request, uids), *counted, *key],
+        args,
         parse,
     )
 
@@ -252,7 +266,7 @@ def abandon(
     return Call(
         "abandon",
         [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key],
-        [uid, retention_ms, REPLY_CAP, int(attached), *_flat(fields)],
+        [uid, base_uid(uid), retention_ms, REPLY_CAP, int(attached), *_flat(fields)],
         lambda reply: as_text(reply) == "OK",
     )
 
@@ -382,17 +396,18 @@ def reply_payloads(events: Sequence[Produced]) -> dict[str, str]:
     """Return frontend -> what it hears of *events*, in JSON; marks are not for clients."""
     replies: dict[str, list[dict[str, Any]]] = {}
     for item in events:
-        if isinstance(item.event, TokensProduced | Finished | Failed | Cancelled):
+        if isinstance(item.event, TokensProduced | End):
             said = {"uid": item.uid, "id": item.entry_id, "n": item.n, "event": as_plain(item.event)}
             replies.setdefault(item.frontend, []).append(said)
     return {frontend: orjson.dumps(items).decode() for frontend, items in replies.items()}
 
 
-_REPLY_EVENTS: Mapping[str, type[TokensProduced] | type[Finished] | type[Failed] | type[Cancelled]] = {
+_REPLY_EVENTS: Mapping[str, type[TokensProduced | End]] = {
     "tokens": TokensProduced,
     "finished": Finished,
     "failed": Failed,
     "cancelled": Cancelled,
+    "answered": Answered,
 }
 
 
@@ -408,7 +423,7 @@ def replies_of(entries: Sequence[Entry]) -> list[Reply]:
             fields = dict(entry.fields)
             uid = fields.pop("uid")
             ended = decode(fields)
-            assert isinstance(ended, Finished | Failed | Cancelled)
+            assert isinstance(ended, End)
             replies.append(Reply(uid, SEAL, ended.n, ended))
     return replies
 
@@ -432,6 +447,17 @@ def blocking(block_ms: int) -> list[str | int]:
 
 def prepare(inbox: Inbox) -> Call[None]:
     return Call("prepare", [inbox.stream], [inbox.group], lambda _: None)
+
+
+def depth(inbox: Inbox) -> list[list[str]]:
+    """Return the two commands that say how much a stream holds for its group."""
+    return [["XLEN", inbox.stream], ["XPENDING", inbox.stream, inbox.group]]
+
+
+def depths_of(replies: Sequence[Any]) -> list[Depth | None]:
+    """Return what such commands were answered, one stream after the other; None where there is no such group."""
+    pairs = zip(replies[::2], replies[1::2], strict=True)
+    return [None if pending is None else Depth(length, pending[0]) for length, pending in pairs]
 
 
 # Slots

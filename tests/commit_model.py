@@ -47,7 +47,9 @@ from pipeline.names import (
     SUBMITTED_ID,
     TOKENIZED_ID,
     Names,
+    base_uid,
     parse_id,
+    sibling_uids,
     slot_index,
     slot_name,
     tokens_id,
@@ -225,7 +227,7 @@ class CommitModel:
         return self._sets.setdefault(self.names.live, set())
 
     def holder_of(self, key: str) -> str:
-        """Return the uid of the request that has an idempotency key; empty where none has."""
+        """Return the uid of the request, or of the siblings, with an idempotency key; empty where none has it."""
         return self._strings.get(self.names.idempotency(key), "").partition(":")[0]
 
     def owns(self, owner: Owner) -> bool:
@@ -252,19 +254,14 @@ class CommitModel:
     # requests
 
     def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
-        if self.has_history(uid):
-            return Submission.DUPLICATE
-        if self._length(self.names.submitted) + self._length(self.names.tokenized) >= max_queued:
-            return Submission.BUSY
-        self._append(self.names.request(uid), SUBMITTED_ID, encode(event), make=True)
-        self.live().add(uid)
-        self._append(self.names.submitted, "", {"uid": uid, "frontend": event.frontend}, make=True)
-        return Submission.ACCEPTED
+        return self.submit_once(
+            uid, [event], None, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
+        ).submission
 
     def submit_once(
         self,
         uid: str,
-        event: Submitted,
+        events: Sequence[Submitted],
         once: Once | None,
         *,
         timeout_ms: int,
@@ -275,21 +272,28 @@ class CommitModel:
         """As StreamLog.submit_once; of a quota it knows how many may run at once."""
         key = self.names.idempotency(once.key) if once is not None else ""
         running = self._sets.setdefault(self.names.running(quota.key), set()) if quota is not None else set()
-        if not self.has_history(uid):
-            if once is not None and key in self._strings:
-                holder, digest, *_ = self._strings[key].split(":")
-                if digest != once.digest:
-                    return SubmittedOnce(Submission.MISMATCH, holder)
-                if holder != once.instead_of:
-                    return SubmittedOnce(Submission.ATTACH, holder)
-            if quota is not None and len(running & self.live()) >= quota.concurrent_requests:
-                return SubmittedOnce(Submission.TOO_MANY, uid)
-        became = self.submit(uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
-        if became is Submission.ACCEPTED:
-            running.add(uid)
-            if once is not None:
-                self._strings[key] = f"{uid}:{once.digest}"
-        return SubmittedOnce(became, uid)
+        uids = sibling_uids(uid, len(events))
+        if any(map(self.has_history, uids)):
+            return SubmittedOnce(Submission.DUPLICATE, uid)
+        if once is not None and key in self._strings:
+            holder, digest, *_ = self._strings[key].split(":")
+            if digest != once.digest:
+                return SubmittedOnce(Submission.MISMATCH, holder)
+            if holder != once.instead_of:
+                return SubmittedOnce(Submission.ATTACH, holder)
+        if quota is not None and len(running & self.live()) >= quota.concurrent_requests:
+            return SubmittedOnce(Submission.TOO_MANY, uid)
+        if self._length(self.names.submitted) + self._length(self.names.tokenized) + len(events) > max_queued:
+            return SubmittedOnce(Submission.BUSY, uid)
+        for sibling, event in zip(uids, events, strict=True):
+            fields = encode(event.model_copy(update={"siblings": len(events)}))
+            self._append(self.names.request(sibling), SUBMITTED_ID, fields, make=True)
+            self.live().add(sibling)
+            self._append(self.names.submitted, "", {"uid": sibling, "frontend": event.frontend}, make=True)
+        running.update(uids)
+        if once is not None:
+            self._strings[key] = f"{uid}:{once.digest}"
+        return SubmittedOnce(Submission.ACCEPTED, uid)
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]
@@ -341,10 +345,11 @@ class CommitModel:
     ) -> bool:
         key = self.names.idempotency(once.key) if once is not None else ""
         holder, _, rest = self._strings.get(key, "").partition(":")
-        if attached and not (holder == uid and rest.endswith(":left")):
+        owns = holder == base_uid(uid)
+        if attached and not (owns and rest.endswith(":left")):
             return False
         if self._sets.get(self.names.reader(uid)):
-            if holder == uid and not rest.endswith(":left"):
+            if owns and not rest.endswith(":left"):
                 self._strings[key] += ":left"
             return False
         return self.end(uid, event, frontend=frontend, retention_ms=retention_ms)
@@ -414,7 +419,7 @@ class CommitModel:
             written = self._append(self.names.request(item.uid), item.entry_id, encode(item.event))
             if written and ends and item.tell_engine:
                 self._tell_engines(item.uid)
-            if isinstance(item.event, TokensProduced | Finished | Failed | Cancelled):
+            if isinstance(item.event, TokensProduced | End):
                 said = {"uid": item.uid, "id": item.entry_id, "n": item.n, "event": as_plain(item.event)}
                 replies.setdefault(item.frontend, []).append(said)
         for frontend, items in replies.items():

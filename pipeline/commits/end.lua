@@ -31,7 +31,8 @@ if ARGV[4] ~= '' then
   redis.call('XDEL', KEYS[5], ARGV[4])
 end
 local num_parts = tonumber(ARGV[7])
-if not seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 8 + num_parts, #ARGV)) then return 'ENDED' end
+local ended_ms = seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 8 + num_parts, #ARGV))
+if not ended_ms then return 'ENDED' end
 if num_parts > 0 then
   local letter = slice(ARGV, 8, 7 + num_parts)
   local copy, left_out = copy_of(KEYS[2], tonumber(ARGV[6]))
@@ -41,6 +42,6 @@ if num_parts > 0 then
     letter[#letter + 1] = 'history_cut'
     letter[#letter + 1] = left_out
   end
-  redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[5], '*', 'uid', ARGV[1], 'ms', now_ms(), unpack(letter))
+  redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[5], '*', 'uid', ARGV[1], 'ms', ended_ms, unpack(letter))
 end
 return 'OK'

@@ -18,8 +18,9 @@ local function append(history, id, fields, now)
   return type(reply) == 'string'
 end
 
--- The end of a history, whoever says it: KEYS begin with live, history, replies, control. False when it had ended before,
--- or is gone. The number of tokens is read off the history. Begins with a write that Redis never refuses.
+-- The end of a history, whoever says it: KEYS begin with live, history, replies, control. Returns the moment, or false when
+-- it had ended before, or is gone. The number of tokens is read off the history. Begins with a write that Redis never
+-- refuses.
 local function seal(uid, retention_ms, reply_cap, fields)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
@@ -30,7 +31,7 @@ local function seal(uid, retention_ms, reply_cap, fields)
   redis.call('PEXPIRE', KEYS[2], retention_ms)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
-  return true
+  return now
 end
 
 local function fenced(owner_key, owner)

@@ -35,8 +35,8 @@ class Mutation:
     """Tests each of which must fail; `{server}` is the Redis that is there."""
 
 
-def contract(test: str) -> str:
-    return f"{CONTRACT}{test}[{{server}}]"
+def contract(test: str, case: str = "") -> str:
+    return f"{CONTRACT}{test}[{{server}}{case}]"
 
 
 FENCE: Final = "if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end\n"
@@ -248,16 +248,72 @@ end
     Mutation(
         "a history is kept for ever",
         f"{COMMITS}/submit.lua",
-        "redis.call('PEXPIREAT', KEYS[1], gone)\n",
+        "  redis.call('PEXPIREAT', history, gone)\n",
         "",
         (f"{REDIS}test_every_key_has_a_time_to_live_but_the_lasting_ones[{{server}}]", MACHINE),
     ),
     Mutation(
         "a request is submitted twice",
         f"{COMMITS}/submit.lua",
-        "if redis.call('EXISTS', KEYS[1]) == 1 then",
+        "if redis.call('EXISTS', KEYS[i]) == 1 then",
         "if false then",
         (MACHINE,),
+    ),
+    # siblings
+    Mutation(
+        "siblings begin in the middle where the first one is gone and the others are not",
+        f"{COMMITS}/submit.lua",
+        "for i = 4, 3 + count do --",
+        "for i = 4, 4 do --",
+        (contract("test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too", "-0"),),
+    ),
+    Mutation(
+        "siblings are let in where there is room for one",
+        f"{COMMITS}/submit.lua",
+        "redis.call('XLEN', KEYS[3]) + count > tonumber(ARGV[5])",
+        "redis.call('XLEN', KEYS[3]) >= tonumber(ARGV[5])",
+        (
+            contract("test_siblings_are_refused_when_there_is_no_room_for_all"),
+            contract("test_more_siblings_than_may_wait_at_all_are_always_refused"),
+            MACHINE,
+        ),
+    ),
+    Mutation(
+        "siblings run as one under a quota",
+        f"{COMMITS}/submit.lua",
+        "  for _, sibling in ipairs(uids) do redis.call('SADD', running, sibling) end\n",
+        "  redis.call('SADD', running, uids[1])\n",
+        (contract("test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be"), MACHINE),
+    ),
+    Mutation(
+        "the idempotency key of siblings is held by the first of them",
+        f"{COMMITS}/submit.lua",
+        "redis.call('SET', once, uid .. ':'",
+        "redis.call('SET', once, uids[1] .. ':'",
+        (
+            contract("test_siblings_have_one_idempotency_key_under_the_uid_as_which_they_were_submitted"),
+            MACHINE,
+        ),
+    ),
+    Mutation(
+        "who came to siblings can never abandon them",
+        f"{COMMITS}/abandon.lua",
+        "not (holder == ARGV[2] and left == ':left')",
+        "not (holder == ARGV[1] and left == ':left')",
+        (
+            contract("test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them"),
+            MACHINE,
+        ),
+    ),
+    Mutation(
+        "who leaves siblings has not left them",
+        f"{COMMITS}/abandon.lua",
+        "  if holder == ARGV[2] and left == '' then\n",
+        "  if holder == ARGV[1] and left == '' then\n",
+        (
+            contract("test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all"),
+            MACHINE,
+        ),
     ),
     Mutation(
         "a take whose reply was lost is done again",

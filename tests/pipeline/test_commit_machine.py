@@ -68,7 +68,9 @@ from pipeline.names import (
     LASTING,
     SEAL,
     TOKENIZE,
+    base_uid,
     parse_id,
+    sibling_uids,
     slot_index,
     slot_name,
     tokens_id,
@@ -256,6 +258,7 @@ class Story(RuleBasedStateMachine):
     @rule(
         frontend=st.sampled_from(FRONTENDS),
         copies=st.integers(1, 3),
+        siblings=st.sampled_from([1, 1, 2, 3]),
         key=st.sampled_from(["", "", "", "k1", "k2"]),
         insists=st.booleans(),
         limited=SELDOM,
@@ -263,18 +266,28 @@ class Story(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def requests_come(
-        self, frontend: str, copies: int, key: str, insists: bool, limited: bool, which: int, twice: bool
+        self,
+        frontend: str,
+        copies: int,
+        siblings: int,
+        key: str,
+        insists: bool,
+        limited: bool,
+        which: int,
+        twice: bool,
     ) -> None:
-        """New ones; one is sent again; some are under an idempotency key, whose holder one may not want any more."""
+        """New ones, alone or with siblings; one is sent again; some are under an idempotency key, whose holder one may
+        not want any more."""
         self.twice = twice
         holder = self.model.holder_of(key)
-        instead_of = holder if insists and holder not in self.model.live() else ""
+        instead_of = holder if insists and holder not in map(base_uid, self.model.live()) else ""
         once = Once(key, f"body {which % 5 == 0}", instead_of) if key else None
+        quota = Quota("q", concurrent_requests=3) if limited else None
         for _ in range(copies):
-            self.submit(f"r{len(self.clients)}", frontend, once, Quota("q", concurrent_requests=3) if limited else None)
-        known = pick(list(self.clients), which) if self.clients else ""
-        if self.model.has_history(known):
-            self.submit(known, self.frontends[known])
+            self.submit(f"r{len(self.clients)}", frontend, once, quota, siblings)
+        known = self.siblings_of(pick(list(self.clients), which)) if self.clients else []
+        if any(self.model.has_history(uid) for uid in known):
+            self.submit(base_uid(known[0]), self.frontends[known[0]], siblings=len(known))
 
     @precondition(lambda self: self.tokenizers)
     @rule(
@@ -354,19 +367,28 @@ class Story(RuleBasedStateMachine):
         which=WHICH,
         who=st.sampled_from(FRONTENDS),
         what=st.sampled_from(
-            ["cancelled", "failed", "dead", "expires", "reads", "stops", "leaves", "comes and leaves"]
+            ["cancelled", "failed", "dead", "expires", "reads", "stops", "leaves", "comes and leaves", "is passed on"]
         ),
+        alone=st.booleans(),
         twice=st.booleans(),
     )
-    def a_request(self, which: int, who: str, what: str, twice: bool) -> None:
-        """It is ended, forgotten, read, or left by the client that sent it or by one that came to it."""
+    def a_request(self, which: int, who: str, what: str, alone: bool, twice: bool) -> None:
+        """It is ended, forgotten, read, or left by the client that sent it or by one that came to it, or by one after
+        the other: *alone*, or with its siblings."""
         self.twice = twice
-        uid = pick(list(self.clients), which)
+        known = pick(list(self.clients), which)
+        uids = [known] if alone else self.siblings_of(known)
+        for each in ["reads", "leaves", "stops", "comes and leaves"] if what == "is passed on" else [what]:
+            if each == "reads":
+                self.say(lambda log: log.reading([*uids, "nobody"], who))
+            else:
+                for uid in uids:
+                    self.happens_to(uid, each, who)
+
+    def happens_to(self, uid: str, what: str, who: str) -> None:
         match what:
             case "expires":
                 self.expire_history(uid)
-            case "reads":
-                self.say(lambda log: log.reading([uid, "nobody"], who))
             case "stops":
                 self.say(lambda log: log.stop_reading(uid, who))
             case "leaves" | "comes and leaves":
@@ -405,16 +427,23 @@ class Story(RuleBasedStateMachine):
 
     # requests
 
-    def submit(self, uid: str, frontend: str, once: Once | None = None, quota: Quota | None = None) -> None:
-        event = Submitted(endpoint="/v1/completions", frontend=frontend, prompt=uid, sampling=SamplingParams(seed=1))
+    def submit(
+        self, uid: str, frontend: str, once: Once | None = None, quota: Quota | None = None, siblings: int = 1
+    ) -> None:
+        uids = sibling_uids(uid, siblings)
+        events = [
+            Submitted(endpoint="/v1/completions", frontend=frontend, prompt=each, sampling=SamplingParams(seed=1))
+            for each in uids
+        ]
         limits = {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": 20}
-        if once is None and quota is None:
-            became = self.say(lambda log: log.submit(uid, event, **limits))
+        if once is None and quota is None and siblings == 1:
+            became = self.say(lambda log: log.submit(uid, events[0], **limits))
         else:
-            became = self.say(lambda log: log.submit_once(uid, event, once, **limits, quota=quota)).submission
-        if became is Submission.ACCEPTED and uid not in self.clients:
-            self.clients[uid] = Client(once, is_deaf=NAMES.replies(frontend) not in self.seen.streams)
-            self.frontends[uid] = frontend
+            became = self.say(lambda log: log.submit_once(uid, events, once, **limits, quota=quota)).submission
+        if became is Submission.ACCEPTED:
+            for each in uids:
+                self.clients[each] = Client(once, is_deaf=NAMES.replies(frontend) not in self.seen.streams)
+                self.frontends[each] = frontend
 
     def end(self, uid: str, how: str) -> bool:
         event: End = Failed(status=504, code="deadline", message="Too late.")
@@ -429,6 +458,10 @@ class Story(RuleBasedStateMachine):
         return self.say(
             lambda log: log.abandon(uid, event, frontend=frontend, retention_ms=LONG_MS, once=once, attached=attached)
         )
+
+    def siblings_of(self, uid: str) -> list[str]:
+        """Return whatever was submitted together with *uid*, which is one of them, in order."""
+        return [other for other in self.clients if base_uid(other) == base_uid(uid)]
 
     def expire_history(self, uid: str) -> None:
         self.expired.add(uid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -12,9 +13,10 @@ from typing import TypeVar
 import pytest
 from redis_servers import PLACES, Servers, until
 
-from pipeline.errors import Fenced, GroupLost
+from pipeline.errors import Fenced, GroupLost, LogError
 from pipeline.events import (
     Admitted,
+    Answered,
     Cancelled,
     End,
     Event,
@@ -49,7 +51,16 @@ from pipeline.log import (
     SubmittedOnce,
 )
 from pipeline.memory_log import MemoryLog
-from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names, parse_id, slot_name, tokens_id
+from pipeline.names import (
+    SEAL,
+    SUBMITTED_ID,
+    TOKENIZED_ID,
+    Names,
+    parse_id,
+    sibling_uids,
+    slot_name,
+    tokens_id,
+)
 from pipeline.redis_calls import REPLY_CAP
 from pipeline.redis_log import RedisLog
 
@@ -272,7 +283,7 @@ def submit_once(
     log: StreamLog, uid: str, once: Once = ONCE, *, timeout_ms: int = LONG_MS, max_queued: int = 100
 ) -> SubmittedOnce:
     event = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
-    return log.submit_once(uid, event, once, timeout_ms=timeout_ms, retention_ms=timeout_ms, max_queued=max_queued)
+    return log.submit_once(uid, [event], once, timeout_ms=timeout_ms, retention_ms=timeout_ms, max_queued=max_queued)
 
 
 def test_what_is_submitted_again_under_an_idempotency_key_is_the_first_request(log: StreamLog) -> None:
@@ -361,7 +372,7 @@ def submit_as(
 ) -> SubmittedOnce:
     event = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
     return log.submit_once(
-        uid, event, once, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=max_queued, quota=quota
+        uid, [event], once, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=max_queued, quota=quota
     )
 
 
@@ -496,6 +507,216 @@ def test_of_simultaneous_submits_no_more_are_accepted_than_may_be(log: StreamLog
     for each in logs.values():
         if isinstance(each, RedisLog):
             each.close()
+
+
+# several submitted together
+
+
+def submit_all(
+    log: StreamLog,
+    uid: str,
+    count: int,
+    once: Once | None = None,
+    quota: Quota | None = None,
+    *,
+    timeout_ms: int = LONG_MS,
+    max_queued: int = 100,
+) -> SubmittedOnce:
+    events = [
+        Submitted(endpoint="e", frontend="web-0", prompt=f"prompt {i}", sampling=SamplingParams(seed=i))
+        for i in range(count)
+    ]
+    return log.submit_once(
+        uid, events, once, timeout_ms=timeout_ms, retention_ms=LONG_MS, max_queued=max_queued, quota=quota
+    )
+
+
+def submitted_of(log: StreamLog, uid: str) -> Submitted:
+    """Return the only event of a history."""
+    (entry,) = history(log, uid)
+    assert entry.id == SUBMITTED_ID
+    event = decode(entry.fields)
+    assert isinstance(event, Submitted)
+    return event
+
+
+def waiting(log: StreamLog) -> list[str]:
+    """Return whom the tokenizers are handed, in order."""
+    return [entry.fields["uid"] for entry in log.read(SUBMITTED, "tokenize-0", max_entries=2000, block_ms=0)]
+
+
+def test_several_that_are_submitted_together_have_each_a_history_of_their_own(log: StreamLog) -> None:
+    assert submit_all(log, "a", 3) == SubmittedOnce(ACCEPTED, "a")
+    said = [submitted_of(log, uid) for uid in sibling_uids("a", 3)]
+    assert [(event.prompt, event.sampling.seed, event.siblings) for event in said] == [
+        ("prompt 0", 0, 3),
+        ("prompt 1", 1, 3),
+        ("prompt 2", 2, 3),
+    ]
+    assert {(event.ms, event.deadline_ms) for event in said} == {(said[0].ms, said[0].ms + LONG_MS)}
+    assert history(log, "a") == []
+    assert log.alive(["a", "a.0", "a.1", "a.2", "a.3"]) == {"a.0", "a.1", "a.2"}
+
+
+def test_siblings_are_handed_to_the_tokenizers_in_their_order_and_together(log: StreamLog) -> None:
+    submit(log, "first")
+    submit_all(log, "a", 12)
+    submit_all(log, "b", 2)
+    entries = log.read(SUBMITTED, "tokenize-0", max_entries=100, block_ms=0)
+    uids = ["first", *sibling_uids("a", 12), *sibling_uids("b", 2)]
+    assert [entry.fields for entry in entries] == [{"uid": uid, "frontend": "web-0"} for uid in uids]
+
+
+def test_siblings_go_each_their_own_way(log: StreamLog, detokenizer: Detokenizer) -> None:
+    submit_all(log, "a", 4)
+    refused, *others = log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0)
+    assert end(log, "a.0", FAILED, consume=refused)
+    assert all(tokenize(log, entry) for entry in others)
+    taken = log.take(detokenizer.engine, 8, control_cursor="0-0")
+    assert [entry.fields["uid"] for entry in taken.entries] == ["a.1", "a.2", "a.3"]
+    assert taken.ended == ("a.0",)
+    assert detokenizer.say(say_tokens("a.1", 1), say_tokens("a.2", 1), say_end("a.2", FINISHED))
+    assert end(log, "a.3", CANCELLED)
+    assert [ids(log, uid)[2:] for uid in ("a.1", "a.2", "a.3")] == [["1-0"], ["1-0", SEAL], [SEAL]]
+    assert log.living() == ["a.1"]
+    assert log.frontends_of(["a.0", "a.1", "a"]) == {"a.0": "web-0", "a.1": "web-0", "a": ""}
+
+
+def test_siblings_are_overdue_each(log: StreamLog) -> None:
+    submit_all(log, "a", 3, timeout_ms=1)
+    submit(log, "b")
+    until(lambda: log.overdue(9) == ["a.0", "a.1", "a.2"])
+    assert log.overdue(2) == ["a.0", "a.1"]
+    end(log, "a.1", FAILED)
+    assert log.overdue(9) == ["a.0", "a.2"]
+
+
+def test_a_single_one_in_a_sequence_is_submitted_as_by_itself(log: StreamLog) -> None:
+    assert submit_all(log, "a", 1) == SubmittedOnce(ACCEPTED, "a")
+    assert (submitted_of(log, "a").siblings, history(log, "a.0")) == (1, [])
+    assert submit(log, "a") is Submission.DUPLICATE
+
+
+def test_how_many_siblings_there_are_is_said_by_the_commit(log: StreamLog) -> None:
+    """A request that is sent again alone may have had siblings."""
+    event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), siblings=9)
+    log.submit("a", event, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=1)
+    assert submitted_of(log, "a").siblings == 1
+    assert "siblings" not in history(log, "a")[0].fields
+
+
+def test_a_repeated_submit_of_siblings_is_a_duplicate_and_changes_nothing(log: StreamLog) -> None:
+    submit_all(log, "a", 3)
+    before = log.histories(sibling_uids("a", 3))
+    for max_queued in (3, 100):
+        assert submit_all(log, "a", 3, max_queued=max_queued) == SubmittedOnce(Submission.DUPLICATE, "a")
+    assert log.histories(sibling_uids("a", 3)) == before
+    assert waiting(log) == ["a.0", "a.1", "a.2"]
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too(log: StreamLog, gone: int) -> None:
+    submit_all(log, "a", 3)
+    log.end(f"a.{gone}", CANCELLED, frontend="web-0", retention_ms=1)
+    until(lambda: history(log, f"a.{gone}") == [])
+    before = log.histories(sibling_uids("a", 3))
+    outcomes: list[object] = []
+    try:
+        outcomes.append(submit_all(log, "a", 3))
+    except LogError as error:  # said in the middle of it
+        outcomes.append(error)
+    assert outcomes == [SubmittedOnce(Submission.DUPLICATE, "a")]
+    assert log.histories(sibling_uids("a", 3)) == before
+    assert len(waiting(log)) == 3
+
+
+def test_siblings_are_refused_when_there_is_no_room_for_all(log: StreamLog) -> None:
+    accept(log, "first")
+    submit(log, "second")
+    assert submit_all(log, "a", 4, max_queued=5) == SubmittedOnce(Submission.BUSY, "a")
+    assert log.histories(sibling_uids("a", 4)) == [[]] * 4
+    assert log.living() == ["first", "second"]
+    assert submit_all(log, "a", 3, max_queued=5) == SubmittedOnce(ACCEPTED, "a")
+    assert submit_all(log, "b", 1, max_queued=5) == SubmittedOnce(Submission.BUSY, "b")
+    assert waiting(log) == ["second", "a.0", "a.1", "a.2"]
+
+
+def test_more_siblings_than_may_wait_at_all_are_always_refused(log: StreamLog) -> None:
+    assert submit_all(log, "a", 4, max_queued=3) == SubmittedOnce(Submission.BUSY, "a")
+    assert submit_all(log, "a", 3, max_queued=3) == SubmittedOnce(ACCEPTED, "a")
+
+
+def test_siblings_have_one_idempotency_key_under_the_uid_as_which_they_were_submitted(log: StreamLog) -> None:
+    assert submit_all(log, "a", 3, ONCE) == SubmittedOnce(ACCEPTED, "a")
+    assert submit_all(log, "b", 3, ONCE) == ATTACHED_TO_A
+    assert submit_all(log, "b", 3, Once("key", "another")) == SubmittedOnce(Submission.MISMATCH, "a")
+    assert submit_all(log, "b", 3, Once("key", "body", instead_of="a.0")) == ATTACHED_TO_A
+    assert submit_all(log, "a", 3, ONCE) == SubmittedOnce(Submission.DUPLICATE, "a")
+    assert waiting(log) == ["a.0", "a.1", "a.2"]
+    assert submit_all(log, "b", 3, Once("key", "body", instead_of="a")) == SubmittedOnce(ACCEPTED, "b")
+    assert submit_all(log, "c", 3, ONCE) == SubmittedOnce(Submission.ATTACH, "b")
+    assert waiting(log) == ["b.0", "b.1", "b.2"]
+
+
+def test_refused_siblings_leave_their_idempotency_key_free(log: StreamLog) -> None:
+    assert submit_all(log, "a", 3, ONCE, max_queued=2) == SubmittedOnce(Submission.BUSY, "a")
+    assert submit_once(log, "b") == SubmittedOnce(ACCEPTED, "b")
+
+
+def test_of_simultaneous_submits_of_siblings_under_an_idempotency_key_one_is_accepted_whole(log: StreamLog) -> None:
+    logs = {uid: another(log) for uid in "abcdefgh"}
+    outcomes: list[SubmittedOnce] = []
+    start = threading.Barrier(len(logs))
+
+    def ask(uid: str) -> None:
+        start.wait()
+        outcomes.append(submit_all(logs[uid], uid, 5, ONCE))
+
+    threads = [threading.Thread(target=ask, args=(uid,)) for uid in logs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (accepted,) = [outcome.uid for outcome in outcomes if outcome.submission is ACCEPTED]
+    assert outcomes.count(SubmittedOnce(Submission.ATTACH, accepted)) == 7
+    assert waiting(log) == list(sibling_uids(accepted, 5))
+    for each in logs.values():
+        if isinstance(each, RedisLog):
+            each.close()
+
+
+def test_siblings_count_once_for_their_minute(log: StreamLog) -> None:
+    def act(key: str) -> list[Submission]:
+        quota = Quota(key, requests_per_minute=2)
+        return [submit_all(log, f"{key}{i}", 5, None, quota).submission for i in range(3)]
+
+    assert in_one_minute(act) == [ACCEPTED, ACCEPTED, TOO_FAST]
+
+
+def test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be(log: StreamLog) -> None:
+    quota = Quota("key", concurrent_requests=4)
+    submit_all(log, "a", 3, None, quota)
+    assert submit_all(log, "b", 8, None, quota) == SubmittedOnce(ACCEPTED, "b")
+    for uid in ("a.0", "a.1", "a.2", "b.0", "b.1", "b.2", "b.3"):
+        assert submit_all(log, "c", 2, None, quota) == SubmittedOnce(TOO_MANY, "c")
+        end(log, uid, CANCELLED)
+    assert submit_as(log, "c", quota).submission is TOO_MANY  # four are left
+    end(log, "b.4", CANCELLED)
+    assert [submit_all(log, uid, 2, None, quota).submission for uid in "cd"] == [ACCEPTED, TOO_MANY]
+    assert sorted(log.living()) == ["b.5", "b.6", "b.7", "c.0", "c.1"]
+
+
+def test_siblings_that_were_refused_are_not_counted(log: StreamLog) -> None:
+    def act(key: str) -> list[Submission]:
+        quota = Quota(key, requests_per_minute=1, concurrent_requests=1)
+        return [
+            submit_all(log, key, 3, None, quota, max_queued=2).submission,
+            submit_all(log, key, 3, None, quota).submission,
+            submit_all(log, key, 3, None, quota).submission,
+            submit_all(log, f"{key}'", 3, None, quota).submission,
+        ]
+
+    assert in_one_minute(act) == [Submission.BUSY, ACCEPTED, Submission.DUPLICATE, TOO_FAST]
 
 
 # tokenized
@@ -921,6 +1142,21 @@ def test_end_tells_frontend_and_engines_and_clears_live(log: StreamLog) -> None:
     assert log.alive(["a", "b"]) == {"b"}
 
 
+def test_an_answer_of_the_tokenizer_ends_a_request_and_reaches_its_frontend_whole(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    submit(log)
+    submit(log, "b")
+    start = log.open_replies("web-0")
+    answered = Answered(token_ids=(5, 6), pieces=("a,b", "bytes:\\xe4"), text='{"a": "ü\\n"}', by="tokenize-0")
+    assert end(log, "a", answered, consume=read_one(log, SUBMITTED, "tokenize-0"))
+    assert events(log, "a")[-1] == answered and log.alive(["a", "b"]) == {"b"}
+    assert log.backlog(SUBMITTED) == 1 and log.backlog(TOKENIZED) == 0
+    detokenizer.say(say_end("b", answered))  # nobody does, but whoever seals says what can be read
+    replies = [dataclasses.replace(r, event=r.event.model_copy(update={"ms": 0})) for r in replies_after(log, start)]
+    assert replies == [Reply("a", SEAL, 0, answered), Reply("b", SEAL, 2, answered)]
+
+
 def test_end_consumes_the_entry_that_it_answers(log: StreamLog) -> None:
     submit(log)
     entry = read_one(log, SUBMITTED, "tokenize-0")
@@ -1017,6 +1253,84 @@ def test_who_takes_an_idempotency_key_has_not_left(log: StreamLog) -> None:
     submit_once(log, "b", Once("key", "body", instead_of="a"))
     assert not abandon(log, "b", once=ONCE, attached=True)
     assert abandon(log, "b", once=ONCE)
+
+
+def test_siblings_are_abandoned_each_and_those_that_somebody_reads_are_not(log: StreamLog) -> None:
+    submit_all(log, "a", 4, ONCE)
+    end(log, "a.3", FINISHED)
+    log.reading(["a.1"], "web-1")
+    assert [abandon(log, uid, once=ONCE) for uid in sibling_uids("a", 4)] == [True, False, True, False]
+    assert [abandon(log, uid, once=ONCE) for uid in sibling_uids("a", 4)] == [False] * 4
+    assert [ids(log, uid)[1:] for uid in sibling_uids("a", 4)] == [[SEAL], [], [SEAL], [SEAL]]
+    assert log.living() == ["a.1"]
+
+
+def test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them(log: StreamLog) -> None:
+    uids = sibling_uids("a", 3)
+    submit_all(log, "a", 3, ONCE)
+    assert [abandon(log, uid, once=ONCE, attached=True) for uid in uids] == [False] * 3
+    log.reading(uids, "web-1")
+    for _ in range(2):
+        assert [abandon(log, uid, once=ONCE) for uid in uids] == [False] * 3
+    assert submit_all(log, "b", 3, ONCE) == ATTACHED_TO_A
+    assert submit_all(log, "b", 3, Once("key", "another")) == SubmittedOnce(Submission.MISMATCH, "a")
+    assert set(log.living()) == set(uids)
+    for uid in uids:
+        log.stop_reading(uid, "web-1")
+        assert abandon(log, uid, once=ONCE, attached=True)
+        assert not abandon(log, uid, once=ONCE, attached=True)
+    assert log.living() == []
+
+
+def test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all(log: StreamLog) -> None:
+    """Whoever came to them leaves before the client that sent them has said that of each, or never does."""
+    submit_all(log, "a", 2, ONCE)
+    log.reading(["a.0", "a.1"], "web-1")
+    log.reading(["a.0"], "web-2")
+    assert not abandon(log, "a.0", once=ONCE)
+    for uid in ("a.0", "a.1"):
+        log.stop_reading(uid, "web-1")
+    assert not abandon(log, "a.0", once=ONCE, attached=True)
+    assert abandon(log, "a.1", once=ONCE, attached=True)
+    assert not abandon(log, "a.1", once=ONCE)
+    log.stop_reading("a.0", "web-2")
+    assert abandon(log, "a.0", once=ONCE, attached=True)
+
+
+def test_a_reader_of_one_sibling_keeps_the_others_from_nobody(log: StreamLog) -> None:
+    submit_all(log, "a", 2, ONCE)
+    log.reading(["a.1"], "web-1")
+    assert abandon(log, "a.0", once=ONCE)
+    assert not abandon(log, "a.1", once=ONCE)
+    log.stop_reading("a.1", "web-1")
+    assert abandon(log, "a.1", once=ONCE)
+
+
+@pytest.mark.parametrize("other", ["aa.0", "a0.0", "aa", "b.0"])
+def test_siblings_of_others_are_not_left_with_these(log: StreamLog, other: str) -> None:
+    submit_all(log, "a", 2, ONCE)
+    submit_all(log, other.partition(".")[0], 2 if "." in other else 1)
+    log.reading([other], "web-1")
+    assert not abandon(log, other, once=ONCE)  # under a key that is not its own
+    assert not abandon(log, "a.0", once=ONCE, attached=True)
+    log.reading(["a.0"], "web-1")
+    assert not abandon(log, "a.0", once=ONCE)
+    log.stop_reading(other, "web-1")
+    assert not abandon(log, other, once=ONCE, attached=True)
+    assert abandon(log, other, once=ONCE)
+
+
+def test_siblings_that_take_an_idempotency_key_have_not_been_left(log: StreamLog) -> None:
+    submit_all(log, "a", 2, ONCE)
+    log.reading(["a.0", "a.1"], "web-1")
+    for uid in ("a.0", "a.1"):
+        abandon(log, uid, once=ONCE)
+    end(log, "a.0", CANCELLED)
+    submit_all(log, "b", 2, Once("key", "body", instead_of="a"))
+    assert [abandon(log, uid, once=ONCE, attached=True) for uid in ("b.0", "b.1")] == [False] * 2
+    log.stop_reading("a.1", "web-1")
+    assert not abandon(log, "a.1", once=ONCE, attached=True)  # the key is another's by now
+    assert [abandon(log, uid, once=ONCE) for uid in ("a.1", "b.0", "b.1")] == [True] * 3
 
 
 def test_a_request_that_has_no_idempotency_key_is_nobodys_to_abandon_but_its_senders(log: StreamLog) -> None:

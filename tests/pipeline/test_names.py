@@ -6,7 +6,18 @@ import fnmatch
 
 import pytest
 
-from pipeline.names import LASTING, SEAL, STAGES, Names, parse_id, slot_index, slot_name, tokens_id
+from pipeline.names import (
+    LASTING,
+    SEAL,
+    STAGES,
+    Names,
+    base_uid,
+    parse_id,
+    sibling_uids,
+    slot_index,
+    slot_name,
+    tokens_id,
+)
 
 
 def all_keys(names: Names) -> dict[str, str]:
@@ -50,6 +61,13 @@ def test_the_lasting_keys_are_these() -> None:
 def test_a_slot_name_is_stage_and_number(stage: str) -> None:
     assert slot_name(stage, 12) == f"{stage}-12"
     assert slot_index(slot_name(stage, 12)) == 12
+
+
+def test_siblings_are_numbered_from_0_and_a_single_one_is_not() -> None:
+    assert sibling_uids("ab", 1) == ("ab",)
+    assert sibling_uids("ab", 3) == ("ab.0", "ab.1", "ab.2")
+    for count in (1, 12):
+        assert {base_uid(uid) for uid in sibling_uids("ab", count)} == {"ab"}
 
 
 def test_ids_of_a_history_are_ordered_as_things_happen() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from redis_servers import LossyProxy, command
 
-from pipeline.errors import LogUnavailable
-from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log import Inbox, Once, Submission, SubmittedOnce
+from pipeline.errors import LogError, LogUnavailable
+from pipeline.events import Cancelled, Failed, SamplingParams, StepCompleted, Submitted, Tokenized
+from pipeline.log import DeadLetter, Depth, Inbox, Occupancy, Once, Submission, SubmittedOnce
 from pipeline.names import SEAL, SUBMITTED_ID, Names
-from pipeline.redis_calls import HISTORY_ENTRIES, script_text
+from pipeline.redis_calls import HISTORY_ENTRIES, SLOTS_PER_LOOK, script_text
 from pipeline.redis_log import AsyncRedisLog, RedisLog
 
 NAMES = Names("test")
@@ -58,7 +58,7 @@ def ttl_ms(log: RedisLog, key: str) -> int:
 
 
 def test_readers_and_idempotency_keys_have_a_time_to_live(log: RedisLog) -> None:
-    log.submit_once("a", EVENT, ONCE, **LIMITS)
+    log.submit_once("a", [EVENT], ONCE, **LIMITS)
     for who in ("web-1", "web-2"):
         log.reading(["a"], who)
     assert not log.abandon("a", CANCELLED, once=ONCE, **END)
@@ -88,10 +88,10 @@ def test_a_request_that_has_ended_or_is_gone_gets_no_reader(log: RedisLog) -> No
 
 
 def test_at_maxmemory_clients_come_back_and_leave(log: RedisLog) -> None:
-    log.submit_once("a", EVENT, ONCE, **LIMITS)
+    log.submit_once("a", [EVENT], ONCE, **LIMITS)
     command(log.url, "SCRIPT", "FLUSH")
     command(log.url, "CONFIG", "SET", "maxmemory", 1)
-    assert log.submit_once("b", EVENT, ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
+    assert log.submit_once("b", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
     log.reading(["a"], "web-1")
     assert not log.abandon("a", CANCELLED, once=ONCE, **END)
     log.stop_reading("a", "web-1")
@@ -104,7 +104,7 @@ def test_a_submit_whose_reply_was_lost_is_not_attached_to_itself(log: RedisLog, 
     shaky = RedisLog(proxy.url, NAMES)
     try:
         proxy.lose_a_reply()
-        assert shaky.submit_once("a", EVENT, ONCE, **LIMITS) == SubmittedOnce(Submission.DUPLICATE, "a")
+        assert shaky.submit_once("a", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.DUPLICATE, "a")
         assert proxy.lost
     finally:
         shaky.close()
@@ -113,8 +113,8 @@ def test_a_submit_whose_reply_was_lost_is_not_attached_to_itself(log: RedisLog, 
 
 def test_a_frontend_submits_once_and_abandons_as_the_stages_do(log: RedisLog) -> None:
     async def act(front: AsyncRedisLog) -> None:
-        assert await front.submit_once("a", EVENT, ONCE, **LIMITS) == SubmittedOnce(Submission.ACCEPTED, "a")
-        assert log.submit_once("b", EVENT, ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
+        assert await front.submit_once("a", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ACCEPTED, "a")
+        assert log.submit_once("b", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
         await front.reading(["a"], "web-1")
         assert log.read_by_others(["a"]) == {"a"}
         assert not await front.abandon("a", CANCELLED, once=ONCE, **END)
@@ -186,7 +186,7 @@ def test_without_a_server_none_of_it_is_there(tmp_path: Path) -> None:
     async def ask() -> None:
         front = AsyncRedisLog(f"unix://{tmp_path / 'nobody.sock'}", NAMES)
         questions = (
-            front.submit_once("a", EVENT, ONCE, **LIMITS),
+            front.submit_once("a", [EVENT], ONCE, **LIMITS),
             front.abandon("a", CANCELLED, **END),
             front.reading(["a"], "web-1"),
             front.stop_reading("a", "web-1"),
@@ -201,3 +201,73 @@ def test_without_a_server_none_of_it_is_there(tmp_path: Path) -> None:
             await front.close()
 
     asyncio.run(ask())
+
+
+def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog) -> None:
+    log.prepare(Inbox.tokenized(NAMES))
+    for engine in ("generate-0", "generate-2"):
+        log.prepare(Inbox.steps(NAMES, engine))
+    owner = log.acquire("generate-2", "n", LONG_MS)
+    assert owner is not None
+
+    def looks(occupancy: Occupancy) -> list[tuple[int, int, int]]:
+        depths = (
+            occupancy.submitted,
+            occupancy.tokenized,
+            *(occupancy.steps[each] for each in sorted(occupancy.steps)),
+        )
+        return [(depth.length, depth.pending, depth.lag) for depth in depths]
+
+    async def act(front: AsyncRedisLog) -> None:
+        nothing = (0, 0, 0)
+        before = await front.occupancy()
+        assert looks(before) == [nothing] * 4 and (before.num_live, before.num_dead) == (0, 0)
+        assert set(before.steps) == {"generate-0", "generate-2"}
+        for uid in "abcde":
+            log.submit(uid, EVENT, **LIMITS)
+        entries = log.read(Inbox.submitted(NAMES), "tokenize-0", max_entries=4, block_ms=0)
+        assert looks(await front.occupancy())[0] == (5, 4, 1)
+        for entry in entries[:3]:  # consumed ones are gone, and the rest is as it was: Redis 7 knows no lag then
+            log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
+        log.end("d", CANCELLED, consume=entries[3], **END)
+        taken = log.take(owner, 2, control_cursor="0-0").entries
+        assert looks(await front.occupancy())[:2] == [(1, 0, 1), (3, 2, 1)]
+        for number in (1, 2, 3):
+            ended = [taken[0].id] if number == 1 else []
+            step = StepCompleted(rows=())
+            log.step(owner, number, step, ended=ended, control_cursor="0-0", lease_ms=LONG_MS)
+        log.read(Inbox.steps(NAMES, "generate-2"), "detokenize-2", max_entries=2, block_ms=0)
+        letter = DeadLetter("generate", {}, 3, "It died.")
+        log.end("a", Failed(status=500, code="poisonous", message="It died."), dead=letter, **END)
+        after = await front.occupancy()
+        assert looks(after) == [(1, 0, 1), (2, 1, 1), nothing, (3, 2, 1)]
+        assert (after.num_live, after.num_dead) == (3, 1)
+
+    with_front(log, act)
+
+
+def test_occupancy_of_a_log_that_nobody_has_prepared_is_nothing(each_redis_url: str) -> None:
+    async def act() -> None:
+        front = AsyncRedisLog(each_redis_url, NAMES)
+        assert await front.occupancy() == Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0)
+        await front.close()
+
+    asyncio.run(act())
+
+
+def test_occupancy_knows_engines_beyond_the_first_look(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        assert set((await front.occupancy()).steps) == {f"generate-{index}" for index in range(SLOTS_PER_LOOK + 2)}
+
+    for index in range(SLOTS_PER_LOOK + 2):
+        log.prepare(Inbox.steps(NAMES, f"generate-{index}"))
+    with_front(log, act)
+
+
+def test_occupancy_of_a_log_that_does_not_answer_so_raises(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        command(log.url, "SET", NAMES.dead, "no stream")
+        with pytest.raises(LogError, match="WRONGTYPE"):
+            await front.occupancy()
+
+    with_front(log, act)

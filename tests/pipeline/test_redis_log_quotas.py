@@ -38,7 +38,7 @@ def limits(*, timeout_ms: int = LONG_MS) -> Any:
 
 
 def submit(log: RedisLog, uid: str, quota: Quota, once: Once | None = None) -> SubmittedOnce:
-    return log.submit_once(uid, EVENT, once, quota=quota, **limits())
+    return log.submit_once(uid, [EVENT], once, quota=quota, **limits())
 
 
 def end(log: RedisLog, uid: str) -> None:
@@ -70,7 +70,7 @@ def snapshot(log: RedisLog) -> dict[bytes, bytes]:
 def test_what_is_counted_has_a_time_to_live(log: RedisLog) -> None:
     quota = Quota("key", requests_per_minute=9, concurrent_requests=9)
     submit(log, "a", quota)
-    log.submit_once("b", EVENT, None, quota=quota, **limits(timeout_ms=1000))  # which ends sooner than the first
+    log.submit_once("b", [EVENT], None, quota=quota, **limits(timeout_ms=1000))  # which ends sooner than the first
     assert sum(counts(log).values()) == 2
     for key in counts(log):
         assert 118_000 < command(log.url, "PTTL", key) <= 120_000
@@ -108,7 +108,7 @@ def test_a_clock_that_is_wrong_counts_in_the_minute_of_redis_all_the_same(
     async def from_a_frontend() -> SubmittedOnce:
         front = AsyncRedisLog(log.url, NAMES)
         try:
-            return await front.submit_once("b", EVENT, None, quota=quota, **limits())
+            return await front.submit_once("b", [EVENT], None, quota=quota, **limits())
         finally:
             await front.close()
 
