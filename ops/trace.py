@@ -119,6 +119,8 @@ def _ending(told: Mapping[str, Any]) -> list[str]:
     last = told["moments"][-1]
     after = f"after {_seconds(last['at_ms'])}"
     match told["state"]:
+        case "finished" if "timings" not in told:
+            said = f"answered {after} by {one_line(last['who'])}"
         case "finished":
             first = _seconds(told["timings"]["first_token_ms"])
             said = f"finished ({told['finish_reason']}) {after}, first token after {first}"

@@ -234,6 +234,19 @@ class NamesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DefaultsConfig:
+    """What a request means that does not say it."""
+
+    generation_config: str = flag(
+        "--generation-config",
+        default="auto",
+        choices=("auto", "none"),
+        help="auto: who asks for no temperature, top_p, top_k, min_p or repetition_penalty gets those of the model's"
+        " generation_config.json; none: OpenAI's defaults",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine computes."""
 
@@ -400,6 +413,7 @@ class Config:
     data: DataConfig
     model: ModelConfig
     names: NamesConfig
+    defaults: DefaultsConfig
     engine: EngineConfig
     web: WebConfig
     listen: ListenConfig
@@ -424,6 +438,7 @@ OWNERS: Mapping[str, tuple[type[Any], ...]] = {
     "serve": (
         ModelConfig,
         NamesConfig,
+        DefaultsConfig,
         WebConfig,
         ServeConfig,
         EngineConfig,
@@ -434,7 +449,7 @@ OWNERS: Mapping[str, tuple[type[Any], ...]] = {
         DataConfig,
     ),
     "stage tokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
-    "stage generate": (ModelConfig, NamesConfig, StageConfig, EngineConfig, LogConfig, DataConfig),
+    "stage generate": (ModelConfig, NamesConfig, DefaultsConfig, StageConfig, EngineConfig, LogConfig, DataConfig),
     "stage detokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
     "stage web": (WebConfig, ListenConfig, StageConfig, LogConfig, RequestConfig, ClientConfig, KeysConfig),
 }
@@ -529,6 +544,7 @@ def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> C
         data=_fill(DataConfig, parsed),
         model=_fill(ModelConfig, parsed),
         names=_fill(NamesConfig, parsed),
+        defaults=_fill(DefaultsConfig, parsed),
         engine=_fill(EngineConfig, parsed),
         web=_fill(WebConfig, parsed),
         listen=_fill(ListenConfig, parsed),

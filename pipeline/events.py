@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -20,6 +20,9 @@ from pipeline.errors import UndecodableEvent
 
 FinishReason = Literal["stop", "length"]
 TokenId = Annotated[int, Field(ge=0)]
+Task = Literal["generate", "tokenize", "detokenize", "describe"]
+MOST_LOGPROBS = 20
+"""OpenAI's bound of `top_logprobs`."""
 
 
 class Value(BaseModel):
@@ -55,6 +58,16 @@ class SamplingParams(Value):
     """(token id, what is added to its logit)."""
     allowed_token_ids: tuple[TokenId, ...] = ()
     """Nothing else comes out; empty: all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not come out; as token ids in Tokenized."""
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    """How many tokens beside the chosen one are told with their log-probability; None: not even that one's."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    """The same for each token of the prompt but the first; no cached page is read then."""
+    include_stop_str_in_output: bool = False
+    """What ended the answer, a stop string or the text of a stop token, is part of it."""
+    skip_special_tokens: bool = True
+    """Special tokens have no text."""
 
     @property
     def penalizes(self) -> bool:
@@ -84,6 +97,95 @@ class Timings(Value):
     total_ms: int
 
 
+class Score(Value):
+    """How probable the model found a token: of its own logits, before bias, penalties and temperature."""
+
+    logprob: float
+    """Natural logarithm."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens and their log-probabilities, the most probable one first."""
+
+
+class ToldToken(Value):
+    """A token as clients are told of it."""
+
+    token: int
+    text: str
+    """Where its bytes are no UTF-8: `bytes:` and each as `\\x..`, as OpenAI writes it."""
+
+
+class ToldCandidate(ToldToken):
+    """A token that was more or less probable in its place."""
+
+    logprob: float
+
+
+class ToldScore(ToldCandidate):
+    """A token of prompt or answer, and the most probable ones in its place."""
+
+    top: tuple[ToldCandidate, ...] = ()
+
+
+class ToldPrompt(Value):
+    """What a client asked to be told of its prompt."""
+
+    num_tokens: int
+    cached_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    """Where it asked for them."""
+    text: str = ""
+    """Where it asked for its prompt before the answer (`echo`)."""
+    scores: tuple[ToldScore, ...] = ()
+    """Of all tokens but the first, where it asked for them."""
+    first: ToldToken | None = None
+    """The first token, which has no score, beside the others."""
+
+
+class Templating(Value):
+    """What a chat template is given beside the messages."""
+
+    add_generation_prompt: bool = True
+    """Whether the template opens an answer after the last message."""
+    continue_final_message: bool = False
+    """The last message is the beginning of the answer, and is not closed."""
+    tools: tuple[dict[str, Any], ...] = ()
+    variables: dict[str, Any] = Field(default_factory=dict)
+    """The client's own (`chat_template_kwargs`)."""
+
+
+class Presentation(Value):
+    """How the answer is shown to its client. Changes nothing in it, but who reads it later gets the same frames."""
+
+    stream: bool = False
+    include_usage: bool = False
+    """The last chunk has the token counts."""
+    continuous_usage: bool = False
+    """And so has every other."""
+    token_ids: bool = False
+    """Token ids are sent beside the text."""
+    echo: bool = False
+    """The prompt is sent before the answer."""
+    prompt_scores: bool = False
+    """The log-probabilities of the prompt are sent beside the answer."""
+    prompt_only: bool = False
+    """Nothing but the prompt is sent: the client asked for no token, and one was made."""
+    whole_text: bool = False
+    """Each frame has all text so far, as SGLang sends it."""
+    in_list: bool = False
+    """The answer is an item of a list, also where it is the only one."""
+    scores_from: int = 0
+    """The log-probabilities of the prompt are sent from this token on."""
+    score_texts: bool = False
+    """Beside a log-probability that is told by token id is the text of its token."""
+    choices: int = 1
+    """How many of the siblings belong to each prompt."""
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the client is told something of its prompt with the first token."""
+        return self.continuous_usage or self.token_ids or self.echo
+
+
 class Event(Value):
     """What every event has: a version, and when it was committed (milliseconds, Redis' clock; 0 before the commit).
 
@@ -96,7 +198,10 @@ class Event(Value):
 
 class Submitted(Event):
     """A request was accepted. History `0-1`. It has one of `messages` (through the chat template), `prompt` (text as it
-    is) and `prompt_ids` (tokens as they are)."""
+    is) and `prompt_ids` (tokens as they are).
+
+    Several that were submitted together, all or none, have the uids `<uid>.0`, `<uid>.1` and so on.
+    """
 
     kind: Literal["submitted"] = "submitted"
     endpoint: str
@@ -108,6 +213,22 @@ class Submitted(Event):
     prompt: str = ""
     prompt_ids: tuple[int, ...] = ()
     sampling: SamplingParams
+    task: Task = "generate"
+    """All but the first are answered by the tokenizer: the tokens of a prompt, the text of `prompt_ids`, what the
+    tokenizer is like."""
+    return_pieces: bool = False
+    """The tokens of a prompt are answered with their texts."""
+    templating: Templating = Templating()
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own, such as the one that begins a text; None: to `prompt`, not to `messages`."""
+    truncate_prompt_tokens: int | None = None
+    """So many tokens of the prompt are kept, the last ones; -1: as many as the context has room for beside
+    `max_tokens`, or beside one token."""
+    priority: int = 0
+    """Of what an engine holds, the lower runs earlier."""
+    siblings: int = 1
+    """How many were submitted together, this one included; set by the commit."""
+    presentation: Presentation = Presentation()
     deadline_ms: int = 0
     """Redis' clock; set by the commit."""
     labels: dict[str, Any] = Field(default_factory=dict)
@@ -123,6 +244,8 @@ class Tokenized(Event):
     """Which tokenizer and template made them."""
     by: str
     """The slot of the tokenizer."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not come out, from the words of the request."""
 
 
 class Admitted(Event):
@@ -138,7 +261,8 @@ class Admitted(Event):
 
 
 class Preempted(Event):
-    """The pages ran out and the newest request gave its own back; it will be admitted again and recomputed."""
+    """The pages ran out and the least important request, of those the newest, gave its own back; it will be admitted
+    again and recomputed."""
 
     kind: Literal["preempted"] = "preempted"
     engine: str
@@ -170,6 +294,10 @@ class TokensProduced(Event):
     chunks: int = 0
     """In how many prefill chunks the prompt (or, after a preemption, prompt and output) was computed before this
     token; 0 for the token of a decode row."""
+    scores: tuple[ToldScore, ...] = ()
+    """One for each of `tokens`, where the client asked for them."""
+    prompt: ToldPrompt | None = None
+    """With the first token, where the client asked to be told of its prompt."""
 
 
 class Finished(Event):
@@ -178,6 +306,8 @@ class Finished(Event):
     kind: Literal["finished"] = "finished"
     n: int
     reason: FinishReason
+    stop_string: str = ""
+    """The one that was met; empty where a token ended the request, which is the last one then."""
     usage: Usage
     timings: Timings
 
@@ -205,6 +335,19 @@ class Cancelled(Event):
     by: str
 
 
+class Answered(Event):
+    """A request that is for the tokenizer alone was answered. Seals the history."""
+
+    kind: Literal["answered"] = "answered"
+    n: int = 0
+    token_ids: tuple[int, ...] = ()
+    pieces: tuple[str, ...] = ()
+    """Each token's text, where the client asked for them."""
+    text: str = ""
+    by: str
+    """The slot of the tokenizer."""
+
+
 class TokenRow(Value):
     """Row of a step that made token number `n` (the first is 1)."""
 
@@ -216,6 +359,9 @@ class TokenRow(Value):
     """None: the request goes on."""
     chunks: int = 0
     """As in TokensProduced."""
+    score: Score | None = None
+    prompt_scores: tuple[Score, ...] | None = None
+    """With the first token, where they are wanted: of all tokens of the prompt but the first."""
 
 
 class EventRow(Value):
@@ -239,6 +385,8 @@ class Figures(Value):
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
+    forward_ms: float = 0
+    """How long the forward pass took. What was admitted to this step was admitted before it."""
 
 
 class StepCompleted(Event):
@@ -253,7 +401,7 @@ class StepCompleted(Event):
 
 Mark: TypeAlias = Admitted | Preempted | TakenOver
 """What an engine says of a request beside its tokens; clients do not see it."""
-End: TypeAlias = Finished | Failed | Cancelled
+End: TypeAlias = Finished | Failed | Cancelled | Answered
 """What seals a history."""
 AnyEvent: TypeAlias = (
     Submitted
@@ -265,6 +413,7 @@ AnyEvent: TypeAlias = (
     | Finished
     | Failed
     | Cancelled
+    | Answered
     | StepCompleted
 )
 
@@ -281,6 +430,7 @@ _BY_KIND: Mapping[str, type[Event]] = {
         Finished,
         Failed,
         Cancelled,
+        Answered,
         StepCompleted,
     )
 }
@@ -346,9 +496,13 @@ def _number_lists(model: type[Event]) -> frozenset[str]:
 @functools.cache
 def _text_fields(model: type[Event]) -> frozenset[str]:
     """Return the fields that are stored as they are; all others are JSON."""
-    return frozenset(
-        name for name, field in model.model_fields.items() if field.annotation in (str, FinishReason) or name == "kind"
-    )
+    return frozenset(name for name, field in model.model_fields.items() if _is_text(field.annotation))
+
+
+def _is_text(annotation: Any) -> bool:
+    """Say whether it is text, or one of several words."""
+    words = get_args(annotation)
+    return annotation is str or (bool(words) and all(isinstance(word, str) for word in words))
 
 
 def new_uid() -> str:

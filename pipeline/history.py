@@ -13,8 +13,10 @@ import orjson
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
+    Answered,
     AnyEvent,
     Cancelled,
+    End,
     Failed,
     Finished,
     Preempted,
@@ -35,7 +37,7 @@ TOLD_ELSEWHERE = frozenset(
     {"kind", "v", "n"}  # of the moment itself
     | {"frontend", "by", "engine", "epoch"}  # who
     | {"endpoint", "model", "messages", "prompt", "prompt_ids", "sampling", "deadline_ms", "labels"}  # of the request
-    | {"token_ids", "tokens", "text", "usage", "timings"}
+    | {"token_ids", "pieces", "tokens", "text", "usage", "timings"}
 )
 """Fields of events that a moment does not repeat; all others, also those that an event may gain, it shows."""
 
@@ -98,6 +100,7 @@ _STATES: dict[str, State] = {
     "taken_over": "running",
     "tokens": "running",
     "finished": "finished",
+    "answered": "finished",
     "failed": "failed",
     "cancelled": "cancelled",
 }
@@ -170,12 +173,17 @@ class _Story:
                 self._tell(entry_id, event, "")
             case Cancelled():
                 self._tell(entry_id, event, event.by)
+            case Answered():
+                self._texts.append(event.text)
+                if event.token_ids:
+                    self._known["prompt_tokens"] = len(event.token_ids)
+                self._tell(entry_id, event, event.by)
             case StepCompleted():
                 raise UndecodableEvent(f"entry {entry_id} is a step, which no history holds")
 
     def _tell(self, entry_id: str, event: AnyEvent, who: str, **details: Any) -> None:
         n = parse_id(entry_id)[0]
-        if isinstance(event, Finished | Failed | Cancelled):
+        if isinstance(event, End):
             n = max(event.n, self._n)
         self._expect(n, entry_id, event.ms)
         shown = {name: value for name, value in as_plain(event).items() if name not in TOLD_ELSEWHERE}

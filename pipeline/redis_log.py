@@ -26,9 +26,11 @@ from pipeline.errors import LogError, LogReadOnly, LogUnavailable
 from pipeline.events import End, StepCompleted, Submitted, Tokenized
 from pipeline.log import (
     DeadLetter,
+    Depth,
     Entry,
     Inbox,
     Lease,
+    Occupancy,
     Once,
     Owner,
     Produced,
@@ -127,14 +129,14 @@ class RedisLog:
     def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
         return self._run(
             calls.submit(
-                self.names, uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
+                self.names, uid, [event], timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
             )
         ).submission
 
     def submit_once(
         self,
         uid: str,
-        event: Submitted,
+        events: Sequence[Submitted],
         once: Once | None,
         *,
         timeout_ms: int,
@@ -146,7 +148,7 @@ class RedisLog:
             call = calls.submit(
                 self.names,
                 uid,
-                event,
+                events,
                 timeout_ms=timeout_ms,
                 retention_ms=retention_ms,
                 max_queued=max_queued,
@@ -471,7 +473,7 @@ class AsyncRedisLog:
         """As StreamLog.submit."""
         done = await self._run(
             calls.submit(
-                self.names, uid, event, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
+                self.names, uid, [event], timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
             )
         )
         return done.submission
@@ -479,7 +481,7 @@ class AsyncRedisLog:
     async def submit_once(
         self,
         uid: str,
-        event: Submitted,
+        events: Sequence[Submitted],
         once: Once | None,
         *,
         timeout_ms: int,
@@ -493,7 +495,7 @@ class AsyncRedisLog:
             call = calls.submit(
                 self.names,
                 uid,
-                event,
+                events,
                 timeout_ms=timeout_ms,
                 retention_ms=retention_ms,
                 max_queued=max_queued,
@@ -544,6 +546,14 @@ class AsyncRedisLog:
         except redis.exceptions.RedisError as error:
             raise await self._failed(error) from error
 
+    async def living(self) -> list[str]:
+        """As StreamLog.living."""
+        try:
+            uids = await self._redis.execute_command("ZRANGE", self.names.live, 0, -1)
+        except redis.exceptions.RedisError as error:
+            raise await self._failed(error) from error
+        return [calls.as_text(uid) for uid in uids]
+
     async def flush(self, by: str) -> str:
         """As StreamLog.flush."""
         return await self._run(calls.flush(self.names, by))
@@ -593,6 +603,42 @@ class AsyncRedisLog:
             first += calls.SLOTS_PER_LOOK
             if not there:
                 return found
+
+    async def occupancy(self) -> Occupancy:
+        """Return how much the log holds."""
+        names = self.names
+        shared = (Inbox.submitted(names), Inbox.tokenized(names))
+        num_dead, num_live, *replies = await self._all(
+            [["XLEN", names.dead], ["ZCARD", names.live], *(words for inbox in shared for words in calls.depth(inbox))]
+        )
+        submitted, tokenized = (depth or Depth(0, 0) for depth in calls.depths_of(replies))
+        steps: dict[str, Depth] = {}
+        first = 0
+        while True:
+            engines = [slot_name(GENERATE, index) for index in range(first, first + calls.SLOTS_PER_LOOK)]
+            commands = [words for engine in engines for words in calls.depth(Inbox.steps(names, engine))]
+            depths = zip(engines, calls.depths_of(await self._all(commands)), strict=True)
+            found = {engine: depth for engine, depth in depths if depth is not None}
+            steps |= found
+            first += calls.SLOTS_PER_LOOK
+            if not found:
+                return Occupancy(submitted, tokenized, steps, num_dead, num_live)
+
+    async def _all(self, commands: Sequence[Sequence[str]]) -> list[Any]:
+        """Return the replies to commands that are sent in one piece; None for one whose group is not there."""
+        pipe = self._redis.pipeline(transaction=False)
+        for words in commands:
+            pipe.execute_command(*words)
+        try:
+            replies: list[Any] = await pipe.execute(raise_on_error=False)
+        except redis.exceptions.RedisError as error:
+            raise await self._failed(error) from error
+        for index, reply in enumerate(replies):
+            if isinstance(reply, redis.exceptions.RedisError):
+                if not str(reply).startswith("NOGROUP"):
+                    raise await self._failed(reply) from reply
+                replies[index] = None
+        return replies
 
     async def open_replies(self, frontend: str) -> str:
         """As StreamLog.open_replies."""

@@ -17,11 +17,12 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Literal, Protocol
 
 import structlog
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Value
 from pipeline.log import GUEST, Owner, StreamLog
+from pipeline.measures import Measures
 from pipeline.names import slot_index, slot_name
 
 logger = structlog.get_logger()
@@ -47,7 +48,7 @@ class Ends(Protocol):
 
 
 class Status(Value):
-    """What a worker says of itself: what /ready, /v1/models, the supervisor and discovery read."""
+    """What a worker says of itself: what /ready, /metrics, /v1/models, the supervisor and discovery read."""
 
     slot: str
     owner: str
@@ -64,6 +65,9 @@ class Status(Value):
     """The names that an engine serves; the first is the model's id."""
     context: int = 0
     """The served context of an engine: prompt + output tokens of one request."""
+    sampling_defaults: dict[str, int | float] = Field(default_factory=dict)
+    """What an engine's model is recommended to be sampled with, by the names of SamplingParams: where a request does
+    not say it."""
     fingerprint: str = ""
     """Of an engine's weights, or of a tokenizer."""
     flushed: str = ""
@@ -72,6 +76,9 @@ class Status(Value):
     """How many pages its flushes have freed since it started."""
     books_wrong: int = 0
     """How often an engine found that its books of pages do not add up: a bug of ours."""
+    metrics: str = ""
+    """What its process has measured: `Measures.snapshot`, a text within the text, because many read statuses and few
+    read this."""
 
 
 def parse_status(text: str) -> Status:
@@ -108,7 +115,14 @@ def acquire_guest(log: StreamLog, slot: str, lease_ms: int) -> Owner | None:
 
 
 def places(
-    log: StreamLog, lease_log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None, stop: Ends
+    log: StreamLog,
+    lease_log: StreamLog,
+    stage: str,
+    lease_ms: int,
+    *,
+    preferred: int | None,
+    stop: Ends,
+    measures: Measures | None = None,
 ) -> Generator[Place, None, None]:
     """Give a held slot, and after each loss another one, until *stop*; the one before is left by then.
 
@@ -122,7 +136,7 @@ def places(
             stop.wait(AGAIN_S)
             continue
         structlog.contextvars.bind_contextvars(slot=owner.slot)
-        place = Place(lease_log, owner, lease_ms)
+        place = Place(lease_log, owner, lease_ms, measures)
         try:
             yield place
         finally:
@@ -245,10 +259,12 @@ class Announcement(Voice):
 class Place(Voice):
     """A held slot: renews the lease, publishes the status, watches the loop."""
 
-    def __init__(self, log: StreamLog, owner: Owner, lease_ms: int) -> None:
+    def __init__(self, log: StreamLog, owner: Owner, lease_ms: int, measures: Measures | None = None) -> None:
+        """*measures*, of this process, are published with the status."""
         self.owner = owner
         self.lost = threading.Event()
         """Set once another owner holds the slot, or nobody, because Redis lost its data."""
+        self._measures = measures
         super().__init__(log, owner.slot, str(owner), lease_ms)
 
     def leave(self) -> None:
@@ -260,6 +276,8 @@ class Place(Voice):
             logger.warning("lease_not_released", slot=self.owner.slot, error=str(error))
 
     def _speak(self, status: Status) -> None:
+        if self._measures is not None:
+            status = status.model_copy(update={"metrics": self._measures.snapshot()})
         # A guest is no worker of this slot: it holds the lease, and says how it is in its own.
         said = "" if self.owner.is_guest else status.model_dump_json()
         if not self._log.renew(self.owner, self._lease_ms, said):

@@ -13,7 +13,17 @@ from redis_servers import command, until
 
 from minisgl import main
 from ops.trace import lines_of, why_absent
-from pipeline.events import Cancelled, Failed, Preempted, SamplingParams, Submitted, TakenOver, encode, new_uid
+from pipeline.events import (
+    Answered,
+    Cancelled,
+    Failed,
+    Preempted,
+    SamplingParams,
+    Submitted,
+    TakenOver,
+    encode,
+    new_uid,
+)
 from pipeline.history import story
 from pipeline.log import Entry
 from pipeline.names import Names
@@ -73,6 +83,15 @@ def test_a_finished_request_is_a_table_between_what_was_asked_and_how_it_ended(
     assert rows[4][3:8] == ["generate-0", "epoch", "1", "1..3", "until"]
     assert lines[11].startswith("finished (stop) after 0.") and lines[11].endswith(" s, first token after 0.002 s")
     assert lines[12:] == ["tokens: prompt 3, 2 of them cached; output 3", r"text: Hello\n"]
+
+
+def test_what_the_tokenizer_answered_has_no_engine_and_no_first_token(lived: LivedRequests, trace: Trace) -> None:
+    uid = lived.submitted()
+    lived.ended(uid, Answered(token_ids=(5, 6), text="ab", by="tokenize-0"))
+    code, lines, err = trace(uid)
+    assert (code, err) == (0, []) and lines[0] == f"request {uid}: finished"
+    assert lines[-3].startswith("answered after 0.") and lines[-3].endswith(" s by tokenize-0")
+    assert lines[-2:] == ["tokens: prompt 2; output 0", "text: ab"]
 
 
 def test_the_columns_of_the_table_are_aligned(lived: LivedRequests, trace: Trace) -> None:

@@ -22,6 +22,7 @@ from pipeline.errors import ConfigError
 
 MODEL = {("--model", "--model-path"), ("--data-dir",)}
 NAMES = {("--served-model-name",)}
+DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
 CLIENTS = {("--disconnect-grace",)}
@@ -47,9 +48,9 @@ SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count")}
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
 FLAGS = {
-    "serve": frozenset(MODEL | NAMES | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS),
+    "serve": frozenset(MODEL | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS),
     "stage tokenize": frozenset(MODEL | WORKER | LOG),
-    "stage generate": frozenset(MODEL | NAMES | WORKER | ENGINE | LOG),
+    "stage generate": frozenset(MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG),
     "stage detokenize": frozenset(MODEL | WORKER | LOG),
     "stage web": frozenset(WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | KEYS),
 }
@@ -70,6 +71,7 @@ SECRET = ("--redis-url", "--api-key")
 VALUES: dict[str, tuple[str, object]] = {
     "--model": ("/m o d e l", "/m o d e l"),
     "--served-model-name": ("a b", ("a", "b")),
+    "--generation-config": ("none", "none"),
     "--host": ("::", "::"),
     "--port": ("8000", 8000),
     "--redis-url": ("redis://u:p@h:1/2", "redis://u:p@h:1/2"),
@@ -118,6 +120,7 @@ BAD_VALUES = [
     ("--disconnect-grace", "-1", "at least 0"),
     ("--disconnect-grace", "nan", "at least 0"),
     ("--disconnect-grace", "soon", "seconds"),
+    ("--generation-config", "vllm", "one of auto, none"),
     ("--dtype", "int8", "bfloat16"),
     ("--tp", "2", "only 1 so far"),
     ("--tp", "many", "whole number"),

@@ -14,6 +14,7 @@ from pipeline import events
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
+    Answered,
     AnyEvent,
     Cancelled,
     EventRow,
@@ -21,14 +22,21 @@ from pipeline.events import (
     Figures,
     Finished,
     Preempted,
+    Presentation,
     SamplingParams,
+    Score,
     StepCompleted,
     Submitted,
     TakenOver,
+    Templating,
     Timings,
     Tokenized,
     TokenRow,
     TokensProduced,
+    ToldCandidate,
+    ToldPrompt,
+    ToldScore,
+    ToldToken,
     Usage,
     as_plain,
     decode,
@@ -38,6 +46,8 @@ from pipeline.events import (
 
 ADMITTED = Admitted(engine="generate-0", epoch=3, step=9, fingerprint="w", cached_tokens=16)
 FAILED = Failed(n=4, status=400, code="invalid_value", message='No "such" thing:\n{}', param="prompt")
+TOLD = ToldScore(token=5, text="1", logprob=-0.5, top=(ToldCandidate(token=6, text="2", logprob=-0.25),))
+FIRST = ToldToken(token=8, text="a")
 FULL: list[AnyEvent] = [
     Submitted(
         endpoint="/v1/chat/completions",
@@ -57,27 +67,59 @@ FULL: list[AnyEvent] = [
             stop=("\n", ""),
             stop_token_ids=(1, 2),
             ignore_eos=True,
+            bad_words=("a", " b"),
+            logprobs=2,
+            prompt_logprobs=0,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
         ),
+        task="tokenize",
+        return_pieces=True,
+        templating=Templating(add_generation_prompt=False, tools=({"type": "function"},), variables={"a": [1]}),
+        add_special_tokens=False,
+        truncate_prompt_tokens=-1,
+        priority=-3,
+        siblings=2,
+        presentation=Presentation(stream=True, include_usage=True, token_ids=True),
         deadline_ms=1_700_000_000_000,
         labels={"user": "u", "metadata": {"a": None}},
     ),
-    Tokenized(token_ids=(0, 151_643), fingerprint="t", by="tokenize-0"),
+    Tokenized(token_ids=(0, 151_643), fingerprint="t", by="tokenize-0", bad_words=((5,), (6, 7))),
     ADMITTED,
     Preempted(engine="generate-0", epoch=3, step=9),
     TakenOver(engine="generate-0", epoch=3),
     TokensProduced(count=2, tokens=(5, 6), text="123", step="3-9", chunks=2),
+    TokensProduced(
+        tokens=(5,),
+        text="1",
+        step="3-9",
+        scores=(TOLD,),
+        prompt=ToldPrompt(
+            num_tokens=2,
+            cached_tokens=1,
+            token_ids=(8, 5),
+            text="a1",
+            scores=(TOLD,),
+            first=ToldToken(token=8, text="a"),
+        ),
+    ),
     Finished(
         n=2,
-        reason="length",
+        reason="stop",
+        stop_string="7",
         usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
         timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3),
     ),
     FAILED,
     Cancelled(n=3, by="client"),
+    Answered(n=0, token_ids=(3, 4), pieces=("a", "bytes:\\xe4"), text="a", by="tokenize-0"),
     StepCompleted(
         rows=(
             TokenRow(uid="a", n=1, token=5, end="stop", chunks=1),
             TokenRow(uid="b", n=2, token=6),
+            TokenRow(
+                uid="b", n=1, token=6, score=Score(logprob=-1.5, top=((7, -0.5),)), prompt_scores=(Score(logprob=0),)
+            ),
             EventRow(uid="c", n=0, event=ADMITTED),
             EventRow(uid="d", n=4, event=FAILED),
         ),
@@ -164,8 +206,8 @@ def test_fields_are_text_as_it_is_and_only_other_values_are_json() -> None:
         "text": 'a "b"\n',
         "step": "3-9",
     }
-    finished = encode(FULL[6])
-    assert finished["reason"] == "length"
+    finished = encode(next(event for event in FULL if event.kind == "finished"))
+    assert finished["reason"] == "stop"
     assert orjson.loads(finished["usage"]) == {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
 
 

@@ -10,6 +10,7 @@ import pytest
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
+    Answered,
     Cancelled,
     Event,
     Failed,
@@ -123,8 +124,9 @@ def test_a_moment_shows_what_its_event_carries() -> None:
         ([*RUNNING, finished(0, 9)], "finished"),
         ([*READY, entry(SEAL, Failed(status=500, code="c", message="m"), 4)], "failed"),
         ([*ACCEPTED, entry(SEAL, Cancelled(by="client"), 4)], "cancelled"),
+        ([*ACCEPTED, entry(SEAL, Answered(by="tokenize-0"), 4)], "finished"),
     ],
-    ids=["queued", "tokenized", "admitted", "writing", "taken over", "finished", "failed", "cancelled"],
+    ids=["queued", "tokenized", "admitted", "writing", "taken over", "finished", "failed", "cancelled", "answered"],
 )
 def test_the_state_is_how_far_the_request_has_come(history: list[Entry], state: str) -> None:
     assert story("a", history)["state"] == state_of(history) == state
@@ -136,6 +138,15 @@ def test_a_failed_request_tells_its_error_and_a_cancelled_one_who_ended_it() -> 
     cancelled = story("a", [*READY, entry(SEAL, Cancelled(by="client"), 4)])
     assert cancelled["moments"][-1]["who"] == "client"
     assert "error" not in cancelled and "finish_reason" not in cancelled
+
+
+def test_what_the_tokenizer_answered_is_told_by_its_tokens_number_or_its_text() -> None:
+    answered = Answered(token_ids=(5, 6, 7), pieces=("a", "b", "c"), by="tokenize-0")
+    told = story("a", [*ACCEPTED, entry(SEAL, answered, 4)])
+    assert (told["prompt_tokens"], told["completion_tokens"], told["text"]) == (3, 0, "")
+    assert told["moments"][-1] == {"at_ms": 4, "id": SEAL, "what": "answered", "who": "tokenize-0", "n": 0}
+    told = story("a", [*ACCEPTED, entry(SEAL, Answered(text="abc", by="tokenize-0"), 4)])
+    assert (told["prompt_tokens"], told["text"]) == (None, "abc")
 
 
 def test_a_thousand_tokens_in_a_row_are_one_moment_with_its_longest_pause() -> None:

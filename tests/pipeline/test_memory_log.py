@@ -27,7 +27,7 @@ def test_each_minute_has_a_count_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(pipeline.memory_log, "_now_ms", lambda: moment_ms)  # noqa: B023 - called in this round
         uid = str(moment_ms)
         outcomes.append(
-            log.submit_once(uid, event, None, timeout_ms=1, retention_ms=1, max_queued=9, quota=Quota("key", 1))
+            log.submit_once(uid, [event], None, timeout_ms=1, retention_ms=1, max_queued=9, quota=Quota("key", 1))
         )
     assert outcomes == [
         SubmittedOnce(Submission.ACCEPTED, "119000"),

@@ -15,7 +15,9 @@ from structlog.contextvars import bound_contextvars
 
 from pipeline.errors import LogFull, LogUnavailable, UndecodableEvent
 from pipeline.log import Owner
+from pipeline.measures import Measures, read_snapshot
 from pipeline.memory_log import MemoryLog
+from pipeline.metrics import PROMPT_TOKENS
 from pipeline.names import Names
 from pipeline.slots import (
     EXIT_STUCK,
@@ -109,12 +111,53 @@ def test_a_place_keeps_its_lease(log: CountingLog, place: Place) -> None:
 
 
 def test_a_place_publishes_what_its_worker_says(log: CountingLog, place: Place) -> None:
-    place.say(phase="ready", models=("a", "b"), context=4096)
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 1.0}
+    place.say(phase="ready", models=("a", "b"), context=4096, sampling_defaults=recommended)
     until(lambda: read_statuses(log, "generate")[0].phase == "ready")
     (status,) = read_statuses(log, "generate")
     assert status == place.status
     assert (status.slot, status.owner) == ("generate-0", str(place.owner))
     assert (status.models, status.context) == (("a", "b"), 4096)
+    assert status.sampling_defaults == recommended
+    assert [type(value) for value in status.sampling_defaults.values()] == [float, int, float]
+
+
+def test_a_status_of_a_worker_that_recommends_nothing_is_understood() -> None:
+    before = '{"slot": "generate-0", "owner": "1:a", "pid": 1, "host": "h", "phase": "ready", "models": ["m"]}'
+    assert parse_status(before).sampling_defaults == {}
+
+
+def test_a_place_publishes_what_its_process_has_measured_at_each_renewal(log: CountingLog) -> None:
+    measures = Measures()
+
+    def published() -> float:
+        (status,) = read_statuses(log, "generate")
+        tokens = read_snapshot(status.metrics).get(PROMPT_TOKENS, {}).get((), 0)
+        assert isinstance(tokens, int)
+        return tokens
+
+    place = Place(log, acquire_slot(log, "generate", SHORT_MS), SHORT_MS, measures)
+    renewed(log, times=2)
+    assert published() == 0
+    for tokens in (3, 5):
+        measures.add(PROMPT_TOKENS, amount=tokens)
+        renewed(log, times=2)
+        assert published() == 8 - 5 * (tokens == 3)
+    assert place.status.metrics == ""  # what was said before is not said again by whoever changes something else
+    place.leave()
+
+
+def test_what_a_process_has_measured_is_told_from_each_of_its_places(log: CountingLog, stop: Stop) -> None:
+    measures = Measures()
+    held = places(log, log, "generate", SHORT_MS, preferred=0, stop=stop, measures=measures)
+    first = next(held)
+    measures.add(PROMPT_TOKENS, amount=3)
+    lose(log, first, lease_ms=SHORT_MS)
+    next(held)
+    renewed(log, times=2)
+    (status,) = read_statuses(log, "generate")
+    assert read_snapshot(status.metrics)[PROMPT_TOKENS] == {(): 3}
+    held.close()
 
 
 def test_a_place_says_that_it_is_lost_after_the_acquire_of_another(log: CountingLog, place: Place) -> None:

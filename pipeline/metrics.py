@@ -1,0 +1,330 @@
+"""What can be measured: every family that /metrics shows, declared once, for who measures it and for who shows it.
+
+Names and meanings are vLLM's where it has them, under `minisgl:`. Buckets hold all of vLLM's bounds, so that its
+dashboards read the same, and finer ones below, because a step may take less than its first. Knows no values.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+
+PREFIX: Final = "minisgl:"
+SLOT: Final = "slot"
+MODEL: Final = "model_name"
+LOG_SLOT: Final = "log"
+"""In the place of a slot: what waits in the log, where no worker has it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """One metric. A counter ends in `_total`; a sample of it has the labels `slot`, `model_name` and its own."""
+
+    name: str
+    kind: Kind
+    help: str
+    stages: tuple[str, ...] = ()
+    """Who measures it and says so in its status; none: it is asked from the log, by who shows it."""
+    labels: tuple[str, ...] = ()
+    """Values of labels are words of ours, never a client's: each one is a series that Prometheus keeps."""
+    known: tuple[str, ...] = ()
+    """Values of the only label that are shown from the start, as 0: a rate begins with the first event then."""
+    buckets: tuple[float, ...] = ()
+    """Upper bounds, inclusive; one above all of them is implied."""
+    of_model: bool = False
+    """It has the label `model_name`, as vLLM's have."""
+
+
+# Bounds. vLLM's first ones are marked; what is before them is ours.
+
+_FIRST_TOKEN_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0),
+    *(80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S: Final = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)  # vLLM's from 0.01 on
+_REQUEST_S: Final = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2),
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)  # vLLM's from 0.3 on
+_TOKENS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))  # to 500,000
+_STEP_TOKENS: Final = (1.0, *(float(2**power) for power in range(3, 15)))
+_COMMIT_S: Final = (
+    *(0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(0.5, 1.0, 2.5, 5.0),
+)
+_BATCH_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+# An engine: what it holds and does.
+
+NUM_RUNNING: Final = Family(
+    "num_requests_running", "gauge", "Requests that an engine computes.", (GENERATE,), of_model=True
+)
+NUM_WAITING: Final = Family(
+    "num_requests_waiting",
+    "gauge",
+    f"Requests that wait to be computed: in an engine for pages or, as the slot `{LOG_SLOT}`, in the log for an engine "
+    "or a tokenizer.",
+    (GENERATE,),
+    of_model=True,
+)
+KV_CACHE_USAGE: Final = Family(
+    "kv_cache_usage_perc", "gauge", "Share of the pages that requests hold; 1 is all.", (GENERATE,), of_model=True
+)
+PREFIX_QUERIES: Final = Family(
+    "prefix_cache_queries_total",
+    "counter",
+    "Prompt tokens that were looked up in the prefix cache, once for each request.",
+    (GENERATE,),
+    of_model=True,
+)
+PREFIX_HITS: Final = Family(
+    "prefix_cache_hits_total",
+    "counter",
+    "Prompt tokens that were found there and not computed.",
+    (GENERATE,),
+    of_model=True,
+)
+PROMPT_TOKENS: Final = Family(
+    "prompt_tokens_total",
+    "counter",
+    "Tokens of the prompts that were computed to their end, those from the prefix cache included.",
+    (GENERATE,),
+    of_model=True,
+)
+GENERATION_TOKENS: Final = Family(
+    "generation_tokens_total",
+    "counter",
+    "Tokens that an engine made, those after a stop string, which nobody gets, included.",
+    (GENERATE,),
+    of_model=True,
+)
+NUM_PREEMPTIONS: Final = Family(
+    "num_preemptions_total",
+    "counter",
+    "How often a request gave its pages back for another one.",
+    (GENERATE,),
+    of_model=True,
+)
+STEP_TOKENS: Final = Family(
+    "iteration_tokens_total",
+    "histogram",
+    "Tokens, of prompts and of answers, that one step computed.",
+    (GENERATE,),
+    buckets=_STEP_TOKENS,
+    of_model=True,
+)
+STEP_SECONDS: Final = Family(
+    "step_time_seconds",
+    "histogram",
+    "A step's forward pass, until its tokens are there.",
+    (GENERATE,),
+    buckets=_TOKEN_S,
+    of_model=True,
+)
+TAKEOVERS: Final = Family(
+    "takeovers_total",
+    "counter",
+    "Requests that an engine went on with which another owner of a slot had begun.",
+    (GENERATE,),
+    of_model=True,
+)
+
+# A request, by Redis' clock, as its detokenizer sees it.
+
+FIRST_TOKEN_SECONDS: Final = Family(
+    "time_to_first_token_seconds",
+    "histogram",
+    "From the submit of a request to its first token.",
+    (DETOKENIZE,),
+    buckets=_FIRST_TOKEN_S,
+    of_model=True,
+)
+BETWEEN_TOKENS_SECONDS: Final = Family(
+    "inter_token_latency_seconds",
+    "histogram",
+    "From one token of a request to the next, in whole milliseconds.",
+    (DETOKENIZE,),
+    buckets=_TOKEN_S,
+    of_model=True,
+)
+PER_TOKEN_SECONDS: Final = Family(
+    "request_time_per_output_token_seconds",
+    "histogram",
+    "A finished request's mean time between two tokens, where it has two.",
+    (DETOKENIZE,),
+    buckets=_TOKEN_S,
+    of_model=True,
+)
+REQUEST_SECONDS: Final = Family(
+    "e2e_request_latency_seconds",
+    "histogram",
+    "From the submit of a finished request to its last token.",
+    (DETOKENIZE,),
+    buckets=_REQUEST_S,
+    of_model=True,
+)
+QUEUE_SECONDS: Final = Family(
+    "request_queue_time_seconds",
+    "histogram",
+    "From the submit of a finished request to its first admission by an engine.",
+    (DETOKENIZE,),
+    buckets=_REQUEST_S,
+    of_model=True,
+)
+PREFILL_SECONDS: Final = Family(
+    "request_prefill_time_seconds",
+    "histogram",
+    "From the admission of a finished request to its first token.",
+    (DETOKENIZE,),
+    buckets=_REQUEST_S,
+    of_model=True,
+)
+DECODE_SECONDS: Final = Family(
+    "request_decode_time_seconds",
+    "histogram",
+    "From the first token of a finished request to its last.",
+    (DETOKENIZE,),
+    buckets=_REQUEST_S,
+    of_model=True,
+)
+INFERENCE_SECONDS: Final = Family(
+    "request_inference_time_seconds",
+    "histogram",
+    "From the admission of a finished request to its last token.",
+    (DETOKENIZE,),
+    buckets=_REQUEST_S,
+    of_model=True,
+)
+REQUEST_PROMPT_TOKENS: Final = Family(
+    "request_prompt_tokens",
+    "histogram",
+    "Prompt tokens of a finished request.",
+    (DETOKENIZE,),
+    buckets=_TOKENS,
+    of_model=True,
+)
+REQUEST_GENERATION_TOKENS: Final = Family(
+    "request_generation_tokens",
+    "histogram",
+    "Tokens of a finished request's answer.",
+    (DETOKENIZE,),
+    buckets=_TOKENS,
+    of_model=True,
+)
+REQUEST_SUCCESS: Final = Family(
+    "request_success_total",
+    "counter",
+    "Requests that ended: stop, length; abort: somebody cancelled it; error: it failed. Counted by who ended it; what "
+    "a tokenizer refuses is not in it.",
+    (GENERATE, DETOKENIZE, WEB),
+    ("finished_reason",),
+    known=("stop", "length", "abort", "error"),
+    of_model=True,
+)
+
+# What only we have.
+
+COMMIT_SECONDS: Final = Family(
+    "commit_latency_seconds",
+    "histogram",
+    "A commit to the log, from its sending to the answer: submit by a frontend, tokenized, step by an engine, produced "
+    "by a detokenizer.",
+    STAGES,
+    ("commit",),
+    buckets=_COMMIT_S,
+)
+BURIED: Final = Family(
+    "requests_buried_total",
+    "counter",
+    "Requests that were ended because they had killed their worker again and again: each is a dead letter.",
+    (TOKENIZE, GENERATE, DETOKENIZE),
+)
+PROMPTS: Final = Family("tokenize_prompts_total", "counter", "Prompts that were tokenized.", (TOKENIZE,))
+PROMPTS_TOKENS: Final = Family("tokenize_tokens_total", "counter", "Tokens that they became.", (TOKENIZE,))
+REFUSALS: Final = Family(
+    "tokenize_refusals_total",
+    "counter",
+    "Requests that a tokenizer ended, by the error's code.",
+    (TOKENIZE,),
+    ("code",),
+)
+BATCH_SECONDS: Final = Family(
+    "tokenize_batch_seconds",
+    "histogram",
+    "What a tokenizer read at once, from the read to its last commit.",
+    (TOKENIZE,),
+    buckets=_BATCH_S,
+)
+HTTP_REQUESTS: Final = Family(
+    "http_requests_total", "counter", "Requests, by the route that takes them.", (WEB,), ("endpoint", "method")
+)
+HTTP_RESPONSES: Final = Family(
+    "http_responses_total",
+    "counter",
+    "Responses begun; a client that left before has none.",
+    (WEB,),
+    ("endpoint", "method", "status_code"),
+)
+STREAMS_OPEN: Final = Family("streams_open", "gauge", "Clients that are being streamed to, or wait for it.", (WEB,))
+DISCONNECTS: Final = Family(
+    "disconnects_total",
+    "counter",
+    "Clients that did not get the end of their answer: they left, the deadline passed, the server shut down, somebody "
+    "cancelled the request, or it failed.",
+    (WEB,),
+    ("reason",),
+    known=("client", "deadline", "shutdown", "cancelled", "error"),
+)
+GAP_FILLS: Final = Family(
+    "gap_fills_total",
+    "counter",
+    "How often a client was fed from its request's history, because what this process was told had a gap, was more "
+    "than a slow client took, or could not be read.",
+    (WEB,),
+    ("reason",),
+    known=("gap", "slow_client", "unreadable"),
+)
+REJECTIONS: Final = Family(
+    "admission_rejections_total",
+    "counter",
+    "Requests that were not let in.",
+    (WEB,),
+    ("reason",),
+    known=(
+        *("loading", "queue_full", "log_full", "log_unreachable", "requests_per_minute", "concurrent_requests"),
+        "shutting_down",
+    ),
+)
+
+# What is asked from the log when somebody wants to see it.
+
+LOG_UP: Final = Family("log_up", "gauge", "1 where the log answered; at 0 this process shows what it knows by itself.")
+WORKER_READY: Final = Family("worker_ready", "gauge", "1 for a worker that says it is ready.", labels=(SLOT,))
+STREAM_LENGTH: Final = Family(
+    "stream_length", "gauge", "Entries that wait or are worked on: the backlog of a stage.", labels=("stream",)
+)
+STREAM_PENDING: Final = Family(
+    "stream_pending", "gauge", "Entries that a worker has and has not consumed.", labels=("stream",)
+)
+STREAM_LAG: Final = Family("stream_lag", "gauge", "Entries that no worker has read yet.", labels=("stream",))
+DEAD_LETTERS: Final = Family("dead_letters", "gauge", "Dead letters that are kept.")
+NUM_LIVE: Final = Family("num_requests_live", "gauge", "Requests that were accepted and have not ended.")
+
+FAMILIES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Family))
+"""All of them, in this order."""
+
+
+@functools.cache
+def layout(families: tuple[Family, ...] = FAMILIES) -> int:
+    """Return a number that changes with the buckets: counts of another version would be read into the wrong ones."""
+    return zlib.crc32(repr([(family.name, family.buckets) for family in families if family.buckets]).encode())
