@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.events import SamplingParams, Submitted, Tokenized, new_uid
 from pipeline.log import Inbox, StreamLog
+from pipeline.measures import Measures
 from pipeline.names import slot_index, slot_name
 from pipeline.slots import Place, acquire_slot
 from pipeline.worker import Stop
 from stages.generate.courier import Courier
 from stages.generate.kvcache.base import PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.schedule import Identity, Limits, Schedule
 from stages.generate.worker import GenerateWorker
 
@@ -39,7 +40,7 @@ class CountingEngine:
         """Number of steps after which it closes its own gate; -1: never."""
         self.plans: list[BatchPlan] = []
 
-    def forward(self, plan: BatchPlan) -> list[int]:
+    def forward(self, plan: BatchPlan) -> Computed:
         if any(POISON in row.token_ids for row in plan.rows) or self.broken:
             raise IndexError("index out of range in self")
         if len(self.plans) == self.closes_after:
@@ -47,7 +48,7 @@ class CountingEngine:
         self.gate.wait(30)
         threading.Event().wait(self.pace_s)
         self.plans.append(plan)
-        return [row.token_ids[-1] + 1 for row in plan.rows if row.sample is not None]
+        return Computed([row.token_ids[-1] + 1 for row in plan.rows if row.sample is not None])
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Running:
     engine: CountingEngine
     schedule: Schedule
     stop: Stop
+    measures: Measures
     errors: list[BaseException] = field(default_factory=list)
 
     def run(self) -> None:
@@ -96,16 +98,19 @@ def running(
         log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)
     identity = Identity(owner.slot, owner.epoch, "counting")
     schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
+    measures = Measures()
     courier = Courier(
         courier_log or another_log(),
         owner,
         lease_ms=lease_ms,
         retention_ms=RETENTION_MS,
         came_round=place.came_round,
+        measures=measures,
     )
     engine = engine or CountingEngine(pace_s)
     engine.broken = broken
-    item = Running(GenerateWorker(engine, schedule, courier, place), courier, place, engine, schedule, Stop())
+    worker = GenerateWorker(engine, schedule, courier, place, measures)
+    item = Running(worker, courier, place, engine, schedule, Stop(), measures)
     thread = threading.Thread(target=item.run)
     courier.start()
     thread.start()
@@ -119,12 +124,16 @@ def running(
         assert not thread.is_alive()
 
 
-def send(log: StreamLog, *prompt: int, **sampling: object) -> str:
+def send(
+    log: StreamLog, *prompt: int, priority: int = 0, bad_words: Sequence[tuple[int, ...]] = (), **sampling: object
+) -> str:
     """Bring a request as far as `tokenized`, and return its uid."""
     uid = new_uid()
     log.prepare(Inbox.submitted(log.names))
-    event = Submitted(endpoint="chat", frontend="web-0", sampling=SamplingParams.model_validate(sampling))
+    params = SamplingParams.model_validate(sampling)
+    event = Submitted(endpoint="chat", frontend="web-0", sampling=params, priority=priority)
     log.submit(uid, event, timeout_ms=60_000, retention_ms=RETENTION_MS, max_queued=100)
     (entry,) = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=1, block_ms=1000)
-    assert log.tokenized(entry, Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0"))
+    tokenized = Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words))
+    assert log.tokenized(entry, tokenized)
     return uid

@@ -18,6 +18,8 @@ from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, Undecoda
 from pipeline.events import Admitted, Failed, StepCompleted, Submitted, TakenOver, Tokenized, TokensProduced, decode
 from pipeline.failpoints import failpoint
 from pipeline.log import DeadLetter, Entry, Inbox, Owner, StreamLog
+from pipeline.measures import Measures
+from pipeline.metrics import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, parse_id, slot_index, slot_name
 from pipeline.slots import acquire_guest
 from stages.generate.schedule.schedule import NewRequest
@@ -105,7 +107,14 @@ class Courier:
     """Owns the engine's connection to the log. *came_round* tells the watchdog that waiting for Redis is progress."""
 
     def __init__(
-        self, log: StreamLog, owner: Owner, *, lease_ms: int, retention_ms: int, came_round: Callable[[], None]
+        self,
+        log: StreamLog,
+        owner: Owner,
+        *,
+        lease_ms: int,
+        retention_ms: int,
+        came_round: Callable[[], None],
+        measures: Measures | None = None,
     ) -> None:
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._num_told = 0
@@ -115,6 +124,7 @@ class Courier:
         self._lease_ms = lease_ms
         self._retention_ms = retention_ms
         self._came_round = came_round
+        self._measures = measures or Measures()
         self._inbox = Inbox.tokenized(log.names)
         self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
         self._entry_ids: dict[str, str] = {}
@@ -235,6 +245,7 @@ class Courier:
     def _commit(self, job: _Step) -> str:
         """Commit a step; return the id of the newest request that waits for an engine, or was given to one."""
         entry_ids = [self._entry_ids[uid] for uid in job.ended if uid in self._entry_ids]
+        began_s = time.perf_counter()
         done = self._log.step(
             self._owner,
             job.number,
@@ -243,6 +254,7 @@ class Courier:
             control_cursor=self._control_cursor,
             lease_ms=self._lease_ms,
         )
+        self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "step")
         failpoint("generate.after_commit")
         for uid in job.ended:
             self._entry_ids.pop(uid, None)
@@ -363,9 +375,13 @@ class Courier:
 
     def _fail(self, entry: Entry, event: Failed, dead: DeadLetter | None = None) -> None:
         uid, frontend = entry.fields["uid"], entry.fields["frontend"]
-        self._keep_trying(
+        ended = self._keep_trying(
             lambda: self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms, dead=dead)
         )
+        if ended:
+            self._measures.add(REQUEST_SUCCESS, "error")
+            if dead is not None:
+                self._measures.add(BURIED)
 
     def _hear(self, uids: Sequence[str], flush: str, cursor: str) -> None:
         self._control_cursor = cursor
@@ -438,6 +454,13 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
                 pass
     if submitted is None or tokenized is None:
         return None
-    request = NewRequest(uid, tokenized.token_ids, tuple(output), submitted.sampling)
+    request = NewRequest(
+        uid,
+        tokenized.token_ids,
+        tuple(output),
+        submitted.sampling,
+        priority=submitted.priority,
+        bad_words=tokenized.bad_words,
+    )
     in_vain = [alone for n, alone in takeovers if len(output) - n < TOKENS_IN_DOUBT]
     return Past(request, had_begun, len(in_vain), sum(in_vain))

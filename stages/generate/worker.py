@@ -8,27 +8,31 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import structlog
 
-from pipeline.config import Config
+from pipeline.config import Config, DefaultsConfig
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.failpoints import failpoint
 from pipeline.log import Owner, StreamLog
+from pipeline.measures import Measures
 from pipeline.names import GENERATE
 from pipeline.slots import Announcement, Place, places, progress_reporter
 from pipeline.worker import Stop
 from stages.generate.courier import TOKENS_IN_DOUBT, Arrived, Courier, Ended, Flush, Lost, News
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
+from stages.generate.meter import Meter
 from stages.generate.model.checkpoint import check_folder
+from stages.generate.model.recommended import FILE as RECOMMENDATIONS
+from stages.generate.model.recommended import read_recommended
 from stages.generate.resolve import Settings, resolve
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.schedule import Identity, NewRequest, Schedule
 
 logger = structlog.get_logger()
@@ -47,15 +51,17 @@ it has pages: what a look costs grows with them.
 class Forward(Protocol):
     """What the loop needs of an engine."""
 
-    def forward(self, plan: BatchPlan) -> list[int]:
-        """Compute one step; return a token id for each row that samples, in row order."""
+    def forward(self, plan: BatchPlan) -> Computed:
+        """Compute one step."""
         ...
 
 
 class GenerateWorker:
     """One engine's loop."""
 
-    def __init__(self, engine: Forward, schedule: Schedule, courier: Courier, place: Place) -> None:
+    def __init__(
+        self, engine: Forward, schedule: Schedule, courier: Courier, place: Place, measures: Measures | None = None
+    ) -> None:
         self._engine = engine
         self._schedule = schedule
         self._courier = courier
@@ -74,6 +80,7 @@ class GenerateWorker:
         """Who runs alone now, and how many tokens it had before."""
         self._next_check = 0
         """Number of the step from which on the books are looked at again."""
+        self._meter = Meter(measures or Measures(), schedule)
 
     def run(self, stop: Stop) -> None:
         """Work until *stop* is set or the slot is lost."""
@@ -84,16 +91,19 @@ class GenerateWorker:
             planned = self._schedule.plan()
             if planned is not None:
                 plan, marks = planned
+                self._meter.planned(marks)
                 number = plan.step
                 if self._resumed and self._take_over(plan, marks):
                     marks, number = [], self._schedule.skip_step()
                 failpoint("generate.before_forward")
+                began_s = time.perf_counter()
                 rows = self._forward(plan)
+                forward_s = time.perf_counter() - began_s
                 failpoint("generate.after_forward")
                 ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
                 if ended:
                     failpoint("generate.with_end_row")
-                self._commit(number, [*marks, *rows], ended, _figures(plan))
+                self._commit(number, [*marks, *rows], ended, _figures(plan, forward_s))
             elif self._let_go or self._rows:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
             else:
@@ -111,9 +121,13 @@ class GenerateWorker:
         it is the engine that is broken, and its process ends.
         """
         try:
-            return self._schedule.complete(self._engine.forward(plan))
+            computed = self._engine.forward(plan)
+            rows = self._schedule.complete(computed.token_ids, computed.scores)
         except Exception:
             logger.exception("step_failed", step=plan.step, rows=len(plan.rows))
+        else:
+            self._meter.computed(plan)
+            return rows
         errors: dict[str, tuple[int, Exception]] = {}
         for place, row in enumerate(plan.rows):
             try:
@@ -255,16 +269,18 @@ class GenerateWorker:
                 }
             ),
         )
+        self._meter.committed(event)
         self._courier.commit(number, event, [*ended, *self._refused, *self._let_go], schedule.room, settled=settled)
         self._rows, self._let_go, self._refused = [], [], []
 
 
-def _figures(plan: BatchPlan) -> Figures:
+def _figures(plan: BatchPlan, forward_s: float) -> Figures:
     prefills = plan.rows[plan.num_decode_rows :]
     return Figures(
         decode_rows=plan.num_decode_rows,
         prefill_rows=len(prefills),
         prefill_tokens=sum(len(row.token_ids) for row in prefills),
+        forward_ms=round(forward_s * 1000, 3),
     )
 
 
@@ -307,12 +323,13 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
     stop = Stop().on_signals()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
-    log, lease_log, wanted = open_log(), open_log(), config.worker.slot
+    log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
     with Announcement(lease_log, GENERATE, lease_ms, preferred=wanted) as announcement:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
         announcement.say(phase="loading", detail="torch")
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
-    for place in places(log, lease_log, GENERATE, lease_ms, preferred=wanted, stop=stop):
+    defaults = sampling_defaults(config.defaults, folder)
+    for place in places(log, lease_log, GENERATE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         failpoint("generate.after_lease")
         courier = Courier(
             log,
@@ -320,22 +337,38 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
             lease_ms=lease_ms,
             retention_ms=retention_ms,
             came_round=functools.partial(place.came_round, patience_s=STEP_TIMEOUT_S),
+            measures=measures,
         )
         courier.start()
         place.say(
             phase="ready",
             models=config.names.served_model_name or (folder.name,),
             context=loaded.settings.limits.context,
+            sampling_defaults=defaults,
             fingerprint=loaded.fingerprint,
         )
         try:
-            GenerateWorker(loaded.engine, loaded.schedule(place.owner), courier, place).run(stop)
+            GenerateWorker(loaded.engine, loaded.schedule(place.owner), courier, place, measures).run(stop)
         except Fenced as error:
             logger.warning("fenced", error=str(error))
             place.lost.set()
         finally:
             courier.stop()
     return 0
+
+
+def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int | float]:
+    """Return what the model in *folder* is sampled with where neither request nor *config* says otherwise.
+
+    Raises:
+        ConfigError: The file that says it cannot be read.
+    """
+    if config.generation_config == "none":
+        return {}
+    recommended = read_recommended(folder)
+    for reason in recommended.ignored:
+        logger.warning("recommendation_ignored", file=str(folder / RECOMMENDATIONS), reason=reason)
+    return recommended.sampling
 
 
 def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:

@@ -17,7 +17,7 @@ from typing import Final
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from stages.generate.schedule.plan import BatchPlan, PlanRow
+from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow
 
 CHAIN_TOKENS: Final = 1 << 16
 """Token ids below this are links: nonce << 8 | hash."""
@@ -66,8 +66,8 @@ class ChainEngine:
         self._slots = [_START] * (num_pages * page_size)
         self._tables: list[list[int]] = [[] for _ in range(max_running_requests)]
 
-    def forward(self, plan: BatchPlan) -> list[int]:
-        """Compute one step; return a token id for each row that samples, in row order."""
+    def forward(self, plan: BatchPlan) -> Computed:
+        """Compute one step."""
         began_s = time.monotonic()
         for row in plan.rows:
             self._update(row)
@@ -75,7 +75,7 @@ class ChainEngine:
             self._write(row)
         tokens = [self._sample(row) for row in plan.rows if row.sample is not None]
         time.sleep(max(0.0, began_s + self._step_s - time.monotonic()))
-        return tokens
+        return Computed(tokens)
 
     def _update(self, row: PlanRow) -> None:
         table = self._tables[row.table]

@@ -38,7 +38,7 @@ from pipeline.errors import LogError, UndecodableEvent
 from pipeline.events import Submitted, decode
 from pipeline.log import Entry
 from pipeline.names import GENERATE, SEAL, STAGES, TOKENIZE, parse_id
-from web.submit import CHAT_ENDPOINT
+from web.endpoints import CHAT_ENDPOINT
 
 Action = Literal["kill", "stop"]
 ACTIONS: Final[tuple[Action, Action]] = ("kill", "stop")

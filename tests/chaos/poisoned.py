@@ -26,7 +26,7 @@ from pipeline.observe import configure_logging
 from pipeline.redis_log import RedisLog
 from pipeline.worker import die_with_supervisor
 from stages.detokenize.worker import load_decoder
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.worker import Forward, Loaded, load, run_engine
 from stages.tokenize import worker as tokenize
 from stages.tokenize.prompts import PromptEncoder, Rendered
@@ -47,7 +47,7 @@ class Mortal:
         self._decode = decode
         self._held: dict[int, list[int]] = {}
 
-    def forward(self, plan: BatchPlan) -> list[int]:
+    def forward(self, plan: BatchPlan) -> Computed:
         for row in plan.rows:
             held = self._held.get(row.table, [])[: row.start]
             held += [0] * (row.start - len(held))  # what was found in the cache
@@ -69,7 +69,7 @@ class MortalEncoder(PromptEncoder):
 
 def mortal_load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
     loaded = load(config, folder, report)
-    mortal = Mortal(loaded.engine, load_decoder(folder))
+    mortal = Mortal(loaded.engine, load_decoder(folder).plain)
     return Loaded(mortal, loaded.settings, loaded.eos_ids, loaded.fingerprint)
 
 

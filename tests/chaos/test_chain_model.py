@@ -51,7 +51,7 @@ def generate(
     while (planned := schedule.plan()) is not None:
         plan, marks = planned
         num_preempted += sum(mark.kind == "event" and mark.event.kind == "preempted" for mark in marks)
-        for row in schedule.complete(engine.forward(damage(plan))):
+        for row in schedule.complete(engine.forward(damage(plan)).token_ids):
             tokens[row.uid].append(row.token)
     assert {len(one) for one in tokens.values()} == {NUM_TOKENS}
     return list(tokens.values()), num_preempted
@@ -171,7 +171,7 @@ def test_a_client_reads_the_tokens_off_the_text(folder: Path) -> None:
     event = Submitted(endpoint="chat", frontend="web-0", prompt=text_of(tokens), sampling=SamplingParams())
     (prompt_ids,) = encoder.encode([encoder.render(event)])
     assert list(prompt_ids) == tokens
-    text = IncrementalText(load_decoder(folder), prompt_ids)
+    text = IncrementalText(load_decoder(folder).plain, prompt_ids)
     shown = "".join(text.push(token) for token in tokens) + text.flush()
     assert tokens_of(shown) == tokens
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import torch
 
 from stages.generate.attention import ATTENTION, AttentionShape
-from stages.generate.forward.batch import PageTables, build_batch
+from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch
 from stages.generate.forward.packing import pack_weights, packs
 from stages.generate.forward.sampler import sample
+from stages.generate.forward.scores import score
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.kvcache.pool import allocate
 from stages.generate.model.checkpoint import fingerprint
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.spec import ModelSpec
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Computed
 
 
 class Engine:
@@ -61,11 +62,19 @@ class Engine:
     @torch.inference_mode()
     def logits(self, plan: BatchPlan) -> torch.Tensor:
         """Compute one step; return logits_RV, float32, for the rows that sample, in row order."""
-        self._tables.update(plan.rows)
-        batch = build_batch(plan, self._tables, self.device)
-        return self._decoder.forward(batch, self._attention.plan(batch), self.kv_L2PKSD)
+        batch, x_TE = self._hidden(plan)
+        return self._decoder.logits(x_TE[batch.logits_rows_R])
 
     @torch.inference_mode()
-    def forward(self, plan: BatchPlan) -> list[int]:
-        """Compute one step; return a token id for each row that samples, in row order."""
-        return sample(self.logits(plan), [row.sample for row in plan.rows if row.sample])
+    def forward(self, plan: BatchPlan) -> Computed:
+        """Compute one step."""
+        batch, x_TE = self._hidden(plan)
+        logits_RV = self._decoder.logits(x_TE[batch.logits_rows_R])
+        token_ids = sample(logits_RV, [row.sample for row in plan.rows if row.sample])
+        return Computed(token_ids, score(plan, batch, x_TE, self._decoder.logits, logits_RV, token_ids))
+
+    def _hidden(self, plan: BatchPlan) -> tuple[ForwardBatch, torch.Tensor]:
+        """Return the step as tensors, and what the last layer makes of each of its tokens."""
+        self._tables.update(plan.rows)
+        batch = build_batch(plan, self._tables, self.device)
+        return batch, self._decoder.forward(batch, self._attention.plan(batch), self.kv_L2PKSD)

@@ -73,7 +73,7 @@ class Decoder:
         assert not weights, f"nobody took {', '.join(weights)}"
 
     def forward(self, batch: ForwardBatch, attend: Attend, kv_L2PKSD: Tensor) -> Tensor:
-        """Return logits_RV in float32, for the rows that sample; writes the keys and values of all rows."""
+        """Return x_TE, what the last layer makes of each token; writes the keys and values of all rows."""
         eps = self._spec.norm_eps
         x_TE = embed(batch.token_ids_T, self._embedding_VE)
         cos_sin = rope_tables(self._rope, batch.positions_T, x_TE.dtype)
@@ -81,7 +81,11 @@ class Decoder:
             q_THD, k_TKD, v_TKD = self._project(layer, rms_norm(x_TE, layer.input_norm_E, eps), cos_sin)
             x_TE = x_TE + layer.output(attend(q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1))
             x_TE = x_TE + layer.mlp(rms_norm(x_TE, layer.mlp_norm_E, eps))
-        return self._head(rms_norm(x_TE[batch.logits_rows_R], self._norm_E, eps)).float()
+        return x_TE
+
+    def logits(self, x_RE: Tensor) -> Tensor:
+        """Return logits_RV in float32, of what `forward` returned for some tokens."""
+        return self._head(rms_norm(x_RE, self._norm_E, self._spec.norm_eps)).float()
 
     def _project(self, layer: Layer, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         spec = self._spec

@@ -1,14 +1,15 @@
-"""What one step computes: which rows, which tokens, into which pages. The interface between the schedule and `forward`.
+"""What one step computes: which rows, which tokens, into which pages; and what came of it. The interface between the
+schedule and `forward`.
 
 Knows no tensors. A plan carries only what is new: every rank keeps the page tables, a row adds pages to its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from pipeline.events import SamplingParams
+from pipeline.events import SamplingParams, Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """A prompt whose tokens are told with their log-probabilities."""
+
+    targets: tuple[int, ...]
+    """What follows on each of the row's tokens; one fewer where the prompt ends with the row."""
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRow:
     """One request in one step: a decode row has one token, a prefill chunk one or more."""
 
@@ -42,7 +52,9 @@ class PlanRow:
     first_page: int
     """Index in the table row at which `new_pages` begin."""
     sample: Sample | None
-    """None: a chunk of a prompt that goes on in a later step, so no logits are needed."""
+    """None: a chunk of a prompt that goes on in a later step, so no token is drawn."""
+    scoring: Scoring | None = None
+    """None: nobody asks how probable the prompt is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +64,23 @@ class BatchPlan:
     step: int
     rows: tuple[PlanRow, ...]
     num_decode_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """How probable the tokens of one row are."""
+
+    token: Score | None = None
+    """Of the token that was drawn."""
+    prompt: tuple[Score, ...] = ()
+    """One for each of `Scoring.targets`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of a plan."""
+
+    token_ids: Sequence[int]
+    """One for each row that samples, in row order."""
+    scores: Mapping[int, RowScores] = field(default_factory=dict)
+    """By `PlanRow.table`, of the rows that ask for them."""

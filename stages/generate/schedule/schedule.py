@@ -2,17 +2,33 @@
 
 No clock, no random number, no set order, no torch: the same calls give the same plans. Decodes come first, then chunks
 of prompts, under two budgets: one for steps in which nothing decodes, a small one beside running streams.
+
+Requests have an order, their priority and then their arrival. Who waits comes in by it and prompts are computed by it;
+the last in it gives its pages back when they run out, and only then: who waits pushes nobody out. The first in it is
+computed in every step from its admission to its end, and it waits only for those that run already.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.events import Admitted, EventRow, Failed, FinishReason, Preempted, SamplingParams, StepRow, TokenRow
+from pipeline.events import (
+    Admitted,
+    EventRow,
+    Failed,
+    FinishReason,
+    Preempted,
+    SamplingParams,
+    Score,
+    StepRow,
+    TokenRow,
+)
 from stages.generate.kvcache.base import Holding, PrefixCache
-from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+from stages.generate.schedule.bad_words import BadWords
+from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores, Sample, Scoring
 
 MOST_TAKEN = 8
 """An engine takes no more new requests than this at a step, so that many engines share a burst."""
@@ -57,6 +73,10 @@ class NewRequest:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     sampling: SamplingParams
+    priority: int = 0
+    """The lower runs earlier; of equal ones the one that came first."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not come out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,30 +84,48 @@ class _Running:
     """What the schedule remembers of a request."""
 
     uid: str
+    priority: int
     arrival: int
-    """Counts up; the newest is preempted first."""
+    """Counts up."""
     prompt_length: int
     token_ids: list[int]
     """Prompt + output."""
     limit: int
     """Length at which it ends."""
     sampling: SamplingParams
+    bad_words: BadWords
     table: int = -1
     holding: Holding = field(default_factory=Holding)
     num_computed: int = 0
     """Keys and values of the tokens before this position are in the pages, once the plans made so far have run."""
     chunks: int = 0
     """Prefill chunks planned since it was admitted; 0 once it decodes."""
+    prompt_scores: list[Score] = field(default_factory=list)
+    """Of the prompt's tokens that were computed so far, until they are told with the first token."""
     stands_still: bool = False
     """It came with tokens of another engine: somebody watches a stream that stands still until it is computed."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The lowest comes first, the highest is preempted first."""
+        return self.priority, self.arrival
 
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_length
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of the prompt are wanted, so that none of it may come from the cache."""
+        return self.sampling.prompt_logprobs is not None and self.num_output == 0
+
+    @property
     def decodes(self) -> bool:
         return self.chunks == 0 and self.num_computed == len(self.token_ids) - 1
+
+
+def _order(request: _Running) -> tuple[int, int]:
+    return request.order
 
 
 class Schedule:
@@ -99,8 +137,9 @@ class Schedule:
         self._cache = cache
         self._limits = limits
         self._eos_ids = tuple(eos_ids)
+        # Both in their order.
         self._waiting: deque[_Running] = deque()
-        self._running: list[_Running] = []  # in the order of arrival
+        self._running: list[_Running] = []
         self._by_uid: dict[str, _Running] = {}
         self._tables = deque(range(limits.max_running_requests))
         self._num_arrived = 0
@@ -126,8 +165,8 @@ class Schedule:
             return Failed(
                 status=400,
                 code="context_length_exceeded",
-                message=f"The prompt has {length} tokens, but the served context is {self._limits.context} tokens, "
-                "of which one at least is for the answer; shorten the prompt.",
+                message=f"This model's maximum context length is {self._limits.context} tokens, of which one at least "
+                f"is for the answer. However, the prompt has {length} tokens; shorten it.",
             )
         limit = self._limits.context
         if new.sampling.max_tokens is not None:
@@ -139,10 +178,19 @@ class Schedule:
                 message=f"The request had {length + len(new.output_ids)} tokens when its engine was replaced by one "
                 f"with a served context of {self._limits.context}; send it again.",
             )
-        request = _Running(new.uid, self._num_arrived, length, [*new.prompt_ids, *new.output_ids], limit, new.sampling)
-        request.stands_still = bool(new.output_ids)
+        request = _Running(
+            uid=new.uid,
+            priority=new.priority,
+            arrival=self._num_arrived,
+            prompt_length=length,
+            token_ids=[*new.prompt_ids, *new.output_ids],
+            limit=limit,
+            sampling=new.sampling,
+            bad_words=BadWords(new.bad_words),
+            stands_still=bool(new.output_ids),
+        )
         self._num_arrived += 1
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_order)
         self._by_uid[new.uid] = request
         return None
 
@@ -176,6 +224,10 @@ class Schedule:
         """Return how many tokens a request has; None when it is not here."""
         request = self._by_uid.get(uid)
         return None if request is None else request.num_output
+
+    def num_tokens(self, uid: str) -> int:
+        """Return how many tokens, prompt and output, a request has that is here."""
+        return len(self._by_uid[uid].token_ids)
 
     def holder(self, table: int) -> tuple[str, int]:
         """Return the uid of the running request that holds a row of the page table, and how many tokens it has."""
@@ -244,9 +296,16 @@ class Schedule:
         self._cache.flush()
         return marks
 
-    def complete(self, token_ids: Sequence[int]) -> list[TokenRow]:
-        """Fold the tokens sampled by the last plan, one for each row with a Sample; return them as rows of the log."""
+    def complete(self, token_ids: Sequence[int], scores: Mapping[int, RowScores] | None = None) -> list[TokenRow]:
+        """Fold the tokens sampled by the last plan, one for each row with a Sample; return them as rows of the log.
+
+        *scores*: as `Computed.scores`.
+        """
         rows: list[TokenRow] = []
+        scores = scores or {}
+        for request in self._running if scores else ():
+            if request.table in scores:
+                request.prompt_scores += scores[request.table].prompt
         sampled = iter(token_ids)
         for request, chunks in self._planned:
             token = next(sampled)
@@ -254,7 +313,12 @@ class Schedule:
                 continue  # it ended elsewhere while the step ran
             request.token_ids.append(token)
             end = self._end_of(request, token)
-            rows.append(TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks))
+            row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
+            if request.table in scores:
+                told = {"score": scores[request.table].token, "prompt_scores": tuple(request.prompt_scores) or None}
+                request.prompt_scores.clear()
+                row = row.model_copy(update=told)
+            rows.append(row)
             if end is not None:
                 del self._by_uid[request.uid]
                 self._leave(request)
@@ -277,7 +341,7 @@ class Schedule:
         rows: list[PlanRow] = []
         for request in list(self._running):
             if request.table < 0 or not request.decodes:
-                continue  # preempted by an older one just now, or its prompt is not through
+                continue  # preempted by an earlier one just now, or its prompt is not through
             first_page = len(request.holding.pages)
             pages = self._pages_for(request, marks)
             if pages is not None:
@@ -285,13 +349,13 @@ class Schedule:
         return rows
 
     def _pages_for(self, request: _Running, marks: list[StepRow]) -> list[int] | None:
-        """Return the page that the next token needs beyond those held, preempting the newest request while there is
+        """Return the page that the next token needs beyond those held, preempting the last request while there is
         none; None when that was *request* itself."""
         missing = self._pages_missing(request, request.num_computed + 1)
         while (pages := self._cache.grow(request.holding, missing)) is None:
-            newest = self._running[-1]
-            self._preempt(newest, marks, self.next_step)
-            if newest is request:
+            last = self._running[-1]
+            self._preempt(last, marks, self.next_step)
+            if last is request:
                 return None
         return pages
 
@@ -301,28 +365,36 @@ class Schedule:
         crowded = (
             any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks) and self._running
         )
-        for request in self._running:
-            if budget > 0 and request.chunks > 0:
+        begun = deque(request for request in self._running if request.chunks > 0)
+        admits = not crowded
+        while budget > 0:
+            following = self._next_waiting() if admits and self._tables else None
+            if following is not None and (not begun or following.priority < begun[0].priority):
+                admits = self._admit(following, marks)
+                if not admits:
+                    continue  # with those that have their pages
+                rows.append(self._chunk(following, budget, list(following.holding.pages), 0))
+            elif begun:
+                request = begun.popleft()
                 rows.append(self._chunk(request, budget, [], len(request.holding.pages)))
-                budget -= len(rows[-1].token_ids)
-        while budget > 0 and self._tables and not crowded:
-            following = self._next_waiting()
-            if following is None:
+            else:
                 break
-            request = following
-            holding = self._cache.begin(request.token_ids)
-            request.holding = holding
-            if self._cache.grow(holding, self._pages_missing(request, len(request.token_ids))) is None:
-                self._cache.end(holding)
-                break
-            self._waiting.remove(request)
-            request.table = self._tables.popleft()
-            request.num_computed = holding.cached_tokens
-            self._insert(request)
-            marks.append(self._mark(request, self._admitted(holding)))
-            rows.append(self._chunk(request, budget, list(holding.pages), 0))
             budget -= len(rows[-1].token_ids)
         return rows
+
+    def _admit(self, request: _Running, marks: list[StepRow]) -> bool:
+        """Give a waiting request the pages of all its tokens; False when there are not as many."""
+        holding = self._cache.begin(() if request.scores_prompt else request.token_ids)
+        request.holding = holding
+        if self._cache.grow(holding, self._pages_missing(request, len(request.token_ids))) is None:
+            self._cache.end(holding)
+            return False
+        self._waiting.remove(request)
+        request.table = self._tables.popleft()
+        request.num_computed = holding.cached_tokens
+        insort(self._running, request, key=_order)
+        marks.append(self._mark(request, self._admitted(holding)))
+        return True
 
     def _next_waiting(self) -> _Running | None:
         if self._alone is None:
@@ -350,13 +422,22 @@ class Schedule:
             new_pages=tuple(pages),
             first_page=first_page,
             sample=self._sample(request) if last else None,
+            scoring=self._scoring(request, start, end),
         )
+
+    def _scoring(self, request: _Running, start: int, end: int) -> Scoring | None:
+        num_top = request.sampling.prompt_logprobs
+        if num_top is None or not request.scores_prompt:
+            return None
+        return Scoring(tuple(request.token_ids[start + 1 : end + 1]), num_top)
 
     def _sample(self, request: _Running) -> Sample:
         sampling = request.sampling
         forbidden: tuple[int, ...] = ()
         if request.num_output < sampling.min_tokens:
             forbidden = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
+        if request.bad_words:
+            forbidden += request.bad_words.completed_by(request.token_ids, request.num_output)
         seen = request.token_ids if sampling.penalizes else ()
         return Sample(sampling, len(request.token_ids), forbidden, seen, request.prompt_length)
 
@@ -369,20 +450,11 @@ class Schedule:
     def _pages_missing(self, request: _Running, length: int) -> int:
         return -(-length // self._cache.page_size) - len(request.holding.pages)
 
-    def _insert(self, request: _Running) -> None:
-        """Put a request among the running ones by arrival: a preempted one is older than what came after it."""
-        at = len(self._running)
-        while at > 0 and self._running[at - 1].arrival > request.arrival:
-            at -= 1
-        self._running.insert(at, request)
-
     def _preempt(self, request: _Running, marks: list[StepRow], step: int) -> None:
         self._leave(request)
         request.num_computed = request.chunks = 0
-        at = 0
-        while at < len(self._waiting) and self._waiting[at].arrival < request.arrival:
-            at += 1
-        self._waiting.insert(at, request)
+        request.prompt_scores.clear()
+        insort(self._waiting, request, key=_order)
         identity = self.identity
         event = Preempted(engine=identity.engine, epoch=identity.epoch, step=step)
         marks.append(self._mark(request, event))

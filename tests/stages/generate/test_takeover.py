@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_rig import LEASE_MS, LIMITS, POISON, RETENTION_MS, CountingEngine, Running, running, send
+from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
 from pipeline.config import Config, parse_command
@@ -33,15 +34,17 @@ from pipeline.events import (
     decode,
 )
 from pipeline.log import GUEST, Entry, Inbox, Owner, StreamLog
+from pipeline.metrics import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
 from pipeline.names import SEAL, Names, slot_name
 from pipeline.redis_calls import script_text
 from pipeline.redis_log import RedisLog
 from pipeline.slots import Place, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
+from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
 from stages.generate.courier import past_of
 from stages.generate.resolve import Settings
-from stages.generate.schedule.plan import BatchPlan, Sample
+from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 from stages.generate.worker import Loaded, run_engine
 
 SHORT_MS = 60
@@ -55,16 +58,20 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.worker.BLOCK_MS", 20)
 
 
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+LETTERS = Decoder(letters, letters, chr)
+
+
 @contextlib.contextmanager
 def detokenizing(another_log: Callable[[], StreamLog], index: int) -> Iterator[None]:
     """Run the detokenizer of engine *index*, where a token is a character."""
     log, stop = another_log(), Stop()
     place = Place(another_log(), acquire_slot(log, "detokenize", LEASE_MS, preferred=index), LEASE_MS)
 
-    def letters(token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
-
-    thread = threading.Thread(target=serve, args=(log, place, letters, RETENTION_MS, stop))
+    thread = threading.Thread(target=serve, args=(log, place, LETTERS, RETENTION_MS, stop))
     thread.start()
     try:
         yield
@@ -157,7 +164,7 @@ class Witness(CountingEngine):
         self.said: set[str] = set()
         self.unsaid: set[str] = set()
 
-    def forward(self, plan: BatchPlan) -> list[int]:
+    def forward(self, plan: BatchPlan) -> Computed:
         if self.said < set(self.uids.values()):  # then their detokenizer has the steps to itself
             for entry in self.log.read(self.steps, self.consumer, max_entries=100, block_ms=0):
                 step = decode(entry.fields)
@@ -225,6 +232,8 @@ def test_another_engine_goes_on_with_what_a_dead_one_had_in_hand(another_log: Ca
         until(lambda: log.lease("generate-0").holder == "")
         assert not peer.errors
     assert tokens(log, first) == [11, 12, 13, 14, 15, 16] and tokens(log, second) == [21, 22, 23, 24]
+    counted = [count_of(peer.measures, family) for family in (TAKEOVERS, GENERATION_TOKENS, PROMPT_TOKENS)]
+    assert counted == [2, 4 + 2, 0], "the dead one computed the prompts"
     for uid in (first, second):
         ((n, event),) = takeovers(log, uid)
         assert (n, event.engine, event.epoch, event.alone) == (2, "generate-1", peer.place.owner.epoch, False)
@@ -452,7 +461,7 @@ def test_a_request_that_ended_while_nobody_had_it_is_let_go(another_log: Callabl
 
 
 def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_another_epoch(
-    another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch
+    another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log, stops, loads, standstill = another_log(), list[Stop](), list[Path](), threading.Event()
     engine, speak = CountingEngine(), Place._speak
@@ -475,7 +484,8 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     monkeypatch.setattr(Place, "_speak", unless_standing_still)
     monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
     config = parse_command(["stage", "generate", "--lease", "0.2", "--slot", "0"], {})
-    process = threading.Thread(target=run_engine, args=(config, another_log, Path("folder"), load))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    process = threading.Thread(target=run_engine, args=(config, another_log, tmp_path, load))
     with detokenizing(another_log, 0):
         process.start()
         until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["ready"])
@@ -493,7 +503,8 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
         process.join(30)
     assert another is not None and another.epoch == 2
     assert (status.slot, status.phase, status.owner.partition(":")[0]) == ("generate-0", "ready", "3")
-    assert loads == [Path("folder")] and tokens(log, uid) == list(range(11, 51))
+    assert status.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert loads == [tmp_path] and tokens(log, uid) == list(range(11, 51))
     assert [event.epoch for _, event in takeovers(log, uid)] == [3]
     assert log.lease("generate-0").holder == ""
 
@@ -526,6 +537,44 @@ def test_sampling_goes_on_at_the_number_of_the_next_token(another_log: Callable[
     assert tokens(log, uid) == list(range(11, 18))
 
 
+def test_what_must_not_come_out_goes_on_with_what_another_engine_had_begun(
+    another_log: Callable[[], StreamLog],
+) -> None:
+    log = another_log()
+    uid = send(log, 8, 9, 10, max_tokens=4, bad_words=[(50,), (11, 12, 60), (12, 13, 61), (9, 10, 11, 62)])
+    DeadEngine(log, uid)  # it has made 11 and 12
+    with (
+        contextlib.ExitStack() as stack,
+        running(another_log, heard=False, lease_ms=SHORT_MS) as engine,
+    ):
+        stack.enter_context(detokenizing(another_log, 0))
+        until(lambda: has_ended(log, uid))
+    samples = [row.sample for plan in engine.engine.plans for row in plan.rows if row.sample is not None]
+    assert [sample.forbidden for sample in samples] == [(50, 60), (50, 61)]
+
+
+# priority
+
+
+def test_requests_of_a_dead_engine_are_gone_on_with_by_their_priority(another_log: Callable[[], StreamLog]) -> None:
+    """The first one holds the only place until all others are here."""
+    log = another_log()
+    uids = [
+        send(log, start, priority=priority, max_tokens=6)
+        for start, priority in ((10, -9), (20, 1), (30, 0), (40, -1), (50, 0))
+    ]
+    DeadEngine(log, *uids)
+    one_at_a_time = replace(LIMITS, max_running_requests=1)
+    with (
+        contextlib.ExitStack() as stack,
+        running(another_log, heard=False, lease_ms=SHORT_MS, limits=one_at_a_time) as engine,
+    ):
+        stack.enter_context(detokenizing(another_log, 0))
+        until(lambda: has_ended(log, *uids))
+    ran = [start for who in who_ran(engine.engine) for start in who]
+    assert list(dict.fromkeys(ran)) == [10, 40, 30, 50, 20]
+
+
 # requests that kill engines
 
 
@@ -540,7 +589,7 @@ class MortalEngine(CountingEngine):
         super().__init__()
         self.deadly = set(deadly)
 
-    def forward(self, plan: BatchPlan) -> list[int]:
+    def forward(self, plan: BatchPlan) -> Computed:
         if any(self.deadly.intersection(row.token_ids) for row in plan.rows):
             self.plans.append(plan)
             raise Killed
@@ -553,9 +602,7 @@ class Lives:
     In each of them, who had been tried in vain by two before runs first without anybody else.
     """
 
-    def __init__(
-        self, another_log: Callable[[], StreamLog], *requests: int | Sequence[int], **sampling: object
-    ) -> None:
+    def __init__(self, another_log: Callable[[], StreamLog], *requests: int | Sequence[int], **sampling: Any) -> None:
         self.another_log = another_log
         self.log = another_log()
         prompts = [(each,) if isinstance(each, int) else each for each in requests]
@@ -574,6 +621,7 @@ class Lives:
             detokenizing(self.another_log, 0),
             running(self.another_log, engine=engine, heard=False, **options) as life,
         ):
+            self.measures = life.measures
             yield life
             until(lambda: self.log.backlog(Inbox.steps(self.log.names, "generate-0")) == 0)
         for start in suspects:
@@ -622,6 +670,7 @@ def test_a_request_that_kills_engines_runs_alone_and_is_given_up_after_three_dea
         assert lives.tokens(start) == list(range(start + 1, start + 5))
     failed = lives.end(POISON)
     assert isinstance(failed, Failed) and (failed.status, failed.code, failed.n) == (500, "poisonous", 0)
+    assert count_of(lives.measures, BURIED) == count_of(lives.measures, REQUEST_SUCCESS, "error") == 1
     (letter,) = log.dead_letters(9)
     uid = lives.uids[POISON]
     assert (letter.fields["uid"], letter.fields["stage"], letter.fields["deaths"]) == (uid, "generate", "5")
@@ -714,7 +763,7 @@ def test_what_comes_while_a_suspect_runs_waits_until_that_has_a_token(another_lo
             self.waiting: list[int] = []
             self.life: Running | None = None
 
-        def forward(self, plan: BatchPlan) -> list[int]:
+        def forward(self, plan: BatchPlan) -> Computed:
             self.gate.wait(30)
             assert self.life is not None
             self.waiting.append(self.life.schedule.num_waiting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from engine_rig import CONTEXT, LEASE_MS, POISON, RETENTION_MS, running, send
 from redis_servers import Servers, until
 from structlog.testing import capture_logs
 
+from pipeline.config import parse_command
 from pipeline.errors import Fenced, LogUnavailable, UndecodableEvent
 from pipeline.events import (
     Admitted,
@@ -37,6 +39,8 @@ from stages.generate.courier import past_of
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
+from stages.generate.schedule.schedule import NewRequest
+from stages.generate.worker import sampling_defaults
 
 
 class Steps:
@@ -360,6 +364,14 @@ def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
         past_of("a", entries)
 
 
+def test_priority_and_bad_words_are_those_of_the_history() -> None:
+    submitted = Submitted(endpoint="chat", frontend="web-0", sampling=SamplingParams(seed=3), priority=-2)
+    tokenized = Tokenized(token_ids=(1, 2), fingerprint="f", by="tokenize-0", bad_words=((5,), (6, 7)))
+    past = past_of("a", [Entry("0-1", encode(submitted)), Entry("0-2", encode(tokenized))])
+    assert past is not None
+    assert past.request == NewRequest("a", (1, 2), (), SamplingParams(seed=3), -2, ((5,), (6, 7)))
+
+
 # the cache
 
 
@@ -398,6 +410,30 @@ def test_a_flush_while_requests_run_harms_none_of_them(another_log: Callable[[],
         until(lambda: steps.tokens(uid)[-1].end is not None)
         assert [row.token for row in steps.tokens(uid)] == list(range(30, 60))
         assert not engine.errors and engine.schedule.problems() == []
+
+
+# what the model recommends
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "reasons"),
+    [
+        ([], {"top_k": 20}, ["temperature is 3: Input should be less than or equal to 2"]),
+        (["--generation-config", "none"], {}, []),
+    ],
+    ids=["auto", "none"],
+)
+def test_what_the_model_recommends_is_a_default_unless_it_is_switched_off(
+    tmp_path: Path, flags: list[str], expected: dict[str, float], reasons: list[str]
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 3, "top_k": 20}')
+    config = parse_command(["stage", "generate", *flags], {})
+    with capture_logs() as lines:
+        assert sampling_defaults(config.defaults, tmp_path) == expected
+    assert [(line["log_level"], line["event"], line["reason"]) for line in lines] == [
+        ("warning", "recommendation_ignored", reason) for reason in reasons
+    ]
+    assert all(line["file"] == str(tmp_path / "generation_config.json") for line in lines)
 
 
 # the books

@@ -19,9 +19,11 @@ import stages.generate.forward.engine as engine_module
 from pipeline.events import SamplingParams
 from stages.generate.forward.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
+from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.resolve import resolve_dtype
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
 
 PAGE_SIZE, NUM_PAGES, MAX_SEQ_LEN = 4, 128, 160
 GREEDY = SamplingParams(temperature=0)
@@ -78,7 +80,7 @@ def generate(engine: Engine, request: Request, count: int, chunk: int) -> list[i
     """Return *count* tokens of one request alone, its prompt in chunks."""
     begin = len(request.tokens)
     while len(request.tokens) < begin + count:
-        request.tokens += engine.forward(plan(request.row(chunk)))
+        request.tokens += engine.forward(plan(request.row(chunk))).token_ids
     return request.tokens[begin:]
 
 
@@ -129,16 +131,16 @@ def test_logits_agree_with_transformers(folder: Path, theirs: Callable[[list[int
 def test_a_chunk_continues_where_the_last_one_ended(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
     engine, request = make_engine(folder), Request(0, list(PROMPT), shuffled_pages())
     for count in (1, 10, 3, 40):
-        assert engine.forward(plan(request.row(count))) == []
+        assert engine.forward(plan(request.row(count))).token_ids == []
     torch.testing.assert_close(engine.logits(plan(request.row(7))), theirs(PROMPT)[-1:], atol=1e-4, rtol=0)
 
 
 def test_a_decode_row_and_a_chunk_share_a_step(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:
     engine, pool = make_engine(folder), shuffled_pages()
     decoding, arriving = Request(3, list(OTHER), pool), Request(1, list(PROMPT), pool)
-    decoding.tokens += engine.forward(plan(decoding.row(64)))
+    decoding.tokens += engine.forward(plan(decoding.row(64))).token_ids
     for _ in range(3):
-        decoding.tokens += engine.forward(plan(decoding.row(1), arriving.row(20)))
+        decoding.tokens += engine.forward(plan(decoding.row(1), arriving.row(20))).token_ids
     logits_RV = engine.logits(plan(decoding.row(1), arriving.row(20)))
     expected = torch.stack([theirs(decoding.tokens)[-1], theirs(PROMPT)[-1]])
     torch.testing.assert_close(logits_RV, expected, atol=1e-4, rtol=0)
@@ -205,7 +207,7 @@ def test_a_sampled_request_gets_the_same_tokens_alone_and_in_company(folder: Pat
     one, other = Request(2, list(OTHER), pool, params=params), Request(0, list(PROMPT), pool)
     for _ in range(12):
         rows = (one.row(9), other.row(5))
-        tokens = iter(engine.forward(plan(*rows)))
+        tokens = iter(engine.forward(plan(*rows)).token_ids)
         for request, row in zip((one, other), rows, strict=True):
             request.tokens += [next(tokens)] if row.sample else []
     together = one.tokens[len(OTHER) :]
@@ -221,6 +223,29 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(folder: Path) ->
     assert tokens == generate(
         make_engine(folder), Request(0, list(OTHER), shuffled_pages(), params=request.params), 8, 64
     )
+
+
+def test_greedy_output_without_bad_words_is_that_of_transformers(tmp_path: Path) -> None:
+    """Each word came where the ones before were forbidden: of one, two and three tokens. Two more begin with the end of
+    the prompt, and forbid nothing.
+    """
+    folder = make_checkpoint(tmp_path, "qwen3")
+    bad_words: list[tuple[int, ...]] = []
+    expected = expected_tokens(folder, PROMPT, 16)
+    for length in (1, 2, 3):
+        bad_words.append(tuple(expected[4 : 4 + length]))
+        before = expected
+        expected, smallest_gap = reference_tokens(folder, PROMPT, 16, bad_words=bad_words)
+        assert smallest_gap > 1e-3 and expected != before
+    bad_words += [(PROMPT[-1], expected[0]), (*PROMPT[-2:], *expected[:3])]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    limits = Limits(MAX_SEQ_LEN, 32, 16, 4, vocab_size=512)
+    schedule = Schedule(make_cache("radix", NUM_PAGES, PAGE_SIZE), limits, [], Identity("generate-0", 1, "f"))
+    schedule.add(NewRequest("a", tuple(PROMPT), (), params, bad_words=tuple(bad_words)))
+    engine, tokens = make_engine(folder), []
+    while (planned := schedule.plan()) is not None:
+        tokens += [row.token for row in schedule.complete(engine.forward(planned[0]).token_ids)]
+    assert tokens == expected
 
 
 def test_bfloat16_computes_near_float32(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:

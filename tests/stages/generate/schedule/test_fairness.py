@@ -27,9 +27,11 @@ def make_schedule(cache: str, *, num_pages: int = 1000, page_size: int = 64, run
     return Schedule(make_cache(cache, num_pages, page_size), limits, [], Identity("generate-0", 1, "f"))
 
 
-def add(schedule: Schedule, uid: str, length: int, *, first: int = 0, max_tokens: int = 1000) -> None:
+def add(
+    schedule: Schedule, uid: str, length: int, *, first: int = 0, max_tokens: int = 1000, priority: int = 0
+) -> None:
     prompt = tuple(range(first, first + length))
-    assert schedule.add(NewRequest(uid, prompt, (), SamplingParams(max_tokens=max_tokens))) is None
+    assert schedule.add(NewRequest(uid, prompt, (), SamplingParams(max_tokens=max_tokens), priority)) is None
 
 
 def step(schedule: Schedule) -> tuple[BatchPlan, list[StepRow], list[TokenRow]]:
@@ -67,6 +69,24 @@ def test_prompts_of_two_thousand_tokens_never_keep_a_stream_waiting_for_a_step(c
         first_tokens |= {uid: number for uid in said if uid in arrivals.values() and uid not in first_tokens}
     # Each prompt takes 2000 / 16 steps, one prompt after the other.
     assert first_tokens == {"a": 129, "b": 254, "c": 379}
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_an_important_prompt_is_through_before_a_long_one_that_came_first_and_streams_go_on(cache: str) -> None:
+    schedule = make_schedule(cache)
+    streams = start_streams(schedule)  # of priority 0
+    first_tokens: dict[str, int] = {}
+    for number in range(200):
+        if number == 0:
+            add(schedule, "long", LONG, first=50_000, priority=5)
+        if number == 10:
+            add(schedule, "important", 160, first=60_000, priority=1)
+        _, marks, rows = step(schedule)
+        said = [row.uid for row in rows]
+        assert [uid for uid in said if uid in streams] == streams, "each stream says one token in each step"
+        assert not [mark for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "preempted"]
+        first_tokens |= {uid: number for uid in said if uid not in streams and uid not in first_tokens}
+    assert first_tokens == {"important": 19, "long": 134}  # 160 / 16 steps from 10 on; 2000 / 16 without those
 
 
 @pytest.mark.parametrize(
@@ -139,15 +159,18 @@ def test_without_a_prefix_cache_sixteen_identical_prompts_cost_sixteen_prefills(
 
 
 @pytest.mark.parametrize("cache", sorted(CACHES))
-def test_a_request_that_needs_every_page_gets_in_although_small_ones_keep_coming(cache: str) -> None:
+@pytest.mark.parametrize(("large", "small"), [(0, 0), (-1, 0), (1, 1), (0, 7)])
+def test_a_request_that_needs_every_page_gets_in_although_small_ones_of_no_lower_priority_keep_coming(
+    cache: str, large: int, small: int
+) -> None:
     schedule = make_schedule(cache, num_pages=32, running=4)
     uids = (str(number) for number in itertools.count())
     for _ in range(4):
-        add(schedule, next(uids), 64, max_tokens=200)
+        add(schedule, next(uids), 64, max_tokens=200, priority=small)
     step(schedule)
-    add(schedule, "large", LONG, first=50_000, max_tokens=4)
+    add(schedule, "large", LONG, first=50_000, max_tokens=4, priority=large)
     for _ in range(400):
-        add(schedule, next(uids), 64, max_tokens=200)
+        add(schedule, next(uids), 64, max_tokens=200, priority=small)
         if any(row.uid == "large" and row.end is not None for row in step(schedule)[2]):
             return
     pytest.fail("it starves")
@@ -165,6 +188,22 @@ def test_those_that_wait_are_admitted_in_the_order_of_their_arrival(cache: str) 
             if isinstance(mark, EventRow) and mark.event.kind == "admitted":
                 first_admitted.setdefault(mark.uid)
     assert list(first_admitted) == uids
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_an_unimportant_request_waits_while_important_ones_keep_coming_and_ends_when_they_stop(cache: str) -> None:
+    schedule = make_schedule(cache, num_pages=32, running=4)
+    uids = (str(number) for number in itertools.count())
+    for _ in range(4):
+        add(schedule, next(uids), 64, max_tokens=20)
+    add(schedule, "unimportant", 64, first=50_000, max_tokens=20, priority=1)
+    ended: list[str] = []
+    for number in range(400):
+        if number % 4 == 0 and number < 200:
+            add(schedule, next(uids), 64, max_tokens=20)
+        if schedule.num_running or schedule.num_waiting:
+            ended += [row.uid for row in step(schedule)[2] if row.end is not None]
+    assert ended[-1] == "unimportant" and len(ended) == 4 + 50 + 1
 
 
 def test_a_flush_forgets_what_nobody_computes_with_and_leaves_the_rest() -> None:

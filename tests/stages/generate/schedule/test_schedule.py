@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,8 +37,17 @@ def make_schedule(
     return Schedule(make_cache(cache, num_pages, PAGE_SIZE), limits, [EOS], IDENTITY)
 
 
-def request(uid: str, length: int = 5, output: Sequence[int] = (), **sampling: object) -> NewRequest:
-    return NewRequest(uid, tuple(range(length)), tuple(output), SamplingParams.model_validate(sampling))
+def request(
+    uid: str,
+    length: int = 5,
+    output: Sequence[int] = (),
+    *,
+    priority: int = 0,
+    bad_words: Sequence[tuple[int, ...]] = (),
+    **sampling: object,
+) -> NewRequest:
+    params = SamplingParams.model_validate(sampling)
+    return NewRequest(uid, tuple(range(length)), tuple(output), params, priority, tuple(bad_words))
 
 
 def step(schedule: Schedule, token: int = 7) -> tuple[BatchPlan, list[StepRow], list[TokenRow]]:
@@ -207,7 +217,8 @@ def test_the_position_of_a_sample_counts_prompt_and_output() -> None:
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_a_penalty_sees_prompt_and_output_also_those_that_another_engine_made(penalty: str) -> None:
     schedule = make_schedule()
-    schedule.add(request("a", length=3, output=(9, 8), **{penalty: 1.5}))
+    asked: dict[str, Any] = {penalty: 1.5}
+    schedule.add(request("a", length=3, output=(9, 8), **asked))
     for made in ([], [7], [7, 7]):
         planned = schedule.plan()
         assert planned is not None
@@ -338,29 +349,35 @@ def test_steps_are_numbered_without_a_hole_also_when_one_has_no_rows() -> None:
 
 @pytest.mark.parametrize("cache", ["naive", "radix"])
 @given(
-    arrivals=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=12),
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 40), st.integers(-1, 1)),
+        min_size=1,
+        max_size=12,
+    ),
     num_pages=st.integers(9, 20),
     prefill=st.integers(1, 40),
     mixed=st.integers(1, 10),
     running=st.integers(1, 5),
 )
 def test_every_request_ends_with_the_tokens_it_would_have_alone(
-    cache: str, arrivals: list[tuple[int, int, int]], num_pages: int, prefill: int, mixed: int, running: int
+    cache: str, arrivals: list[tuple[int, int, int, int]], num_pages: int, prefill: int, mixed: int, running: int
 ) -> None:
     """Random arrivals in a small cache: pages never leak, budgets hold, nothing starves, n counts without a hole."""
     schedule = make_schedule(
         num_pages=num_pages, context=36, prefill=prefill, mixed=mixed, running=running, cache=cache
     )
-    todo = sorted((at, str(number), length, tokens) for number, (at, length, tokens) in enumerate(arrivals))
-    counts = {uid: 0 for _, uid, _, _ in todo}
-    wanted = {uid: min(tokens, 36 - length) for _, uid, length, tokens in todo}
+    todo = sorted(
+        (at, str(number), length, tokens, priority) for number, (at, length, tokens, priority) in enumerate(arrivals)
+    )
+    counts = {uid: 0 for _, uid, *_ in todo}
+    wanted = {uid: min(tokens, 36 - length) for _, uid, length, tokens, _ in todo}
     ended: list[str] = []
     holding: set[str] = set()
     clock = 0
     while todo or len(ended) < len(counts):
         while todo and todo[0][0] <= clock:
-            _, uid, length, tokens = todo.pop(0)
-            assert schedule.add(request(uid, length=length, max_tokens=tokens)) is None
+            _, uid, length, tokens, priority = todo.pop(0)
+            assert schedule.add(request(uid, length=length, max_tokens=tokens, priority=priority)) is None
         clock += 1
         assert clock < 5000, "something starves"
         planned = schedule.plan()
@@ -443,6 +460,202 @@ def test_after_a_failed_step_everybody_starts_over_and_nothing_it_wrote_is_used(
     assert [row.start for row in plan.rows] in ([0, 0], [0, 8])  # with radix the second shares what the first computes
     assert [(row.uid, row.n) for row in rows] == [("a", 2), ("b", 1)]
     assert {row.uid for row in run_out(schedule) if row.end} == {"a", "b"}
+
+
+# priority
+
+
+def preempted(marks: Sequence[StepRow]) -> list[str]:
+    return [uid for uid, kind in kinds(marks) if kind == "preempted"]
+
+
+def admitted(marks: Sequence[StepRow]) -> list[str]:
+    return [uid for uid, kind in kinds(marks) if kind == "admitted"]
+
+
+def prefilled(schedule: Schedule) -> dict[str, int]:
+    """Make a step and return how many prompt tokens of whom it had, in its order."""
+    planned = schedule.plan()
+    assert planned is not None
+    plan, _ = planned
+    lengths = {schedule.holder(row.table)[0]: len(row.token_ids) for row in plan.rows[plan.num_decode_rows :]}
+    schedule.complete([7] * sum(row.sample is not None for row in plan.rows))
+    return lengths
+
+
+def test_the_lowest_priority_is_admitted_first_and_of_equals_the_first_that_came() -> None:
+    schedule = make_schedule(running=1)
+    for uid, priority in (("a", 5), ("b", 0), ("c", -1), ("d", 0), ("e", -1), ("f", 5)):
+        schedule.add(request(uid, max_tokens=1, priority=priority))
+    assert [step(schedule)[2][0].uid for _ in range(6)] == ["c", "e", "b", "d", "a", "f"]
+
+
+def test_who_waits_pushes_nobody_out_however_important_it_is() -> None:
+    for schedule in (make_schedule(running=1), make_schedule(num_pages=4, context=16)):  # no table, no pages
+        schedule.add(request("runs", length=8, max_tokens=8, priority=9))
+        step(schedule)
+        schedule.add(request("waits", length=8, max_tokens=2, priority=-9))
+        ended: list[str] = []
+        while (planned := schedule.plan()) is not None:
+            assert preempted(planned[1]) == []
+            rows = schedule.complete([7] * sum(row.sample is not None for row in planned[0].rows))
+            ended += [row.uid for row in rows if row.end is not None]
+        assert ended == ["runs", "waits"]
+
+
+def test_when_pages_run_out_the_least_important_request_is_preempted_though_it_came_first() -> None:
+    schedule = make_schedule(num_pages=4, context=16)
+    schedule.add(request("least", length=7, max_tokens=6, priority=1))
+    schedule.add(request("more", length=7, max_tokens=6))
+    step(schedule)
+    step(schedule)  # both hold two full pages now
+    plan, marks, rows = step(schedule)
+    assert preempted(marks) == ["least"]
+    assert [row.uid for row in rows] == ["more"] and len(plan.rows) == 1
+    assert [row.n for row in run_out(schedule) if row.uid == "least"] == [3, 4, 5, 6]
+
+
+def test_of_equally_important_requests_the_newest_is_preempted() -> None:
+    schedule = make_schedule(num_pages=6, context=24)
+    for uid, priority in (("a", 2), ("b", 2), ("c", 1)):
+        schedule.add(request(uid, length=7, max_tokens=6, priority=priority))
+    step(schedule)
+    step(schedule)
+    assert preempted(step(schedule)[1]) == ["b"]
+
+
+def test_a_preempted_request_returns_behind_a_more_important_one_that_came_later() -> None:
+    schedule = make_schedule(num_pages=4, context=16)
+    for uid, priority in (("old", 0), ("new", 1)):
+        schedule.add(request(uid, length=7, max_tokens=6, priority=priority))
+    step(schedule)
+    step(schedule)
+    assert preempted(step(schedule)[1]) == ["new"]
+    schedule.add(request("last", length=7, max_tokens=1))
+    returned: list[str] = []
+    while (planned := schedule.plan()) is not None:
+        returned += admitted(planned[1])
+        schedule.complete([7] * sum(row.sample is not None for row in planned[0].rows))
+    assert returned == ["last", "new"]
+
+
+def test_a_more_important_prompt_is_computed_before_the_rest_of_one_that_has_begun() -> None:
+    schedule = make_schedule(prefill=8)
+    schedule.add(request("least", length=20, priority=1))
+    assert prefilled(schedule) == {"least": 8}
+    schedule.add(request("most", length=11, priority=-1))
+    assert prefilled(schedule) == {"most": 8}
+    schedule.add(request("middle", length=2))
+    assert prefilled(schedule) == {"most": 3, "middle": 2, "least": 3}
+    assert prefilled(schedule) == {"least": 8}
+    assert prefilled(schedule) == {"least": 1}
+
+
+def test_an_equally_important_prompt_waits_for_the_rest_of_one_that_has_begun() -> None:
+    schedule = make_schedule(prefill=8)
+    schedule.add(request("first", length=12, priority=-3))
+    assert prefilled(schedule) == {"first": 8}
+    schedule.add(request("second", length=12, priority=-3))
+    assert prefilled(schedule) == {"first": 4, "second": 4}
+
+
+def test_an_older_prompt_of_the_same_priority_that_was_preempted_waits_for_the_rest_of_one_that_has_begun() -> None:
+    schedule = make_schedule(prefill=8)
+    schedule.add(request("older", length=4))
+    step(schedule)
+    schedule.add(request("begun", length=20))
+    schedule.isolate("begun")
+    assert prefilled(schedule) == {"begun": 8}
+    schedule.isolate(None)
+    assert [prefilled(schedule) for _ in range(2)] == [{"begun": 8}, {"begun": 4, "older": 4}]
+
+
+def test_while_a_more_important_prompt_finds_no_pages_those_that_have_theirs_are_computed() -> None:
+    schedule = make_schedule(num_pages=8, context=32, prefill=8)
+    schedule.add(request("runs", length=24, max_tokens=1, priority=1))
+    assert prefilled(schedule) == {"runs": 8}
+    schedule.add(request("waits", length=12, max_tokens=1))
+    schedule.add(request("small", length=1, max_tokens=1, priority=1))
+    assert [prefilled(schedule) for _ in range(3)] == [{"runs": 8}, {"runs": 8}, {"waits": 8}]
+    assert prefilled(schedule) == {"waits": 4, "small": 1}, "the small one would have fitted, and was not let past"
+
+
+def test_an_isolated_request_does_not_wait_behind_more_important_ones() -> None:
+    schedule = make_schedule(running=2)
+    for uid, priority in (("a", -1), ("b", -2), ("c", 3)):
+        schedule.add(request(uid, max_tokens=3, priority=priority))
+    step(schedule)
+    assert kinds(schedule.isolate("c")) == [("a", "preempted"), ("b", "preempted")], "the least important first"
+    planned = schedule.plan()
+    assert planned is not None and uids(schedule, planned[0]) == ["c"]
+    schedule.complete([7])
+    schedule.isolate(None)
+    planned = schedule.plan()
+    assert planned is not None and admitted(planned[1]) == ["b"]
+
+
+# words that must not come out
+
+
+def forbidden_after(*output: int, bad_words: Sequence[tuple[int, ...]], **sampling: Any) -> tuple[int, ...]:
+    """Return what must not come out after *output*, token by token from an empty one."""
+    schedule = make_schedule()
+    assert schedule.add(request("a", length=5, bad_words=bad_words, **sampling)) is None
+    for token in output:
+        step(schedule, token)
+    sample = step(schedule)[0].rows[0].sample
+    assert sample is not None
+    return sample.forbidden
+
+
+def test_a_bad_word_of_one_token_never_comes_out() -> None:
+    assert forbidden_after(bad_words=[(20,), (21,)]) == (20, 21)
+    assert forbidden_after(20, 8, bad_words=[(20,), (21,)]) == (20, 21)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ((), ()),
+        ((20,), (22,)),
+        ((21,), ()),
+        ((20, 21), (23, 24)),
+        ((8, 20, 21), (23, 24)),
+        ((20, 8, 21), ()),
+        ((20, 21, 8), ()),
+        ((30,), (30,)),
+        ((8, 21, 20), (22,)),
+    ],
+    ids=str,
+)
+def test_the_last_token_of_a_bad_word_does_not_come_after_the_others(
+    output: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    bad_words = [(20, 22), (20, 21, 23), (20, 21, 24), (30, 30)]
+    assert forbidden_after(*output, bad_words=bad_words) == expected
+
+
+def test_the_prompt_begins_no_bad_word() -> None:
+    """The prompt is 0 1 2 3 4."""
+    assert forbidden_after(bad_words=[(4, 20), (3, 4, 20)]) == ()
+    assert forbidden_after(20, bad_words=[(4, 20, 21), (20, 22)]) == (22,)
+
+
+def test_a_bad_word_is_known_to_have_begun_by_the_tokens_of_another_engine() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", length=5, output=(8, 20, 21), bad_words=[(20, 21, 22), (8, 23), (4, 8, 20, 21, 24)]))
+    sample = step(schedule)[0].rows[0].sample
+    assert sample is not None and sample.forbidden == (22,)
+
+
+def test_bad_words_are_forbidden_beside_what_would_end_it_too_soon() -> None:
+    assert forbidden_after(bad_words=[(20,)], min_tokens=1, stop_token_ids=[55]) == (EOS, 55, 20)
+    assert forbidden_after(7, bad_words=[(20,), (7, 8)], min_tokens=1, stop_token_ids=[55]) == (20, 8)
+
+
+def test_a_sequence_of_no_tokens_forbids_nothing() -> None:
+    assert forbidden_after(8, bad_words=[(), (8, 9)]) == (9,)
+    assert forbidden_after(8, bad_words=[()]) == ()
 
 
 # one request alone

@@ -7,6 +7,7 @@ fail.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -36,6 +37,7 @@ class Life:
     """What must be true of one request, kept without pages or plans."""
 
     uid: str
+    priority: int
     arrival: int
     tokens: list[int]
     prompt_length: int
@@ -49,6 +51,10 @@ class Life:
     """It got a token since it was admitted last, so from now on it gets one in each step."""
     stands_still: bool = False
     """It came with output, of which nothing is computed here yet."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.priority, self.arrival
 
     @property
     def runs(self) -> bool:
@@ -144,6 +150,7 @@ class Machine(RuleBasedStateMachine):
         num_output=st.sampled_from([0, 0, 0, 1, 5]),
         max_tokens=st.one_of(st.none(), st.integers(1, 12)),
         ignores_eos=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, 1, -1, 2]),
         copies=st.sampled_from([1, 1, 1, 3]),
     )
     def add(
@@ -154,13 +161,14 @@ class Machine(RuleBasedStateMachine):
         num_output: int,
         max_tokens: int | None,
         ignores_eos: bool,
+        priority: int,
         copies: int,
     ) -> None:
         """Requests come: new, the same several times, with the prefix of an earlier one, or resumed with output."""
         if begins_like is not None and self.known:
             prompt = self.known[begins_like % len(self.known)][:kept] + prompt
         for _ in range(copies):
-            self._add(prompt, [1] * num_output, max_tokens, ignores_eos)
+            self._add(prompt, [1] * num_output, max_tokens, ignores_eos, priority)
 
     @precondition(lambda self: self.lives)
     @rule(count=st.integers(1, 6))
@@ -184,7 +192,7 @@ class Machine(RuleBasedStateMachine):
                 self._drop(life.uid)
             case "leave and return":  # often in the middle of a prompt
                 self._drop(life.uid)
-                self._add(life.tokens[: life.prompt_length], [], None, life.ignores_eos)
+                self._add(life.tokens[: life.prompt_length], [], None, life.ignores_eos, life.priority)
             case "leave in a step":
                 self._step([life.uid])
             case "flush":
@@ -223,13 +231,14 @@ class Machine(RuleBasedStateMachine):
                 self.memory.check(life.table, life.tokens, life.computed)
 
     def teardown(self) -> None:
-        """Let everything end. The oldest request is never preempted for another and gets a token's work in each step,
-        so that it ends within as many steps as the context has tokens; then the next one is the oldest.
+        """Let everything end. While the first in the order waits nobody comes in, so that the first of those that run
+        is never preempted and gets a token's work in each step: it ends within as many steps as the context has tokens,
+        or the first in the order comes in before, and ends within as many. Then another one is the first.
         """
         if not hasattr(self, "lives"):
             return
         self._isolate(None)
-        for _ in range(len(self.lives) * (self.limits.context + 1)):
+        for _ in range(2 * len(self.lives) * (self.limits.context + 1)):
             self._step([])
             self.the_books_are_right()
             self.every_page_still_holds_what_its_holder_computed()
@@ -239,15 +248,17 @@ class Machine(RuleBasedStateMachine):
 
     # how
 
-    def _add(self, prompt: list[int], output: list[int], max_tokens: int | None, ignores_eos: bool) -> None:
+    def _add(
+        self, prompt: list[int], output: list[int], max_tokens: int | None, ignores_eos: bool, priority: int
+    ) -> None:
         context, uid = self.limits.context, str(self.num_added)
         limit = min(context, len(prompt) + max_tokens) if max_tokens is not None else context
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignores_eos)
-        failed = self.schedule.add(NewRequest(uid, tuple(prompt), tuple(output), sampling))
+        failed = self.schedule.add(NewRequest(uid, tuple(prompt), tuple(output), sampling, priority))
         fits = len(prompt) + 1 <= context and len(prompt) + len(output) < limit
         assert (failed is None) == fits
         if fits:
-            self.lives[uid] = Life(uid, self.num_added, [*prompt, *output], len(prompt), limit, ignores_eos)
+            self.lives[uid] = Life(uid, priority, self.num_added, [*prompt, *output], len(prompt), limit, ignores_eos)
             self.lives[uid].stands_still = bool(output)
             self.known.append(prompt)
         self.num_added += 1
@@ -296,6 +307,7 @@ class Machine(RuleBasedStateMachine):
         assert left >= 0
         if left:
             self._check_that_nobody_could_use_it(plan, marks)
+        self._check_the_order(prefills, marks)
         tables = [row.table for row in plan.rows]
         assert len(set(tables)) == len(tables) and all(0 <= t < self.limits.max_running_requests for t in tables)
         for row in decodes:
@@ -313,28 +325,51 @@ class Machine(RuleBasedStateMachine):
         return plan
 
     def _check_that_nobody_could_use_it(self, plan: BatchPlan, marks: list[StepRow]) -> None:
-        """Where budget is left, every prompt that runs is through, and the oldest that waits cannot have its pages."""
+        """Where budget is left, every prompt that runs is through, and the first that waits cannot have its pages."""
         sampling = {row.table for row in plan.rows if row.sample is not None}
         assert all(life.table in sampling for life in self.lives.values() if life.runs)
         waiting = [life for life in self._may_run() if not life.runs]
-        preempted = any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks)
-        if waiting and not preempted and self.schedule.num_running < self.limits.max_running_requests:
-            oldest = min(waiting, key=lambda life: life.arrival)
-            assert self.schedule.free_pages * self.memory.page_size < len(oldest.tokens)
+        if waiting:
+            assert self._has_no_place(min(waiting, key=lambda life: life.order), marks)
+
+    def _has_no_place(self, life: Life, marks: list[StepRow]) -> bool:
+        """Return whether a request that waits could not be let in."""
+        return (
+            any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks)
+            or self.schedule.num_running == self.limits.max_running_requests
+            or self.schedule.free_pages * self.memory.page_size < len(life.tokens)
+        )
+
+    def _check_the_order(self, prefills: Sequence[PlanRow], marks: list[StepRow]) -> None:
+        """No prompt is computed while one before it goes without. Of equal priority, who has begun is before who
+        waits; who waits without a place is passed over.
+        """
+        assert all(row.sample is not None for row in prefills[:-1]), "a prompt is cut where budget is left"
+        computed = [self._holder(row) for row in prefills]
+        admitted = [mark.uid for mark in marks if isinstance(mark, EventRow) and isinstance(mark.event, Admitted)]
+        waiting = [life for life in self._may_run() if not life.runs]
+        without = [life for life in self._may_run() if life.runs and not life.decodes and life not in computed]
+        for life in computed:
+            if waiting:
+                first = min(waiting, key=lambda life: life.order)
+                assert life.priority <= first.priority or self._has_no_place(first, marks)
+            for other in without:
+                before = life.priority < other.priority if life.uid in admitted else life.order < other.order
+                assert before, "it goes without"
 
     def _hear(self, marks: list[StepRow], plan: BatchPlan | None = None) -> None:
-        """Fold the marks: the newest is preempted, the oldest admitted."""
+        """Fold the marks: the last in the order is preempted, the first admitted."""
         for mark in marks:
             assert isinstance(mark, EventRow)
             life = self.lives[mark.uid]
             assert mark.n == len(life.tokens) - life.prompt_length
             if isinstance(mark.event, Preempted):
                 others = [other for other in self.lives.values() if other.runs and other.uid != self.alone]
-                assert life.arrival == max(other.arrival for other in others or [life])
+                assert life.order == max(other.order for other in others or [life])
                 life.table, life.computed, life.chunks, life.decodes = -1, 0, 0, False
             else:
                 assert isinstance(mark.event, Admitted) and plan is not None
-                assert life.arrival == min(other.arrival for other in self._may_run() if not other.runs)
+                assert life.order == min(other.order for other in self._may_run() if not other.runs)
                 row = next(row for row in plan.rows if self.schedule.holder(row.table)[0] == mark.uid)
                 assert row.start == mark.event.cached_tokens < len(life.tokens)
                 assert all(other.table != row.table for other in self.lives.values())

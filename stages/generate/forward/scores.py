@@ -1,0 +1,77 @@
+"""How probable the model finds tokens: log-probabilities of its own logits, before bias, penalties and temperature.
+
+As vLLM tells them by default (`raw_logprobs`), so they do not depend on how the token was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from pipeline.events import Score
+from stages.generate.forward.batch import ForwardBatch
+from stages.generate.schedule.plan import BatchPlan, RowScores
+
+# T = packed tokens, R = rows that sample, V = vocabulary, E = hidden size, N = tokens of a prompt, C = candidates
+
+AT_ONCE: Final = 128
+"""Tokens of a prompt whose logits are there at a time: with a large vocabulary those of all are gigabytes."""
+LEAST: Final = -9999.0
+"""What is told instead of minus infinity, which JSON has not; OpenAI's."""
+DIGITS: Final = 6
+"""After the point; float32 has no more to say."""
+
+
+def score(
+    plan: BatchPlan,
+    batch: ForwardBatch,
+    x_TE: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    logits_RV: Tensor,
+    token_ids: Sequence[int],
+) -> dict[int, RowScores]:
+    """Return, by table row, the scores of the rows that ask for them: of the token that was drawn, and of a prompt."""
+    found: dict[int, RowScores] = {}
+    sampled = iter(range(len(token_ids)))
+    for place, row in enumerate(plan.rows):
+        token: Score | None = None
+        prompt: tuple[Score, ...] = ()
+        if row.sample is not None:
+            index = next(sampled)
+            num_top = row.sample.params.logprobs
+            if num_top is not None:
+                token = scores_of(logits_RV[index : index + 1], token_ids[index : index + 1], num_top)[0]
+        if row.scoring is not None:
+            first = batch.query_starts[place]
+            x_NE = x_TE[first : first + len(row.scoring.targets)]
+            prompt = tuple(
+                one
+                for start in range(0, len(x_NE), AT_ONCE)
+                for one in scores_of(
+                    logits_of(x_NE[start : start + AT_ONCE]),
+                    row.scoring.targets[start : start + AT_ONCE],
+                    row.scoring.num_top,
+                )
+            )
+        if token is not None or prompt:
+            found[row.table] = RowScores(token, prompt)
+    return found
+
+
+def scores_of(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Score]:
+    """Return the score of each of *token_ids* by its row of logits, with the *num_top* most probable ones."""
+    logprobs_NV = logits_NV.float().log_softmax(-1)
+    chosen_N1 = logprobs_NV.gather(1, torch.tensor(token_ids, device=logprobs_NV.device)[:, None])
+    top = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]))
+    told = zip(chosen_N1[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        Score(logprob=_told(chosen), top=tuple((token, _told(logprob)) for token, logprob in zip(*best, strict=True)))
+        for chosen, *best in told
+    ]
+
+
+def _told(logprob: float) -> float:
+    return round(max(logprob, LEAST), DIGITS)

@@ -1,0 +1,68 @@
+"""What an engine's loop says to /metrics, counted from plans and rows: the schedule, a fold, knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.events import Admitted, EventRow, Preempted, StepCompleted, StepRow, TakenOver, TokenRow
+from pipeline.measures import Measures
+from pipeline.metrics import (
+    GENERATION_TOKENS,
+    KV_CACHE_USAGE,
+    NUM_PREEMPTIONS,
+    NUM_RUNNING,
+    NUM_WAITING,
+    PREFIX_HITS,
+    PREFIX_QUERIES,
+    PROMPT_TOKENS,
+    STEP_SECONDS,
+    STEP_TOKENS,
+    TAKEOVERS,
+)
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.schedule import Schedule
+
+
+class Meter:
+    """Looks at each step of one engine on its way."""
+
+    def __init__(self, measures: Measures, schedule: Schedule) -> None:
+        self._measures = measures
+        self._schedule = schedule
+        for gauge in (NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE):  # of the slot before, where this process had another
+            measures.set(gauge, 0)
+
+    def planned(self, marks: Sequence[StepRow]) -> None:
+        """Count what was looked for in the prefix cache.
+
+        A request that had tokens before finds its own pages again: as in vLLM, that says nothing of the cache.
+        """
+        for mark in marks:
+            if mark.n == 0 and isinstance(mark, EventRow) and isinstance(mark.event, Admitted):
+                self._measures.add(PREFIX_QUERIES, amount=self._schedule.num_tokens(mark.uid))
+                self._measures.add(PREFIX_HITS, amount=mark.event.cached_tokens)
+
+    def computed(self, plan: BatchPlan) -> None:
+        """Count the prompts that a plan brought to their end, each once: not again after a preemption."""
+        samples = (row.sample for row in plan.rows[plan.num_decode_rows :])
+        lengths = (sample.prompt_length for sample in samples if sample and sample.position == sample.prompt_length)
+        self._measures.add(PROMPT_TOKENS, amount=sum(lengths))
+
+    def committed(self, step: StepCompleted) -> None:
+        """Count what a step says that is on its way to the log, and what the engine holds after it."""
+        tokens = 0
+        for row in step.rows:
+            if isinstance(row, TokenRow):
+                tokens += 1
+            elif isinstance(row.event, Preempted):
+                self._measures.add(NUM_PREEMPTIONS)
+            elif isinstance(row.event, TakenOver):
+                self._measures.add(TAKEOVERS)
+        figures = step.figures
+        self._measures.add(GENERATION_TOKENS, amount=tokens)
+        if figures.forward_ms:
+            self._measures.observe(STEP_SECONDS, figures.forward_ms / 1000)
+            self._measures.observe(STEP_TOKENS, figures.decode_rows + figures.prefill_tokens)
+        self._measures.set(NUM_RUNNING, figures.running)
+        self._measures.set(NUM_WAITING, figures.waiting)
+        self._measures.set(KV_CACHE_USAGE, 1 - figures.free_pages / self._schedule.num_pages)

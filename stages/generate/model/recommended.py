@@ -1,0 +1,69 @@
+"""What the author of a model recommends of sampling: the part of generation_config.json that a request may leave open.
+
+As vLLM and SGLang read it: five numbers, and whether it says `do_sample` changes nothing; a request is greedy where its
+temperature is 0. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from pipeline.events import SamplingParams
+from stages.generate.model.spec import read_json
+
+FILE: Final = "generation_config.json"
+NAMES: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+TOO_LARGE: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Recommended:
+    """What is usable of it. The file is somebody else's, so what is not keeps no server from starting."""
+
+    sampling: Mapping[str, int | float]
+    """By the names of SamplingParams."""
+    ignored: tuple[str, ...] = ()
+    """What each value is that we do not take, and why."""
+
+
+def read_recommended(folder: Path) -> Recommended:
+    """Read the file of *folder*; where there is none, nothing is recommended.
+
+    Raises:
+        ConfigError: It cannot be read or is no JSON object.
+    """
+    path = folder / FILE
+    fields = read_json(path) if path.exists() else {}
+    sampling: dict[str, int | float] = {}
+    ignored: list[str] = []
+    for name in NAMES:
+        value = fields.get(name)
+        if value is None:
+            continue
+        try:
+            sampling[name] = _checked(name, value)
+        except ValueError as error:
+            ignored.append(f"{name} is {value!r:.50}: {error}")
+    return Recommended(sampling, tuple(ignored))
+
+
+def _checked(name: str, value: Any) -> int | float:
+    """Return *value* as a request might give it.
+
+    Raises:
+        ValueError: No request may.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -TOO_LARGE < value < TOO_LARGE:
+        raise ValueError("expected a number")
+    if name == "top_k" and value == -1:
+        return 0  # another word for all
+    try:
+        checked: int | float = getattr(SamplingParams.model_validate({name: value}), name)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from None
+    return checked
