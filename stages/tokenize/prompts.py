@@ -1,20 +1,33 @@
-"""Prompts become token ids: chat templates and encoding, on `PreTrainedTokenizerFast` alone, which imports no torch.
+"""Prompts become token ids, and token ids text, on `PreTrainedTokenizerFast` alone, which imports no torch.
 
-What comes as token ids stays as it is.
+What comes as token ids stays as it is. No text is cut before it is encoded: where it is cut decides how what follows is
+divided into tokens, in a row of digits to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, Final
 
-import jinja2
+import orjson
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import SamplingParams, Submitted
+from pipeline.pieces import Spelling, text_of
+from stages.tokenize.description import description
+from stages.tokenize.templates import conversation_text
+
+LARGEST_TEXT_BYTES: Final = 4 << 20
+"""Most that is encoded where the served context is no bound. Byte-level BPE takes up to 330 bytes of memory and 2 us
+for each of them (tokenizers 0.23), and meanwhile this process encodes no other prompt."""
+LARGEST_DECODED_BYTES: Final = 4 * LARGEST_TEXT_BYTES
+LONG_TEXT: Final = 64 << 10
+"""Characters of a text for which others are not to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +40,13 @@ class Rendered:
     """The field of the request that it came from."""
     token_ids: tuple[int, ...] = ()
     """Not empty: the prompt came as tokens and is not encoded."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Those of the request, as tokens."""
+
+    @property
+    def is_long(self) -> bool:
+        """Say whether others are not to wait until it is encoded."""
+        return len(self.text) > LONG_TEXT
 
 
 class PromptEncoder:
@@ -40,37 +60,32 @@ class PromptEncoder:
                 f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again"
             ) from error
         self.fingerprint = _fingerprint(folder)
+        self._config = _json_of(folder / "tokenizer_config.json")
         self._num_tokens = len(self._tokenizer)
+        self._num_embeddings = _vocab_size(_json_of(folder / "config.json")) or self._num_tokens
         self._longest_token = max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+        decoder = self._tokenizer.backend_tokenizer.decoder
+        self._spelling = Spelling.of(orjson.loads(decoder.__getstate__()) if decoder is not None else None)
+        added = self._tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+        self._num_before = len(list(itertools.takewhile(bool, added)))
+        self._num_after = len(list(itertools.takewhile(bool, reversed(added[self._num_before :]))))
 
     def render(self, event: Submitted) -> Rendered:
         """Return the text of a request's prompt.
 
         Raises:
             RequestError: There is no chat template, or it refuses the conversation; the message has its words. Or the
-                request names a token that there is not.
+                request names a token that there is not, or a variable that is not the client's to set.
         """
         self._refuse_unknown_tokens(event.sampling)
+        bad_words = self._bad_words(event.sampling.bad_words)
         if event.prompt_ids:
-            return Rendered("", False, "prompt", event.prompt_ids)
+            self._refuse_unknown("prompt", event.prompt_ids, self._num_embeddings)
+            return Rendered("", False, "prompt", event.prompt_ids, bad_words=bad_words)
         if not event.messages:
-            return Rendered(event.prompt, True, "prompt")
-        if self._tokenizer.chat_template is None:
-            raise RequestError(
-                "This model has no chat template, so it takes no `messages`; send `prompt` instead.",
-                code="no_chat_template",
-                param="messages",
-            )
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in event.messages], tokenize=False, add_generation_prompt=True
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise RequestError(
-                f"The model's chat template refuses this conversation: {error}", code="template_error", param="messages"
-            ) from error
-        assert isinstance(text, str)
-        return Rendered(text, False, "messages")
+            return Rendered(event.prompt, event.add_special_tokens is not False, "prompt", bad_words=bad_words)
+        text = conversation_text(self._tokenizer, event)
+        return Rendered(text, event.add_special_tokens is True, "messages", bad_words=bad_words)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt; the ones of one kind are encoded as one batch, in parallel."""
@@ -86,6 +101,99 @@ class PromptEncoder:
                     encoded[place] = tuple(ids)
         return encoded
 
+    def keep_last(self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the last *num_tokens* of a prompt's tokens. Those that the tokenizer put around its text stay and
+        count, as with `truncation_side="left"` in transformers, where there is room for others."""
+        if len(token_ids) <= num_tokens:
+            return token_ids
+        before, after = (self._num_before, self._num_after) if prompt.add_special_tokens else (0, 0)
+        if before + after >= num_tokens:
+            before = after = 0
+        return token_ids[:before] + token_ids[len(token_ids) - (num_tokens - before) :]
+
+    def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of each token by itself."""
+        told = {token: text_of(token_bytes) for token, token_bytes in self._bytes_of(token_ids, "prompt").items()}
+        return tuple(told[token] for token in token_ids)
+
+    def decode(self, event: Submitted) -> str:
+        """Return the text of a request's token ids.
+
+        Raises:
+            RequestError: One of them is unknown, or together they are too much.
+        """
+        num_bytes = {token: len(spelled) for token, spelled in self._bytes_of(event.prompt_ids, "tokens").items()}
+        total = sum(num_bytes[token] for token in event.prompt_ids)
+        if total > LARGEST_DECODED_BYTES:
+            raise _too_large(f"stand for {total}", LARGEST_DECODED_BYTES, "tokens")
+        text = self._tokenizer.decode(list(event.prompt_ids), skip_special_tokens=event.sampling.skip_special_tokens)
+        assert isinstance(text, str)
+        return text
+
+    def describe(self) -> str:
+        """Return what a client needs to know of the tokenizer, in JSON."""
+        return description(self._tokenizer, self._config)
+
+    def refuse_too_long(self, prompt: Rendered, context: int) -> None:
+        """Refuse, without encoding it, a text that cannot fit even if every token were the vocabulary's longest.
+
+        Raises:
+            RequestError: It cannot fit.
+        """
+        least = self._least_tokens(prompt)
+        if least + 1 > context:
+            raise too_long(f"at least {least}", context, prompt.param)
+
+    def refuse_too_large(self, prompt: Rendered, context: int) -> None:
+        """Refuse, without encoding it, a text that need not fit, and that is larger than any that could.
+
+        Raises:
+            RequestError: It is.
+        """
+        if self._least_tokens(prompt) + 1 > context and 4 * len(prompt.text) > LARGEST_TEXT_BYTES:
+            num_bytes = len(prompt.text.encode())
+            if num_bytes > LARGEST_TEXT_BYTES:
+                raise _too_large(f"has {num_bytes}", LARGEST_TEXT_BYTES, prompt.param)
+
+    def _least_tokens(self, prompt: Rendered) -> int:
+        return -(-len(prompt.text) // self._longest_token)
+
+    def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word, as vLLM does (`SamplingParams.update_from_tokenizer`): at the beginning of a
+        text, and after a space where that is another token in the place of the first.
+
+        Raises:
+            RequestError: A word has no tokens, or they are too much.
+        """
+        given = [word.lstrip() for word in words]
+        if not given:
+            return ()
+        if sum(map(len, given)) > LONG_TEXT:
+            raise RequestError(f"bad_words: of more than {LONG_TEXT} characters together", param="bad_words")
+        spelled = [*given, *(f" {word}" for word in given)]
+        ids = self._tokenizer(spelled, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        found = []
+        for alone, spaced in zip(ids[: len(given)], ids[len(given) :], strict=True):
+            if not alone:
+                raise RequestError(
+                    "bad_words: a word has nothing but space, or no token; `logit_bias` can forbid a single token",
+                    param="bad_words",
+                )
+            found.append(tuple(alone))
+            if len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found.append(tuple(spaced))
+        return tuple(dict.fromkeys(found))
+
+    def _bytes_of(self, token_ids: Iterable[int], param: str) -> dict[int, bytes]:
+        """Return token -> its bytes. Raises RequestError for one that there is not, which may be within the range."""
+        found: dict[int, bytes] = {}
+        for token in dict.fromkeys(token_ids):
+            piece = self._tokenizer.convert_ids_to_tokens(token) if 0 <= token < 2**32 else None
+            if not isinstance(piece, str):
+                raise self._unknown(param, token, self._num_tokens)
+            found[token] = self._spelling.bytes_of(piece)
+        return found
+
     def _refuse_unknown_tokens(self, sampling: SamplingParams) -> None:
         """Refuse what names a token that this tokenizer does not have; it was meant for another model.
 
@@ -97,33 +205,71 @@ class PromptEncoder:
             "allowed_token_ids": sampling.allowed_token_ids,
         }
         for param, token_ids in named.items():
-            unknown = next((token for token in token_ids if token >= self._num_tokens), None)
-            if unknown is not None:
-                raise RequestError(
-                    f"{param}: token {unknown} is none of this model's, which go from 0 to {self._num_tokens - 1}.",
-                    code="invalid_value",
-                    param=param,
-                )
+            self._refuse_unknown(param, token_ids, self._num_tokens)
 
-    def refuse_too_long(self, prompt: Rendered, context: int) -> None:
-        """Refuse, without encoding it, a text that cannot fit even if every token were the vocabulary's longest.
+    def _refuse_unknown(self, param: str, token_ids: Iterable[int], num_tokens: int) -> None:
+        unknown = next((token for token in token_ids if not 0 <= token < num_tokens), None)
+        if unknown is not None:
+            raise self._unknown(param, unknown, num_tokens)
 
-        Raises:
-            RequestError: It cannot fit.
-        """
-        least = -(-len(prompt.text) // self._longest_token)
-        if least + 1 > context:
-            raise too_long(f"at least {least}", context, prompt.param)
+    def _unknown(self, param: str, token: int, num_tokens: int) -> RequestError:
+        return RequestError(
+            f"{param}: token {token} is none of this model's, which go from 0 to {num_tokens - 1}.",
+            code="invalid_value",
+            param=param,
+        )
+
+
+def tokens_kept(event: Submitted, context: int) -> int | None:
+    """Return how many tokens of a request's prompt are kept, the last ones; None: all of them.
+
+    -1 is all that the *context* has room for beside `max_tokens`, or beside one token where that is not given.
+
+    Raises:
+        RequestError: There is no room for any.
+    """
+    if event.truncate_prompt_tokens != -1:
+        return event.truncate_prompt_tokens
+    num_answer = event.sampling.max_tokens or 1
+    if num_answer >= context:
+        raise RequestError(
+            f"max_tokens: {num_answer} leaves nothing of the served context of {context} tokens to the prompt, which "
+            "`truncate_prompt_tokens` would be cut to.",
+            code="context_length_exceeded",
+            param="max_tokens",
+        )
+    return context - num_answer
 
 
 def too_long(tokens: str, context: int, param: str) -> RequestError:
-    """Return the error for a prompt of *tokens* tokens."""
+    """Return the error for a prompt of *tokens* tokens, in OpenAI's words: libraries know it by its beginning."""
     return RequestError(
-        f"This model's served context is {context} tokens, and one at least is for the answer, but the prompt has "
-        f"{tokens} tokens; shorten the prompt.",
+        f"This model's maximum context length is {context} tokens, of which one at least is for the answer. However, "
+        f"the prompt has {tokens} tokens; shorten it.",
         code="context_length_exceeded",
         param=param,
     )
+
+
+def _too_large(what: str, most: int, param: str) -> RequestError:
+    message = f"{param}: {what} bytes of text, and the tokenizer takes {most} at once; send it in parts."
+    return RequestError(message, code="request_too_large", param=param, status=413)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """Return the object that a file of a model folder holds; empty where there is no such file, or no object in it."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _vocab_size(config: Mapping[str, Any]) -> int:
+    """Return how many tokens a model of this config.json has embeddings for; 0 where it does not say."""
+    text_config = config.get("text_config")
+    size = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else 0)
+    return size if isinstance(size, int) else 0
 
 
 def _fingerprint(folder: Path) -> str:

@@ -1,29 +1,36 @@
-"""Submitted -> Tokenized | Failed. Reads requests, encodes what one read brings as a batch, commits each by itself."""
+"""Submitted -> Tokenized | Answered | Failed. Encodes what one read brings as a batch, commits each by itself.
+
+What takes long, or is for the tokenizer alone, comes after that batch, one at a time: nobody's prompt waits for it
+longer than it must.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
-from pipeline.events import Failed, Submitted, Tokenized, decode
+from pipeline.events import Answered, Failed, Submitted, Tokenized, decode
 from pipeline.failpoints import failpoint
 from pipeline.log import DeadLetter, Entry, Inbox, StreamLog
+from pipeline.measures import Measures
+from pipeline.metrics import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.slots import Announcement, Voice, places, read_statuses
 from pipeline.worker import BACKOFF_S, Stop, follow
-from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
+from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long
 
 logger = structlog.get_logger()
 
 MOST_READ = 4
 """Few enough that several tokenizers share a burst, enough to encode as a batch."""
 LONGEST_BATCH_S = 120.0
-"""Patience of the watchdog while a batch is encoded."""
+"""Patience of the watchdog while a batch is encoded, or one text that is long."""
 LEARN_EVERY_S = 1.0
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
@@ -31,14 +38,33 @@ OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
 """What is no request's fault. All else is, even what is no Exception: so a tokenizer's Rust says that it panicked."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request that is to be encoded, or decoded."""
+
+    entry: Entry
+    submitted: Submitted
+    prompt: Rendered | None
+    """None where there is none to encode."""
+    num_kept: int | None = None
+    """Tokens of the prompt that are kept; None: all."""
+
+    @property
+    def is_brief(self) -> bool:
+        return self.prompt is not None and not self.prompt.is_long
+
+
 class TokenizeWorker:
     """The fold of the stage, between two commits of the log."""
 
-    def __init__(self, log: StreamLog, place: Voice, encoder: PromptEncoder, retention_ms: int) -> None:
+    def __init__(
+        self, log: StreamLog, place: Voice, encoder: PromptEncoder, retention_ms: int, measures: Measures | None = None
+    ) -> None:
         self._log = log
         self.place = place
         self._encoder = encoder
         self._retention_ms = retention_ms
+        self._measures = measures or Measures()
         self.context = 0
         """The served context, as the engines said last."""
         self._learnt_s = float("-inf")
@@ -46,48 +72,32 @@ class TokenizeWorker:
     def handle(self, entries: Sequence[Entry]) -> None:
         """Tokenize and commit; what is wrong with one request fails that request alone."""
         failpoint("tokenize.after_read")
+        began_s = time.perf_counter()
         self.place.came_round(patience_s=LONGEST_BATCH_S)
         self.learn_context()
-        work: list[tuple[Entry, Rendered]] = []
+        work: list[_Work] = []
         for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
-            if history and history[-1].id == SEAL:
-                # This end comes second and is refused, but it consumes the entry.
-                self._fail(entry, RequestError("The request has ended before.", code="ended"))
-                continue
-            try:
-                submitted = decode(history[0].fields) if history else None
-                if not isinstance(submitted, Submitted):  # it expired, or its history was deleted
-                    raise RequestError("The history of the request is gone.", code="log_lost", status=500)
-                prompt = self._encoder.render(submitted)
-                self._encoder.refuse_too_long(prompt, self.context)
-                work.append((entry, prompt))
-            except RequestError as error:
-                self._fail(entry, error)
-            except OF_THE_PROCESS:
-                raise
-            except BaseException as error:  # whatever a template can raise is this request's end and nobody else's
-                logger.exception("render_failed", uid=entry.fields["uid"])
-                self._fail(entry, _unexpected(error))
-        for (entry, prompt), token_ids in zip(work, self._encode(work), strict=True):
-            if isinstance(token_ids, RequestError):
-                self._fail(entry, token_ids)
-            elif not token_ids:
-                self._fail(entry, RequestError("The prompt has no tokens; send some text.", param=prompt.param))
-            elif len(token_ids) + 1 > self.context:
-                self._fail(entry, too_long(str(len(token_ids)), self.context, prompt.param))
+            prepared = self._prepare(entry, history)
+            if isinstance(prepared, RequestError):
+                self._fail(entry, prepared)
             else:
-                failpoint("tokenize.before_commit")
-                self._log.tokenized(
-                    entry,
-                    Tokenized(token_ids=token_ids, fingerprint=self._encoder.fingerprint, by=self.place.status.slot),
-                )
-                failpoint("tokenize.after_commit")
+                work.append(prepared)
+        self._encode_all([each for each in work if each.is_brief])
+        for each in work:
+            if each.is_brief:
+                continue
+            self.place.came_round(patience_s=LONGEST_BATCH_S)
+            if each.prompt is None:
+                self._answer_without_prompt(each)
+            else:
+                self._encode_all([each])
+        self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """End a request that killed its tokenizer so often; `dead` keeps what is known of it."""
         message = f"The request ended its tokenizer {deaths} times."
         event = Failed(status=500, code="poisonous", message=message)
-        self._log.end(
+        ended = self._log.end(
             entry.fields["uid"],
             event,
             frontend=entry.fields["frontend"],
@@ -95,6 +105,9 @@ class TokenizeWorker:
             consume=entry,
             dead=DeadLetter(TOKENIZE, entry.fields, deaths, message),
         )
+        if ended:
+            self._measures.add(REFUSALS, event.code)
+            self._measures.add(BURIED)
 
     def learn_context(self) -> None:
         """Look up, once a second, what the engines serve; the last known value stands while none of them is there."""
@@ -105,8 +118,60 @@ class TokenizeWorker:
         if contexts:
             self.context = min(contexts)
 
-    def _encode(self, work: Sequence[tuple[Entry, Rendered]]) -> list[tuple[int, ...] | RequestError]:
-        prompts = [prompt for _, prompt in work]
+    def _prepare(self, entry: Entry, history: Sequence[Entry]) -> _Work | RequestError:
+        """Return what is to be done for a request, its prompt rendered; or why nothing is."""
+        if history and history[-1].id == SEAL:
+            # This end comes second and is refused, but it consumes the entry.
+            return RequestError("The request has ended before.", code="ended")
+        try:
+            submitted = decode(history[0].fields) if history else None
+            if not isinstance(submitted, Submitted):  # it expired, or its history was deleted
+                return RequestError("The history of the request is gone.", code="log_lost", status=500)
+            if submitted.task in ("detokenize", "describe"):
+                return _Work(entry, submitted, None)
+            num_kept = tokens_kept(submitted, self.context)
+            prompt = self._encoder.render(submitted)
+            if submitted.task == "generate" and num_kept is None:
+                self._encoder.refuse_too_long(prompt, self.context)
+            else:
+                self._encoder.refuse_too_large(prompt, self.context)
+            return _Work(entry, submitted, prompt, num_kept)
+        except RequestError as error:
+            return error
+        except OF_THE_PROCESS:
+            raise
+        except BaseException as error:  # whatever a template can raise is this request's end and nobody else's
+            logger.exception("render_failed", uid=entry.fields["uid"])
+            return _unexpected(error)
+
+    def _encode_all(self, work: Sequence[_Work]) -> None:
+        """Encode the prompts as one batch, and commit what becomes of each."""
+        prompts = [each.prompt for each in work if each.prompt is not None]
+        for each, prompt, token_ids in zip(work, prompts, self._encode(prompts), strict=True):
+            if not isinstance(token_ids, RequestError) and each.num_kept is not None:
+                token_ids = self._encoder.keep_last(each.num_kept, prompt, token_ids)
+            if isinstance(token_ids, RequestError):
+                self._fail(each.entry, token_ids)
+            elif each.submitted.task != "generate":
+                self._answer_with_tokens(each, token_ids)
+            elif not token_ids:
+                self._fail(each.entry, RequestError("The prompt has no tokens; send some text.", param=prompt.param))
+            elif len(token_ids) + 1 > self.context:
+                self._fail(each.entry, too_long(str(len(token_ids)), self.context, prompt.param))
+            else:
+                event = Tokenized(
+                    token_ids=token_ids,
+                    fingerprint=self._encoder.fingerprint,
+                    by=self.place.status.slot,
+                    bad_words=prompt.bad_words,
+                )
+                failpoint("tokenize.before_commit")
+                self._commit(each.entry, event)
+                failpoint("tokenize.after_commit")
+
+    def _encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
+        if not prompts:
+            return []
         try:
             return list(self._encoder.encode(prompts))
         except OF_THE_PROCESS:
@@ -124,17 +189,64 @@ class TokenizeWorker:
             logger.exception("prompt_not_encoded")
             return _unexpected(error)
 
+    def _commit(self, entry: Entry, event: Tokenized) -> None:
+        began_s = time.perf_counter()
+        done = self._log.tokenized(entry, event)
+        self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "tokenized")
+        if done:
+            self._measures.add(PROMPTS)
+            self._measures.add(PROMPTS_TOKENS, amount=len(event.token_ids))
+
+    def _answer_with_tokens(self, work: _Work, token_ids: tuple[int, ...]) -> None:
+        def answer() -> Answered:
+            pieces = self._encoder.pieces(token_ids) if work.submitted.return_pieces else ()
+            return Answered(token_ids=token_ids, pieces=pieces, by=self.place.status.slot)
+
+        self._answer(work, answer)
+
+    def _answer_without_prompt(self, work: _Work) -> None:
+        def answer() -> Answered:
+            describes = work.submitted.task == "describe"
+            text = self._encoder.describe() if describes else self._encoder.decode(work.submitted)
+            return Answered(text=text, by=self.place.status.slot)
+
+        self._answer(work, answer)
+
+    def _answer(self, work: _Work, answer: Callable[[], Answered]) -> None:
+        """End a request that is for the tokenizer alone with its *answer*, or with what is wrong with it."""
+        try:
+            event = answer()
+        except RequestError as error:
+            self._fail(work.entry, error)
+            return
+        except OF_THE_PROCESS:
+            raise
+        except BaseException as error:  # the request's own end
+            logger.exception("not_answered", uid=work.entry.fields["uid"])
+            self._fail(work.entry, _unexpected(error))
+            return
+        failpoint("tokenize.before_commit")
+        self._end(work.entry, event)
+        failpoint("tokenize.after_commit")
+
     def _fail(self, entry: Entry, error: RequestError) -> None:
-        event = Failed(
-            status=error.status, code=error.code or "invalid_value", message=error.message, param=error.param or ""
+        self._end(
+            entry,
+            Failed(
+                status=error.status, code=error.code or "invalid_value", message=error.message, param=error.param or ""
+            ),
         )
-        self._log.end(
+
+    def _end(self, entry: Entry, event: Answered | Failed) -> None:
+        ended = self._log.end(
             entry.fields["uid"],
             event,
             frontend=entry.fields["frontend"],
             retention_ms=self._retention_ms,
             consume=entry,
         )
+        if ended and isinstance(event, Failed):
+            self._measures.add(REFUSALS, event.code)
 
 
 def _unexpected(error: BaseException) -> RequestError:
@@ -146,14 +258,14 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     stop = Stop().on_signals()
     log, lease_log = open_log(), open_log()
     inbox = Inbox.submitted(log.names)
-    lease_ms, wanted = int(config.log.lease_s * 1000), config.worker.slot
+    lease_ms, wanted, measures = int(config.log.lease_s * 1000), config.worker.slot, Measures()
     with Announcement(lease_log, TOKENIZE, lease_ms, preferred=wanted) as announcement:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
         announcement.say(phase="loading", detail="tokenizer")
         encoder = PromptEncoder(folder)
-        worker = TokenizeWorker(log, announcement, encoder, int(config.log.retention_s * 1000))
+        worker = TokenizeWorker(log, announcement, encoder, int(config.log.retention_s * 1000), measures)
         _wait_for_context(worker, announcement, stop)
-    for place in places(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop):
+    for place in places(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         worker.place = place
         place.say(phase="ready", fingerprint=encoder.fingerprint)
         follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ)

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import BOS, train_tokenizer
+from checkpoints import BOS, END, START, STOP, TEXT, train_tokenizer
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+import stages.tokenize.prompts
 from pipeline.errors import ConfigError, RequestError
-from pipeline.events import SamplingParams, Submitted
-from stages.tokenize.prompts import PromptEncoder, Rendered
+from pipeline.events import SamplingParams, Submitted, Task, Templating
+from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept
+from stages.tokenize.templates import NO_VARIABLES
+
+TOOL_TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}{{ '<|im_start|>tools\\n' }}
+{%- for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role }}
+{%- if message.tool_call_id %}{{ ' ' + message.tool_call_id }}{% endif %}{{ '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n' + call.id + ' ' + call.function.name }}
+{%- for name, value in call.function.arguments.items() %}{{ ' ' + name + '=' + value | tojson }}{% endfor %}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}{% endif %}"""
+"""What the templates of Qwen, Llama and Mistral have in common: tools, calls whose arguments are objects, a switch."""
+ARGUMENTS = {"at": "你好", "deep": [1, None, {"a": True}], "big": 10**20}
+TOOLS = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object", "default": None}}},)
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": json.dumps(ARGUMENTS)}}
+CONVERSATION = (
+    {"role": "system", "content": "Look."},
+    {"role": "user", "content": "What is there?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL, {**CALL, "id": "c2"}]},
+    {"role": "tool", "content": "A sea.", "tool_call_id": "c1"},
+    {"role": "assistant", "content": "There is a"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +59,31 @@ def encoder(folder: Path) -> PromptEncoder:
     return PromptEncoder(folder)
 
 
+@pytest.fixture(scope="module")
+def tool_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tools")
+    tokenizer = train_tokenizer(480, with_bos=True)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
 def chat(*turns: tuple[str, str]) -> Submitted:
     messages = tuple({"role": role, "content": content} for role, content in turns)
     return Submitted(endpoint="chat", frontend="web-0", messages=messages, sampling=SamplingParams())
 
 
-def plain(text: str) -> Submitted:
-    return Submitted(endpoint="chat", frontend="web-0", prompt=text, sampling=SamplingParams())
+def plain(text: str, **fields: Any) -> Submitted:
+    return Submitted(endpoint="chat", frontend="web-0", prompt=text, **{"sampling": SamplingParams(), **fields})
+
+
+def asked(task: Task = "generate", **fields: Any) -> Submitted:
+    return Submitted(endpoint="e", frontend="f", task=task, **{"sampling": SamplingParams(), **fields})
+
+
+def encoded(encoder: PromptEncoder, event: Submitted) -> tuple[int, ...]:
+    (ids,) = encoder.encode([encoder.render(event)])
+    return ids
 
 
 def test_a_conversation_gives_the_ids_that_transformers_gives(folder: Path, encoder: PromptEncoder) -> None:
@@ -127,3 +176,318 @@ def test_a_token_that_the_model_does_not_have_is_refused_by_its_number(
     with pytest.raises(RequestError, match=said) as raised:
         encoder.render(event)
     assert (raised.value.status, raised.value.param) == (400, param)
+
+
+# what a template is given
+
+
+@pytest.mark.parametrize(
+    "templating",
+    [
+        Templating(),
+        Templating(add_generation_prompt=False),
+        Templating(add_generation_prompt=False, continue_final_message=True),
+        Templating(tools=TOOLS),
+        Templating(variables={"enable_thinking": False, "unheard_of": {"a": [1]}}),
+        Templating(variables={"enable_thinking": False, "bos_token": "", "kwargs": 1}),
+    ],
+    ids=["as it is", "no answer opened", "continued", "tools", "variables", "a variable of the tokenizer's"],
+)
+def test_a_template_is_given_what_transformers_gives_it(tool_folder: Path, templating: Templating) -> None:
+    event = asked(messages=CONVERSATION, templating=templating)
+    called = [{**CALL, "id": name, "function": {"name": "look", "arguments": ARGUMENTS}} for name in ("c1", "c2")]
+    messages = [{**message, "tool_calls": called} if "tool_calls" in message else message for message in CONVERSATION]
+    expected = PreTrainedTokenizerFast.from_pretrained(tool_folder).apply_chat_template(
+        messages,
+        tools=list(templating.tools) or None,
+        add_generation_prompt=templating.add_generation_prompt,
+        continue_final_message=templating.continue_final_message,
+        return_dict=True,
+        **templating.variables,
+    )
+    encoder = PromptEncoder(tool_folder)
+    assert encoded(encoder, event) == tuple(expected["input_ids"])
+    text = encoder.render(event).text
+    assert 'c2 look at="你好" deep=[1, null, {"a": true}] big=100000000000000000000' in text
+    assert ("<think></think>" in text) == bool(templating.variables)
+    assert ('"default": null' in text) == bool(templating.tools)
+    assert text.endswith("There is a") == templating.continue_final_message
+    assert event.messages == CONVERSATION, "what was submitted is not changed"
+
+
+def test_a_call_without_arguments_has_none(tool_folder: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": ""}}
+    event = asked(messages=({"role": "assistant", "content": "", "tool_calls": [call]},))
+    assert "c1 look<|im_end|>" in PromptEncoder(tool_folder).render(event).text
+
+
+@pytest.mark.parametrize("arguments", ["{", '["a"]', "3", '{"a": NaN}', '{"a":' * 100_000])
+def test_arguments_that_are_no_object_are_refused_by_their_path(tool_folder: Path, arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    event = asked(messages=(*CONVERSATION[:2], {"role": "assistant", "content": "", "tool_calls": [call]}))
+    with pytest.raises(RequestError) as raised:
+        PromptEncoder(tool_folder).render(event)
+    assert raised.value.param == "messages.2.tool_calls.0.function.arguments"
+
+
+def test_both_an_opened_answer_and_a_continued_one_are_refused(encoder: PromptEncoder) -> None:
+    templating = Templating(continue_final_message=True)
+    with pytest.raises(RequestError) as raised:
+        encoder.render(asked(messages=({"role": "user", "content": "a"},), templating=templating))
+    assert raised.value.param == "continue_final_message"
+
+
+def test_every_argument_of_our_own_call_is_no_variable_of_a_clients(encoder: PromptEncoder) -> None:
+    taken = {"messages", "tokenize", "return_dict", "chat_template", "conversation", "self", "tools", "max_length"}
+    signature = inspect.signature(PreTrainedTokenizerFast.apply_chat_template)
+    assert taken <= NO_VARIABLES and set(signature.parameters) - {"kwargs"} <= NO_VARIABLES
+    for name in NO_VARIABLES:
+        templating = Templating(variables={"fine": 1, name: "x"})
+        with pytest.raises(RequestError, match=f"`{name}`") as raised:
+            encoder.render(asked(messages=({"role": "user", "content": "a"},), templating=templating))
+        assert (raised.value.status, raised.value.param) == (400, "chat_template_kwargs")
+
+
+def test_what_transformers_says_of_a_conversation_is_not_all_of_it(encoder: PromptEncoder, tmp_path: Path) -> None:
+    templating = Templating(add_generation_prompt=False, continue_final_message=True)
+    tokenizer = train_tokenizer(300, with_bos=False)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content[:3] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    event = asked(messages=({"role": "user", "content": "x" * 10_000},), templating=templating)
+    with pytest.raises(RequestError, match="does not appear in the chat") as raised:
+        PromptEncoder(tmp_path).render(event)
+    assert len(raised.value.message) < 500
+
+
+@pytest.mark.parametrize("add", [None, False, True])
+def test_special_tokens_are_added_as_it_is_asked_for(folder: Path, encoder: PromptEncoder, add: bool | None) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    text = tokenizer(["hello"], add_special_tokens=add is not False)["input_ids"][0]
+    assert encoded(encoder, plain("hello", add_special_tokens=add)) == tuple(text)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer([rendered], add_special_tokens=add is True)["input_ids"][0]
+    event = chat(("user", "hello")).model_copy(update={"add_special_tokens": add})
+    assert encoded(encoder, event) == tuple(ids) and ids.count(ids[0]) == (2 if add else 1)
+
+
+# truncation
+
+
+@pytest.fixture(scope="module")
+def surrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that puts two tokens before a text and one after it."""
+    tokenizer = train_tokenizer(480, with_bos=True)
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (BOS, START, END)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} {START} $A {END}", special_tokens=ids
+    )
+    path = tmp_path_factory.mktemp("surrounded")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 17, 100_000])
+def test_the_last_tokens_are_kept_beside_those_that_the_tokenizer_adds_as_in_transformers(
+    folder: Path, surrounded: Path, num_tokens: int
+) -> None:
+    for path in (folder, surrounded):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, truncation_side="left")
+        encoder = PromptEncoder(path)
+        num_added = tokenizer.num_special_tokens_to_add()
+        for special in (True, False):
+            rendered = encoder.render(plain(TEXT[:300], add_special_tokens=special))
+            (ids,) = encoder.encode([rendered])
+            kept = encoder.keep_last(num_tokens, rendered, ids)
+            if special and num_tokens <= num_added:  # where transformers refuses, or keeps nothing of the text
+                assert kept == ids[-num_tokens:]
+            else:
+                expected = tokenizer(TEXT[:300], add_special_tokens=special, truncation=True, max_length=num_tokens)[
+                    "input_ids"
+                ]
+                assert kept == tuple(expected)
+
+
+def test_of_tokens_that_came_as_such_and_of_conversations_the_last_are_kept(encoder: PromptEncoder) -> None:
+    for event in (asked(prompt_ids=(7, 5, 9)), chat(("user", "hello"))):
+        rendered = encoder.render(event)
+        (ids,) = encoder.encode([rendered])
+        assert encoder.keep_last(2, rendered, ids) == ids[-2:]
+        assert encoder.keep_last(0, rendered, ids) == ()
+
+
+@pytest.mark.parametrize(
+    ("truncate", "max_tokens", "kept"),
+    [(None, 5, None), (3, 5, 3), (200, None, 200), (-1, None, 99), (-1, 1, 99), (-1, 60, 40), (-1, 99, 1)],
+)
+def test_minus_1_is_all_that_there_is_room_for_beside_the_answer(
+    truncate: int | None, max_tokens: int | None, kept: int | None
+) -> None:
+    event = plain("x", truncate_prompt_tokens=truncate, sampling=SamplingParams(max_tokens=max_tokens))
+    assert tokens_kept(event, context=100) == kept
+
+
+def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused() -> None:
+    event = plain("x", truncate_prompt_tokens=-1, sampling=SamplingParams(max_tokens=100))
+    with pytest.raises(RequestError) as raised:
+        tokens_kept(event, context=100)
+    assert (raised.value.status, raised.value.param) == (400, "max_tokens")
+
+
+def test_a_text_that_need_not_fit_is_refused_for_its_size_in_bytes_alone(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.tokenize.prompts, "LARGEST_TEXT_BYTES", 3000)
+    fits = Rendered("你" * 1000, True, "prompt")
+    encoder.refuse_too_large(fits, context=16)
+    larger = Rendered(fits.text + "a", True, "prompt")
+    with pytest.raises(RequestError, match="3001 bytes") as raised:
+        encoder.refuse_too_large(larger, context=16)
+    assert (raised.value.status, raised.value.code, raised.value.param) == (413, "request_too_large", "prompt")
+    encoder.refuse_too_large(larger, context=1001)  # as a prompt it might fit
+
+
+# bad words
+
+
+def vllms_bad_words(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> list[list[int]]:
+    """Return what vLLM makes of them (SamplingParams.update_from_tokenizer), as its documentation has it."""
+    found: list[list[int]] = []
+    for word in words:
+        alone, spaced = (tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " "))
+        found.append(alone)
+        if len(alone) == len(spaced) and alone[0] != spaced[0]:
+            found.append(spaced)
+    return found
+
+
+def test_a_bad_word_is_meant_at_the_beginning_of_a_text_and_after_a_space(folder: Path, encoder: PromptEncoder) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    words = ["sea", " sea", "log", "the log", "你好", "x", "shells sea", STOP]
+    expected = vllms_bad_words(tokenizer, words)
+    for event in (plain("a"), chat(("user", "a")), asked(prompt_ids=(5,))):
+        event = event.model_copy(update={"sampling": SamplingParams(bad_words=tuple(words))})
+        assert encoder.render(event).bad_words == tuple(dict.fromkeys(map(tuple, expected)))
+    # some have both forms, some one, and what comes twice is there once
+    assert len(words) < len(expected) < 2 * len(words) and len(encoder.render(event).bad_words) < len(expected)
+    assert encoder.render(plain("a")).bad_words == ()
+
+
+@pytest.mark.parametrize("word", ["", " ", "\n\t"])
+def test_a_bad_word_of_nothing_but_space_is_refused(encoder: PromptEncoder, word: str) -> None:
+    with pytest.raises(RequestError, match="nothing but space") as raised:
+        encoder.render(plain("a", sampling=SamplingParams(bad_words=("fine", word))))
+    assert (raised.value.status, raised.value.param) == (400, "bad_words")
+
+
+def test_bad_words_that_are_a_book_are_refused(encoder: PromptEncoder) -> None:
+    with pytest.raises(RequestError, match="characters together"):
+        encoder.render(plain("a", sampling=SamplingParams(bad_words=("x" * 40_000, "y" * 40_000))))
+
+
+# token ids
+
+
+def test_token_ids_that_the_model_has_no_embedding_for_are_refused_by_their_number(
+    folder: Path, encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match="prompt: token 480 is none of this model's, which go from 0 to 479"):
+        encoder.render(asked(prompt_ids=(3, 480)))
+    with pytest.raises(RequestError, match="token -1 is none"):
+        encoder.render(asked(prompt_ids=(-1,)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    for config in ({"vocab_size": 512}, {"text_config": {"vocab_size": 512}}):  # which has more than the tokenizer
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        padded = PromptEncoder(tmp_path)
+        assert padded.render(asked(prompt_ids=(480, 511))).token_ids == (480, 511)
+        with pytest.raises(RequestError, match="token 512 is none of this model's, which go from 0 to 511"):
+            padded.render(asked(prompt_ids=(480, 512)))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_token_ids_become_the_text_that_transformers_decodes(folder: Path, encoder: PromptEncoder, skip: bool) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = (*encoded(encoder, chat(("user", TEXT))), *encoded(encoder, plain("🙂"))[:2])  # the last is half a character
+    sampling = SamplingParams(skip_special_tokens=skip)
+    text = encoder.decode(asked("detokenize", prompt_ids=ids, sampling=sampling))
+    assert text == tokenizer.decode(list(ids), skip_special_tokens=skip)
+    assert TEXT in text and (START in text) is not skip
+    assert encoder.decode(asked("detokenize")) == ""
+
+
+def test_the_text_of_unknown_tokens_is_refused_by_their_number(encoder: PromptEncoder) -> None:
+    for token in (480, -1, 2**31, 2**40):
+        with pytest.raises(RequestError, match=f"tokens: token {token} is none of this model's") as raised:
+            encoder.decode(asked("detokenize", prompt_ids=(3, token, 9999)))
+        assert (raised.value.status, raised.value.param) == (400, "tokens")
+
+
+def test_token_ids_that_stand_for_too_much_text_are_not_decoded(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.tokenize.prompts, "LARGEST_DECODED_BYTES", 26)
+    bos, kept = encoded(encoder, plain("")), SamplingParams(skip_special_tokens=False)
+    assert encoder.decode(asked("detokenize", prompt_ids=bos, sampling=kept)) == BOS  # of 17 bytes
+    with pytest.raises(RequestError, match="34 bytes") as raised:
+        encoder.decode(asked("detokenize", prompt_ids=bos * 2, sampling=kept))
+    assert (raised.value.status, raised.value.param) == (413, "tokens")
+
+
+def test_the_pieces_of_a_text_are_its_tokens_one_by_one(encoder: PromptEncoder) -> None:
+    ids = encoded(encoder, plain("The sea ☃"))
+    first, *pieces = encoder.pieces(ids)
+    assert first == BOS and pieces[:2] == ["The", " sea"] and len(pieces) == len(ids) - 1
+    assert (
+        b"".join(
+            bytes.fromhex(piece[6:].replace("\\x", "")) if piece.startswith("bytes:") else piece.encode()
+            for piece in pieces
+        )
+        == "The sea ☃".encode()
+    )
+    assert any(piece.startswith("bytes:\\x") for piece in pieces)
+
+
+# what a tokenizer is like
+
+
+def test_a_tokenizer_tells_what_a_client_needs_to_do_without_it(folder: Path, encoder: PromptEncoder) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    told = json.loads(encoder.describe())
+    assert (told["bos_token"], told["eos_token"], told["pad_token"], told["unk_token"]) == (BOS, STOP, END, None)
+    assert told["chat_template"] == tokenizer.chat_template
+    assert told["tokenizer_class"] == json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+    assert told["model_max_length"] is None
+    added = {int(token): fields["content"] for token, fields in told["added_tokens_decoder"].items()}
+    assert added == {token: each.content for token, each in tokenizer.added_tokens_decoder.items()}
+    assert all(fields["special"] for fields in told["added_tokens_decoder"].values())
+
+
+def test_a_tokenizer_tells_nothing_of_the_machine_and_no_secret(folder: Path, tmp_path: Path) -> None:
+    secret = "hf_a-word-that-must-not-come-out"
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"token": secret, "auto_map": secret, "vocab_file": f"/{secret}", "model_max_length": 4096}
+    config |= {"add_bos_token": True, "add_prefix_space": secret, "chat_template": "{{ messages }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = PromptEncoder(tmp_path).describe()
+    told = json.loads(text)
+    assert secret not in text and str(tmp_path) not in text and "name_or_path" not in told
+    assert (told["model_max_length"], told["add_bos_token"], told["chat_template"]) == (4096, True, "{{ messages }}")
+
+
+def test_a_tokenizer_without_a_template_or_with_several_tells_the_one_that_is_used(
+    folder: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    assert json.loads(PromptEncoder(tmp_path).describe())["chat_template"] is None
+    (tmp_path / "chat_template.jinja").write_text("plain {{ messages[0].content }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ messages[0].content }}")
+    both = PromptEncoder(tmp_path)
+    assert json.loads(both.describe())["chat_template"] == "plain {{ messages[0].content }}"
+    messages = ({"role": "user", "content": "a"},)
+    assert both.render(asked(messages=messages)).text == "plain a"
+    assert both.render(asked(messages=messages, templating=Templating(tools=TOOLS))).text == "tools a"

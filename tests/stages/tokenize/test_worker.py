@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from measured import count_of
 from structlog.contextvars import bound_contextvars
 
 from pipeline.config import parse_command
 from pipeline.errors import ConfigError, RequestError
-from pipeline.events import Cancelled, Failed, SamplingParams, Submitted, Tokenized, decode, new_uid
-from pipeline.log import Entry, Inbox
+from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
+from pipeline.log import Entry, Inbox, StreamLog
+from pipeline.measures import Measures
 from pipeline.memory_log import MemoryLog
+from pipeline.metrics import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import SEAL, TOKENIZED_ID, Names
 from pipeline.slots import WATCHDOG_S, Announcement, Place, Status
-from stages.tokenize.prompts import Rendered
-from stages.tokenize.worker import LOAD_TIMEOUT_S, TokenizeWorker, run
+from stages.tokenize.prompts import LONG_TEXT, Rendered
+from stages.tokenize.worker import LOAD_TIMEOUT_S, LONGEST_BATCH_S, TokenizeWorker, run
 
 CONTEXT = 16
 
@@ -34,6 +37,8 @@ class LetterEncoder:
 
     def __init__(self) -> None:
         self.rendered: list[str] = []
+        self.encoded: list[list[str]] = []
+        """The batches."""
 
     def render(self, event: Submitted) -> Rendered:
         self.rendered.append(event.prompt)
@@ -45,9 +50,11 @@ class LetterEncoder:
             raise KeyboardInterrupt
         if event.prompt == "panics at once":
             raise Panic("index out of bounds")
-        return Rendered(event.prompt, True, "prompt")
+        bad_words = tuple(tuple(map(ord, word)) for word in event.sampling.bad_words)
+        return Rendered(event.prompt, True, "prompt", bad_words=bad_words)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
+        self.encoded.append([prompt.text for prompt in prompts])
         if any(prompt.text == "poison" for prompt in prompts):
             raise RuntimeError("cannot be encoded")
         if any(prompt.text == "panics" for prompt in prompts):
@@ -58,11 +65,36 @@ class LetterEncoder:
 
     def refuse_too_long(self, prompt: Rendered, context: int) -> None:
         assert context == CONTEXT
+        if prompt.text == "cannot fit":
+            raise RequestError("It cannot fit.", code="context_length_exceeded", param="prompt")
+
+    def refuse_too_large(self, prompt: Rendered, context: int) -> None:
+        assert context == CONTEXT
+        if prompt.text == "a book":
+            raise RequestError("It is a book.", code="request_too_large", param="prompt", status=413)
+
+    def keep_last(self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return token_ids[-num_tokens:]
+
+    def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        if ord("?") in token_ids:
+            raise Panic("no piece")
+        return tuple(map(chr, token_ids))
+
+    def decode(self, event: Submitted) -> str:
+        if 0 in event.prompt_ids:
+            raise RequestError("token 0 is none", param="tokens")
+        if 1 in event.prompt_ids:
+            raise Panic("not a char boundary")
+        return "".join(map(chr, event.prompt_ids))
+
+    def describe(self) -> str:
+        return '{"letters":true}'
 
 
 class Rig:
-    def __init__(self) -> None:
-        self.log = MemoryLog(Names())
+    def __init__(self, open_log: Callable[[], StreamLog]) -> None:
+        self.log = open_log()
         self.inbox = Inbox.submitted(self.log.names)
         self.log.prepare(self.inbox)
         self.log.prepare(Inbox.tokenized(self.log.names))
@@ -71,20 +103,28 @@ class Rig:
         assert engine is not None and owner is not None
         status = Status(slot="generate-0", owner=str(engine), pid=1, host="here", phase="ready", context=CONTEXT)
         self.log.renew(engine, 60_000, status.model_dump_json())
-        self.place = Place(self.log, owner, 60_000)
+        self.place = Place(open_log(), owner, 60_000)
         self.encoder = LetterEncoder()
         encoder: Any = self.encoder
-        self.worker = TokenizeWorker(self.log, self.place, encoder, 60_000)
+        self.measures = Measures()
+        self.worker = TokenizeWorker(self.log, self.place, encoder, 60_000, self.measures)
 
     def submit(self, *prompts: str) -> list[str]:
-        uids = [new_uid() for _ in prompts]
-        for uid, prompt in zip(uids, prompts, strict=True):
-            event = Submitted(endpoint="chat", frontend="web-0", prompt=prompt, sampling=SamplingParams())
-            self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
-        return uids
+        return [self.ask(prompt=prompt) for prompt in prompts]
+
+    def ask(self, task: Task = "generate", **fields: Any) -> str:
+        uid = new_uid()
+        event = Submitted(endpoint="chat", frontend="web-0", task=task, **{"sampling": SamplingParams(), **fields})
+        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+        return uid
 
     def handle(self) -> None:
         self.worker.handle(self.log.read(self.inbox, "tokenize-0", max_entries=100, block_ms=10))
+
+    def counted(self) -> tuple[float, ...]:
+        """Return how many prompts there were, their tokens, commits and batches."""
+        prompts, tokens, batches = (count_of(self.measures, each) for each in (PROMPTS, PROMPTS_TOKENS, BATCH_SECONDS))
+        return prompts, tokens, count_of(self.measures, COMMIT_SECONDS, "tokenized"), batches
 
     def last(self, uid: str) -> tuple[Entry, Any]:
         entry = self.log.histories([uid])[0][-1]
@@ -92,8 +132,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+def rig(another_log: Callable[[], StreamLog]) -> Iterator[Rig]:
+    rig = Rig(another_log)
     yield rig
     rig.place.leave()
 
@@ -108,6 +148,9 @@ def test_each_request_of_a_batch_goes_on_with_its_tokens(rig: Rig) -> None:
             ms=event.ms, token_ids=tuple(map(ord, letters)), fingerprint="letters", by="tokenize-0"
         )
     assert rig.log.backlog(rig.inbox) == 0 and rig.log.backlog(Inbox.tokenized(rig.log.names)) == 2
+    rig.submit("def")
+    rig.handle()
+    assert rig.counted() == (3, 2 + 1 + 3, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +173,7 @@ def test_a_bad_request_fails_alone(rig: Rig, prompt: str, status: int, code: str
     assert (event.status, event.code) == (status, code) and words in event.message
     assert [rig.last(uid)[0].id for uid in (before, after)] == [TOKENIZED_ID, TOKENIZED_ID]
     assert rig.log.backlog(rig.inbox) == 0
+    assert rig.counted() == (2, 4, 2, 1) and count_of(rig.measures, REFUSALS, code) == 1
 
 
 @pytest.mark.parametrize(("prompt", "error"), [("interrupted", KeyboardInterrupt), ("exits", SystemExit)])
@@ -149,11 +193,143 @@ def test_a_request_that_was_cancelled_meanwhile_goes_nowhere_and_is_not_even_ren
     assert entry.id == SEAL and event == cancelled.model_copy(update={"ms": event.ms})
     assert rig.encoder.rendered == ["cd"]
     assert rig.log.backlog(rig.inbox) == 0 and rig.log.backlog(Inbox.tokenized(rig.log.names)) == 1
+    assert rig.counted() == (1, 2, 1, 1) and count_of(rig.measures, REFUSALS, "ended") == 0
 
 
 def test_an_entry_without_a_history_is_consumed(rig: Rig) -> None:
     rig.worker.handle([Entry("1-1", {"uid": new_uid(), "frontend": "web-0"})])
     assert rig.log.backlog(rig.inbox) == 0
+
+
+# what the client asked for its prompt
+
+
+@pytest.mark.parametrize(
+    ("truncate", "max_tokens", "kept"),
+    [(None, None, "abcdef"), (3, None, "def"), (-1, 12, "cdef"), (-1, None, "abcdef"), (9, None, "abcdef")],
+)
+def test_the_last_tokens_of_a_prompt_are_kept(
+    rig: Rig, truncate: int | None, max_tokens: int | None, kept: str
+) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=truncate, sampling=sampling)
+    rig.handle()
+    assert rig.last(uid)[1].token_ids == tuple(map(ord, kept))
+
+
+def test_a_prompt_that_is_too_long_goes_through_where_it_is_cut(rig: Rig) -> None:
+    long, cut, too_little = "x" * 99, "cannot fit", "x" * 50
+    uids = [
+        rig.ask(prompt=long, truncate_prompt_tokens=CONTEXT - 1),
+        rig.ask(prompt=cut, truncate_prompt_tokens=3),
+        rig.ask(prompt=too_little, truncate_prompt_tokens=CONTEXT),
+        rig.ask(prompt=cut),
+        rig.ask(prompt="a book", truncate_prompt_tokens=3),
+        rig.ask(prompt="ab", truncate_prompt_tokens=-1, sampling=SamplingParams(max_tokens=CONTEXT)),
+    ]
+    rig.handle()
+    ends = [rig.last(uid)[1] for uid in uids]
+    assert [len(end.token_ids) for end in ends[:2]] == [CONTEXT - 1, 3]
+    assert [(end.status, end.code, end.param) for end in ends[2:]] == [
+        (400, "context_length_exceeded", "prompt"),
+        (400, "context_length_exceeded", "prompt"),
+        (413, "request_too_large", "prompt"),
+        (400, "context_length_exceeded", "max_tokens"),
+    ]
+
+
+def test_bad_words_go_on_as_tokens(rig: Rig) -> None:
+    uid = rig.ask(prompt="ab", sampling=SamplingParams(bad_words=("cd", "e")))
+    rig.handle()
+    assert rig.last(uid)[1].bad_words == (tuple(map(ord, "cd")), (ord("e"),))
+
+
+# what is for the tokenizer alone
+
+
+def answered(**fields: Any) -> Answered:
+    return Answered(by="tokenize-0", **fields)
+
+
+def test_tasks_of_the_tokenizer_are_answered_and_reach_no_engine(rig: Rig) -> None:
+    start = rig.log.open_replies("web-0")
+    long = "x" * (CONTEXT + 5)  # no context is a bound here
+    uids = [
+        rig.ask("tokenize", prompt=long),
+        rig.ask("tokenize", prompt="ab", return_pieces=True),
+        rig.ask("tokenize", prompt=""),
+        rig.ask("tokenize", prompt="abc", truncate_prompt_tokens=2),
+        rig.ask("detokenize", prompt_ids=(104, 105)),
+        rig.ask("detokenize"),
+        rig.ask("describe"),
+    ]
+    rig.handle()
+    expected = [
+        answered(token_ids=(ord("x"),) * len(long)),
+        answered(token_ids=(97, 98), pieces=("a", "b")),
+        answered(),
+        answered(token_ids=(98, 99)),
+        answered(text="hi"),
+        answered(text=""),
+        answered(text='{"letters":true}'),
+    ]
+    ends = [rig.last(uid) for uid in uids]
+    assert {entry.id for entry, _ in ends} == {SEAL}
+    assert [event.model_copy(update={"ms": 0}) for _, event in ends] == expected
+    assert rig.log.backlog(rig.inbox) == rig.log.backlog(Inbox.tokenized(rig.log.names)) == 0
+    assert rig.log.alive(uids) == set()
+    _, replies = rig.log.read_replies("web-0", start, block_ms=0)
+    assert sorted(reply.uid for reply in replies) == sorted(uids)
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "status", "words"),
+    [
+        ("tokenize", {"prompt": "refused"}, 400, "roles must alternate"),
+        ("tokenize", {"prompt": "explodes"}, 400, "in the template"),
+        ("tokenize", {"prompt": "poison"}, 400, "cannot be encoded"),
+        ("tokenize", {"prompt": "a book"}, 413, "a book"),
+        ("tokenize", {"prompt": "?", "return_pieces": True}, 400, "no piece"),
+        ("detokenize", {"prompt_ids": (0,)}, 400, "token 0 is none"),
+        ("detokenize", {"prompt_ids": (1,)}, 400, "char boundary"),
+    ],
+)
+def test_a_task_that_cannot_be_done_fails_alone(
+    rig: Rig, task: Task, fields: dict[str, Any], status: int, words: str
+) -> None:
+    before, bad, after = rig.ask(prompt="ab"), rig.ask(task, **fields), rig.ask("tokenize", prompt="cd")
+    rig.handle()
+    entry, event = rig.last(bad)
+    assert entry.id == SEAL and isinstance(event, Failed) and event.status == status and words in event.message
+    assert rig.last(before)[0].id == TOKENIZED_ID and isinstance(rig.last(after)[1], Answered)
+    assert rig.log.backlog(rig.inbox) == 0
+
+
+def test_a_task_that_was_cancelled_meanwhile_is_not_done(rig: Rig) -> None:
+    uid = rig.ask("tokenize", prompt="ab")
+    rig.log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=60_000)
+    rig.handle()
+    assert isinstance(rig.last(uid)[1], Cancelled) and rig.encoder.rendered == []
+    assert rig.log.backlog(rig.inbox) == 0
+
+
+def test_what_is_long_waits_for_what_is_brief_and_has_the_watchdogs_patience_for_itself(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_s = []
+
+    def came_round(*, patience_s: float = WATCHDOG_S) -> None:
+        given_s.append((len(rig.encoder.encoded), patience_s))
+
+    monkeypatch.setattr(rig.place, "came_round", came_round)
+    long, book = "x" * (LONG_TEXT + 1), "y" * (LONG_TEXT + 2)
+    rig.ask("tokenize", prompt=long)
+    rig.submit("ab")
+    rig.ask(prompt=book, truncate_prompt_tokens=2)
+    rig.ask("tokenize", prompt="cd")
+    rig.handle()
+    assert rig.encoder.encoded == [["ab", "cd"], [long], [book]]
+    assert given_s == [(0, LONGEST_BATCH_S), (1, LONGEST_BATCH_S), (2, LONGEST_BATCH_S)]
 
 
 def test_the_longest_prompt_that_leaves_room_for_one_token_goes_through(rig: Rig) -> None:
@@ -173,6 +349,7 @@ def test_a_request_that_killed_its_tokenizers_fails_and_is_kept_among_the_dead(r
     assert [letter.fields[name] for name in ("uid", "stage", "deaths")] == [poison, "tokenize", "4"]
     assert rig.log.pending(rig.inbox, "tokenize-0") == [entries[1]] and rig.log.alive([poison, other]) == {other}
     assert rig.encoder.rendered == []
+    assert count_of(rig.measures, BURIED) == count_of(rig.measures, REFUSALS, "poisonous") == 1
 
 
 def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,92 @@
+"""Conversations become text: the model's chat template, with what a client may give it. Knows no token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import jinja2
+from pydantic_core import from_json
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.errors import RequestError
+from pipeline.events import Submitted
+
+LONGEST_ERROR: Final = 400
+"""Characters of what a template says: transformers may quote the whole conversation."""
+NO_VARIABLES: Final = {
+    *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
+    "conversations",
+    "messages",
+} - {"kwargs"}
+"""What `apply_chat_template` and the template are given by us, so that no variable of a client's can have that name."""
+
+
+def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> str:
+    """Return what the template of *tokenizer* makes of a request's messages.
+
+    What a template has no place for, such as tools, it leaves out.
+
+    Raises:
+        RequestError: There is no template, or it refuses the conversation; the message has its words. Or a variable is
+            not the client's to set.
+    """
+    templating = event.templating
+    if tokenizer.chat_template is None:
+        raise RequestError(
+            "This model has no chat template, so it takes no `messages`; send `prompt` instead.",
+            code="no_chat_template",
+            param="messages",
+        )
+    if templating.add_generation_prompt and templating.continue_final_message:
+        message = "continue_final_message: not together with `add_generation_prompt`"
+        raise RequestError(message, param="continue_final_message")
+    taken = next((name for name in templating.variables if name in NO_VARIABLES), None)
+    if taken is not None:
+        raise RequestError(
+            f"chat_template_kwargs: `{taken}` is no variable that a client may set; fields of the request go beside it",
+            param="chat_template_kwargs",
+        )
+    messages = [_with_parsed_calls(message, place) for place, message in enumerate(event.messages)]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=list(templating.tools) or None,
+            add_generation_prompt=templating.add_generation_prompt,
+            continue_final_message=templating.continue_final_message,
+            tokenize=False,
+            **templating.variables,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        raise RequestError(
+            f"The model's chat template refuses this conversation: {str(error)[:LONGEST_ERROR]}",
+            code="template_error",
+            param="messages",
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def _with_parsed_calls(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """Return *message* with the arguments of its tool calls as objects: clients send text, templates want these."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for number, call in enumerate(message["tool_calls"]):
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            path = f"messages.{place}.tool_calls.{number}.function.arguments"
+            function["arguments"] = _object_of(function["arguments"] or "{}", path)
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _object_of(text: str, path: str) -> dict[str, Any]:
+    try:
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"{path}: should be a JSON object, written as a string", param=path)
+    return value
