@@ -17,7 +17,7 @@ from pipeline.events import SamplingParams, Submitted
 from stages.generate.schedule.schedule import Limits
 from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
 from web.openai.schemas import parse_chat
-from web.submit import to_submitted
+from web.submit import chat_events
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, by the rules of /v1/chat/completions."""
@@ -103,7 +103,7 @@ def _submitted(place: int, prompt: str | Sequence[object]) -> Submitted:
         body = orjson.dumps({"messages": [dict(message) for message in prompt]})
     except orjson.JSONEncodeError as error:
         raise ValueError(f"prompts[{place}]: its messages cannot be sent as JSON: {error}") from error
-    return to_submitted(parse_chat(body), frontend="", model="")
+    return chat_events(parse_chat(body), frontend="", model="", defaults={})[0]
 
 
 def _encode(rendered: Sequence[Rendered], encoder: PromptEncoder) -> list[tuple[int, ...]]:

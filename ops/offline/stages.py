@@ -67,12 +67,12 @@ class Stages:
         self._stop = Stop()
         for inbox in self._inboxes():
             self.log.prepare(inbox)
-        decode = load_decoder(folder)
+        decoder = load_decoder(folder)
         loaded: Future[Loaded] = Future()
         self._threads = [
             self._start("generate", lambda: self._generate(config, folder, wrap, loaded)),
             self._start("tokenize", self._tokenize),
-            self._start("detokenize", lambda: self._detokenize(DetokenizeFold(decode))),
+            self._start("detokenize", lambda: self._detokenize(DetokenizeFold(decoder))),
         ]
         try:
             self.loaded = loaded.result()

@@ -6,7 +6,7 @@ Remembers the text state of every running request. What it does not know, or wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.errors import UndecodableEvent
@@ -17,17 +17,22 @@ from pipeline.events import (
     Failed,
     Finished,
     FinishReason,
+    Score,
     StepCompleted,
     Submitted,
     Timings,
     Tokenized,
     TokenRow,
     TokensProduced,
+    ToldCandidate,
+    ToldPrompt,
+    ToldScore,
+    ToldToken,
     Usage,
 )
 from pipeline.log import Produced
 from pipeline.names import SEAL, parse_id, tokens_id
-from stages.detokenize.text import Decode, IncrementalText, StopStrings
+from stages.detokenize.text import Decoder, IncrementalText, StopStrings
 
 
 @dataclass(slots=True)
@@ -36,6 +41,8 @@ class _Request:
 
     submitted: Submitted
     prompt_tokens: int
+    prompt_ids: tuple[int, ...]
+    """Where the client is told of its prompt, with the first token."""
     text: IncrementalText
     stops: StopStrings
     n: int
@@ -50,12 +57,12 @@ class _Request:
     def take(self, token: int, *, ends: bool = False) -> tuple[str, bool]:
         """Count *token* in; return what can be shown, and whether a stop string was met.
 
-        A token that *ends* the request, end-of-sequence or one of `stop_token_ids`, is counted but is no text: not
-        every one of them is a special token, which has none anyway.
+        A token that *ends* the request, end-of-sequence or one of `stop_token_ids`, is counted but is no text, unless
+        the client wants it: not every one of them is a special token, which has none anyway.
         """
         self.n += 1
         self.marks = 0
-        if ends:
+        if ends and not self.submitted.sampling.include_stop_str_in_output:
             return "", False
         return self.stops.push(self.text.push(token), armed=self.n >= self.submitted.sampling.min_tokens)
 
@@ -68,8 +75,8 @@ class _Request:
 class DetokenizeFold:
     """The requests of one engine."""
 
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
         # None: it has ended, and the engine has not heard it yet. An entry goes when the engine's last row came.
         self._requests: dict[str, _Request | None] = {}
 
@@ -157,11 +164,15 @@ class DetokenizeFold:
         self._requests.clear()
 
     def _begin(self, submitted: Submitted, tokenized: Tokenized) -> _Request:
+        sampling = submitted.sampling
+        decode = self._decoder.plain if sampling.skip_special_tokens else self._decoder.special
+        tells_prompt = submitted.presentation.tells_prompt or sampling.prompt_logprobs is not None
         return _Request(
             submitted=submitted,
             prompt_tokens=len(tokenized.token_ids),
-            text=IncrementalText(self._decode, tokenized.token_ids),
-            stops=StopStrings(submitted.sampling.stop),
+            prompt_ids=tokenized.token_ids if tells_prompt else (),
+            text=IncrementalText(decode, tokenized.token_ids),
+            stops=StopStrings(sampling.stop, include=sampling.include_stop_str_in_output),
             n=0,
             marks=2,
             admitted_ms=0,
@@ -175,18 +186,48 @@ class DetokenizeFold:
         reason: FinishReason | None = "stop" if met_stop else row.end
         if reason is not None and not met_stop:
             text += request.tail()
-        tokens = TokensProduced(count=1, tokens=(row.token,), text=text, step=step_id, chunks=row.chunks)
+        tokens = TokensProduced(
+            count=1,
+            tokens=(row.token,),
+            text=text,
+            step=step_id,
+            chunks=row.chunks,
+            scores=() if row.score is None else (self._told(row.token, row.score),),
+            prompt=self._told_prompt(request, row.prompt_scores or ()) if request.prompt_ids else None,
+        )
+        request.prompt_ids = ()
         frontend = request.submitted.frontend
         produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]
         if reason is not None:
             # A stop string is found here alone: the engine goes on until `control` tells it.
-            produced.append(
-                Produced(
-                    row.uid, SEAL, row.n, _finished(request, reason, step.ms), frontend, tell_engine=row.end is None
-                )
-            )
+            end = _finished(request, reason, step.ms, stop_string=request.stops.met if met_stop else "")
+            produced.append(Produced(row.uid, SEAL, row.n, end, frontend, tell_engine=row.end is None))
             self._requests[row.uid] = None
         return produced
+
+    def _told_prompt(self, request: _Request, scores: Sequence[Score]) -> ToldPrompt:
+        """Return what a client is told of its prompt."""
+        submitted, ids = request.submitted, request.prompt_ids
+        shown = submitted.presentation
+        unscored = submitted.sampling.prompt_logprobs is None
+        text = ""
+        if shown.echo:
+            decode = self._decoder.plain if submitted.sampling.skip_special_tokens else self._decoder.special
+            is_whole = submitted.prompt and submitted.truncate_prompt_tokens is None
+            text = submitted.prompt if is_whole else decode(ids)
+        return ToldPrompt(
+            num_tokens=len(ids),
+            cached_tokens=request.cached_tokens,
+            token_ids=ids if shown.token_ids else (),
+            text=text,
+            scores=tuple(self._told(token, score) for token, score in zip(ids[1:], scores, strict=False)),
+            first=None if unscored else ToldToken(token=ids[0], text=self._decoder.piece(ids[0])),
+        )
+
+    def _told(self, token: int, score: Score) -> ToldScore:
+        piece = self._decoder.piece
+        top = tuple(ToldCandidate(token=other, text=piece(other), logprob=logprob) for other, logprob in score.top)
+        return ToldScore(token=token, text=piece(token), logprob=score.logprob, top=top)
 
     def _lost(self, request: _Request, row: TokenRow | EventRow) -> Produced:
         """End a request whose history, which was read, lacks tokens: no text may go on over a hole."""
@@ -205,7 +246,9 @@ class DetokenizeFold:
             self._requests[row.uid] = None
             return Produced(row.uid, SEAL, row.n, row.event.model_copy(update={"n": row.n}), frontend)
         if isinstance(row.event, Admitted) and not request.admitted_ms:
-            request.admitted_ms, request.cached_tokens = step.ms, row.event.cached_tokens
+            # The step is committed, and its mark with it, once it is computed: the prompt's first chunk is no waiting.
+            request.admitted_ms = step.ms - int(step.figures.forward_ms)
+            request.cached_tokens = row.event.cached_tokens
         request.marks += 1
         return Produced(row.uid, f"{row.n}-{request.marks}", row.n, row.event, frontend)
 
@@ -218,11 +261,12 @@ def _is_last(row: TokenRow | EventRow) -> bool:
     return row.end is not None if isinstance(row, TokenRow) else isinstance(row.event, Failed)
 
 
-def _finished(request: _Request, reason: FinishReason, now_ms: int) -> Finished:
+def _finished(request: _Request, reason: FinishReason, now_ms: int, *, stop_string: str) -> Finished:
     began_ms = request.submitted.ms
     return Finished(
         n=request.n,
         reason=reason,
+        stop_string=stop_string,
         usage=Usage(
             prompt_tokens=request.prompt_tokens,
             completion_tokens=request.n,

@@ -5,9 +5,25 @@ string takes back. Knows one request at a time, and nothing of the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stages.detokenize.pieces import Piece
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+"""Token ids -> text; bytes that are no UTF-8 become U+FFFD."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The tokens of a model as text."""
+
+    plain: Decode
+    """Without special tokens."""
+    special: Decode
+    """With them."""
+    piece: Piece
+    """Of a single one."""
+
 
 PROMPT_TAIL = 5
 """The fewest prompt tokens decoded before the first output token: some tokenizers write a space only between tokens."""
@@ -76,11 +92,15 @@ class IncrementalText:
 
 
 class StopStrings:
-    """Cuts a text before the first stop string, also one that is spread over several deltas."""
+    """Cuts a text at the first stop string, also at one that is spread over several deltas."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """*include*: the stop string is part of the text."""
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
+        self.met = ""
+        """The stop string that the text was cut at."""
 
     def push(self, delta: str, *, armed: bool = True) -> tuple[str, bool]:
         """Return what can be shown, and whether a stop string was met. Not *armed*: one that is met now is text."""
@@ -88,10 +108,11 @@ class StopStrings:
             return delta, False
         text = self._held + delta
         if armed:
-            places = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-            if places:
+            met = [(place, len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+            if met:
+                place, length, self.met = min(met)
                 self._held = ""
-                return text[: min(places)], True
+                return text[: place + length * self._include], True
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

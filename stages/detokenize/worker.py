@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,11 +15,15 @@ from pipeline.errors import ConfigError, LogError, UndecodableEvent
 from pipeline.events import AnyEvent, Failed, StepCompleted, decode
 from pipeline.failpoints import failpoint
 from pipeline.log import DeadLetter, Entry, Inbox, Produced, StreamLog
+from pipeline.measures import Measures
+from pipeline.metrics import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.slots import Announcement, Place, acquire_guest, places
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.text import Decode
+from stages.detokenize.meter import Meter
+from stages.detokenize.pieces import pieces_of
+from stages.detokenize.text import Decoder
 
 logger = structlog.get_logger()
 
@@ -32,12 +37,22 @@ LOAD_TIMEOUT_S = 600.0
 class DetokenizeWorker:
     """Feeds the fold with steps and with the histories it asks for, and commits what it says."""
 
-    def __init__(self, log: StreamLog, place: Place, fold: DetokenizeFold, engine: str, retention_ms: int) -> None:
+    def __init__(
+        self,
+        log: StreamLog,
+        place: Place,
+        fold: DetokenizeFold,
+        engine: str,
+        retention_ms: int,
+        measures: Measures | None = None,
+    ) -> None:
         self._log = log
         self._place = place
         self._fold = fold
         self._engine = engine
         self._retention_ms = retention_ms
+        self._measures = measures or Measures()
+        self._meter = Meter(self._measures)
         self._last = (0, 0)
         """Epoch and number of the last step."""
 
@@ -46,7 +61,7 @@ class DetokenizeWorker:
         failpoint("detokenize.after_read")
         for entry in entries:
             if parse_id(entry.id)[0] > self._last[0]:
-                self._fold.forget_all()
+                self.forget()
             if not self._follows(entry):
                 for earlier in self._stranded(entry):
                     self._handle(earlier)
@@ -55,6 +70,7 @@ class DetokenizeWorker:
     def forget(self) -> None:
         """Forget all requests: what follows is folded on what their histories say."""
         self._fold.forget_all()
+        self._meter.forget_all()
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """Consume a step that killed its detokenizer so often, and end every request that has a row in it."""
@@ -65,13 +81,16 @@ class DetokenizeWorker:
         except UndecodableEvent:
             uids = {}
         for uid, history in zip(uids, self._log.histories(list(uids)), strict=True):
-            self._log.end(
+            ended = self._log.end(
                 uid,
                 event,
                 frontend=history[0].fields.get("frontend", "") if history else "",
                 retention_ms=self._retention_ms,
                 dead=DeadLetter(DETOKENIZE, entry.fields, deaths, message),
             )
+            if ended:
+                self._meter.failed()
+                self._measures.add(BURIED)
         self._commit(entry, [])
 
     def _follows(self, entry: Entry) -> bool:
@@ -102,12 +121,16 @@ class DetokenizeWorker:
         produced = self._fold.apply(step, entry.id)
         try:
             failpoint("detokenize.before_commit")
-            self._commit(entry, produced)
+            if self._commit(entry, produced):
+                self._meter.committed(step, produced)
+            else:
+                self._meter.forget(step)
             failpoint("detokenize.after_commit")
             if self._fold.holds_text(step):
                 failpoint("detokenize.mid_character")
         except LogError:
             self._fold.forget(step)
+            self._meter.forget(step)
             raise
 
     def _step(self, entry: Entry) -> StepCompleted:
@@ -119,24 +142,32 @@ class DetokenizeWorker:
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
         """Give a history to the fold; one that does not decode is its request's end and nobody else's."""
         try:
-            self._fold.learn(uid, _events(history))
+            events = _events(history)
+            self._fold.learn(uid, events)
+            self._meter.learn(uid, events)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
             event = Failed(status=500, code="log_damaged", message=message)
             frontend = history[0].fields.get("frontend", "")  # as it is: Submitted may be what does not decode
-            self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms)
+            if self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms):
+                self._meter.failed()
             self._fold.learn(uid, [])
 
-    def _commit(self, entry: Entry, produced: Sequence[Produced]) -> None:
-        self._log.produced(self._place.owner, entry, self._engine, produced, retention_ms=self._retention_ms)
+    def _commit(self, entry: Entry, produced: Sequence[Produced]) -> bool:
+        """Consume a step; False when that was done before."""
+        began_s = time.perf_counter()
+        owner, retention_ms = self._place.owner, self._retention_ms
+        done = self._log.produced(owner, entry, self._engine, produced, retention_ms=retention_ms)
+        self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
+        return done
 
 
 def _events(history: Sequence[Entry]) -> list[tuple[str, AnyEvent]]:
     return [(entry.id, decode(entry.fields)) for entry in history]
 
 
-def load_decoder(folder: Path) -> Decode:
+def load_decoder(folder: Path) -> Decoder:
     """Return the decoder of a model folder, on the tokenizers library alone.
 
     Raises:
@@ -147,16 +178,21 @@ def load_decoder(folder: Path) -> Decode:
     except Exception as error:  # the library raises plain Exception for a broken file
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again") from error
 
-    def decode_ids(token_ids: Sequence[int]) -> str:
+    def plain(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    return decode_ids
+    def special(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    return Decoder(plain, special, pieces_of(tokenizer))
 
 
-def serve(log: StreamLog, place: Place, decode_ids: Decode, retention_ms: int, stop: Stop) -> None:
+def serve(
+    log: StreamLog, place: Place, decoder: Decoder, retention_ms: int, stop: Stop, measures: Measures | None = None
+) -> None:
     """Serve the engine of the slot that *place* holds, until *stop* or until somebody else has the slot."""
     engine = slot_name(GENERATE, slot_index(place.owner.slot))
-    worker = DetokenizeWorker(log, place, DetokenizeFold(decode_ids), engine, retention_ms)
+    worker = DetokenizeWorker(log, place, DetokenizeFold(decoder), engine, retention_ms, measures)
     inbox = Inbox.steps(log.names, engine)
     follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
@@ -165,19 +201,22 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one detokenizer until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
     lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
-    log, lease_log, wanted = open_log(), open_log(), config.worker.slot
+    log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
     with Announcement(lease_log, DETOKENIZE, lease_ms, preferred=wanted) as announcement:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
         announcement.say(phase="loading", detail="tokenizer")
-        decode_ids = load_decoder(folder)
+        decoder = load_decoder(folder)
     guests = threading.Thread(
-        target=look_after_others, args=(open_log, decode_ids, lease_ms, retention_ms, stop), name="guests", daemon=True
+        target=look_after_others,
+        args=(open_log, decoder, lease_ms, retention_ms, stop, measures),
+        name="guests",
+        daemon=True,
     )
     guests.start()
-    for place in places(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop):
+    for place in places(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         place.say(phase="ready")
         _say_whom_it_waits_for(log, slot_name(GENERATE, slot_index(place.owner.slot)))
-        serve(log, place, decode_ids, retention_ms, stop)
+        serve(log, place, decoder, retention_ms, stop, measures)
     guests.join()
     return 0
 
@@ -191,9 +230,17 @@ def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
 
 
 def look_after_others(
-    open_log: Callable[[], StreamLog], decode_ids: Decode, lease_ms: int, retention_ms: int, stop: Stop
+    open_log: Callable[[], StreamLog],
+    decoder: Decoder,
+    lease_ms: int,
+    retention_ms: int,
+    stop: Stop,
+    measures: Measures | None = None,
 ) -> None:
-    """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back."""
+    """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back.
+
+    What is measured of them is measured by this process.
+    """
     log = open_log()
     before: set[str] = set()
     serving: dict[str, threading.Thread] = {}
@@ -210,7 +257,7 @@ def look_after_others(
         logger.info("guest", slot=slot, epoch=owner.epoch)
         place = Place(lease_log, owner, lease_ms)
         try:
-            serve(log, place, decode_ids, retention_ms, stop)
+            serve(log, place, decoder, retention_ms, stop, measures)
         finally:
             place.leave()
 

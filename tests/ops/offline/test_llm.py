@@ -24,7 +24,7 @@ from ops.demo_model import nonsense
 from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
 from pipeline.errors import ConfigError, MiniSGLError
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.worker import Forward
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -41,7 +41,7 @@ class Watched:
         self.is_broken = False
         self.before_step: Callable[[], None] = lambda: None
 
-    def forward(self, plan: BatchPlan) -> list[int]:
+    def forward(self, plan: BatchPlan) -> Computed:
         self.plans.append(plan)
         self.before_step()
         if self.is_broken or any(POISON in row.token_ids for row in plan.rows):
@@ -208,10 +208,10 @@ def test_two_threads_may_ask_one_model(shared: WatchedLLM) -> None:
         (b"bytes", "got bytes"),
         ([1, "two"], "got a list of int, str"),
         ([1, True], "got a list of bool, int"),
-        ([1, -1], "token -1 is not of the model, whose vocabulary has 259"),
-        ([1, 259], "token 259 is not of the model"),
-        ([1] * 4096, "served context is 4096 tokens"),
-        ("x" * 4096, "served context is 4096 tokens"),
+        ([1, -1], "token -1 is none of this model's, which go from 0 to 258"),
+        ([1, 259], "token 259 is none of this model's"),
+        ([1] * 4096, "maximum context length is 4096 tokens"),
+        ("x" * 4096, "maximum context length is 4096 tokens"),
         ("x" * 1_000_000, "at least"),
         ([{"role": "robot", "content": "Hello!"}], "messages.0.role"),
         ([{"role": 3, "content": "Hello!"}], "messages.0.role"),

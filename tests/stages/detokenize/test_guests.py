@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from measured import count_of
 from redis_servers import until
 
 from pipeline.errors import Fenced, LogUnavailable
@@ -30,10 +31,13 @@ from pipeline.events import (
     new_uid,
 )
 from pipeline.log import GUEST, Entry, Inbox, StreamLog
+from pipeline.measures import Measures
+from pipeline.metrics import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, slot_name
 from pipeline.slots import Place, acquire_guest, acquire_slot
 from pipeline.worker import MOST_DELIVERIES, Stop
 from stages.detokenize.fold import DetokenizeFold
+from stages.detokenize.text import Decoder
 from stages.detokenize.worker import DetokenizeWorker, look_after_others, serve
 
 LEASE_MS = 60_000
@@ -51,6 +55,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def from_bytes(token_ids: Sequence[int]) -> str:
     """A token is a byte, so that most characters need several."""
     return bytes(token_ids).decode(errors="replace")
+
+
+DECODER = Decoder(from_bytes, from_bytes, lambda token: from_bytes([token]))
 
 
 class Engine:
@@ -118,7 +125,7 @@ class Detokenizer:
         assert owner is not None
         self.owner = owner
         self.place = Place(another_log(), owner, LEASE_MS)
-        self.worker = DetokenizeWorker(self.log, self.place, DetokenizeFold(from_bytes), engine.slot, RETENTION_MS)
+        self.worker = DetokenizeWorker(self.log, self.place, DetokenizeFold(DECODER), engine.slot, RETENTION_MS)
 
     def read(self, max_entries: int = 100) -> list[Entry]:
         return self.log.read(self.inbox, self.owner.slot, max_entries=max_entries, block_ms=0)
@@ -135,11 +142,13 @@ class Detokenizer:
 
 
 @contextlib.contextmanager
-def serving(another_log: Callable[[], StreamLog], index: int, lease_ms: int = LEASE_MS) -> Iterator[Place]:
+def serving(
+    another_log: Callable[[], StreamLog], index: int, lease_ms: int = LEASE_MS, *, measures: Measures | None = None
+) -> Iterator[Place]:
     """Run a detokenizer's worker in its slot, until the block ends."""
     log, stop = another_log(), Stop()
     place = Place(another_log(), acquire_slot(log, "detokenize", lease_ms, preferred=index), lease_ms)
-    thread = threading.Thread(target=serve, args=(log, place, from_bytes, RETENTION_MS, stop))
+    thread = threading.Thread(target=serve, args=(log, place, DECODER, RETENTION_MS, stop, measures))
     thread.start()
     try:
         yield place
@@ -151,11 +160,13 @@ def serving(another_log: Callable[[], StreamLog], index: int, lease_ms: int = LE
 
 
 @contextlib.contextmanager
-def looking_after_others(another_log: Callable[[], StreamLog]) -> Iterator[None]:
+def looking_after_others(another_log: Callable[[], StreamLog], measures: Measures | None = None) -> Iterator[None]:
     """Run the part of a detokenizer that serves other engines than its own, until the block ends."""
     stop = Stop()
     thread = threading.Thread(
-        target=look_after_others, args=(another_log, from_bytes, SHORT_MS, RETENTION_MS, stop), name="look round"
+        target=look_after_others,
+        args=(another_log, DECODER, SHORT_MS, RETENTION_MS, stop, measures),
+        name="look round",
     )
     thread.start()
     try:
@@ -193,6 +204,19 @@ def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(
         until(lambda: engine.text(uid) == "abcdefghi")
     assert engine.replies(uid) == list(range(1, 10)) and isinstance(engine.history(uid)[-1], Finished)
     assert guests() == [] and engine.log.lease("detokenize-1").holder == ""
+
+
+def test_what_a_guest_does_is_measured_by_the_process_that_it_lives_in(another_log: Callable[[], StreamLog]) -> None:
+    measures = Measures()
+    engines = [Engine(another_log, index) for index in range(3)]
+    uids = [engine.send() for engine in engines]
+    with serving(another_log, 0, measures=measures), looking_after_others(another_log, measures):
+        for engine, uid in zip(engines, uids, strict=True):
+            engine.says(uid, "abc", last=True)
+        until(lambda: all(engine.text(uid) == "abc" for engine, uid in zip(engines, uids, strict=True)))
+        until(lambda: count_of(measures, REQUEST_SUCCESS, "length") == 3)
+    assert count_of(measures, FIRST_TOKEN_SECONDS) == 3 and count_of(measures, BETWEEN_TOKENS_SECONDS) == 6
+    assert guests() == []
 
 
 def test_steps_that_a_dead_engine_left_are_written_by_a_guest(another_log: Callable[[], StreamLog]) -> None:
@@ -446,7 +470,7 @@ def test_a_detokenizer_keeps_no_request_of_an_engine_that_is_gone(another_log: C
     engine = Engine(another_log)
     uids = [engine.send() for _ in range(3)]
     worker = Detokenizer(another_log, engine)
-    fold = DetokenizeFold(from_bytes)
+    fold = DetokenizeFold(DECODER)
     worker.worker = DetokenizeWorker(worker.log, worker.place, fold, engine.slot, RETENTION_MS)
     engine.step(*(TokenRow(uid=uid, n=1, token=97) for uid in uids))
     worker.handle()
@@ -482,8 +506,10 @@ def test_a_step_that_killed_its_detokenizers_ends_its_requests_and_no_other(
     step = killed_by(engine, "detokenize-0", MOST_DELIVERIES)
     engine.says(other, "ab", last=True)
     engine.says(first, "c", first=2)  # the engine does not know yet
-    with serving(another_log, 0):
+    measures = Measures()
+    with serving(another_log, 0, measures=measures):
         until(lambda: engine.log.backlog(engine.inbox) == 0)
+    assert count_of(measures, BURIED) == count_of(measures, REQUEST_SUCCESS, "error") == 2
     assert engine.text(other) == "ab" and isinstance(engine.history(other)[-1], Finished)
     for uid in (first, second):
         failed = engine.history(uid)[-1]

@@ -226,6 +226,13 @@ def test_the_earliest_of_several_stop_strings_counts() -> None:
     assert stopped(["a b c"], ["c", "b"]) == ("a ", True)
 
 
+@pytest.mark.parametrize(("stops", "met"), [(["c", "b"], "b"), (["bc", "b"], "b"), (["z"], "")])
+def test_it_is_known_which_stop_string_was_met(stops: list[str], met: str) -> None:
+    strings = StopStrings(stops)
+    strings.push("abc")
+    assert strings.met == met
+
+
 def test_a_stop_string_that_never_completes_is_shown_at_the_end() -> None:
     assert stopped(["a ", "STO"], ["STOP"]) == ("a STO", False)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from measured import count_of
 from structlog.contextvars import bound_contextvars
 from structlog.testing import capture_logs
 
@@ -25,15 +26,26 @@ from pipeline.events import (
     decode,
 )
 from pipeline.log import Entry, Inbox, Owner
+from pipeline.measures import Measures
 from pipeline.memory_log import MemoryLog
+from pipeline.metrics import (
+    BETWEEN_TOKENS_SECONDS,
+    COMMIT_SECONDS,
+    FIRST_TOKEN_SECONDS,
+    REQUEST_SUCCESS,
+)
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.slots import WATCHDOG_S, Announcement, Place
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.text import Decode
+from stages.detokenize.text import Decode, Decoder
 from stages.detokenize.worker import LOAD_TIMEOUT_S, DetokenizeWorker, run
 
 LEASE_MS = 60_000
 UID = "0" * 32
+
+
+def characters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
 
 
 class Rig:
@@ -48,6 +60,7 @@ class Rig:
         self.submit(UID)
         self.engine = self.acquire("generate-0")
         self.place = Place(self.log, self.acquire("detokenize-0"), LEASE_MS)
+        self.measures = Measures()
         self.worker = self.another_worker()
 
     def submit(self, uid: str) -> None:
@@ -62,8 +75,15 @@ class Rig:
         return owner
 
     def another_worker(self) -> DetokenizeWorker:
-        fold = DetokenizeFold(lambda ids: "".join(map(chr, ids)))
-        return DetokenizeWorker(self.log, self.place, fold, "generate-0", 60_000)
+        fold = DetokenizeFold(Decoder(characters, characters, chr))
+        return DetokenizeWorker(self.log, self.place, fold, "generate-0", 60_000, self.measures)
+
+    def counted(self) -> tuple[float, ...]:
+        """Return how often there was a first token, another one, a commit, and an end in time and in error."""
+        labels = {COMMIT_SECONDS: ["produced"], REQUEST_SUCCESS: ["length"]}
+        families = (FIRST_TOKEN_SECONDS, BETWEEN_TOKENS_SECONDS, COMMIT_SECONDS, REQUEST_SUCCESS)
+        found = [count_of(self.measures, family, *labels.get(family, [])) for family in families]
+        return *found, count_of(self.measures, REQUEST_SUCCESS, "error")
 
     def step(self, number: int, *rows: TokenRow) -> Entry:
         event = StepCompleted(rows=rows)
@@ -95,6 +115,7 @@ def test_a_step_reaches_the_history_and_the_frontend_in_one_commit(rig: Rig) -> 
     assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
     _, replies = rig.log.read_replies("web-0", "0-0", block_ms=10)
     assert [reply.n for reply in replies] == [1, 2, 2] and isinstance(replies[-1].event, Finished)
+    assert rig.counted() == (1, 1, 2, 1, 0)
     assert rig.log.alive([UID]) == set()
     rig.place.leave()
 
@@ -102,7 +123,7 @@ def test_a_step_reaches_the_history_and_the_frontend_in_one_commit(rig: Rig) -> 
 def test_a_successor_continues_from_the_histories(rig: Rig) -> None:
     rig.worker.handle([rig.step(1, row(1, "a"))])
     rig.another_worker().handle([rig.step(2, row(2, "b"))])
-    assert rig.text() == "ab"
+    assert rig.text() == "ab" and rig.counted() == (1, 1, 2, 0, 0)
     rig.place.leave()
 
 
@@ -122,6 +143,7 @@ def test_a_step_whose_commit_was_lost_on_the_way_is_said_once(rig: Rig, monkeypa
     rig.worker.handle([entry])
     rig.worker.handle([rig.step(2, row(2, "b"))])
     assert rig.text() == "ab"
+    assert rig.counted()[:2] == (0, 0), "what somebody else may have counted is not counted again"
     rig.place.leave()
 
 
@@ -136,7 +158,7 @@ def test_a_step_whose_commit_never_took_place_is_not_lost(rig: Rig, monkeypatch:
         rig.worker.handle([entry])
     monkeypatch.undo()
     rig.worker.handle(rig.log.pending(rig.inbox, "detokenize-0"))
-    assert rig.text() == "a"
+    assert rig.text() == "a" and rig.counted() == (1, 0, 1, 0, 0)
     rig.place.leave()
 
 
@@ -166,6 +188,7 @@ def test_the_tokens_of_a_step_that_was_lost_end_their_request(rig: Rig) -> None:
     rig.worker.handle([Entry(lost.id, {"kind": "step"}), rig.step(3, row(3, "c")), rig.step(4, row(4, "d"))])
     event = rig.last_reply()
     assert rig.text() == "a" and isinstance(event, Failed) and event.code == "log_lost"
+    assert rig.counted()[-2:] == (0, 1)
     assert rig.log.alive([UID]) == set() and rig.log.backlog(rig.inbox) == 0
     rig.place.leave()
 
@@ -194,6 +217,7 @@ def test_a_history_that_does_not_decode_fails_its_request_alone(
     assert isinstance(event, Failed) and (event.status, event.code) == (500, "log_damaged")
     assert "does not decode" in event.message
     assert rig.text() == "" and rig.text(other) == "b" and rig.log.alive([UID, other]) == {other}
+    assert rig.counted()[-2:] == (0, 1)
     assert rig.log.backlog(rig.inbox) == 0
     rig.place.leave()
 

@@ -1,0 +1,122 @@
+"""What a detokenizer says to /metrics: the times of requests, by Redis' clock, from the events that the fold said.
+
+The fold has no clock and knows nothing of this. What is remembered of a request here is learnt and forgotten with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeline.events import AnyEvent, Failed, Finished, StepCompleted, Submitted, TokensProduced
+from pipeline.log import Produced
+from pipeline.measures import Measures
+from pipeline.metrics import (
+    BETWEEN_TOKENS_SECONDS,
+    DECODE_SECONDS,
+    FIRST_TOKEN_SECONDS,
+    INFERENCE_SECONDS,
+    PER_TOKEN_SECONDS,
+    PREFILL_SECONDS,
+    QUEUE_SECONDS,
+    REQUEST_GENERATION_TOKENS,
+    REQUEST_PROMPT_TOKENS,
+    REQUEST_SECONDS,
+    REQUEST_SUCCESS,
+)
+from pipeline.names import SEAL
+
+
+@dataclass(slots=True)
+class _Times:
+    """Of a running request, in milliseconds."""
+
+    submitted_ms: int
+    token_ms: int = 0
+    """When it got its last token; 0: it has none."""
+
+
+class Meter:
+    """The requests of one engine."""
+
+    def __init__(self, measures: Measures) -> None:
+        self._measures = measures
+        self._requests: dict[str, _Times] = {}
+
+    @property
+    def num_known(self) -> int:
+        """How many requests are remembered."""
+        return len(self._requests)
+
+    def learn(self, uid: str, history: Iterable[tuple[str, AnyEvent]]) -> None:
+        """Begin with a request where its history, pairs of id and event, is."""
+        times: _Times | None = None
+        for entry_id, event in history:
+            if isinstance(event, Submitted):
+                times = _Times(event.ms)
+            elif entry_id == SEAL:
+                times = None
+            elif isinstance(event, TokensProduced) and times is not None:
+                times.token_ms = event.ms
+        if times is None:
+            self._requests.pop(uid, None)
+        else:
+            self._requests[uid] = times
+
+    def committed(self, step: StepCompleted, produced: Sequence[Produced]) -> None:
+        """Count what a step brought, once it is in the histories."""
+        gaps: dict[int, int] = {}  # most rows of a step waited for the same one
+        for item in produced:
+            event = item.event
+            if isinstance(event, TokensProduced):
+                times = self._requests.get(item.uid)
+                if times is None:
+                    continue
+                if times.token_ms:
+                    gap_ms = step.ms - times.token_ms
+                    gaps[gap_ms] = gaps.get(gap_ms, 0) + 1
+                else:
+                    self._measures.observe(FIRST_TOKEN_SECONDS, _seconds(step.ms - times.submitted_ms))
+                times.token_ms = step.ms
+            elif isinstance(event, Finished):
+                self._requests.pop(item.uid, None)
+                self._finished(event)
+            elif isinstance(event, Failed):
+                self._requests.pop(item.uid, None)
+                self.failed()
+        for gap_ms, count in gaps.items():
+            self._measures.observe(BETWEEN_TOKENS_SECONDS, _seconds(gap_ms), times=count)
+        for uid in step.let_go:
+            self._requests.pop(uid, None)
+
+    def failed(self) -> None:
+        """Count a request that was ended with an error."""
+        self._measures.add(REQUEST_SUCCESS, "error")
+
+    def forget(self, step: StepCompleted) -> None:
+        """Forget the requests of a step that is not in the histories, or came there by somebody else."""
+        for row in step.rows:
+            self._requests.pop(row.uid, None)
+
+    def forget_all(self) -> None:
+        """As DetokenizeFold.forget_all."""
+        self._requests.clear()
+
+    def _finished(self, event: Finished) -> None:
+        usage, timings, observe = event.usage, event.timings, self._measures.observe
+        self._measures.add(REQUEST_SUCCESS, event.reason)
+        decode_s = _seconds(timings.total_ms - timings.first_token_ms)
+        observe(REQUEST_SECONDS, _seconds(timings.total_ms))
+        observe(QUEUE_SECONDS, _seconds(timings.admitted_ms))
+        observe(PREFILL_SECONDS, _seconds(timings.first_token_ms - timings.admitted_ms))
+        observe(DECODE_SECONDS, decode_s)
+        observe(INFERENCE_SECONDS, _seconds(timings.total_ms - timings.admitted_ms))
+        observe(REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
+        observe(REQUEST_GENERATION_TOKENS, usage.completion_tokens)
+        if usage.completion_tokens > 1:
+            observe(PER_TOKEN_SECONDS, decode_s / (usage.completion_tokens - 1))
+
+
+def _seconds(ms: int) -> float:
+    """Return *ms* in seconds; 0 where Redis' clock went back, as after a failover: a sum must never sink."""
+    return max(ms, 0) / 1000
