@@ -20,15 +20,17 @@ from typing import Any, Final, NoReturn
 import hypercorn.asyncio
 import hypercorn.asyncio.run
 import hypercorn.config
+import hypercorn.protocol
 import structlog
-from hypercorn.asyncio.tcp_server import TCPServer
 
 from pipeline.config import Config
 from pipeline.errors import LogError
+from pipeline.measures import Measures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.redis_log import AsyncRedisLog, RedisLog
 from pipeline.slots import Place, acquire_slot
 from web.app import create_app
+from web.connections import Connection, Protocol
 from web.frontend import Frontend
 from web.janitor import Janitor
 from web.keys import Keys, read_keys
@@ -60,11 +62,12 @@ def run(config: Config) -> int:
     hard_exit = threading.Timer(HARD_EXIT_S, os._exit, (EXIT_HARD,))
     hard_exit.daemon = True
     stop = threading.Event()
+    measures = Measures()
     with (
         contextlib.closing(RedisLog(url, names)) as janitor_log,
-        Seat(url, names, lease_ms, config.worker.slot) as seat,
+        Seat(url, names, lease_ms, config.worker.slot, measures) as seat,
     ):
-        janitor = Janitor(janitor_log, retention_ms=int(config.log.retention_s * 1000))
+        janitor = Janitor(janitor_log, retention_ms=int(config.log.retention_s * 1000), measures=measures)
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:
@@ -78,10 +81,11 @@ def run(config: Config) -> int:
 class Seat:
     """The slot of this process, which may become another one when it is lost; what is said of it stays."""
 
-    def __init__(self, url: str, names: Names, lease_ms: int, preferred: int | None) -> None:
+    def __init__(self, url: str, names: Names, lease_ms: int, preferred: int | None, measures: Measures) -> None:
         self._log, self._lease_log = RedisLog(url, names), RedisLog(url, names)
         self._lease_ms = lease_ms
         self._said: dict[str, object] = {}
+        self.measures = measures
         self.place = self._take(preferred)
 
     def __enter__(self) -> Seat:
@@ -111,7 +115,7 @@ class Seat:
     def _take(self, preferred: int | None) -> Place:
         owner = acquire_slot(self._log, WEB, self._lease_ms, preferred=preferred)
         structlog.contextvars.bind_contextvars(slot=owner.slot)
-        return Place(self._lease_log, owner, self._lease_ms)
+        return Place(self._lease_log, owner, self._lease_ms, self.measures)
 
 
 def _address(listener: socket.socket) -> str:
@@ -128,7 +132,14 @@ async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat
         retention_s=config.log.retention_s,
         max_queued=config.requests.max_queued_requests,
     )
-    frontend = Frontend(seat.slot, log, limits, seat.say, disconnect_grace_s=config.clients.disconnect_grace_s)
+    frontend = Frontend(
+        seat.slot,
+        log,
+        limits,
+        seat.say,
+        disconnect_grace_s=config.clients.disconnect_grace_s,
+        measures=seat.measures,
+    )
     _collect_often()
     stop = asyncio.Event()
     server = asyncio.create_task(_listen(frontend, keys, listener, stop), name="server")
@@ -148,17 +159,6 @@ async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat
     await asyncio.wait({beat, tail, signalled})
     await log.close()
     return 1 if broken else 0
-
-
-class _Connection(TCPServer):
-    """A connection that ends when its client has closed it.
-
-    Hypercorn 0.18 waits for the time-out of an idle connection first: a socket each, for two minutes.
-    """
-
-    async def _read_data(self) -> None:
-        await super()._read_data()
-        await self.idle_task.stop()
 
 
 def _collect_often() -> None:
@@ -185,7 +185,8 @@ async def _listen(frontend: Frontend, keys: Keys, listener: socket.socket, stop:
     config.graceful_timeout = 1
     config.accesslog = None
     config.errorlog = logging.getLogger("hypercorn.error")
-    hypercorn.asyncio.run.TCPServer = _Connection  # type: ignore[attr-defined]  # there is no other way in
+    hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]  # there is no other way in
+    hypercorn.protocol.H11Protocol = Protocol  # type: ignore[attr-defined, assignment]
     await hypercorn.asyncio.serve(create_app(frontend, keys), config, shutdown_trigger=stop.wait)
 
 

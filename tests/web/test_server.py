@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from typing import Any
 
 import openai
@@ -20,78 +18,20 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from redis_servers import command, until
 from stand_in_stages import MODELS, StandIn
+from web_process import ends, serving
 
 from pipeline.errors import ConfigError
-from pipeline.names import SEAL, Names
+from pipeline.names import Names
 from web.listener import open_listener
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 ENDLESS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "endless"}]
-PROGRAM = """
-import os, sys
-import web.frontend, web.server
-from pipeline.config import parse_command
-web.server.DRAIN_S = web.server.HARD_EXIT_S = web.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
-sys.exit(web.server.run(parse_command(["stage", "web", *sys.argv[1:]], os.environ)))
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    process: subprocess.Popen[bytes]
-    port: int
-
-    def client(self) -> openai.OpenAI:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.OpenAI(base_url=url, api_key="x", max_retries=0, _strict_response_validation=True)
-
-    def status(self, path: str) -> int:
-        """Return the status of a GET; 0 when nobody answers."""
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
-                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
-                line = connection.makefile("rb").readline()
-        except OSError:
-            return 0
-        return int(line.split()[1]) if line else 0
-
-
-@contextmanager
-def serving(redis_url: str, *more: str, patience_s: float = 10.0) -> Iterator[Server]:
-    """Run a web process on an inherited socket until it is ready, and end it."""
-    with open_listener("127.0.0.1", 0) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        port = listener.getsockname()[1]
-        flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", "0", *more]
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(patience_s), *flags],
-            pass_fds=[listener.fileno()],
-            cwd=os.getcwd(),
-            stdout=subprocess.DEVNULL,
-        )
-    server = Server(process, port)
-    try:
-        until(lambda: process.poll() is not None or server.status("/ready") == 200, timeout_s=20)
-        assert process.poll() is None
-        yield server
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
 def stand_in(redis_url: str) -> Iterator[StandIn]:
     with closing(StandIn(redis_url)) as stand_in:
         yield stand_in
-
-
-def ends(stand_in: StandIn, redis_url: str, key: str) -> list[Any]:
-    """Return a field of the seals of all requests but the probe."""
-    found = []
-    for uid, _ in stand_in.requests():
-        for _, fields in command(redis_url, "XRANGE", Names().request(uid), SEAL, SEAL):
-            found.append(dict(zip(fields[::2], fields[1::2], strict=True)).get(key.encode(), b"").decode())
-    return found
 
 
 def test_the_official_client_is_served_and_a_signal_ends_the_process(redis_url: str, stand_in: StandIn) -> None:
@@ -111,7 +51,7 @@ def test_the_official_client_is_served_and_a_signal_ends_the_process(redis_url: 
             client.chat.completions.create(model="gpt-5", messages=HELLO)
         assert caught.value.code == "model_not_found" and caught.value.request_id
         with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model=MODELS[0], messages=HELLO, n=2)
+            client.chat.completions.create(model=MODELS[0], messages=HELLO, n=0)
         assert refused.value.param == "n"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0

@@ -1,0 +1,128 @@
+"""A real web process on an inherited socket, behind which stand-in stages may be."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+from redis_servers import command, until
+from stand_in_stages import StandIn
+
+from pipeline.names import SEAL, Names
+from web.listener import open_listener
+
+PROGRAM = """
+import asyncio, os, sys
+import web.app, web.connections, web.frontend, web.server
+from pipeline.config import parse_command
+
+web.server.DRAIN_S = web.server.HARD_EXIT_S = web.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
+web.app.BODY_TIMEOUT_S = web.connections.LINGER_S = float(sys.argv.pop(1))
+create_app = web.server.create_app
+deaf_ones = set()
+
+
+def create_app_with_more(frontend, keys):
+    app = create_app(frontend, keys)
+
+    @app.get("/left")
+    async def left():
+        served = [task for task in asyncio.all_tasks() if "_server_callback" in task.get_coro().__qualname__]
+        return {
+            "connections": len(served),
+            "listeners": sorted(listener.uid for listener in frontend.tail.listeners),
+            "deaf": len(deaf_ones),
+        }
+
+    @app.get("/deaf")
+    async def deaf():
+        deaf_ones.add(asyncio.current_task())
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:  # as code of others does at times
+            return "done"
+        finally:
+            deaf_ones.clear()
+
+    return app
+
+
+web.server.create_app = create_app_with_more
+sys.exit(web.server.run(parse_command(["stage", "web", *sys.argv[1:]], os.environ)))
+"""
+"""The server, with less patience where a test says so; GET /left says what it holds, GET /deaf cannot be cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def client(self) -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key="x", max_retries=0, _strict_response_validation=True)
+
+    def status(self, path: str) -> int:
+        """Return the status of a GET; 0 when nobody answers."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                line = connection.makefile("rb").readline()
+        except OSError:
+            return 0
+        return int(line.split()[1]) if line else 0
+
+
+@contextmanager
+def serving(
+    redis_url: str,
+    *more: str,
+    patience_s: float = 10.0,
+    body_timeout_s: float = 30.0,
+    user_timeout_s: float | None = None,
+    output: Path | None = None,
+) -> Iterator[Server]:
+    """Run a web process on an inherited socket until it is ready, and end it; what it prints goes to *output*.
+
+    *patience_s* is how long it waits for streams as it stops, and then for clients; *user_timeout_s* how long for one
+    that acknowledges nothing.
+    """
+    with ExitStack() as stack:
+        listener = stack.enter_context(open_listener("127.0.0.1", 0))
+        printed = stack.enter_context(output.open("ab")) if output else None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        if user_timeout_s is not None:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))
+        port = listener.getsockname()[1]
+        flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", "0", *more]
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(patience_s), str(body_timeout_s), *flags],
+            pass_fds=[listener.fileno()],
+            cwd=os.getcwd(),
+            stdout=printed or subprocess.DEVNULL,
+            stderr=printed,
+        )
+    server = Server(process, port)
+    try:
+        until(lambda: process.poll() is not None or server.status("/ready") == 200, timeout_s=20)
+        assert process.poll() is None
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ends(stand_in: StandIn, redis_url: str, key: str) -> list[str]:
+    """Return a field of the seals of all requests but the probe."""
+    found = []
+    for uid, _ in stand_in.requests():
+        for _, fields in command(redis_url, "XRANGE", Names().request(uid), SEAL, SEAL):
+            found.append(dict(zip(fields[::2], fields[1::2], strict=True)).get(key.encode(), b"").decode())
+    return found
