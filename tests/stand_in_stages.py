@@ -5,17 +5,20 @@ StandIn    a thread that answers what comes; what it says depends on the prompt:
            "refuse"   a Failed with status 400        "endless"   tokens until somebody ends the request
            "silent"   nothing at all                  "flood"     the same, 4 KB each
            "break"    one token, then a Failed with status 500
+           "held"     "Hel", and the rest as soon as `let_go` is set
            else       "Hel", "", "lo\u2028!", Finished
+           A tokenizer's task is answered at once, but for "refuse" and "silent": a token is a letter's number.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 
 from pipeline.events import (
-    Cancelled,
+    Answered,
     End,
     Failed,
     Finished,
@@ -25,10 +28,11 @@ from pipeline.events import (
     Timings,
     Tokenized,
     TokensProduced,
+    ToldPrompt,
     Usage,
     decode,
 )
-from pipeline.log import Inbox, Owner, Produced
+from pipeline.log import Entry, Inbox, Owner, Produced
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, Names, slot_name, tokens_id
 from pipeline.redis_log import RedisLog
 from pipeline.slots import Phase, Status
@@ -36,6 +40,10 @@ from pipeline.slots import Phase, Status
 MODELS = ("org/demo", "demo")
 CONTEXT = 128
 LEASE_MS = 60_000
+RENEW_S = 3.0
+
+Script = Iterator[tuple[int, TokensProduced | End] | None]
+"""What is said of a request, a piece at a time; None: nothing yet."""
 
 
 def finished(n: int) -> Finished:
@@ -50,7 +58,9 @@ def tokens(n: int, text: str = "x", *, count: int = 1) -> TokensProduced:
 class Stages:
     """All three stages, each with its slot 0."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, sampling_defaults: Mapping[str, int | float] | None = None) -> None:
+        """*sampling_defaults*: what the engine's model recommends."""
+        self.sampling_defaults = dict(sampling_defaults or {})
         self.log = RedisLog(url, Names())
         self._owners = {stage: self._acquire(stage) for stage in (TOKENIZE, GENERATE, DETOKENIZE)}
         self._engine = slot_name(GENERATE, 0)
@@ -61,6 +71,7 @@ class Stages:
         self._numbers = itertools.count(1)
         self._control = "0-0"
         self._entries: dict[str, str] = {}
+        self._tasks: dict[str, Entry] = {}
 
     def close(self) -> None:
         self.log.close()
@@ -73,7 +84,9 @@ class Stages:
     def say_phase(self, phase: Phase, *stages: str) -> None:
         """Publish a status, for 10 s."""
         for stage in stages or tuple(self._owners):
-            served = {"models": MODELS, "context": CONTEXT} if stage == GENERATE else {}
+            served: dict[str, object] = {}
+            if stage == GENERATE:
+                served = {"models": MODELS, "context": CONTEXT, "sampling_defaults": self.sampling_defaults}
             owner = self._owners[stage]
             status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase).model_copy(
                 update=served
@@ -81,7 +94,7 @@ class Stages:
             assert self.log.renew(owner, LEASE_MS, status.model_dump_json())
 
     def take_in(self) -> list[tuple[str, Submitted]]:
-        """Tokenize and take what was submitted."""
+        """Tokenize and take what was submitted; what is for the tokenizer alone waits for `answer`."""
         came = []
         for entry in self.log.read(self._submitted, slot_name(TOKENIZE, 0), max_entries=8, block_ms=0):
             uid = entry.fields["uid"]
@@ -90,11 +103,19 @@ class Stages:
             if _words(event) == "refuse":
                 refusal = Failed(status=400, code="context_length_exceeded", message="Too long.", param="messages")
                 self.log.end(uid, refusal, frontend=event.frontend, retention_ms=60_000, consume=entry)
+            elif event.task != "generate":
+                self._tasks[uid] = entry
+                came.append((uid, event))
             elif self.log.tokenized(entry, Tokenized(token_ids=(1, 2, 3, 4, 5), fingerprint="f", by="tokenize-0")):
                 came.append((uid, event))
         taken = self.log.take(self._owners[GENERATE], 8, control_cursor=self._control)
         self._entries |= {entry.fields["uid"]: entry.id for entry in taken.entries}
         return came
+
+    def answer(self, uid: str, event: Submitted) -> None:
+        """Answer what is for the tokenizer alone."""
+        entry = self._tasks.pop(uid)
+        self.log.end(uid, _answer(event), frontend=event.frontend, retention_ms=60_000, consume=entry)
 
     def begin(self, uid: str, frontend: str) -> None:
         """Submit a request as a frontend would, and take it in."""
@@ -127,18 +148,20 @@ class Stages:
         """Return what sealed the history of *uid*."""
         entries = self.log.histories([uid])[0]
         last = decode(entries[-1].fields) if entries else None
-        return last if isinstance(last, Finished | Failed | Cancelled) else None
+        return last if isinstance(last, End) else None
 
 
 class StandIn:
-    """A thread that is all three stages."""
+    """A thread that is all three stages; with *renews*, for longer than a minute."""
 
-    def __init__(self, url: str, stages: Stages | None = None) -> None:
+    def __init__(self, url: str, stages: Stages | None = None, *, renews: bool = False) -> None:
         self.stages = stages or Stages(url)
+        self.let_go = threading.Event()
         self.seen: list[tuple[str, Submitted]] = []
         """Every request that was taken in, the frontend's probe included."""
         self.answers_probes = True
-        self._running: dict[str, tuple[Submitted, Iterator[tuple[int, TokensProduced | End]]]] = {}
+        self._running: dict[str, tuple[Submitted, Script]] = {}
+        self._renews = renews
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stand-in stages")
         self.stages.say_phase("ready")
@@ -153,11 +176,19 @@ class StandIn:
         return [(uid, event) for uid, event in self.seen if event.endpoint != "probe"]
 
     def _run(self) -> None:
+        renewed_s = time.monotonic()
         while not self._stopped.wait(0.002):
+            if self._renews and time.monotonic() - renewed_s > RENEW_S:
+                renewed_s = time.monotonic()
+                self.stages.say_phase("ready")
             for uid, event in self.stages.take_in():
                 self.seen.append((uid, event))
+                if event.task != "generate":
+                    if _words(event) != "silent":
+                        self.stages.answer(uid, event)
+                    continue
                 answered = self.answers_probes or event.endpoint != "probe"
-                self._running[uid] = (event, _script(event) if answered else iter(()))
+                self._running[uid] = (event, self._script(event) if answered else iter(()))
             for uid, (event, script) in list(self._running.items()):
                 following = next(script, None)
                 if following is None:
@@ -167,25 +198,43 @@ class StandIn:
                 for each in (*ended, *([] if isinstance(said, TokensProduced) else [uid])):
                     self._running.pop(each, None)
 
+    def _script(self, event: Submitted) -> Script:
+        match _words(event):
+            case "silent":
+                return
+            case "endless":
+                for n in itertools.count(1):
+                    yield n, tokens(n, f"{n} ")
+            case "flood":
+                for n in itertools.count(1):
+                    yield n, tokens(n, "x" * 4096)
+            case "break":
+                yield 1, tokens(1)
+                yield 1, Failed(n=1, status=500, code="engine_error", message="It broke.")
+            case "held":
+                yield 1, tokens(1, "Hel")
+                while not self.let_go.is_set():
+                    yield None
+                yield 2, tokens(2, "lo!")
+                yield 2, finished(2)
+            case _:
+                told = ToldPrompt(num_tokens=5, cached_tokens=2) if event.presentation.tells_prompt else None
+                for n, text in enumerate(("Hel", "", "lo\u2028!"), 1):
+                    yield n, tokens(n, text).model_copy(update={"prompt": told if n == 1 else None})
+                yield 3, finished(3)
+
+
+def _answer(event: Submitted) -> Answered:
+    match event.task:
+        case "tokenize":
+            letters = tuple(_words(event))
+            pieces = letters if event.return_pieces else ()
+            return Answered(token_ids=tuple(map(ord, letters)), pieces=pieces, by="tokenize-0")
+        case "detokenize":
+            return Answered(text="".join(map(chr, event.prompt_ids)), by="tokenize-0")
+        case _:
+            return Answered(text='{"eos_token":"!"}', by="tokenize-0")
+
 
 def _words(event: Submitted) -> str:
-    return event.prompt or str(event.messages[-1]["content"])
-
-
-def _script(event: Submitted) -> Iterator[tuple[int, TokensProduced | End]]:
-    match _words(event):
-        case "silent":
-            return
-        case "endless":
-            for n in itertools.count(1):
-                yield n, tokens(n, f"{n} ")
-        case "flood":
-            for n in itertools.count(1):
-                yield n, tokens(n, "x" * 4096)
-        case "break":
-            yield 1, tokens(1)
-            yield 1, Failed(n=1, status=500, code="engine_error", message="It broke.")
-        case _:
-            for n, text in enumerate(("Hel", "", "lo\u2028!"), 1):
-                yield n, tokens(n, text)
-            yield 3, finished(3)
+    return event.prompt or (str(event.messages[-1]["content"]) if event.messages else "")

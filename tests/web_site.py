@@ -52,10 +52,12 @@ class Site:
         return await self.client.get(path, headers=headers)
 
     @asynccontextmanager
-    async def connection(self, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> AsyncIterator[Any]:
+    async def connection(
+        self, body: dict[str, Any], headers: Mapping[str, str] | None = None, *, path: str = CHAT
+    ) -> AsyncIterator[Any]:
         """Send a request and leave at the end, whatever has been answered by then."""
         given = {"content-type": "application/json", **(headers or {})}
-        async with self.client.request(CHAT, method="POST", headers=given) as connection:
+        async with self.client.request(path, method="POST", headers=given) as connection:
             await connection.send(json.dumps(body).encode())
             await connection.send_complete()
             yield connection

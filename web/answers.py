@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+from urllib.parse import quote
 
 import orjson
 from quart import Response
@@ -10,6 +12,9 @@ from quart import Response
 from pipeline.errors import RequestError
 from web import sse
 from web.openai.errors import NotNow, error_body
+
+UNKNOWN_SHOWN: Final = 32
+"""Unknown fields that the header names, each with so many characters at most."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -24,6 +29,13 @@ def stream_response(frames: AsyncIterator[bytes]) -> Response:
     response.headers["cache-control"] = "no-cache"
     response.headers["x-accel-buffering"] = "no"
     return response
+
+
+def name_unknown(response: Response, names: Sequence[str]) -> None:
+    """Say in a header which fields of the request mean nothing to us."""
+    if names:
+        shown = (quote(name, safe="$[]")[:UNKNOWN_SHOWN] for name in names[:UNKNOWN_SHOWN])
+        response.headers["x-minisgl-unknown-fields"] = ", ".join(shown)
 
 
 def error_response(error: RequestError) -> Response:

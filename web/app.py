@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
 from typing import Final
 
 import structlog
-from quart import Quart, Response, g, request
-from werkzeug.exceptions import HTTPException
+from quart import Quart, Request, Response, g, request
+from werkzeug.exceptions import HTTPException, RequestTimeout
 
 from pipeline.errors import RequestError
+from pipeline.metrics import HTTP_REQUESTS, HTTP_RESPONSES
 from web.answers import error_response
 from web.frontend import Frontend
 from web.keys import Keys
 from web.openai.errors import CODES
 from web.routes.cache import cache_routes
-from web.routes.chat import chat_routes
+from web.routes.docs import docs_routes
+from web.routes.generations import generation_routes
 from web.routes.health import health_routes
+from web.routes.metrics import metrics_routes
 from web.routes.models import model_routes
 from web.routes.requests import request_routes
+from web.routes.tokenizer import tokenizer_routes
 from web.routes.unsupported import unsupported_routes
 
 logger = structlog.get_logger()
@@ -29,8 +34,9 @@ MAX_BODY_BYTES: Final = 32 << 20
 BODY_TIMEOUT_S: Final = 30
 PATH_SHOWN: Final = 256
 """Characters of a path in a log line; a client may send thousands."""
-OPEN_PATHS: Final = ("/health", "/ready")
-"""What may be asked without an API key: probes have none."""
+OPEN_PATHS: Final = ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs", "/openapi.json")
+"""What may be asked without an API key: probes and Prometheus have none, and how to ask is no secret."""
+METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 _MESSAGES: Final = {
@@ -45,19 +51,23 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
     """Return the application that answers for *frontend*; where there are *keys*, whoever has one of them."""
     keys = keys or Keys()
     app = Quart(__name__, static_folder=None)
+    app.request_class = _Request
     app.config |= {
         "RESPONSE_TIMEOUT": None,  # Quart's 60 s would cut a stream without a word
-        "BODY_TIMEOUT": BODY_TIMEOUT_S,
+        "BODY_TIMEOUT": None,  # _Request has its own
         "MAX_CONTENT_LENGTH": MAX_BODY_BYTES,
     }
     app.url_map.strict_slashes = False
     app.url_map.merge_slashes = False
     for routes in (
-        chat_routes(frontend),
+        generation_routes(frontend),
         request_routes(frontend),
         model_routes(frontend, int(time.time())),
         health_routes(frontend),
+        metrics_routes(frontend),
         cache_routes(frontend),
+        docs_routes(),
+        tokenizer_routes(frontend),
         unsupported_routes(),
     ):
         app.register_blueprint(routes)
@@ -66,6 +76,10 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         """Write the canonical line of a request that no route took or could answer."""
         path = request.path[:PATH_SHOWN]
         logger.info("request", status=status, error=CODES.get(status), method=request.method, path=path)
+
+    @app.before_request
+    async def count_request() -> None:
+        frontend.measures.add(HTTP_REQUESTS, *_route_and_method())
 
     @app.before_request
     async def know_sender() -> None:
@@ -96,12 +110,36 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         return error_response(RequestError("The server failed on this request; that is our bug.", status=500))
 
     @app.after_request
+    async def count_response(response: Response) -> Response:
+        frontend.measures.add(HTTP_RESPONSES, *_route_and_method(), str(response.status_code))
+        return response
+
+    @app.after_request
     async def say_id(response: Response) -> Response:
         given = request.headers.get("x-request-id", "")
         response.headers["x-request-id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         return response
 
     return app
+
+
+def _route_and_method() -> tuple[str, str]:
+    """Return which route takes the request, never the path itself, and how: labels of metrics have few values."""
+    rule = request.url_rule.rule if request.url_rule else "unknown"
+    return rule, request.method if request.method in METHODS else "unknown"
+
+
+class _Request(Request):
+    async def get_data(  # type: ignore[override]  # Quart has a signature for each kind of result
+        self, cache: bool = True, as_text: bool = False, parse_form_data: bool = False
+    ) -> str | bytes:
+        """As Quart's, which waits in `asyncio.wait_for`: in Python 3.11 that swallows the cancellation of a client that
+        leaves as the last of its body comes, and it would be answered for ever."""
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await super().get_data(cache, as_text, parse_form_data)
+        except TimeoutError:
+            raise RequestTimeout from None
 
 
 def _keys_given() -> list[str]:

@@ -4,33 +4,39 @@ A client that leaves is noticed as the end of the task that answers it, wherever
 and what nobody else reads is cancelled in the log, after a period of grace, by a task of its own, because one that is
 being cancelled cannot wait for Redis. A client that came to a request under its idempotency key cancels it by leaving
 only where the one that sent it has left before; a client that reads the events of a request cancels nothing.
+
+What a client sends may be several requests of the log, siblings: one for each choice and prompt. They are submitted
+together, heard together, and where one of them fails the client is told so and the others are cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import structlog
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
-from pipeline.events import Cancelled, End, Failed, Finished, Submitted, decode, new_uid
+from pipeline.events import Answered, Cancelled, End, Failed, Finished, Submitted, decode, new_uid
 from pipeline.failpoints import failpoint
 from pipeline.log import Once, Quota, Submission, SubmittedOnce
-from pipeline.names import SEAL, SUBMITTED_ID
+from pipeline.measures import Measures
+from pipeline.metrics import COMMIT_SECONDS, DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
+from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.redis_log import AsyncRedisLog
+from web.heard import Heard
 from web.idempotency import HEADER
 from web.loops import run_all
 from web.openai.errors import CLIENT_CLOSED, NotNow, error_of
 from web.pace import Pace
 from web.readers import Readers
 from web.ready import Limits, Readiness, Say
-from web.tail import Heard, Listener, Tail
-from web.uids import drawn_ms
+from web.tail import Listener, Tail, next_of
 
 logger = structlog.get_logger()
 
@@ -41,49 +47,80 @@ END_TRIES = 30
 token, and nobody listens."""
 LOG_PATIENCE_S = 2.0
 """How long the log has to say that a request is past its deadline, before its client is told without it."""
+LOST = "The log lost this request: Redis came back without it. Send it again."
 UNREACHABLE = "The log cannot be reached at the moment; send it again."
 SHUT_DOWN_S = 2.0
 """How long a drain waits for the log to end what is left, and then for the last frames."""
 
 
 class Client:
-    """One client, while it is answered with what a request says."""
+    """One client, while it is answered with what a request says, or several siblings."""
 
-    def __init__(self, uid: str, event: Submitted, listener: Listener) -> None:
+    @property
+    def is_stream(self) -> bool:
+        """Say whether it is answered with frames as they come."""
+        return True
+
+    def __init__(self, uid: str, events: Sequence[Submitted], listeners: Sequence[Listener]) -> None:
         self.uid = uid
-        self.event = event
-        self.listener = listener
-        self.reads = ""
-        """The uid of which it is counted as a reader, where another client sent the request."""
+        """What the client knows its request by; that of siblings has no history of its own."""
+        self.events = events
+        self.listeners = listeners
+        """One for each of `events`; they share a `wake`."""
+        self.reads: Sequence[str] = ()
+        """The uids of which it is counted as a reader, where another client sent the request."""
         self._since_s = time.monotonic()
-        self._end: End | RequestError | None = None
+        self._ends: dict[int, End] = {}
+        self._refused: RequestError | None = None
         self._broken: RequestError | None = None
 
     @property
+    def event(self) -> Submitted:
+        """How the first of them begins: all have the same endpoint, model and presentation."""
+        return self.events[0]
+
+    @property
     def ended(self) -> bool:
-        return self._end is not None
+        """Say whether nothing of it goes on in the log."""
+        return self._refused is not None or len(self._ends) == len(self.listeners)
+
+    @property
+    def done(self) -> bool:
+        """Say whether its client hears no more: all have ended, or one has failed."""
+        return self.ended or self._failure is not None
 
     @property
     def broken(self) -> bool:
         return self._broken is not None
 
+    @property
+    def unended(self) -> list[str]:
+        """The uids of which no end was heard."""
+        return [listener.uid for index, listener in enumerate(self.listeners) if index not in self._ends]
+
+    def has_failed_with(self, heard: Heard) -> bool:
+        """Say whether *heard* is the first failure of all: what its client is told of them."""
+        return heard.event is self._failure
+
+    @property
+    def _failure(self) -> Failed | Cancelled | None:
+        return next((end for end in self._ends.values() if isinstance(end, Failed | Cancelled)), None)
+
     async def next(self) -> list[Heard]:
-        """As Listener.next."""
-        heard = await self.listener.next()
-        match heard:
-            case [*_, Heard(event=Finished() | Failed() | Cancelled() as end)]:
-                self._end = end
+        """As `next_of`."""
+        heard = await next_of(self.listeners)
+        self._ends |= {each.index: each.event for each in heard if isinstance(each.event, End)}
         return heard
 
     def refuse(self, message: str, code: str, *, status: int = 503, param: str | None = None) -> RequestError:
         """Return the error for a request that the log did not take."""
-        self._end = error = RequestError(message, code=code, status=status, param=param)
+        self._refused = error = RequestError(message, code=code, status=status, param=param)
         return error
 
     def put_off(self, message: str, retry_after_s: int, *, status: int = 503) -> RequestError:
         """Return the error for a request that the log did not take, and may take later."""
         code = "overloaded" if status == 503 else None
-        self._end = error = NotNow(message, code=code, status=status, retry_after_s=retry_after_s)
+        self._refused = error = NotNow(message, code=code, status=status, retry_after_s=retry_after_s)
         return error
 
     def break_off(self) -> RequestError:
@@ -93,21 +130,39 @@ class Client:
         self._broken = error = RequestError(message, code="internal_error", status=500)
         return error
 
+    @property
+    def cut_short(self) -> str:
+        """Why it did not get the end of its answer, in the words of DISCONNECTS; empty when it did, or was refused."""
+        match self._broken or self._refused or self._failure:
+            case None if not self.ended:
+                return "client"
+            case Cancelled():
+                return "cancelled"
+            case Failed(code="timeout"):
+                return "deadline"
+            case Failed(code="shutting_down"):
+                return "shutdown"
+            case Failed(status=status) if status >= 500:
+                return "error"
+            case _:
+                return "error" if self._broken else ""
+
     def log_line(self, **said: object) -> None:
         """Write the canonical line."""
-        line: dict[str, object] = {"completion_tokens": self.listener.n}
-        match self._broken or self._end:
-            case Finished(usage=usage, timings=timings, reason=reason):
-                line |= {"status": 200, "finish_reason": reason}
-                line |= {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-                line |= {"queue_ms": timings.admitted_ms, "first_token_ms": timings.first_token_ms}
-            case RequestError() as error:
-                line |= {"status": error.status, "error": error.code}
-            case Failed() | Cancelled() as ended:
-                error = error_of(ended)
-                line |= {"status": error.status, "error": error.code}
-            case None:
-                line |= {"status": CLIENT_CLOSED, "error": "client_left"}
+        generates = self.event.task == "generate"
+        line: dict[str, object] = {} if generates else {"task": self.event.task}
+        if generates:
+            line |= {"completion_tokens": sum(listener.n for listener in self.listeners)}
+        if len(self.listeners) > 1:
+            line |= {"siblings": len(self.listeners)}
+        failure = self._failure
+        error = self._broken or self._refused or (error_of(failure) if failure is not None else None)
+        if error is not None:
+            line |= {"status": error.status, "error": error.code}
+        elif not self.ended:
+            line |= {"status": CLIENT_CLOSED, "error": "client_left"}
+        else:
+            line |= {"status": 200} | _said_of([*self._ends.values()], self.events)
         total_ms = round((time.monotonic() - self._since_s) * 1000)
         logger.info("request", uid=self.uid, model=self.event.model, **said, **line, total_ms=total_ms)
 
@@ -117,42 +172,55 @@ class OpenRequest(Client):
 
     submission: asyncio.Task[SubmittedOnce]
 
-    def __init__(self, tail: Tail, event: Submitted, *, stream: bool, once: Once | None, quota: Quota | None) -> None:
-        uid = new_uid()
-        super().__init__(uid, event, tail.listen(uid))
-        if event.frontend != tail.frontend:  # renamed since it was made
-            self.listener.follow()
+    def __init__(self, tail: Tail, events: Sequence[Submitted], *, once: Once | None, quota: Quota | None) -> None:
+        uid, wake = new_uid(), asyncio.Event()
+        uids = sibling_uids(uid, len(events))
+        super().__init__(uid, events, [tail.listen(each, index=i, wake=wake) for i, each in enumerate(uids)])
+        if self.event.frontend != tail.frontend:  # renamed since it was made
+            for listener in self.listeners:
+                listener.follow()
         self.once = once
         self.attached = False
         """Another client sent the request."""
-        self._stream = stream
         self._sender = {"key": quota.key[:8]} if quota else {}
 
     @property
-    def created_s(self) -> int:
-        return drawn_ms(self.uid) // 1000
+    def is_stream(self) -> bool:
+        return self.event.presentation.stream
 
-    def attach(self, uid: str, event: Submitted, listener: Listener) -> None:
+    def attach(self, uid: str, events: Sequence[Submitted], tail: Tail) -> None:
         """Answer with the request *uid* instead of an own one."""
-        self.listener.close()
-        self.uid, self.event, self.listener, self.attached = uid, event, listener, True
+        for listener in self.listeners:
+            listener.close()
+        wake = asyncio.Event()
+        self.uid, self.events, self.attached = uid, events, True
+        uids = sibling_uids(uid, len(events))
+        self.listeners = [tail.follow(each, index=i, wake=wake) for i, each in enumerate(uids)]
 
     def log_line(self, **said: object) -> None:
         """As Client.log_line."""
         attached = {"attached": True} if self.attached else {}
-        super().log_line(stream=self._stream, **self._sender, **said, **attached)
+        super().log_line(stream=self.is_stream, **self._sender, **said, **attached)
 
 
 class Frontend:
     """One web process: what it listens to and what it has open."""
 
     def __init__(
-        self, name: str, log: AsyncRedisLog, limits: Limits, say: Say, *, disconnect_grace_s: float = 0.0
+        self,
+        name: str,
+        log: AsyncRedisLog,
+        limits: Limits,
+        say: Say,
+        *,
+        disconnect_grace_s: float = 0.0,
+        measures: Measures | None = None,
     ) -> None:
         self.name = name
-        self.tail = Tail(log, name, retention_s=limits.retention_s)
+        self.measures = measures or Measures()
+        self.tail = Tail(log, name, retention_s=limits.retention_s, measures=self.measures)
         self.readers = Readers(log, name)
-        self.readiness = Readiness(log, self.tail, limits, self._say_unless_draining)
+        self.readiness = Readiness(log, self.tail, limits, self._say_unless_draining, self.measures)
         self._pace = Pace()
         self.draining = False
         self._log = log
@@ -204,12 +272,14 @@ class Frontend:
             RequestError: The process is going down.
         """
         if self.draining:
+            self.measures.add(REJECTIONS, "shutting_down")
             raise RequestError("The server is shutting down; send it again later.", code="shutting_down", status=503)
 
     async def open(
-        self, event: Submitted, *, stream: bool, once: Once | None = None, quota: Quota | None = None
+        self, events: Sequence[Submitted], *, once: Once | None = None, quota: Quota | None = None
     ) -> OpenRequest:
-        """Submit *event* and listen to it until the current task is done; what has not ended by then is cancelled.
+        """Submit *events*, all or none, and listen to them until the current task is done; what has not ended by then
+        is cancelled.
 
         With *once*, what was submitted under that key before is listened to instead, from its start, unless it is gone
         or ended in vain. With *quota*, it counts as what that API key has sent.
@@ -217,33 +287,41 @@ class Frontend:
         Raises:
             RequestError: The log does not take it.
         """
-        opened = OpenRequest(self.tail, event, stream=stream, once=once, quota=quota)
-        self._clients.add(opened)
+        if len(events) > self.limits.max_queued:
+            most = f"{self.limits.max_queued} (--max-queued-requests)"
+            raise RequestError(f"n: with so many prompts and choices it is {len(events)} answers; at most {most}")
+        opened = OpenRequest(self.tail, events, once=once, quota=quota)
+        self._add(opened)
         timeout_s = self.limits.timeout_s
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, opened, timeout_s)
         self._when_done(lambda: self._close(opened, timer))
         while True:
-            opened.submission = self.spawn(self._submit(opened.uid, event, once, quota))
+            opened.submission = self.spawn(self._submit(opened.uid, events, once, quota))
             try:
                 submitted = await asyncio.shield(opened.submission)
             except LogFull:
+                self.measures.add(REJECTIONS, "log_full")
                 message = "The log is full until running requests end; send it again."
                 raise opened.put_off(message, self._pace.retry_after_s()) from None
             except LogError as error:  # it may have got through all the same
                 logger.warning("not_submitted", uid=opened.uid, error=str(error))
+                self.measures.add(REJECTIONS, "log_unreachable")
                 self.spawn(self.end(opened, Cancelled(by="web")))
                 raise opened.refuse(UNREACHABLE, "overloaded") from None
             except Exception:
                 raise opened.break_off() from None
             match submitted.submission:
                 case Submission.BUSY:
+                    self.measures.add(REJECTIONS, "queue_full")
                     message = "Too many requests are waiting; send it again."
                     raise opened.put_off(message, self._pace.retry_after_s())
                 case Submission.TOO_FAST if quota is not None:
+                    self.measures.add(REJECTIONS, "requests_per_minute")
                     again_s = math.ceil(submitted.again_ms / 1000)
                     message = f"This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s."
                     raise opened.put_off(message, again_s, status=429)
                 case Submission.TOO_MANY if quota is not None:
+                    self.measures.add(REJECTIONS, "concurrent_requests")
                     message = f"This API key may have {quota.concurrent_requests} requests at once; send it again."
                     raise opened.put_off(message, 1, status=429)
                 case Submission.MISMATCH:
@@ -254,8 +332,12 @@ class Frontend:
                         return opened
                     once = dataclasses.replace(once, instead_of=submitted.uid)
                 case _:
-                    self._pace.begun(opened)
-                    opened.listener.submit_again = lambda: self._submit_again(opened)
+                    if (
+                        opened.event.task == "generate"
+                    ):  # the others are over at once, and say nothing of when there is room
+                        self._pace.begun(opened)
+                    for listener in opened.listeners:
+                        listener.submit_again = functools.partial(self._submit_again, opened, listener)
                     return opened
 
     async def read(self, uid: str, event: Submitted, *, whole: bool) -> Client:
@@ -264,11 +346,11 @@ class Frontend:
         Raises:
             RequestError: The log cannot be reached.
         """
-        client = Client(uid, event, self.tail.follow(uid, whole=whole))
-        self._clients.add(client)
+        client = Client(uid, [event], [self.tail.follow(uid, whole=whole)])
+        self._add(client)
         self._when_done(lambda: self._drop(client, reader=True))
         try:
-            await self._begin_reading(client, uid)
+            await self._begin_reading(client, [uid])
         except LogError as error:
             logger.warning("reader_not_begun", uid=uid, error=str(error))
             raise client.refuse(UNREACHABLE, "overloaded") from None
@@ -277,12 +359,25 @@ class Frontend:
     async def end(self, opened: OpenRequest, event: End) -> None:
         """End the request in the log, unless it has ended, once its submit is over; try again while Redis is away."""
 
+        uids = opened.unended  # now: a client that is told of the end without the log needs it all the more
+
         async def end() -> None:
             retention_ms = int(self.limits.retention_s * 1000)
-            await self._log.end(opened.uid, event, frontend=opened.event.frontend, retention_ms=retention_ms)
+            for uid in uids:
+                if await self._log.end(uid, event, frontend=opened.event.frontend, retention_ms=retention_ms):
+                    self.count_end(event)
 
         if not await self._try_to_end(opened, event, end) and isinstance(event, Failed):
-            opened.listener.fail(event.code, event.message, event.status)
+            self._fail(opened, event)
+
+    def _fail(self, client: Client, event: Failed) -> None:
+        """Tell a client alone, where the log cannot, or should not."""
+        for listener in client.listeners:
+            listener.fail(event.code, event.message, event.status)
+
+    def count_end(self, event: End) -> None:
+        """Count a request that this process has ended."""
+        self.measures.add(REQUEST_SUCCESS, "error" if isinstance(event, Failed) else "abort")
 
     async def _try_to_end(self, opened: OpenRequest, event: End, way: Callable[[], Awaitable[None]]) -> bool:
         """Go the *way* of ending a request until the log has heard it; say whether it has."""
@@ -297,23 +392,29 @@ class Frontend:
         logger.error("request_never_ended", uid=opened.uid, event_kind=event.kind, tries=END_TRIES)
         return False
 
-    async def _submit(self, uid: str, event: Submitted, once: Once | None, quota: Quota | None = None) -> SubmittedOnce:
-        """Begin the history of *uid*. Raises as the log does."""
+    async def _submit(
+        self, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None = None
+    ) -> SubmittedOnce:
+        """Begin the history of *uid*, or those of its siblings. Raises as the log does."""
         limits: Any = {
             "timeout_ms": int(self.limits.timeout_s * 1000),
             "retention_ms": int(self.limits.retention_s * 1000),
             "max_queued": self.limits.max_queued,
         }
         failpoint("web.before_submit")
-        submitted = await self._log.submit_once(uid, event, once, quota=quota, **limits)
+        began_s = time.perf_counter()
+        submitted = await self._log.submit_once(uid, events, once, quota=quota, **limits)
+        self.measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "submit")
         failpoint("web.after_submit")
         return submitted
 
-    def _submit_again(self, opened: OpenRequest) -> None:
-        """Begin a history anew that Redis lost: as nothing of it was said, its client need not know."""
-        if opened.submission.done():
+    def _submit_again(self, opened: OpenRequest, listener: Listener) -> None:
+        """Begin anew what Redis lost: as nothing was said of it, nor of a sibling, its client need not know."""
+        if any(other.n for other in opened.listeners):
+            listener.fail("log_lost", LOST)
+        elif opened.submission.done():
             logger.warning("submitted_again", uid=opened.uid)
-            opened.submission = self.spawn(self._submit(opened.uid, opened.event, opened.once))
+            opened.submission = self.spawn(self._submit(opened.uid, opened.events, opened.once))
             opened.submission.add_done_callback(lambda submission: self._submitted_again(opened, submission))
 
     def _submitted_again(self, opened: OpenRequest, submission: asyncio.Task[SubmittedOnce]) -> None:
@@ -322,9 +423,10 @@ class Frontend:
         if error is not None and not isinstance(error, LogError):
             logger.error("request_broke", uid=opened.uid, exc_info=error)
         if error is None and submission.result().submission is not Submission.BUSY:
-            opened.listener.check()
+            for listener in opened.listeners:
+                listener.check()
         elif not isinstance(error, LogUnavailable):  # else the next look tries again
-            opened.listener.fail("log_lost", "The log lost this request: Redis came back without it. Send it again.")
+            self._fail(opened, Failed(status=500, code="log_lost", message=LOST))
 
     async def _attach(self, opened: OpenRequest, uid: str) -> bool:
         """Have a client answered by the request *uid*; False when that is gone, or ended in vain.
@@ -332,27 +434,31 @@ class Frontend:
         Raises:
             RequestError: The log cannot be reached.
         """
+        uids = sibling_uids(uid, len(opened.events))  # as many: the body is the same
         try:
-            await self._begin_reading(opened, uid)  # before the look, so that nobody cancels it after that
-            there = await self.ask(self._log.entries(uid, (SUBMITTED_ID, SEAL)))
-            event = decode(there[SUBMITTED_ID].fields) if SUBMITTED_ID in there else None
-            end = decode(there[SEAL].fields) if SEAL in there else None
+            await self._begin_reading(opened, uids)  # before the look, so that nobody cancels it after that
+            found = [await self.ask(self._log.entries(each, (SUBMITTED_ID, SEAL))) for each in uids]
+            begins = [decode(there[SUBMITTED_ID].fields) if SUBMITTED_ID in there else None for there in found]
+            ends = [decode(there[SEAL].fields) for there in found if SEAL in there]
         except UndecodableEvent:
             raise opened.break_off() from None
         except LogError as error:
             logger.warning("not_attached", uid=uid, error=str(error))
             raise opened.refuse(UNREACHABLE, "overloaded") from None
-        in_vain = isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500)
-        if not isinstance(event, Submitted) or in_vain:
+        in_vain = any(isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500) for end in ends)
+        events = [event for event in begins if isinstance(event, Submitted)]
+        if len(events) < len(uids) or in_vain:
             self._stop_reading(opened)
             return False
-        opened.attach(uid, event, self.tail.follow(uid))
+        opened.attach(uid, events, self.tail)
         return True
 
-    async def _begin_reading(self, client: Client, uid: str) -> None:
-        client.reads = uid
-        self.readers.add(uid)
-        await self.ask(self.readers.tell(uid))
+    async def _begin_reading(self, client: Client, uids: Sequence[str]) -> None:
+        client.reads = uids
+        for uid in uids:
+            self.readers.add(uid)
+        for uid in uids:
+            await self.ask(self.readers.tell(uid))
 
     def _stop_reading(self, client: Client) -> None:
         async def tell(uid: str) -> None:
@@ -361,17 +467,17 @@ class Frontend:
             except LogError as error:  # then it is over within a minute
                 logger.warning("reader_not_gone", uid=uid, error=str(error))
 
-        if client.reads:
-            self.readers.remove(client.reads)
-            self.spawn(tell(client.reads))
-            client.reads = ""
+        for uid in client.reads:
+            self.readers.remove(uid)
+            self.spawn(tell(uid))
+        client.reads = ()
 
     async def _time_out(self, opened: OpenRequest, event: Failed) -> None:
         """End the request in the log; a client whom the log cannot tell in time is told without it."""
         ended = self.spawn(self.end(opened, event))
         _, late = await asyncio.wait({ended}, timeout=LOG_PATIENCE_S)
         if late:
-            opened.listener.fail(event.code, event.message, event.status)
+            self._fail(opened, event)
 
     async def drain(self, patience_s: float) -> None:
         """Take nothing new, let what is open end, and end in the log what is left after *patience_s*."""
@@ -386,10 +492,11 @@ class Frontend:
                 if isinstance(client, OpenRequest) and not client.attached:
                     self.spawn(self.end(client, Failed(status=503, code="shutting_down", message=message)))
                 else:
-                    client.listener.fail("shutting_down", "The server is shutting down; come again.", 503)
+                    again = "The server is shutting down; come again."
+                    self._fail(client, Failed(status=503, code="shutting_down", message=again))
             if not await self._is_idle_within(SHUT_DOWN_S):  # no Redis: then at least the clients are told
                 for client in self._clients:
-                    client.listener.fail("shutting_down", message, 503)
+                    self._fail(client, Failed(status=503, code="shutting_down", message=message))
                 await self._is_idle_within(SHUT_DOWN_S)
         if self._background:
             await asyncio.wait(self._background, timeout=SHUT_DOWN_S)
@@ -411,46 +518,59 @@ class Frontend:
     def _close(self, opened: OpenRequest, timer: asyncio.TimerHandle) -> None:
         timer.cancel()
         self._pace.ended(opened)
-        uid = opened.reads  # which it may have come to and not be attached to yet
+        came_to = opened.reads  # perhaps it is not attached to them yet
         self._drop(opened)
         if opened.ended:
             return
         failpoint("web.on_disconnect")
-        if opened.broken and not uid:
+        if opened.broken and not came_to:
             self.spawn(self.end(opened, Cancelled(by="web")))
         elif self._grace_s <= 0:
-            self.spawn(self._abandon(opened, uid))
+            self.spawn(self._abandon(opened, came_to))
         elif not self.draining:
-            self._abandon_later(opened, uid)
+            self._abandon_later(opened, came_to)
+
+    def _add(self, client: Client) -> None:
+        self._clients.add(client)
+        if client.is_stream:
+            self.measures.add(STREAMS_OPEN)
 
     def _drop(self, client: Client, **said: object) -> None:
         self._clients.discard(client)
-        client.listener.close()
+        if client.is_stream:
+            self.measures.add(STREAMS_OPEN, amount=-1)
+        if client.cut_short:
+            self.measures.add(DISCONNECTS, client.cut_short)
+        for listener in client.listeners:
+            listener.close()
         self._stop_reading(client)
         client.log_line(**said)
 
-    def _abandon_later(self, opened: OpenRequest, uid: str) -> None:
+    def _abandon_later(self, opened: OpenRequest, came_to: Sequence[str]) -> None:
         def grace_is_over() -> None:
             self._in_grace.discard(timer)
-            self.spawn(self._abandon(opened, uid))
+            self.spawn(self._abandon(opened, came_to))
 
         timer = asyncio.get_running_loop().call_later(self._grace_s, grace_is_over)
         self._in_grace.add(timer)
 
-    async def _abandon(self, opened: OpenRequest, came_to: str) -> None:
+    async def _abandon(self, opened: OpenRequest, came_to: Sequence[str]) -> None:
         """Cancel the request of a client that left, its own or the one that it *came_to*, unless somebody reads it."""
-        uid, event = came_to or opened.uid, Cancelled(by="client")
+        uids, event = came_to or opened.unended, Cancelled(by="client")
 
         async def abandon() -> None:
-            await self.readers.tell(uid)  # that nobody here reads it any more, or that somebody does
-            await self._log.abandon(
-                uid,
-                event,
-                frontend=opened.event.frontend,
-                retention_ms=int(self.limits.retention_s * 1000),
-                once=opened.once,
-                attached=bool(came_to),
-            )
+            for uid in uids:
+                await self.readers.tell(uid)  # that nobody here reads it any more, or that somebody does
+                abandoned = await self._log.abandon(
+                    uid,
+                    event,
+                    frontend=opened.event.frontend,
+                    retention_ms=int(self.limits.retention_s * 1000),
+                    once=opened.once,
+                    attached=bool(came_to),
+                )
+                if abandoned:
+                    self.count_end(event)
 
         await self._try_to_end(opened, event, abandon)
 
@@ -461,3 +581,17 @@ class Frontend:
     def _say_unless_draining(self, **changes: object) -> None:
         if not self.draining:
             self._say(**changes)
+
+
+def _said_of(ends: Sequence[End], events: Sequence[Submitted]) -> dict[str, object]:
+    """Return what the canonical line says of requests that ended well."""
+    finished = [end for end in ends if isinstance(end, Finished)]
+    if not finished:
+        answered = [len(end.token_ids) for end in ends if isinstance(end, Answered)]
+        return {"prompt_tokens": sum(answered) or sum(len(event.prompt_ids) for event in events)}
+    return {
+        "finish_reason": ",".join(sorted({end.reason for end in finished})),
+        "prompt_tokens": sum(end.usage.prompt_tokens for end in finished),
+        "queue_ms": max(end.timings.admitted_ms for end in finished),
+        "first_token_ms": max(end.timings.first_token_ms for end in finished),
+    }

@@ -11,6 +11,7 @@ from pipeline.log import Once
 
 HEADER: Final = "Idempotency-Key"
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,255}")
+SCHEMA: Final = {"description": "What is sent twice under one key is one request.", "pattern": f"^{_KEY.pattern}$"}
 
 
 def once_of(key: str | None, endpoint: str, body: bytes, *, scope: str = "") -> Once | None:

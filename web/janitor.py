@@ -19,6 +19,8 @@ from pipeline.errors import LogError
 from pipeline.events import Cancelled, Failed
 from pipeline.failpoints import failpoint
 from pipeline.log import Owner, StreamLog
+from pipeline.measures import Measures
+from pipeline.metrics import REQUEST_SUCCESS
 from pipeline.names import JANITOR, slot_name
 
 logger = structlog.get_logger()
@@ -42,11 +44,13 @@ class Janitor:
         retention_ms: int,
         patience_s: float = PATIENCE_S,
         clock_s: Callable[[], float] = time.monotonic,
+        measures: Measures | None = None,
     ) -> None:
         self._log = log
         self._retention_ms = retention_ms
         self._patience_s = patience_s
         self._clock_s = clock_s
+        self._measures = measures or Measures()
         self._nonce = secrets.token_hex(4)
         self._owner: Owner | None = None
         self._gone_since_s: dict[str, float] = {}
@@ -91,10 +95,12 @@ class Janitor:
             event = Failed(status=504, code="timeout", message=message)
             if self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms):
                 logger.warning("overdue", uid=uid)
+                self._measures.add(REQUEST_SUCCESS, "error")
             failpoint("janitor.mid_sweep")
         for uid, frontend in self._abandoned():
             if self._log.end(uid, Cancelled(by=JANITOR), frontend=frontend, retention_ms=self._retention_ms):
                 logger.warning("abandoned", uid=uid, frontend=frontend)
+                self._measures.add(REQUEST_SUCCESS, "abort")
 
     def _abandoned(self) -> list[tuple[str, str]]:
         """Return living requests, with their frontends, that have been gone for too long and that nobody reads."""

@@ -1,22 +1,27 @@
 """Whether a request would be answered: every stage says that it is ready, and one token went through all of them.
 
-Polls the statuses of the workers; also knows from them which model names are served, and with what context. That token,
-the probe, decides what /ready says and nothing else: requests are taken as soon as a model is served.
+Polls the statuses of the workers; also knows from them which model names are served, with what context, and how a
+request is sampled that does not say it. That token, the probe, decides what /ready says and nothing else: requests are
+taken as soon as a model is served. /health_generate sends one whenever it is asked.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Final, Literal, NoReturn, Protocol
+from typing import Any, Final, Literal, NoReturn, Protocol
 
 import structlog
 
 from pipeline.errors import LogError, RequestError
-from pipeline.events import Cancelled, Finished, SamplingParams, Submitted, new_uid
+from pipeline.events import Cancelled, Failed, Finished, SamplingParams, Submitted, new_uid
 from pipeline.log import Submission
+from pipeline.measures import Measures
+from pipeline.metrics import REJECTIONS
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
 from pipeline.redis_log import AsyncRedisLog
 from pipeline.slots import Status, known_statuses
@@ -29,6 +34,12 @@ POLL_READY_S = 2.0
 PROBE_PATIENCE_S = 10.0
 """How long the first probe may take. Each next one may take twice as long: behind much work it is slow, not lost."""
 PROBE_RETRY_S = 1.0
+TRIAL_PATIENCE_S = 5.0
+"""How long the probe of /health_generate may take."""
+TRIAL_LOG_PATIENCE_S = 1.0
+"""How much longer who asks for it waits for a log that does not answer."""
+TRIAL_COUNTS_S = 1.0
+"""So long it answers for those who come after it: what may be asked without a key must not fill the log."""
 PROBE: Final = "probe"
 """Endpoint of the request that tries the way, and what is waited for while it is under way."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
@@ -49,14 +60,23 @@ class Say(Protocol):
     def __call__(self, **changes: object) -> None: ...
 
 
+class Spawn(Protocol):
+    """`Frontend.spawn`: run in a task of its own."""
+
+    def __call__(self, work: Coroutine[Any, Any, str]) -> asyncio.Task[str]: ...
+
+
 class Readiness:
     """What the stages say, as of the last poll."""
 
-    def __init__(self, log: AsyncRedisLog, tail: Tail, limits: Limits, say: Say) -> None:
+    def __init__(
+        self, log: AsyncRedisLog, tail: Tail, limits: Limits, say: Say, measures: Measures | None = None
+    ) -> None:
         self._log = log
         self._tail = tail
         self._limits = limits
         self._say = say
+        self._measures = measures or Measures()
         self._statuses: Mapping[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
         self._said: tuple[str, ...] | None = None
         self.probed = False
@@ -64,6 +84,10 @@ class Readiness:
         self.models: tuple[str, ...] = ()
         """The served names, the first is the default; once `probed` they are kept while no engine is there."""
         self.context = 0
+        self.sampling_defaults: Mapping[str, int | float] = {}
+        """What a request means that does not say it; the engines of a server have one model, so the first one's."""
+        self._trial: asyncio.Task[str] | None = None
+        self._tried_s = -math.inf
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -87,6 +111,7 @@ class Readiness:
         """
         if not self.models:
             stages = ", ".join(self.missing)
+            self._measures.add(REJECTIONS, "loading")
             raise RequestError(
                 f"The server is loading, not up yet: {stages}; send it again later.", code="loading", status=503
             )
@@ -98,6 +123,28 @@ class Readiness:
         raise RequestError(
             f"There is no such model here; served: {names}", code="model_not_found", param="model", status=404
         )
+
+    async def try_now(self, spawn: Spawn) -> str:
+        """Return why no token goes through every stage now; empty: one did, within the last second or since.
+
+        Those who ask at once share one probe, in a task of its own that *spawn* runs; nobody waits longer than 6 s.
+        """
+        now_s, heard_s, trial = time.monotonic(), self._tail.heard_tokens_s, self._trial
+        if heard_s > self._tried_s and now_s - heard_s < TRIAL_COUNTS_S:
+            return ""
+        if trial is None or (trial.done() and now_s - self._tried_s >= TRIAL_COUNTS_S):
+            self._trial = trial = spawn(self._try_once())
+        done, _ = await asyncio.wait({trial}, timeout=TRIAL_PATIENCE_S + TRIAL_LOG_PATIENCE_S)
+        return trial.result() if done else "the log does not answer"
+
+    async def _try_once(self) -> str:
+        began_s = time.monotonic()
+        try:
+            failure = await self._probe(TRIAL_PATIENCE_S)
+        finally:
+            self._tried_s = time.monotonic()
+        # Behind much work the probe is late, but then the tokens of others show the same.
+        return "" if self._tail.heard_tokens_s > began_s else failure
 
     async def run(self) -> NoReturn:
         """Poll, and beside it try the way once everybody is there; never ends."""
@@ -123,6 +170,7 @@ class Readiness:
         if engines or not self.probed:  # until then, they may be of the server before this one
             self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
             self.context = min((status.context for status in engines), default=0)
+            self.sampling_defaults = engines[0].sampling_defaults if engines else {}
 
     def _publish(self) -> None:
         waiting_for = self.waiting_for
@@ -142,14 +190,14 @@ class Readiness:
                 return True
             if self.missing:
                 await asyncio.sleep(POLL_LOADING_S)
-            elif await self._probe(min(patience_s, self._limits.timeout_s)):
+            elif not await self._probe(min(patience_s, self._limits.timeout_s)):
                 return True
             else:
                 patience_s *= 2
                 await asyncio.sleep(PROBE_RETRY_S)
 
-    async def _probe(self, patience_s: float) -> bool:
-        """Send one token through every stage; say whether it arrived, and cancel it when it took too long."""
+    async def _probe(self, patience_s: float) -> str:
+        """Send one token through every stage; return what came instead, and cancel it; empty where it arrived."""
         uid = new_uid()
         event = Submitted(
             endpoint=PROBE,
@@ -177,13 +225,28 @@ class Readiness:
         except LogError as error:  # it may have got through all the same
             outcome = error
         if isinstance(outcome, Finished):
-            return True
+            return ""
         logger.warning("probe_failed", uid=uid, outcome=str(outcome))
         try:
             await self._log.end(uid, Cancelled(by="web"), frontend=self._tail.frontend, retention_ms=retention_ms)
         except LogError as error:
             logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))
-        return False
+        return _told(outcome)
+
+
+def _told(outcome: object) -> str:
+    """Return what anybody may know of a probe that did not arrive; the log line has the rest."""
+    match outcome:
+        case str():
+            return outcome
+        case Submission.BUSY:
+            return "too many requests are waiting"
+        case Failed(code=code):
+            return f"it failed: {code}"
+        case Cancelled(by=by):
+            return f"it was cancelled by {by}"
+        case _:
+            return "the log does not answer"
 
 
 def _furthest(statuses: Sequence[Status]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
@@ -9,16 +10,33 @@ WAITING: Final = b": waiting\n\n"
 """A comment: keeps proxies and clients patient, and every client library skips it."""
 DONE: Final = b"data: [DONE]\n\n"
 
+BLANK: Final = b"\n"
+"""The same for clients that take every line that is not blank for data."""
+
+_BREAK: Final = re.compile("\r\n|\r|\n")
 _LINE_BREAKS: Final = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
 """JSON leaves these raw, but `iter_lines` of httpx and requests splits on them and so breaks the frame in two. UTF-8
 synchronises itself, so the bytes match whole characters only; outside of strings JSON has none of them."""
 
 
-def frame(data: bytes, event_id: str = "") -> bytes:
-    """Return the frame of one JSON document; *event_id* is where a client can go on from."""
+def text_frames(text: str, event_id: str = "") -> bytes:
+    """Return the frames of plain text, a line of data for each of its lines; the last one has the id.
+
+    A reader joins lines with a newline, so every line break arrives as one. A text that could be taken for the end of
+    the stream comes in two.
+    """
+    if text == "[DONE]":
+        return text_frames(text[:-1]) + text_frames(text[-1], event_id)
+    lines = b"\n".join(b"data: " + line.encode() for line in _BREAK.split(text))
+    return (b"id: %s\n" % event_id.encode() if event_id else b"") + lines + b"\n\n"
+
+
+def frame(data: bytes, event_id: str = "", *, kind: str = "") -> bytes:
+    """Return the frame of one JSON document; *event_id* is where a client can go on from, *kind* the event's name."""
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
+    named = b"event: %s\n" % kind.encode() if kind else b""
     if event_id:
-        return b"id: %s\ndata: %s\n\n" % (event_id.encode(), data)
-    return b"data: %s\n\n" % data
+        return b"id: %s\n%sdata: %s\n\n" % (event_id.encode(), named, data)
+    return b"%sdata: %s\n\n" % (named, data)

@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
 
 import orjson
 
-from pipeline.events import AnyEvent, Failed, Submitted
+from pipeline.events import Failed, Submitted
 from pipeline.failpoints import failpoint
 from pipeline.names import parse_id
 from web import sse
+from web.endpoints import ENDPOINTS
+from web.frames import Frames
 from web.frontend import Client
-from web.openai.errors import error_body, error_of
-from web.openai.responses import ChatFrames
-from web.submit import CHAT_ENDPOINT
-from web.tail import Heard
-from web.uids import drawn_ms
+from web.heard import Heard
+from web.openai.errors import error_of
 
 
-class Frames(Protocol):
-    """A fold of a history into frames. The same events give the same bytes, whoever folds them, and when."""
-
-    def of(self, entry_id: str, event: AnyEvent) -> bytes:
-        """Return the frames of the next event; the last one has its id."""
-        ...
-
-
-class EventFrames:
+class EventFrames(Frames):
     """Every event as it is stored, a frame each."""
 
-    def of(self, entry_id: str, event: AnyEvent) -> bytes:
+    def of(self, heard: Heard) -> bytes:
         """As Frames.of."""
-        if not entry_id and isinstance(event, Failed):  # no event: this process alone says so
-            return sse.frame(error_body(error_of(event)))
-        return sse.frame(orjson.dumps(event.model_dump(mode="json", exclude_unset=True)), entry_id)
+        if not heard.entry_id and isinstance(heard.event, Failed):  # no event: this process alone says so
+            return self.error(error_of(heard.event))
+        return sse.frame(orjson.dumps(heard.event.model_dump(mode="json", exclude_unset=True)), heard.entry_id)
 
 
-def frames_for(uid: str, submitted: Submitted) -> Frames | None:
-    """Return the frames that the endpoint of a request sends; None for an endpoint that sends none."""
-    if submitted.endpoint != CHAT_ENDPOINT:
-        return None
-    include_usage = bool(submitted.labels.get("include_usage"))
-    return ChatFrames(uid, drawn_ms(uid) // 1000, submitted.model, include_usage=include_usage)
+def frames_for(uid: str, events: Sequence[Submitted]) -> Frames | None:
+    """Return the frames that the endpoint of a request, or of its siblings, sends; None where it sends none."""
+    endpoint = ENDPOINTS.get(events[0].endpoint)
+    return None if endpoint is None else endpoint.frames(uid, events)
 
 
 async def written(
@@ -58,18 +46,20 @@ async def written(
         while True:
             pieces = []
             for each in heard:
-                piece = frames.of(each.entry_id, each.event)
+                piece = frames.of(each)
                 if not each.entry_id or parse_id(each.entry_id) > position:
                     pieces.append(piece)
-            if client.ended:
+                if client.has_failed_with(each):  # what siblings say after it would come behind the end
+                    break
+            if client.done:
                 pieces.append(sse.DONE)
-            piece = b"".join(pieces) if heard else sse.WAITING
+            piece = b"".join(pieces) if heard else frames.waiting
             if piece:
                 yield piece
-            if client.ended:
+            if client.done:
                 return
             if heard:
                 failpoint("web.mid_stream")
             heard = await client.next()
     except Exception:  # the status is long sent: a cut connection would be worse than a frame that says so
-        yield sse.frame(error_body(client.break_off())) + sse.DONE
+        yield frames.error(client.break_off()) + sse.DONE

@@ -21,16 +21,18 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, TypeVar
 
 import structlog
 
 from pipeline.errors import LogError, UndecodableEvent
-from pipeline.events import AnyEvent, Cancelled, Failed, Finished, TokensProduced, decode
+from pipeline.events import End, Failed, Finished, TokensProduced, decode
 from pipeline.log import Entry, Reply
+from pipeline.measures import Measures
+from pipeline.metrics import GAP_FILLS
 from pipeline.names import TOKENIZED_ID, parse_id
 from pipeline.redis_log import AsyncRedisLog
+from web.heard import Heard
 from web.uids import drawn_ms
 
 logger = structlog.get_logger()
@@ -53,17 +55,7 @@ BEGINNING = "0-0"
 
 T = TypeVar("T")
 
-ClientEvent: TypeAlias = TokensProduced | Finished | Failed | Cancelled
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """One event of a request, as its listener is told."""
-
-    entry_id: str
-    """In the history; empty for what this process alone says, from which nobody can go on."""
-    n: int
-    event: AnyEvent
+ClientEvent: TypeAlias = TokensProduced | End
 
 
 class Listener:
@@ -78,8 +70,12 @@ class Listener:
         follows: bool = False,
         whole: bool = False,
         expires_s: float = math.inf,
+        index: int = 0,
+        wake: asyncio.Event | None = None,
     ) -> None:
+        """*index* of several that `next_of` listens to at once, who share the event *wake*."""
         self.uid = uid
+        self.index = index
         self.n = 0
         """Number of the last token that was handed in."""
         self.ended = False
@@ -94,7 +90,7 @@ class Listener:
         self._queue: deque[Heard] = deque()
         self._room = room
         self._tail = tail
-        self._wake = asyncio.Event()
+        self.wake = wake or asyncio.Event()
         self._armed = False
         self._waiting = False
         self._behind = follows
@@ -105,16 +101,24 @@ class Listener:
 
         The first call says that the request was submitted: only then can its history be missed.
         """
+        return await next_of((self,))
+
+    def arm(self) -> None:
+        """Say that the request was submitted."""
         self._armed = True
-        if not self._queue and not self.ended:
-            if self._behind:
-                self._tail.look()
-            self._waiting = True
-            try:
-                await self._wake.wait()
-            finally:
-                self._waiting = False
-        self._wake.clear()
+
+    def wait(self, waiting: bool) -> None:
+        """Say whether its client waits for news now; if so, and it is behind, have its history read."""
+        self._waiting = waiting and not self.ended
+        if self._waiting and self._behind:
+            self._tail.look()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._queue)
+
+    def drain(self) -> list[Heard]:
+        """Return what has come and was not returned yet."""
         heard = list(self._queue)
         self._queue.clear()
         return heard
@@ -138,10 +142,18 @@ class Listener:
         count = reply.event.count if isinstance(reply.event, TokensProduced) else 0
         if self.ended or self.follows or (count and reply.n <= self.n):
             return
-        if reply.n - count != self.n or len(self._queue) >= self._room:
-            self.check()
+        if reply.n - count != self.n:
+            self.fall_behind("gap")
+        elif len(self._queue) >= self._room:
+            self.fall_behind("slow_client")
         else:
-            self._take(Heard(reply.entry_id, reply.n, reply.event))
+            self._take(Heard(reply.entry_id, reply.n, reply.event, self.index))
+
+    def fall_behind(self, reason: str) -> None:
+        """As `check`, for a *reason* of GAP_FILLS: what was said was not heard, or there was no room for it."""
+        if not self._behind and not self.follows:
+            self._tail.measures.add(GAP_FILLS, reason)
+        self.check()
 
     def check(self) -> None:
         """Have the end of the history read, once there is room for it."""
@@ -167,7 +179,7 @@ class Listener:
         """Wake who has waited for long, with nothing."""
         if self._waiting and now_s - self._comforted_s >= PATIENCE_S:
             self._comforted_s = now_s
-            self._wake.set()
+            self.wake.set()
 
     @property
     def cursor(self) -> str:
@@ -209,7 +221,7 @@ class Listener:
                 self.fail("log_lost", "The log lost tokens of this request; send it again.")
                 return False
         if self._whole or isinstance(event, ClientEvent):
-            self._take(Heard(entry.id, n, event))
+            self._take(Heard(entry.id, n, event, self.index))
         return True
 
     def _miss(self) -> None:
@@ -223,35 +235,64 @@ class Listener:
     def fail(self, code: str, message: str, status: int = 500) -> None:
         """End the stream of this client alone, where the log cannot."""
         if not self.ended:
-            self._take(Heard("", self.n, Failed(n=self.n, status=status, code=code, message=message)))
+            failed = Failed(n=self.n, status=status, code=code, message=message)
+            self._take(Heard("", self.n, failed, self.index))
 
     def _take(self, heard: Heard) -> None:
         self._queue.append(heard)
         self.n = heard.n
         if heard.entry_id:
             self._position = max(self._position, (heard.n, 0))
-        self.ended = isinstance(heard.event, Finished | Failed | Cancelled)
+        self.ended = isinstance(heard.event, End)
         self._checked_s = self._comforted_s = time.monotonic()
-        self._wake.set()
+        self.wake.set()
+
+
+async def next_of(listeners: Sequence[Listener]) -> list[Heard]:
+    """As Listener.next, for several that share one `wake`: what came for any of them, in their order."""
+    for listener in listeners:
+        listener.arm()
+    if not any(listener.has_news for listener in listeners) and not all(listener.ended for listener in listeners):
+        for listener in listeners:
+            listener.wait(True)
+        try:
+            await listeners[0].wake.wait()
+        finally:
+            for listener in listeners:
+                listener.wait(False)
+    listeners[0].wake.clear()
+    return [heard for listener in listeners for heard in listener.drain()]
 
 
 class Tail:
     """All listeners of one process, and the loops that feed them."""
 
     def __init__(
-        self, log: AsyncRedisLog, frontend: str, *, retention_s: float = math.inf, room: int = QUEUE_EVENTS
+        self,
+        log: AsyncRedisLog,
+        frontend: str,
+        *,
+        retention_s: float = math.inf,
+        room: int = QUEUE_EVENTS,
+        measures: Measures | None = None,
     ) -> None:
         self._log = log
+        self.measures = measures or Measures()
         self._frontend = frontend
         self._retention_s = retention_s
         self._room = room
-        self.heard_tokens = False
-        """A token came through every stage while this process listened, whoever it was for."""
+        self.heard_tokens_s = -math.inf
+        """When a token last came through every stage while this process listened, whoever it was for."""
         self._listeners: dict[str, list[Listener]] = {}
         self._stale = asyncio.Event()
         self._followed: dict[str, str] = {}
         self._for_replies = _Wait()
         self._for_histories = _Wait()
+
+    @property
+    def heard_tokens(self) -> bool:
+        """Say whether there ever was one."""
+        return self.heard_tokens_s > -math.inf
 
     @property
     def frontend(self) -> str:
@@ -267,18 +308,28 @@ class Tail:
             listener.follow()
         self._for_replies.break_off()
 
-    def listen(self, uid: str) -> Listener:
+    def listen(self, uid: str, *, index: int = 0, wake: asyncio.Event | None = None) -> Listener:
         """Return a listener to what is said to this frontend, to be closed; ask for it before the submit, so that no
-        reply is missed."""
-        return self._add(Listener(uid, self, room=self._room))
+        reply is missed. For *index* and *wake* see `next_of`."""
+        return self._add(Listener(uid, self, room=self._room, index=index, wake=wake))
 
-    def follow(self, uid: str, *, whole: bool = False) -> Listener:
+    def follow(self, uid: str, *, whole: bool = False, index: int = 0, wake: asyncio.Event | None = None) -> Listener:
         """Return a listener to the history of a request that is there, whoever's it is, from its start; to be closed.
 
-        *whole*: it hears all events, also those that are not for clients.
+        *whole*: it hears all events, also those that are not for clients. For *index* and *wake* see `next_of`.
         """
         expires_s = drawn_ms(uid) / 1000 + self._retention_s
-        return self._add(Listener(uid, self, room=self._room, follows=True, whole=whole, expires_s=expires_s))
+        listener = Listener(
+            uid,
+            self,
+            room=self._room,
+            follows=True,
+            whole=whole,
+            expires_s=expires_s,
+            index=index,
+            wake=wake,
+        )
+        return self._add(listener)
 
     @property
     def listeners(self) -> Sequence[Listener]:
@@ -311,7 +362,7 @@ class Tail:
     async def _follow_replies(self) -> NoReturn:
         """Read the replies; after an error start again at their end and check all histories."""
         pause_s = BACKOFF_S[0]
-        frontend, cursor, opened_s = self._frontend, "", 0.0
+        frontend, cursor, opened_s, broken = self._frontend, "", 0.0, False
         while True:
             self._for_replies.begin()
             if frontend != self._frontend:
@@ -323,7 +374,11 @@ class Tail:
                     if not cursor:
                         cursor = last
                         for listener in self.listeners:
-                            listener.check()
+                            if broken:
+                                listener.fall_behind("unreadable")
+                            else:
+                                listener.check()
+                        broken = False
                 reading = self._log.read_replies(frontend, cursor, block_ms=BLOCK_MS)
                 cursor, replies = await self._for_replies.run(reading)
                 pause_s = BACKOFF_S[0]
@@ -331,14 +386,15 @@ class Tail:
                 continue
             except (LogError, ValueError, KeyError) as error:  # the last two: a reply that does not decode
                 logger.warning("replies_unreadable", error=repr(error), again_s=pause_s)
-                cursor = ""
+                cursor, broken = "", True
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, BACKOFF_S[1])
                 continue
             if not replies:
                 opened_s = 0.0  # perhaps the stream is gone: nobody could say anything
             for reply in replies:
-                self.heard_tokens = self.heard_tokens or isinstance(reply.event, TokensProduced)
+                if isinstance(reply.event, TokensProduced):
+                    self.heard_tokens_s = time.monotonic()
                 for listener in self._listeners.get(reply.uid, ()):
                     listener.hear(reply)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-PREFIXES: Final = ("chatcmpl-",)
+PREFIXES: Final = ("chatcmpl-", "cmpl-")
 """What an endpoint puts before the uid to make the id in its answers."""
 
 _UID: Final = re.compile(r"[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}(\.[0-9]{1,4})?")
@@ -22,3 +22,13 @@ def uid_of(name: str) -> str:
 def drawn_ms(uid: str) -> int:
     """Return when *uid* was drawn, in milliseconds since 1970: what an answer says as `created`."""
     return int(uid[:12], 16)
+
+
+def family_of(uid: str) -> str:
+    """Return what the uids of siblings have in common; of a single request its own."""
+    return uid.partition(".")[0]
+
+
+def index_of(uid: str) -> int:
+    """Return which of its siblings *uid* is; 0 for a single request."""
+    return int(uid.partition(".")[2] or 0)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from measured import count_of
 from redis_servers import until
 
 from pipeline.events import Cancelled, End, Failed, Finished, SamplingParams, Submitted, Timings, Usage, decode, new_uid
 from pipeline.log import Inbox, StreamLog
-from pipeline.names import slot_name
+from pipeline.measures import Measures
+from pipeline.metrics import REQUEST_SUCCESS
+from pipeline.names import sibling_uids, slot_name
 from pipeline.redis_log import RedisLog
 from web.janitor import SLOT, Janitor
 
@@ -40,8 +43,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def janitor(log: StreamLog, clock: Clock) -> Janitor:
-    return Janitor(log, retention_ms=LONG_MS, patience_s=PATIENCE_S, clock_s=clock)
+def measures() -> Measures:
+    return Measures()
+
+
+@pytest.fixture
+def janitor(log: StreamLog, clock: Clock, measures: Measures) -> Janitor:
+    return Janitor(log, retention_ms=LONG_MS, patience_s=PATIENCE_S, clock_s=clock, measures=measures)
+
+
+def ended(measures: Measures) -> list[float]:
+    """Return how many requests it has ended: in error, and because nobody was there."""
+    return [count_of(measures, REQUEST_SUCCESS, reason) for reason in ("error", "abort")]
 
 
 def submit(log: StreamLog, *, frontend: str = "web-0", timeout_ms: int = LONG_MS) -> str:
@@ -56,7 +69,9 @@ def end_of(log: StreamLog, uid: str) -> End | None:
     return last if isinstance(last, Finished | Failed | Cancelled) else None
 
 
-def test_what_is_past_its_deadline_fails_though_no_engine_is_there(log: StreamLog, janitor: Janitor) -> None:
+def test_what_is_past_its_deadline_fails_though_no_engine_is_there(
+    log: StreamLog, janitor: Janitor, measures: Measures
+) -> None:
     log.acquire("web-0", "n", LONG_MS)
     late, early = submit(log, timeout_ms=1), submit(log)
     until(lambda: log.overdue(10) == [late])
@@ -64,21 +79,38 @@ def test_what_is_past_its_deadline_fails_though_no_engine_is_there(log: StreamLo
     end = end_of(log, late)
     assert isinstance(end, Failed) and (end.status, end.code) == (504, "timeout")
     assert end_of(log, early) is None
-    assert log.living() == [early]
+    assert log.living() == [early] and ended(measures) == [1, 0]
 
 
-def test_a_request_that_ended_in_time_is_left_as_it_is(log: StreamLog, janitor: Janitor) -> None:
+def test_siblings_past_their_deadline_fail_each(log: StreamLog, janitor: Janitor) -> None:
+    log.acquire("web-0", "n", LONG_MS)
+    event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
+    uid = new_uid()
+    uids = sibling_uids(uid, 3)
+    log.submit_once(uid, 3 * [event], None, timeout_ms=1, retention_ms=LONG_MS, max_queued=100)
+    log.end(uids[1], Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS)
+    until(lambda: len(log.overdue(10)) == 2)
+    janitor.sweep()
+    ends = [end_of(log, each) for each in uids]
+    assert [end.code if isinstance(end, Failed) else end and end.kind for end in ends] == [
+        "timeout",
+        "cancelled",
+        "timeout",
+    ]
+
+
+def test_a_request_that_ended_in_time_is_left_as_it_is(log: StreamLog, janitor: Janitor, measures: Measures) -> None:
     log.acquire("web-0", "n", LONG_MS)
     uid = submit(log, timeout_ms=1)
     usage, timings = Usage(prompt_tokens=1, completion_tokens=0), Timings(admitted_ms=1, first_token_ms=1, total_ms=1)
     finished = Finished(n=0, reason="stop", usage=usage, timings=timings)
     log.end(uid, finished, frontend="web-0", retention_ms=LONG_MS)
     janitor.sweep()
-    assert isinstance(end_of(log, uid), Finished)
+    assert isinstance(end_of(log, uid), Finished) and ended(measures) == [0, 0]
 
 
 def test_a_request_whose_frontend_is_gone_for_a_minute_is_cancelled(
-    log: StreamLog, janitor: Janitor, clock: Clock
+    log: StreamLog, janitor: Janitor, clock: Clock, measures: Measures
 ) -> None:
     owner = log.acquire("web-0", "n", LONG_MS)
     assert owner is not None
@@ -94,7 +126,7 @@ def test_a_request_whose_frontend_is_gone_for_a_minute_is_cancelled(
     clock.now_s = 10 + PATIENCE_S
     janitor.sweep()
     assert end_of(log, abandoned) == Cancelled(by="janitor", ms=end_of(log, abandoned).ms)  # type: ignore[union-attr]
-    assert end_of(log, other) is None
+    assert end_of(log, other) is None and ended(measures) == [0, 1]
 
 
 def test_a_frontend_that_came_back_in_time_keeps_its_requests(log: StreamLog, janitor: Janitor, clock: Clock) -> None:

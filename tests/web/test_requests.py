@@ -20,8 +20,8 @@ from web_site import CHAT, Site, chat, error_of, seal_of, site, until
 import web.frontend
 import web.readers
 import web.tail
-from pipeline.events import Cancelled, SamplingParams, Submitted, new_uid
-from pipeline.names import SEAL, SUBMITTED_ID, Names, tokens_id
+from pipeline.events import Cancelled, Presentation, SamplingParams, Submitted, new_uid
+from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
 from pipeline.redis_log import RedisLog
 from web.ready import Limits
 
@@ -99,12 +99,19 @@ async def streamed(here: Site, stand_in: StandIn, body: dict[str, Any]) -> tuple
     return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
 
 
-def submit(log: RedisLog, uid: str, *, frontend: str = DEAD, endpoint: str = CHAT, **labels: Any) -> None:
-    """Submit a request as a frontend would that is dead since."""
+def submit(
+    log: RedisLog, uid: str, count: int = 1, *, frontend: str = DEAD, endpoint: str = CHAT, **shown: Any
+) -> None:
+    """Submit a request, or siblings, as a frontend would that is dead since."""
     event = Submitted(
-        endpoint=endpoint, frontend=frontend, model="demo", prompt="p", sampling=SamplingParams(), labels=labels
+        endpoint=endpoint,
+        frontend=frontend,
+        model="demo",
+        prompt="p",
+        sampling=SamplingParams(),
+        presentation=Presentation(**shown),
     )
-    log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+    log.submit_once(uid, count * [event], None, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
 
 
 async def take_in_chat(stages: Stages) -> str:
@@ -306,7 +313,7 @@ def test_the_raw_events_are_all_that_is_in_the_history(redis_url: str, stand_in:
             assert [id_of(frame) for frame in split(stream)[:-1]] == [entry.id for entry in history]
             assert [set(document) for document in said] == [set(entry.fields) for entry in history]
             assert [document["kind"] for document in said] == ["submitted", "tokenized", *3 * ["tokens"], "finished"]
-            assert said[0]["labels"] == {"user": "ann", "stream": True, "include_usage": False}
+            assert said[0]["labels"] == {"user": "ann"} and said[0]["presentation"]["stream"] is True
             assert (said[1]["token_ids"], said[2]["text"]) == ([1, 2, 3, 4, 5], "Hel")
             assert all(document["ms"] == int(entry.fields["ms"]) for document, entry in zip(said, history, strict=True))
             frames = split(stream)
@@ -376,7 +383,7 @@ def test_a_request_that_is_not_there_was_never_or_has_expired(redis_url: str, st
                     "x",
                     drawn(101)[:-1],
                     drawn(101).upper() + "g",
-                    f"cmpl-{drawn(101)}",
+                    f"resp-{drawn(101)}",
                     drawn(101) + ".x",
                 ):
                     assert await code(malformed, method) == "request_not_found"
@@ -393,6 +400,72 @@ def test_one_of_several_requests_has_a_number(redis_url: str, stages: Stages) ->
         async with site(redis_url, ready=False) as here:
             assert len(documents(await read(here, events(uid)))) == 3
             assert (await (await here.get(f"/v1/requests/{uid}")).get_json())["uid"] == uid
+
+    asyncio.run(scenario())
+
+
+# what siblings have in common
+
+
+def submit_siblings(log: RedisLog, count: int) -> tuple[str, tuple[str, ...]]:
+    """Submit several requests as a frontend would for one client; return what they have in common, and their uids."""
+    common = new_uid()
+    submit(log, common, count)
+    return common, sibling_uids(common, count)
+
+
+def test_siblings_tell_their_stories_under_the_uid_that_they_have_in_common(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        common, uids = submit_siblings(stages.log, 3)
+        stages.take_in()
+        await say(stages, uids[1], 1, tokens(1, "a"), finished(1))
+        async with site(redis_url, ready=False) as here:
+            for name in (common, f"cmpl-{common}"):
+                told = await (await here.get(f"/v1/requests/{name}")).get_json()
+                assert (told["uid"], told["siblings"]) == (common, list(uids))
+                assert [story["uid"] for story in told["requests"]] == list(uids)
+                assert [story["state"] for story in told["requests"]] == ["tokenized", "finished", "tokenized"]
+            command(redis_url, "DEL", Names().request(uids[2]))  # it has expired
+            told = await (await here.get(f"/v1/requests/{common}")).get_json()
+            assert told["siblings"] == list(uids) and len(told["requests"]) == 2
+
+    asyncio.run(scenario())
+
+
+def test_siblings_are_cancelled_together_or_one_by_one(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        common, uids = submit_siblings(stages.log, 3)
+        stages.take_in()
+        async with site(redis_url, ready=False) as here:
+
+            async def cancel(name: str) -> Any:
+                response = await here.client.delete(f"/v1/requests/{name}")
+                assert response.status_code == 200
+                return await response.get_json()
+
+            assert await cancel(uids[1]) == {"id": uids[1], "object": "request", "cancelled": True}
+            assert stages.log.alive(uids) == {uids[0], uids[2]}
+            of_each = dict(zip(uids, (True, False, True), strict=True))
+            expected = {"id": common, "object": "request", "cancelled": True, "siblings": of_each}
+            assert await cancel(f"chatcmpl-{common}") == expected
+            assert stages.log.alive(uids) == set()
+            again = await cancel(common)
+            assert (again["cancelled"], set(again["siblings"].values())) == (False, {False})
+        assert {seal_of(stages.log, uid)["by"] for uid in uids} == {"client"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("query", ["", "?format=events", "?starting_after=1-0"])
+def test_who_wants_the_events_of_siblings_is_told_to_ask_for_those_of_each(
+    redis_url: str, stages: Stages, query: str
+) -> None:
+    async def scenario() -> None:
+        common, uids = submit_siblings(stages.log, 12)
+        async with site(redis_url, ready=False) as here:
+            status, error = await error_of(here.get(events(common, query)))
+            assert (status, error["code"]) == (400, "several_requests")
+            assert "12 requests" in error["message"] and uids[0] in error["message"] and uids[11] in error["message"]
 
     asyncio.run(scenario())
 

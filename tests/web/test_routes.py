@@ -237,7 +237,7 @@ def test_our_own_bug_before_the_submit_is_logged_as_ours(redis_url: str, stand_i
                 endpoint="test", frontend="web-0", prompt="p", sampling=SamplingParams(), labels={"user": 10**30}
             )
             with capture_logs() as lines:
-                (error,) = await asyncio.gather(here.frontend.open(unsayable, stream=False), return_exceptions=True)
+                (error,) = await asyncio.gather(here.frontend.open([unsayable]), return_exceptions=True)
                 await until(lambda: not here.frontend.is_busy)
             assert isinstance(error, RequestError) and error.status == 500 and "our bug" in error.message
             (broke,) = [line for line in lines if line["event"] == "request_broke"]
@@ -272,7 +272,7 @@ def test_our_own_bug_in_an_answer_is_logged_once_as_ours_and_cancelled_by_us(
         if not good:
             raise RuntimeError("a secret")
         good.pop()
-        return await opened.listener.next()
+        return await opened.listeners[0].next()
 
     monkeypatch.setattr(web.frontend.OpenRequest, "next", broken)
     asyncio.run(scenario())
@@ -487,6 +487,37 @@ def test_a_stage_that_is_down_for_a_moment_refuses_no_request(redis_url: str, st
             assert (await here.post(chat(model="demo"))).status_code == 200
 
     asyncio.run(scenario())
+
+
+def test_what_a_request_does_not_say_of_sampling_is_as_the_model_recommends(redis_url: str) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+
+    async def scenario(stages: Stages, stand_in: StandIn) -> None:
+        async with site(redis_url) as here:
+            for fields in ({}, {"temperature": None, "top_k": None}, {"temperature": 1, "top_k": 0, "top_p": 1}):
+                assert (await here.post(chat(seed=1, **fields))).status_code == 200
+            command(redis_url, "DEL", Names().status("generate-0"))  # a moment without an engine
+            await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
+            assert (await here.post(chat(seed=1))).status_code == 200
+            stages.sampling_defaults = {}  # another one, that was told to recommend nothing
+            stages.say_phase("ready", "generate")
+            await until(lambda: not here.frontend.readiness.waiting_for)
+            assert (await here.post(chat(seed=1))).status_code == 200
+        as_recommended = SamplingParams.model_validate({"seed": 1, **recommended})
+        assert [event.sampling for _, event in stand_in.requests()] == [
+            as_recommended,
+            as_recommended,
+            SamplingParams(seed=1, repetition_penalty=1.05),
+            as_recommended,
+            SamplingParams(seed=1),
+        ]
+        assert [event.sampling for _, event in stand_in.seen if event.endpoint == "probe"] == [
+            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        ]
+
+    stages = Stages(redis_url, recommended)
+    with closing(StandIn(redis_url, stages)) as stand_in:
+        asyncio.run(scenario(stages, stand_in))
 
 
 def test_a_drain_lets_streams_end_and_takes_nothing_new(redis_url: str, stand_in: StandIn) -> None:

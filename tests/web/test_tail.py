@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 
 import pytest
+from measured import count_of
 from redis_servers import command
 from stand_in_stages import Stages, finished, tokens
 
 import web.tail
 from pipeline.events import Cancelled, Failed, Finished, TokensProduced, new_uid
+from pipeline.metrics import GAP_FILLS
 from pipeline.names import SEAL, Names, tokens_id
 from pipeline.redis_log import AsyncRedisLog
+from web.heard import Heard
 from web.loops import run_all
-from web.tail import Heard, Listener, Tail
+from web.tail import Listener, Tail
 
 WEB = "web-0"
 NOBODY = "web-9"
@@ -65,6 +68,12 @@ async def say(stages: Stages, uid: str, n: int, *events: TokensProduced | Finish
     await asyncio.to_thread(stages.say, uid, n, *events, frontend=frontend)
 
 
+def gap_fills(tail: Tail) -> dict[str, float]:
+    """Return how often a listener was fed from its history, by the reason."""
+    counts = {reason: count_of(tail.measures, GAP_FILLS, reason) for reason in GAP_FILLS.known}
+    return {reason: count for reason, count in counts.items() if count}
+
+
 def test_events_reach_their_listener_in_order_until_the_end(redis_url: str, stages: Stages) -> None:
     async def scenario() -> None:
         one, two = new_uid(), new_uid()
@@ -79,7 +88,7 @@ def test_events_reach_their_listener_in_order_until_the_end(redis_url: str, stag
                 await say(stages, two, 3, tokens(3, "b3"), finished(3))
                 assert await heard(first) == [(1, "a1"), (2, "a2"), (2, "finished")]
                 assert await heard(second) == [(1, "b1"), (2, "b2"), (3, "b3"), (3, "finished")]
-            assert tail.listeners == ()
+            assert tail.listeners == () and gap_fills(tail) == {}
 
     asyncio.run(scenario())
 
@@ -97,6 +106,7 @@ def test_a_gap_in_the_replies_is_filled_from_the_history(redis_url: str, stages:
                 await say(stages, uid, 5, finished(5))
                 expected = [(1, "a"), (2, "b"), (4, "cd"), (5, "e"), (5, "finished")]
                 assert await heard(listener) == expected
+            assert gap_fills(tail) == {"gap": 1}
 
     asyncio.run(scenario())
 
@@ -137,6 +147,7 @@ def test_a_slow_client_is_fed_from_its_history_and_holds_a_bounded_queue(redis_u
                     texts += [_short(reply)[1] for reply in replies]
                 assert texts == [*map(str, range(1, 31)), "finished"]
                 assert max(sizes) == 4
+            assert gap_fills(tail) == {"slow_client": 1}
 
     asyncio.run(scenario())
 
@@ -150,6 +161,7 @@ def test_a_lost_last_reply_is_found_after_a_second_of_silence(redis_url: str, st
                 await say(stages, uid, 1, tokens(1, "a"))
                 await say(stages, uid, 1, finished(1), frontend=NOBODY)
                 assert await heard(listener) == [(1, "a"), (1, "finished")]
+            assert gap_fills(tail) == {}
 
     asyncio.run(scenario())
 
@@ -225,6 +237,7 @@ def test_a_lost_connection_loses_no_reply(redis_url: str, stages: Stages) -> Non
                 await say(stages, uid, 2, tokens(2, "b"))
                 await say(stages, uid, 2, finished(2))
                 assert await heard(listener) == [(2, "b"), (2, "finished")]
+            assert gap_fills(tail) == {"unreadable": 1}
 
     asyncio.run(scenario())
 

@@ -17,7 +17,7 @@ def test_a_uid_and_the_id_in_an_answer_name_the_same_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "chatcmpl-", "resp_", "{uid}.", "{uid}.x", "{uid}0", " {uid}", "{uid}\n", "cmpl-{uid}"]
+    "name", ["", "chatcmpl-", "resp_", "{uid}.", "{uid}.x", "{uid}0", " {uid}", "{uid}\n", "resp-{uid}"]
 )
 def test_what_is_no_uid_names_nothing(name: str) -> None:
     assert uid_of(name.format(uid=new_uid())) == ""

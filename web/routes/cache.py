@@ -16,6 +16,7 @@ from pipeline.redis_log import AsyncRedisLog
 from pipeline.slots import Status, known_statuses
 from web.answers import json_response
 from web.frontend import Frontend
+from web.operations import operation
 
 logger = structlog.get_logger()
 
@@ -31,6 +32,7 @@ def cache_routes(frontend: Frontend) -> Blueprint:
     routes = Blueprint("cache", __name__)
 
     @routes.route(PATH, methods=["GET", "POST"])
+    @operation("Forget the prefixes that no running request uses")
     async def flush_cache() -> Response:
         try:
             body = await _flush(frontend.log, frontend.name)

@@ -1,4 +1,6 @@
-"""GET /health, /v1: the process is alive. /ready: a request would be answered; else what is waited for. /version."""
+"""GET /health, /ping, /v1: the process is alive. /ready: a request would be answered; else what is waited for.
+/health_generate: a token goes through every stage now, as SGLang has it. /version.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,43 @@ from quart import Blueprint, Response
 from pipeline import VERSION
 from web.answers import json_response
 from web.frontend import Frontend
+from web.operations import operation
+from web.ready import PROBE
 
 
 def health_routes(frontend: Frontend) -> Blueprint:
     routes = Blueprint("health", __name__)
 
     @routes.get("/health")
+    @routes.get("/ping")
     @routes.get("/v1")
+    @operation("200 while this process lives")
     async def health() -> Response:
         return json_response({"status": "ok"})
 
     @routes.get("/version")
+    @operation("The version of the server")
     async def version() -> Response:
         return json_response({"version": VERSION})
 
     @routes.get("/ready")
+    @operation("200 once a token went through every stage", not_ready=True)
     async def ready() -> Response:
         waiting_for = frontend.readiness.waiting_for
         status = "draining" if frontend.draining else "loading" if waiting_for else "ready"
         body = {"status": status, "waiting_for": waiting_for, "stages": frontend.readiness.stages()}
         return json_response(body, 200 if status == "ready" else 503)
+
+    @routes.get("/health_generate")
+    @operation("200 when a token goes through every stage now; it takes 6 s at most", not_ready=True)
+    async def health_generate() -> Response:
+        readiness = frontend.readiness
+        if frontend.draining or readiness.missing:
+            status, waiting_for, detail = "draining" if frontend.draining else "loading", readiness.missing, ""
+        else:
+            detail = await readiness.try_now(frontend.spawn)
+            status, waiting_for = ("failing", (PROBE,)) if detail else ("ok", ())
+        body = {"status": status, "waiting_for": waiting_for, "detail": detail}
+        return json_response(body, 200 if status == "ok" else 503)
 
     return routes

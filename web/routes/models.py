@@ -6,6 +6,7 @@ from quart import Blueprint, Response
 
 from web.answers import json_response
 from web.frontend import Frontend
+from web.operations import operation
 
 
 def model_routes(frontend: Frontend, created_s: int) -> Blueprint:
@@ -23,10 +24,12 @@ def model_routes(frontend: Frontend, created_s: int) -> Blueprint:
         }
 
     @routes.get("/v1/models")
+    @operation("The served models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [described(name) for name in frontend.readiness.models]})
 
     @routes.get("/v1/models/<path:name>")
+    @operation("One served model")
     async def model(name: str) -> Response:
         return json_response(described(frontend.readiness.resolve(name)))
 

@@ -1,25 +1,27 @@
 """/v1/requests/<uid>: a request that is there, running or finished, whoever sent it and whichever process took it.
 
 GET tells its story, DELETE cancels it, GET .../events sends what its endpoint sent, from the start or after an event.
+The uid that siblings have in common stands for all of them. POST /abort_request cancels as SGLang has it.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import structlog
 from quart import Blueprint, Response, request
 
 from pipeline.errors import LogError, RequestError, UndecodableEvent
-from pipeline.events import Cancelled, Submitted, decode
+from pipeline.events import Cancelled
 from pipeline.history import story
-from pipeline.log import Entry
-from pipeline.names import SUBMITTED_ID
-from web.answers import json_response, stream_response
+from web.answers import json_response, name_unknown, stream_response
 from web.frontend import UNREACHABLE, Frontend
+from web.known import Known, cancel, find, living
+from web.native.schemas import AbortRequest, parse_abort
+from web.operations import EVENTS, operation
 from web.streams import EventFrames, frames_for, written
 from web.uids import drawn_ms, uid_of
 
@@ -27,6 +29,7 @@ logger = structlog.get_logger()
 
 PATH: Final = "/v1/requests/<name>"
 LAST_EVENT_ID: Final = "Last-Event-ID"
+CURSOR: Final = {"description": "The id of an event.", "pattern": "^[0-9]+-[0-9]+$"}
 _EVENT_ID: Final = re.compile(r"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")
 
 
@@ -34,38 +37,69 @@ def request_routes(frontend: Frontend) -> Blueprint:
     routes = Blueprint("requests", __name__)
 
     @routes.get(PATH)
+    @operation("The story of a request, running or finished")
     async def tell(name: str) -> Response:
-        uid = _known(name)
+        uid = _uid(name)
         with _Unreachable(uid):
-            history = (await frontend.log.histories({uid: ""}))[uid]
-            if not history:
-                raise _absent(uid, frontend.limits.retention_s)
-            return json_response(story(uid, history))
+            known = await _find(frontend, uid)
+            histories = await frontend.log.histories(dict.fromkeys(known.uids, ""))
+            stories = [story(each, history) for each, history in histories.items() if history]
+        if known.uids != (uid,):
+            return json_response({"uid": uid, "siblings": known.uids, "requests": stories})
+        if not stories:
+            raise _absent(uid, frontend.limits.retention_s)
+        return json_response(stories[0])
 
     @routes.delete(PATH)
+    @operation("Cancel a request")
     async def cancel(name: str) -> Response:
-        uid = _known(name)
+        uid = _uid(name)
         with _Unreachable(uid):
-            submitted = _submitted(uid, await frontend.log.entries(uid, (SUBMITTED_ID,)), frontend)
-            retention_ms = int(frontend.limits.retention_s * 1000)
-            event = Cancelled(by="client")
-            done = await frontend.log.end(uid, event, frontend=submitted.frontend, retention_ms=retention_ms)
-        logger.info("request_cancelled", uid=uid, cancelled=done)
-        return json_response({"id": uid, "object": "request", "cancelled": done})
+            known = await _find(frontend, uid)
+            cancelled = await _cancel(frontend, dict.fromkeys(known.uids, known.submitted.frontend))
+        logger.info("request_cancelled", uid=uid, cancelled=bool(cancelled))
+        body: dict[str, object] = {"id": uid, "object": "request", "cancelled": bool(cancelled)}
+        if known.uids != (uid,):
+            body["siblings"] = {each: each in cancelled for each in known.uids}
+        return json_response(body)
+
+    @routes.post("/abort_request")
+    @operation("Cancel a request, or all of them, as SGLang has it", AbortRequest)
+    async def abort() -> Response:
+        try:
+            asked = parse_abort(await request.get_data(False, False, False))
+            body = await _abort(frontend, asked)
+        except RequestError as error:
+            logger.info("request", status=error.status, error=error.code, param=error.param)
+            raise
+        logger.info("requests_aborted", all=bool(asked.abort_all), **{name: len(uids) for name, uids in body.items()})
+        response = json_response(body)
+        name_unknown(response, asked.unknown)
+        return response
 
     @routes.get(f"{PATH}/events")
+    @operation(
+        "What a request's client was sent, from the start or after an event",
+        answers=(EVENTS,),
+        query={
+            "format": {"description": "`events`: every event of the history", "enum": ["events"]},
+            "starting_after": CURSOR,
+        },
+        headers={LAST_EVENT_ID: CURSOR},
+    )
     async def events(name: str) -> Response:
-        uid = _known(name)
+        uid = _uid(name)
         frontend.admit()
         whole = _asks_for_events(request.args.get("format"))
         after, where = _cursor()
         with _Unreachable(uid):
-            ids = (SUBMITTED_ID, after) if after else (SUBMITTED_ID,)
-            there = await frontend.ask(frontend.log.entries(uid, ids))
-            submitted = _submitted(uid, there, frontend)
-        if after and after not in there:
-            raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
-        frames = EventFrames() if whole else frames_for(uid, submitted)
+            known = await frontend.ask(_find(frontend, uid))
+            if known.uids != (uid,):
+                raise _several(known.uids)
+            if after and not await frontend.ask(frontend.log.entries(uid, (after,))):
+                raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
+        submitted = known.submitted
+        frames = EventFrames() if whole else frames_for(uid, [submitted])
         if frames is None:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")
@@ -91,7 +125,7 @@ class _Unreachable:
             raise RequestError(UNREACHABLE, code="overloaded", status=503) from None
 
 
-def _known(name: str) -> str:
+def _uid(name: str) -> str:
     """Return the uid in a path. Raises RequestError when it is none."""
     uid = uid_of(name)
     if not uid:
@@ -99,13 +133,45 @@ def _known(name: str) -> str:
     return uid
 
 
-def _submitted(uid: str, there: Mapping[str, Entry], frontend: Frontend) -> Submitted:
-    """Return how the history begins. Raises RequestError when there is none."""
-    if SUBMITTED_ID not in there:
+async def _find(frontend: Frontend, uid: str) -> Known:
+    """Return what there is under *uid*. Raises RequestError when there is nothing, and as the log does."""
+    known = await find(frontend.log, uid)
+    if known is None:
         raise _absent(uid, frontend.limits.retention_s)
-    event = decode(there[SUBMITTED_ID].fields)
-    assert isinstance(event, Submitted)
-    return event
+    return known
+
+
+async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]:
+    cancelled = await cancel(frontend.log, frontends, retention_ms=int(frontend.limits.retention_s * 1000))
+    for _ in cancelled:
+        frontend.count_end(Cancelled(by="client"))
+    return cancelled
+
+
+async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]]:
+    """Cancel what is *asked* for; return which requests that ended, which had ended before, and what is none.
+
+    Raises:
+        RequestError: The log cannot be reached.
+    """
+    name = asked.rid or ""
+    with _Unreachable(name):
+        if asked.abort_all:
+            frontends = await living(frontend.log)
+        else:
+            uid = uid_of(name)
+            known = await find(frontend.log, uid) if uid else None
+            if known is None:
+                return {"aborted": [], "ended": [], "unknown": [name]}
+            frontends = dict.fromkeys(known.uids, known.submitted.frontend)
+        aborted = await _cancel(frontend, frontends)
+    return {"aborted": aborted, "ended": sorted(frontends.keys() - set(aborted)), "unknown": []}
+
+
+def _several(uids: Sequence[str]) -> RequestError:
+    """Return the error for who wants the events of several at once, which have no common order."""
+    message = f"These are {len(uids)} requests; ask for the events of each, from {uids[0]} to {uids[-1]}."
+    return RequestError(message, code="several_requests")
 
 
 def _absent(uid: str, retention_s: float) -> RequestError:

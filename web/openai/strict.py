@@ -1,0 +1,111 @@
+"""What every body of a request has in common: strict types, what is refused by its name and never by its value, and
+what may be sent although it means nothing to us.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from pipeline.errors import RequestError
+
+Neutrals = tuple[Any, ...]
+"""The values of an unsupported field that change nothing; `null` always is one."""
+
+INT32_MAX: Final = 2**31 - 1
+INT64_MAX: Final = 2**63 - 1
+NAMED_BY_CLIENTS: Final = ("metadata", "logit_bias", "chat_template_kwargs", "parameters")
+"""Objects whose keys are the client's own words, which are not repeated."""
+
+
+class Strict(BaseModel):
+    """No "3" for 3 and no "yes" for true; NaN and infinities are refused."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What was sent beside the declared fields."""
+        return self.model_extra or {}
+
+
+Body = TypeVar("Body", bound=Strict)
+
+
+def parsed(model: type[Body], body: bytes) -> Body:
+    """Return the *model* that *body* holds.
+
+    Raises:
+        RequestError: The first thing that is wrong with it; what was sent is not repeated.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise refusal(first) from None
+
+
+def kept_exactly(value: object) -> object:
+    """Refuse, anywhere in *value*, a number that JSON in the log cannot hold: a whole one of more than 64 bits (bounds
+    on `int` alone would make a float of it), NaN and the infinities, which `Any` lets through."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+        elif isinstance(one, int) and not -INT64_MAX - 1 <= one <= INT64_MAX:
+            raise PydanticCustomError("int64", "Input should be a whole number of at most 64 bits")
+        elif isinstance(one, float) and not math.isfinite(one):
+            raise PydanticCustomError("finite_number", "Input should be a finite number")
+    return value
+
+
+def refuse_unsupported(
+    extra: Mapping[str, Any], table: Mapping[str, Neutrals], path: str, *, instead: str = ""
+) -> None:
+    """Refuse what *table* names, unless its value is neutral; *path* is put before the name, and *instead* says what
+    else there is.
+
+    Raises:
+        RequestError: The first that is not.
+    """
+    for name, value in extra.items():
+        neutrals = table.get(name)
+        if neutrals is None or value is None or any(_same(value, neutral) for neutral in neutrals):
+            continue
+        accepted = "".join(f" or send {orjson.dumps(neutral).decode()}" for neutral in neutrals)
+        raise RequestError(
+            f"{path}{name} is not supported with this value; leave it out{accepted}{instead}",
+            code="unsupported_parameter",
+            param=f"{path}{name}",
+        )
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Compare as JSON does: 1 is 1.0, but true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def refusal(first: ErrorDetails) -> RequestError:
+    """Return the error for what pydantic found first."""
+    if first["type"] == "json_invalid":
+        return RequestError(f"The body is not JSON that we can read: {first['msg']}", code="invalid_json")
+    if not first["loc"]:
+        return RequestError("The body should be a JSON object", code="invalid_json")
+    path: list[str] = []
+    for part in first["loc"]:  # up to what the client named itself, and without the tags of unions
+        if not str(part).startswith("<"):
+            path.append(str(part))
+        if part in NAMED_BY_CLIENTS:
+            break
+    param = ".".join(path)
+    return RequestError(f"{param}: {first['msg']}", param=param, code="invalid_value")

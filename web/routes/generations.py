@@ -1,0 +1,142 @@
+"""POST /v1/chat/completions, /v1/completions and /generate. A stream's headers go out with the first token, a refusal,
+or after 10 s of waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+import structlog
+from quart import Blueprint, Response, g, request
+
+from pipeline.errors import RequestError
+from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
+from pipeline.failpoints import failpoint
+from pipeline.log import Quota
+from web.answers import error_response, json_response, name_unknown, stream_response
+from web.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS, GENERATE_ENDPOINT
+from web.frontend import Frontend, OpenRequest
+from web.idempotency import HEADER, SCHEMA, once_of
+from web.native.schemas import SGLangRequest, TextRequest, parse_generate
+from web.openai.answers import choices_for
+from web.openai.errors import error_of
+from web.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from web.operations import EVENTS, JSON, operation
+from web.streams import frames_for, written
+from web.submit import Defaults, chat_events, completion_events, generate_events
+
+logger = structlog.get_logger()
+
+BOTH: Final[Mapping[str, Any]] = {
+    "answers": (JSON, EVENTS),
+    "headers": {HEADER: SCHEMA},
+}
+"""What the document says of routes that answer whole, or as a stream."""
+
+
+class Asked(Protocol):
+    """A request as its schema reads it."""
+
+    model: str | None
+
+    @property
+    def unknown(self) -> tuple[str, ...]: ...
+
+
+R = TypeVar("R", bound=Asked)
+R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
+R_co = TypeVar("R_co", bound=Asked, covariant=True)
+
+
+class Parse(Protocol[R_co]):
+    """Reads a body. Raises RequestError."""
+
+    def __call__(self, body: bytes) -> R_co: ...
+
+
+class ToEvents(Protocol[R_contra]):
+    """Makes what is submitted of a request."""
+
+    def __call__(self, request: R_contra, *, frontend: str, model: str, defaults: Defaults) -> Sequence[Submitted]: ...
+
+
+def generation_routes(frontend: Frontend) -> Blueprint:
+    routes = Blueprint("generations", __name__)
+
+    @routes.post(CHAT_ENDPOINT)
+    @operation("Answer a conversation", ChatRequest, **BOTH)
+    async def chat() -> Response:
+        return await answer(frontend, CHAT_ENDPOINT, parse_chat, chat_events)
+
+    @routes.post(COMPLETIONS_ENDPOINT)
+    @operation("Go on with a text, or several", CompletionRequest, **BOTH)
+    async def complete() -> Response:
+        return await answer(frontend, COMPLETIONS_ENDPOINT, parse_completion, completion_events)
+
+    @routes.post(GENERATE_ENDPOINT)
+    @operation("Go on with a text, in SGLang's form or in Mini-SGLang's", SGLangRequest, TextRequest, **BOTH)
+    async def generate() -> Response:
+        return await answer(frontend, GENERATE_ENDPOINT, parse_generate, generate_events)
+
+    return routes
+
+
+async def answer(frontend: Frontend, endpoint: str, parse: Parse[R], to_events: ToEvents[R]) -> Response:
+    """Answer the current HTTP request, whose body *parse* reads and *to_events* makes requests of.
+
+    Raises:
+        RequestError: There is something wrong with it, or the log does not take it now.
+    """
+    quota: Quota | None = g.quota
+    body = await request.get_data(False, False, False)
+    try:
+        asked = parse(body)
+        once = once_of(request.headers.get(HEADER), endpoint, body, scope=quota.key if quota else "")
+        frontend.admit()
+        model = frontend.readiness.resolve(asked.model)
+    except RequestError as error:  # the canonical line of a request that has no history
+        logger.info("request", status=error.status, error=error.code, param=error.param)
+        raise
+    defaults = frontend.readiness.sampling_defaults
+    events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
+    opened = await frontend.open(events, once=once, quota=quota)
+    try:
+        response = await (_streamed(opened) if opened.event.presentation.stream else _whole(opened))
+    except Exception:
+        raise opened.break_off() from None
+    response.headers["x-minisgl-uid"] = opened.uid
+    name_unknown(response, asked.unknown)
+    return response
+
+
+async def _whole(opened: OpenRequest) -> Response:
+    choices, has_begun = choices_for(opened.events), False
+    while True:
+        batch = await opened.next()
+        if batch and not has_begun:
+            failpoint("web.before_first_byte")
+            has_begun = True
+        for heard in batch:
+            match heard.event:
+                case TokensProduced() as tokens:
+                    choices[heard.index].hear(tokens)
+                case Finished() as finished:
+                    choices[heard.index].finished = finished
+                case Failed() | Cancelled() as ended:
+                    return error_response(error_of(ended))
+        if opened.done:
+            endpoint = ENDPOINTS[opened.event.endpoint]
+            return json_response(endpoint.body(opened.uid, opened.events, choices))
+
+
+async def _streamed(opened: OpenRequest) -> Response:
+    first = await opened.next()
+    if first:
+        failpoint("web.before_first_byte")
+    match [one.event for one in first if isinstance(one.event, Failed | Cancelled)]:
+        case [ended, *_] if not isinstance(first[0].event, TokensProduced):
+            return error_response(error_of(ended))
+    frames = frames_for(opened.uid, opened.events)
+    assert frames is not None
+    return stream_response(written(opened, frames, first))

@@ -1,0 +1,21 @@
+"""GET /metrics: what every process measures, for Prometheus. Open, as vLLM's is: who scrapes has no key."""
+
+from __future__ import annotations
+
+from quart import Blueprint, Response
+
+from web.frontend import Frontend
+from web.metrics import CONTENT_TYPE, Exposition
+from web.operations import operation
+
+
+def metrics_routes(frontend: Frontend) -> Blueprint:
+    routes = Blueprint("metrics", __name__)
+    exposition = Exposition(frontend)
+
+    @routes.get("/metrics")
+    @operation("What every process measures, for Prometheus", answers=("text/plain",))
+    async def metrics() -> Response:
+        return Response(await exposition.text(), content_type=CONTENT_TYPE)
+
+    return routes
