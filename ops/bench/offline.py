@@ -24,7 +24,7 @@ from pipeline.config import EngineConfig, ModelConfig, at_least, flag, parse_fla
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import SamplingParams
 from stages.generate.model.spec import read_spec
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Computed
 
 if TYPE_CHECKING:  # torch comes with them: only once the flags are known to be good
     from ops.bench.probes import Rate
@@ -136,10 +136,10 @@ class StepClock:
         self._engine = engine
         self.steps: list[Step] = []
 
-    def forward(self, plan: BatchPlan) -> list[int]:
+    def forward(self, plan: BatchPlan) -> Computed:
         """Compute one step, which is over when its tokens are on the host."""
         began_s = time.perf_counter()
-        token_ids = self._engine.forward(plan)
+        computed = self._engine.forward(plan)
         seconds = time.perf_counter() - began_s
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
         step = Step(
@@ -150,7 +150,7 @@ class StepClock:
             prefill_samples=sum(row.sample is not None for row in prefills),
         )
         self.steps.append(step)
-        return token_ids
+        return computed
 
 
 def draw(preset: Preset, seed: int, vocab_size: int) -> Workload:

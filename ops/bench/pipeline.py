@@ -1,5 +1,6 @@
-"""`minisgl bench pipeline`: what the log costs. Commits in a tight loop, the real stages around an engine that computes
-nothing, and the bytes that a finished request leaves. No model, no GPU, no HTTP.
+"""`minisgl bench pipeline`: what the log and the web process cost. Commits in a tight loop, the real stages around an
+engine that computes nothing, the CPU time of the web process before them, and the bytes that a finished request leaves.
+No model, no GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.table import Table
 from ops.bench import report
 from ops.bench.pipeline_commits import COMMITS, Lives
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
+from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
 from ops.demo_model import nonsense
 from pipeline.config import at_least, flag, parse_flags, seconds
@@ -33,10 +35,11 @@ from pipeline.redis_log import RedisLog
 from pipeline.redis_server import EmbeddedRedis, check_server
 
 ABOUT: Final = """\
-Measures the log alone: each commit in a tight loop; what tokenizer, log and detokenizer add to every step of an engine
-that computes nothing, against the same schedule in a plain loop; and how many bytes a finished request leaves.
+Measures the log and the web process, without a model: each commit in a tight loop; what tokenizer, log and detokenizer
+add to every step of an engine that computes nothing, against the same schedule in a plain loop; the CPU time of the web
+process for a streamed token and for a request; and how many bytes a finished request leaves.
 """
-PACKAGES: Final = ("redis", "hiredis", "pydantic", "orjson")
+PACKAGES: Final = ("redis", "hiredis", "pydantic", "orjson", "quart", "hypercorn")
 REMEMBERED_TOKENS: Final = 200
 """Of the request whose bytes are counted."""
 DEFAULT_STEP_S: Final = 0.01
@@ -61,6 +64,18 @@ class PipelineConfig:
     )
     samples: int = flag("--samples", default=200, parse=at_least(1), help="steps of a run, in the tight loop")
     tokens: int = flag("--tokens", default=400, parse=at_least(8), help="tokens of a request, through the stages")
+    web_tokens: int = flag(
+        "--web-tokens",
+        default=1200,
+        parse=at_least(1),
+        help="tokens that the web process streams in a run, at least",
+    )
+    web_requests: int = flag(
+        "--web-requests",
+        default=400,
+        parse=at_least(1),
+        help="requests of one token that it answers in a run, streamed and not",
+    )
     step_s: float = flag(
         "--step-time", default=DEFAULT_STEP_S, parse=seconds, help="seconds of a step; steps of no time are tried too"
     )
@@ -99,6 +114,18 @@ class WayFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class WebFigures:
+    """CPU time of the web process with so many requests at once: medians, and what each run took."""
+
+    rows: int
+    step_us: float
+    median: WebTimes
+    runs: list[WebTimes]
+    rest_us_per_s: float
+    """What it took of a second at rest, which is subtracted from the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class RememberedRequest:
     """What a finished request leaves in Redis until its retention is over."""
 
@@ -123,10 +150,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         names = f"bench-{secrets.token_hex(4)}"
         try:
             commits = measure_commits(config, url, Names(f"{names}-commits"), status)
-            way, remembered = measure_way(config, url, Names(f"{names}-way"), folder, status)
+            way, remembered, web = measure_stages(config, url, Names(f"{names}-way"), folder, status)
         finally:
             remove_keys(url, names)
-    print_figures(commits, way, remembered, server)
+    print_figures(commits, way, web, remembered, server)
     if config.output:
         shown = ["minisgl", "bench", "pipeline", *map(without_password, arguments)]
         document = {
@@ -134,6 +161,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             "options": options_of(config),
             "commits": commits,
             "way": way,
+            "web": web,
             "finished_request": remembered,
         }
         report.write_json(Path(config.output), document)
@@ -181,24 +209,50 @@ def measure_commits(config: PipelineConfig, url: str, names: Names, status: Stat
     return figures
 
 
-def measure_way(
+def measure_stages(
     config: PipelineConfig, url: str, names: Names, folder: Path, status: Status
-) -> tuple[list[WayFigures], RememberedRequest]:
-    """Time the steps of an engine with the real stages around it; count the bytes of a request that they finished."""
+) -> tuple[list[WayFigures], RememberedRequest, list[WebFigures]]:
+    """Start the stages and measure the way through them, and the web process before them."""
     way = Way(url, names, folder)
-    figures = []
     status.update("starting the stages")
     with way.stages():
         (uid,) = way.run(1, REMEMBERED_TOKENS, 0.0).uids  # the first run warms up the stages, too
         remembered = remembered_request(url, names, uid)
-        for step_s in (0.0, config.step_s):
+        return measure_way(config, way, status), remembered, measure_web(config, way, status)
+
+
+def measure_way(config: PipelineConfig, way: Way, status: Status) -> list[WayFigures]:
+    """Time the steps of an engine with the real stages around it."""
+    figures = []
+    for step_s in (0.0, config.step_s):
+        for rows in config.way_rows:
+            runs = []
+            for run in range(config.runs):
+                status.update(f"stages, {rows} rows, step of {step_s:g} s, run {run + 1} of {config.runs}")
+                runs.append(way.run(rows, config.tokens, step_s))
+            figures.append(way_figures(rows, step_s, runs))
+    return figures
+
+
+def measure_web(config: PipelineConfig, way: Way, status: Status) -> list[WebFigures]:
+    """Measure the CPU time of a web process before the stages."""
+    figures = []
+    for step_s in (0.0, config.step_s):
+        status.update(f"starting the web process, step of {step_s:g} s")
+        with way.engine(max(config.way_rows), config.tokens, step_s), web_process(way) as web:
             for rows in config.way_rows:
                 runs = []
                 for run in range(config.runs):
-                    status.update(f"stages, {rows} rows, step of {step_s:g} s, run {run + 1} of {config.runs}")
-                    runs.append(way.run(rows, config.tokens, step_s))
-                figures.append(way_figures(rows, step_s, runs))
-    return figures, remembered
+                    status.update(f"web process, {rows} rows, step of {step_s:g} s, run {run + 1} of {config.runs}")
+                    runs.append(web.run(rows, config.tokens, config.web_tokens, config.web_requests))
+                figures.append(web_figures(rows, step_s, runs, web.rest_us_per_s))
+    return figures
+
+
+def web_figures(rows: int, step_s: float, runs: Sequence[WebTimes], rest_us_per_s: float) -> WebFigures:
+    """Return the medians of *runs*."""
+    median = WebTimes(*(statistics.median(getattr(run, name) for run in runs) for name in WebTimes.__slots__))
+    return WebFigures(rows, step_s * 1e6, median, list(runs), rest_us_per_s)
 
 
 def way_figures(rows: int, step_s: float, runs: Sequence[WayTimes]) -> WayFigures:
@@ -281,6 +335,7 @@ def options_of(config: PipelineConfig) -> dict[str, Any]:
 def print_figures(
     commits: Sequence[CommitFigures],
     way: Sequence[WayFigures],
+    web: Sequence[WebFigures],
     remembered: RememberedRequest,
     server: Mapping[str, Any],
 ) -> None:
@@ -295,6 +350,12 @@ def print_figures(
     console.print(
         "Means from step to step in us: of an engine that computes nothing but waits, in a plain loop and with all "
         "stages; what those add to a step (mean, p50) and to a token; p50 / p99 of the commit of a step meanwhile.\n"
+    )
+    console.print(web_table(web))
+    rest_ms = statistics.median(item.rest_us_per_s for item in web) / 1000
+    console.print(
+        "User and system, in us: of a streamed token after the first; of a request of one token, streamed and not, on "
+        f"a connection that is there. What it takes at rest, {rest_ms:.1f} ms of a second, is not in it.\n"
     )
     console.print(
         f"A finished request of {remembered.prompt_tokens} + {remembered.output_tokens} tokens leaves "
@@ -329,4 +390,15 @@ def way_table(way: Sequence[WayFigures]) -> Table:
             f"{item.added_per_token_us:+,.1f}",
             f"{item.commit_us.p50:,.0f} / {item.commit_us.p99:,.0f}",
         )
+    return table
+
+
+def web_table(web: Sequence[WebFigures]) -> Table:
+    """Return a row for each number of rows and time of a step."""
+    table = Table(title="CPU time of the web process")
+    for name in ("rows", "wait", "token", "streamed request", "other request"):
+        table.add_column(name, justify="right")
+    for item in web:
+        times = (item.median.token_us, item.median.stream_us, item.median.whole_us)
+        table.add_row(f"{item.rows}", f"{item.step_us:,.0f}", *(f"{time_us:,.0f}" for time_us in times))
     return table

@@ -27,7 +27,7 @@ from pipeline.slots import Place, acquire_slot, read_statuses
 from pipeline.worker import SUPERVISOR_VARIABLE, Stop
 from stages.generate.courier import Courier
 from stages.generate.kvcache import make_cache
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
 from stages.generate.worker import GenerateWorker
 
@@ -56,11 +56,11 @@ class IdleEngine:
         self._step_s = step_s
         self._began: list[tuple[float, int, int]] = []
 
-    def forward(self, plan: BatchPlan) -> list[int]:
+    def forward(self, plan: BatchPlan) -> Computed:
         self._began.append((time.perf_counter(), len(plan.rows), plan.num_decode_rows))
         if self._step_s:
             time.sleep(self._step_s)
-        return [TOKEN] * sum(row.sample is not None for row in plan.rows)
+        return Computed([TOKEN] * sum(row.sample is not None for row in plan.rows))
 
     def intervals_us(self, num_rows: int) -> list[float]:
         """Return the times from one step to the next where both decoded *num_rows* requests and nothing else."""
@@ -113,7 +113,7 @@ def step_times_alone(num_rows: int, num_tokens: int, step_s: float) -> list[floa
     for number in range(num_rows):
         assert schedule.add(NewRequest(str(number), prompt, (), _sampling(num_tokens))) is None
     while (planned := schedule.plan()) is not None:
-        schedule.complete(engine.forward(planned[0]))
+        schedule.complete(engine.forward(planned[0]).token_ids)
     return engine.intervals_us(num_rows)
 
 
@@ -132,11 +132,28 @@ class Way:
         """Run a tokenizer and a detokenizer until the block ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._log.close)
-            output = stack.enter_context((self._folder / "stages.log").open("ab"))
             with self._place():  # the tokenizer waits for an engine, which says how long a prompt may be
                 for stage in (TOKENIZE, DETOKENIZE):
-                    stack.callback(_end, self._start(stage, output.fileno()))
+                    stack.enter_context(self._started(stage, "--model", str(self._folder)))
                 self._until(lambda: all(self._is_ready(stage) for stage in (TOKENIZE, DETOKENIZE)), READY_TIMEOUT_S)
+            yield
+
+    @contextlib.contextmanager
+    def worker(self, stage: str, *flags: str, fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
+        """Run one more worker until the block ends; give it once it is ready.
+
+        Raises:
+            PipelineStuck: It is not.
+        """
+        with self._started(stage, *flags, fds=fds) as process:
+            self._until(lambda: self._is_ready(stage), READY_TIMEOUT_S)
+            yield process
+
+    @contextlib.contextmanager
+    def engine(self, num_rows: int, num_tokens: int, step_s: float) -> Iterator[None]:
+        """Run the loop of an engine until the block ends, with room for so many requests of so many tokens."""
+        engine = IdleEngine(step_s)
+        with self._engine_place() as (place, log), self._loop(place, log, engine, num_rows, num_tokens):
             yield
 
     def run(self, num_rows: int, num_tokens: int, step_s: float) -> WayTimes:
@@ -146,17 +163,10 @@ class Way:
             PipelineStuck: They did not all end.
         """
         alone_us = step_times_alone(num_rows, num_tokens, step_s)
-        log = TimedLog(self._url, self._names)
-        with contextlib.closing(log), self._place() as place:
-            for inbox in (Inbox.tokenized(log.names), Inbox.steps(log.names, place.owner.slot)):
-                log.prepare(inbox)
+        engine = IdleEngine(step_s)
+        with self._engine_place() as (place, log):
             uids = self._submit(num_rows, num_tokens)
-            engine = IdleEngine(step_s)
-            schedule = _schedule(num_rows, num_tokens, place.owner.slot, place.owner.epoch)
-            courier = Courier(
-                log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round
-            )
-            with _running(GenerateWorker(engine, schedule, courier, place), courier) as thread:
+            with self._loop(place, log, engine, num_rows, num_tokens) as thread:
                 self._until(
                     lambda: not self._log.alive(uids) or not thread.is_alive(),
                     READY_TIMEOUT_S + num_tokens * (step_s + LONGEST_STEP_S),
@@ -165,6 +175,24 @@ class Way:
                     raise PipelineStuck(f"the engine's loop has ended; see {self._folder / 'stages.log'}")
         commits_us = [time_us for rows, time_us in log.steps_us if rows == num_rows]
         return WayTimes(alone_us, engine.intervals_us(num_rows), commits_us, uids)
+
+    @contextlib.contextmanager
+    def _engine_place(self) -> Iterator[tuple[Place, TimedLog]]:
+        """Hold the engine's slot, with a log for its loop and all streams that it reads."""
+        log = TimedLog(self._url, self._names)
+        with contextlib.closing(log), self._place() as place:
+            for inbox in (Inbox.tokenized(log.names), Inbox.steps(log.names, place.owner.slot)):
+                log.prepare(inbox)
+            yield place, log
+
+    @contextlib.contextmanager
+    def _loop(
+        self, place: Place, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
+    ) -> Iterator[threading.Thread]:
+        schedule = _schedule(num_rows, num_tokens, place.owner.slot, place.owner.epoch)
+        courier = Courier(log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
+        with _running(GenerateWorker(engine, schedule, courier, place), courier) as thread:
+            yield thread
 
     def _submit(self, num_rows: int, num_tokens: int) -> list[str]:
         """Submit requests and wait until all are tokenized, so that they decode together."""
@@ -188,17 +216,24 @@ class Way:
             finally:
                 place.leave()
 
-    def _start(self, stage: str, output: int) -> subprocess.Popen[bytes]:
+    @contextlib.contextmanager
+    def _started(self, stage: str, *flags: str, fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
         assert minisgl.__file__ is not None
-        command = [sys.executable, minisgl.__file__, "stage", stage, "--slot", "0", "--model", str(self._folder)]
+        command = [sys.executable, minisgl.__file__, "stage", stage, "--slot", "0", *flags]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
-        return subprocess.Popen(
-            [*command, "--namespace", self._names.namespace],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=kept | {"MINISGL_REDIS_URL": self._url, SUPERVISOR_VARIABLE: str(os.getpid())},
-        )
+        with (self._folder / "stages.log").open("ab") as output:
+            process = subprocess.Popen(
+                [*command, "--namespace", self._names.namespace],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=kept | {"MINISGL_REDIS_URL": self._url, SUPERVISOR_VARIABLE: str(os.getpid())},
+                pass_fds=fds,
+            )
+        try:
+            yield process
+        finally:
+            _end(process)
 
     def _is_ready(self, stage: str) -> bool:
         return any(status.phase == "ready" for status in read_statuses(self._log, stage))

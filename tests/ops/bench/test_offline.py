@@ -22,7 +22,7 @@ from ops.bench.shares import Step
 from ops.demo_model import nonsense
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
-from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
+from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample
 
 RUNS = 2
 
@@ -94,8 +94,8 @@ def row(start: int, num_tokens: int, samples: bool) -> PlanRow:
 
 
 class Echo:
-    def forward(self, plan: BatchPlan) -> list[int]:
-        return [1 for row in plan.rows if row.sample is not None]
+    def forward(self, plan: BatchPlan) -> Computed:
+        return Computed([1 for row in plan.rows if row.sample is not None])
 
 
 @pytest.mark.parametrize(

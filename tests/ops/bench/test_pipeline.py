@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from redis_servers import Servers, command
 from servers import run_command
 
-from ops.bench.pipeline import median_of, way_figures, without_password
+from ops.bench.pipeline import median_of, way_figures, web_figures, without_password
+from ops.bench.pipeline_clients import Order, Unanswered, carry_out
 from ops.bench.pipeline_commits import COMMITS, STEPS_OF_A_LIFE, Lives
 from ops.bench.pipeline_way import IdleEngine, WayTimes, step_times_alone
+from ops.bench.pipeline_web import WebTimes, cpu_s
 from ops.bench.report import Spread, spread_of
 from pipeline.events import SamplingParams
 from pipeline.log import Inbox
@@ -55,7 +61,7 @@ def test_only_steps_in_which_everybody_decodes_are_compared() -> None:
     engine = IdleEngine(0.0)
     for num_rows, num_decodes in ((2, 1), (2, 2), (2, 2), (1, 1), (2, 2), (2, 2), (2, 2)):
         rows = tuple(map(row, range(num_rows)))
-        assert engine.forward(BatchPlan(1, rows, num_decodes)) == [65] * num_rows
+        assert engine.forward(BatchPlan(1, rows, num_decodes)).token_ids == [65] * num_rows
     assert len(engine.intervals_us(2)) == 3
 
 
@@ -75,6 +81,80 @@ def test_what_is_added_is_the_difference_to_the_schedule_alone() -> None:
     assert figures.step_us == 500_000 and figures.commit_us == spread_of([3.0])
 
 
+def test_of_the_web_process_the_median_of_each_time_is_shown_and_every_run_kept() -> None:
+    runs = [WebTimes(1.0, 9.0, 5.0), WebTimes(2.0, 8.0, 6.0), WebTimes(3.0, 1.0, 1.0)]
+    figures = web_figures(4, 0.5, runs, 7.0)
+    assert (figures.median, figures.runs, figures.step_us) == (WebTimes(2.0, 8.0, 5.0), runs, 500_000)
+
+
+def test_the_cpu_time_of_another_process_is_that_of_all_its_threads() -> None:
+    program = """
+import threading
+threads = [threading.Thread(target=sum, args=(range(5_000_000),)) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        times = psutil.Process(process.pid).cpu_times()
+        assert times.user + times.system > 0.05
+        assert cpu_s(process.pid) == pytest.approx(times.user + times.system, abs=0.03)  # it counts in 10 ms
+
+
+WHOLE = b'HTTP/1.1 200 \r\nContent-Length: 26\r\n\r\n{"finish_reason":"length"}'
+STREAMED = b'HTTP/1.1 200 \r\ntransfer-encoding: chunked\r\n\r\n1b\r\n{"finish_reason":"length"}\n\r\n0\r\n\r\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (WHOLE, ""),
+        (STREAMED, ""),
+        (STREAMED.replace(b"length", b"stop"), '"finish_reason":"stop"'),
+        (WHOLE.replace(b"200", b"503"), "503"),
+        (WHOLE[:-1], "bytes read"),
+        (STREAMED[:-1], "bytes read"),
+    ],
+)
+def test_clients_that_cost_little_still_see_that_every_answer_is_right(answer: bytes, error: str) -> None:
+    async def scenario() -> int:
+        num_requests = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_requests
+            while head := await reader.read(65536):
+                assert head.startswith(b"POST /v1/chat/completions ") and b'"max_tokens": 3' in head
+                num_requests += 1
+                writer.write(answer)
+                if error:
+                    break
+            writer.close()
+            await writer.wait_closed()
+            closed.release()
+
+        closed = asyncio.Semaphore(0)
+        async with await asyncio.start_server(serve, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            try:
+                await carry_out(Order("p", tokens=3, stream=True, requests=4), connections)
+            finally:
+                for _, writer in connections:
+                    writer.close()
+                    await writer.wait_closed()
+                    await closed.acquire()
+        return num_requests
+
+    if error:
+        with pytest.raises(Unanswered, match=error):
+            asyncio.run(scenario())
+    else:
+        assert asyncio.run(scenario()) == 2 * 4
+
+
 def test_a_password_is_not_shown() -> None:
     assert without_password("--redis-url=redis://me:secret@host:1/0") == "--redis-url=redis://***@host:1/0"
     assert without_password("redis://host:1/0") == "redis://host:1/0"
@@ -89,8 +169,8 @@ def bench(folder: Path, *flags: str) -> tuple[int, str]:
 def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers, tmp_path: Path) -> None:
     url = redis_servers.url("wheel")
     command(url, "SET", "somebody else's", "1")
-    words = "--rows 1 3 --way-rows 1 2 --samples 4 --tokens 16 --step-time 0.001 --runs 2"
-    flags = words.split(" ")
+    words = "--rows 1 3 --way-rows 1 2 --samples 4 --tokens 16 --step-time 0.001 --runs 2 "
+    flags = (words + "--web-requests 8 --web-tokens 32").split(" ")
     output = tmp_path / "figures.json"
     code, printed = bench(tmp_path, "--redis-url", url, *flags, "--output", str(output))
     assert code == 0, printed
@@ -106,13 +186,19 @@ def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers
         assert len(item["runs"]) == 2
         assert all(item[name]["count"] > 0 for name in ("alone_us", "way_us", "commit_us"))
         assert item["step_us"] < item["alone_us"]["p50"]
+    assert [(item["rows"], item["step_us"]) for item in figures["web"]] == [(1, 0), (2, 0), (1, 1000), (2, 1000)]
+    for item in figures["web"]:
+        assert len(item["runs"]) == 2 and item["rest_us_per_s"] > 0
+        assert 0 < item["median"]["token_us"] < item["median"]["stream_us"]
+        assert item["median"]["whole_us"] > 0
     request = figures["finished_request"]
     assert (request["prompt_tokens"], request["output_tokens"]) == (32, 200)
     assert request["num_entries"] == 2 + 1 + 200 + 1  # submitted, tokenized; admitted; tokens; finished
     assert 5_000 < request["history_bytes"] < 50_000
     assert figures["setup"]["redis"]["redis_version"] and figures["setup"]["versions"]["hiredis"]
     assert figures["setup"]["cpu"] and figures["options"]["runs"] == 2
-    for words in ("produced", "What the stages add to a step", f"{request['history_bytes']:,} bytes in Redis"):
+    tables = ("produced", "What the stages add to a step", "CPU time of the web process")
+    for words in (*tables, f"{request['history_bytes']:,} bytes in Redis"):
         assert words in printed
 
 

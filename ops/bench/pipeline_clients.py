@@ -1,0 +1,91 @@
+"""HTTP clients that cost little: they share their cores with the server, whose CPU time is what is measured.
+
+`python pipeline_clients.py PORT CONNECTIONS` connects and takes orders, a line of JSON each. It says "done" when all
+answers of an order have come whole, or else what was wrong, and ends. It imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+DONE: Final = "done"
+LARGEST_ANSWER: Final = 1 << 26
+TIMEOUT_S: Final = 60.0
+_LENGTH: Final = re.compile(rb"content-length: *([0-9]+)", re.IGNORECASE)
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What each connection asks for, one request after the other."""
+
+    prompt: str
+    tokens: int
+    stream: bool
+    requests: int
+
+    @property
+    def line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    def request(self) -> bytes:
+        """Return the bytes of one request."""
+        fields = {"prompt": self.prompt, "max_tokens": self.tokens, "ignore_eos": True, "stream": self.stream}
+        body = json.dumps(fields).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+
+class Unanswered(Exception):
+    """An answer did not come, or is not what was asked for."""
+
+
+async def carry_out(order: Order, connections: Sequence[Connection]) -> None:
+    """Send the requests of *order* on all *connections* at once. Raises Unanswered."""
+    asked = (_ask(order, connection) for connection in connections)
+    for failed in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(failed, OSError | EOFError):
+            raise Unanswered(str(failed) or "it took too long")
+        if failed is not None:
+            raise failed
+
+
+async def _ask(order: Order, connection: Connection) -> None:
+    reader, writer = connection
+    request = order.request()
+    for _ in range(order.requests):
+        writer.write(request)
+        async with asyncio.timeout(TIMEOUT_S + order.tokens):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = _LENGTH.search(head)
+            body = await (reader.readexactly(int(length[1])) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
+        if not head.startswith(b"HTTP/1.1 200") or b'"finish_reason":"length"' not in body:
+            raise Unanswered(repr((head + body)[-300:]))
+
+
+async def main(port: int, num_connections: int) -> int:
+    """Carry out what standard input orders, until there is no more; return the exit code."""
+    connections = [
+        await asyncio.open_connection("127.0.0.1", port, limit=LARGEST_ANSWER) for _ in range(num_connections)
+    ]
+    for line in sys.stdin:  # nothing else goes on meanwhile
+        try:
+            await carry_out(Order(**json.loads(line)), connections)
+        except Unanswered as error:
+            print(error, flush=True)
+            return 1
+        print(DONE, flush=True)
+    for _, writer in connections:
+        writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(*map(int, sys.argv[1:]))))
