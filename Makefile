@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve bench test chaos lint types format clean
+.PHONY: venv serve bench test chaos clients lint types format clean
 
 venv: .venv/.ready
 
@@ -27,6 +27,9 @@ test: venv
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)
 
+clients: venv
+	@PYTHONPATH=tests:. $(BIN)/python tests/clients/run.py $(ARGS)
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,4 +42,4 @@ types: venv
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache

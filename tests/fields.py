@@ -1,4 +1,4 @@
-"""Every field of a chat request that is honoured: what it takes, and a request that shows what it does.
+"""Every field of a request that is honoured: what it takes, and a request that shows what it does.
 
 The rows are run against a server by `tests/end_to_end/test_fields.py`, what they refuse by `tests/web/test_fields.py`.
 The README's table is made of them: `python tests/fields.py` prints it.
@@ -12,10 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkpoints import STOP
+
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 WILD = {"temperature": 2, "seed": 5, "max_tokens": 24, "ignore_eos": True}
 FEW = {"allowed_token_ids": list(range(100, 140)), "max_tokens": 64, "temperature": 1, "seed": 3, "ignore_eos": True}
 """So few tokens that some come again."""
+PROMPT = "Tell me how a log remembers."
+PARTIAL = {"messages": [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two"}]}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 EOS = "the end-of-sequence token"
 """Stands for its id."""
 
@@ -27,6 +32,16 @@ class Said:
     text: str
     token_ids: list[int]
     reason: str
+    prompt_tokens: int
+    answer: Any
+    """Its JSON; of a stream a list of that of its frames."""
+    submitted: Mapping[str, Any]
+    """How its history begins."""
+
+    @property
+    def choice(self) -> Any:
+        """The first choice of the answer."""
+        return self.answer["choices"][0]
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +77,8 @@ class Field:
     """A value that gets a 400."""
     more: Callable[[Said], Fields] = field(default=lambda said: {})
     """What else is sent with the field, or instead of `value`, where it depends on the answer without it."""
+    completions: bool = False
+    """It is a field of /v1/completions, and not of chats, or another one there."""
 
 
 FIELDS = (
@@ -96,19 +113,23 @@ FIELDS = (
         lambda a, b: (a.num_tokens, a.reason, b.num_tokens, b.reason) == (1, "stop", 9, "length"), "true",
     ),
     Field(
-        "temperature", "0 to 2", "1", "0 always takes the most probable token; the higher, the more others come",
+        "temperature", "0 to 2", "the model's, else 1",
+        "0 always takes the most probable token; the higher, the more others come",
         {**WILD, "temperature": 0}, 1.5, lambda a, b: a.token_ids != b.token_ids, 2.1,
     ),
     Field(
-        "top_p", "above 0, to 1", "1", "only the most probable tokens that together reach it: near 0, one",
+        "top_p", "above 0, to 1", "the model's, else 1",
+        "only the most probable tokens that together reach it: near 0, one",
         WILD, 1e-9, lambda a, b: a.token_ids != b.token_ids, 0,
     ),
     Field(
-        "top_k", "whole number from -1", "0", "only so many of the most probable tokens; -1 and 0: all",
+        "top_k", "whole number from -1", "the model's, else 0",
+        "only so many of the most probable tokens; -1 and 0: all",
         WILD, 1, lambda a, b: a.token_ids != b.token_ids, -2,
     ),
     Field(
-        "min_p", "0 to 1", "0", "only tokens at least so probable, as a share of the most probable one",
+        "min_p", "0 to 1", "the model's, else 0",
+        "only tokens at least so probable, as a share of the most probable one",
         WILD, 1, lambda a, b: a.token_ids != b.token_ids, 1.1,
     ),
     Field(
@@ -124,7 +145,7 @@ FIELDS = (
         FEW, 2, lambda a, b: b.most_of_one < a.most_of_one, -2.1,
     ),
     Field(
-        "repetition_penalty", "above 0, to 2", "1",
+        "repetition_penalty", "above 0, to 2", "the model's, else 1",
         "divides the logits of tokens that prompt or answer have: above 1, more different ones",
         FEW, 2, lambda a, b: b.num_different > a.num_different, 0,
     ),
@@ -137,7 +158,133 @@ FIELDS = (
         GREEDY, [90, 91, 92], lambda a, b: set(b.token_ids) <= {90, 91, 92} and not set(a.token_ids) <= {90, 91, 92},
         [],
     ),
+    Field(
+        "bad_words", "up to 256 texts", "none", "none of these comes, with or without a space before it",
+        {**GREEDY, "logprobs": True}, None,
+        lambda a, b: _first_word(a) not in _pieces(b) and b.token_ids != a.token_ids, "",
+        lambda said: {"bad_words": [_first_word(said)]},
+    ),
+    Field(
+        "include_stop_str_in_output", "true or false", "false", "what ended the answer is part of it",
+        GREEDY, None, lambda a, b: b.text.endswith(a.text[3:5]) and a.text.startswith(b.text) and b.reason == "stop", 1,
+        more=lambda said: {"stop": said.text[3:5], "include_stop_str_in_output": True},
+    ),
+    Field(
+        "skip_special_tokens", "true or false", "true", "false: special tokens have text",
+        {"temperature": 0, "max_tokens": 3, "logit_bias": {EOS: 100}, "ignore_eos": True}, False,
+        lambda a, b: a.text == "" and b.text == 3 * STOP and a.token_ids == b.token_ids, "no",
+    ),
+    Field(
+        "n", "whole number, 1 to 128", "1", "so many answers, the first as if it were alone, the prompt counted once",
+        WILD, 3,
+        lambda a, b: [one["message"]["content"] for one in b.answer["choices"]].index(a.text) == 0
+        and len({one["message"]["content"] for one in b.answer["choices"]}) == 3
+        and (b.answer["usage"]["prompt_tokens"], b.answer["usage"]["completion_tokens"]) == (a.prompt_tokens, 72), 0,
+    ),
+    Field(
+        "logprobs", "true or false", "false", "each token's log-probability, of the model's own logits",
+        WILD, True, lambda a, b: a.choice["logprobs"] is None
+        and len(b.choice["logprobs"]["content"]) == b.num_tokens
+        and all(one["logprob"] < 0 and one["top_logprobs"] == [] for one in b.choice["logprobs"]["content"]), 3,
+    ),
+    Field(
+        "top_logprobs", "0 to 20, with `logprobs`", "0", "so many of the most probable tokens in each one's place",
+        {**WILD, "logprobs": True}, 4,
+        lambda a, b: all(len(one["top_logprobs"]) == 4 for one in b.choice["logprobs"]["content"]), 21,
+    ),
+    Field(
+        "logprobs", "completions: 0 to 20", "none", "the same, and so many of the most probable tokens",
+        WILD, 2, lambda a, b: a.choice["logprobs"] is None
+        and all(len(one) in (2, 3) for one in b.choice["logprobs"]["top_logprobs"]), -1, completions=True,
+    ),
+    Field(
+        "prompt_logprobs", "0 to 20, not streamed", "none", "the same of the prompt, by token id (vLLM's shape)",
+        GREEDY, 0, lambda a, b: b.answer["prompt_logprobs"][0] is None and a.token_ids == b.token_ids
+        and len(b.answer["prompt_logprobs"]) == b.prompt_tokens, -1,
+    ),
+    Field(
+        "echo", "completions: true or false", "false",
+        "the prompt comes before the answer; with `logprobs`, its log-probabilities too; `max_tokens` may be 0",
+        GREEDY, True, lambda a, b: b.text == PROMPT + a.text, "true", completions=True,
+    ),
+    Field(
+        "return_token_ids", "true or false", "false", "token ids beside the text, of prompt and answer",
+        GREEDY, True, lambda a, b: b.choice["token_ids"] == a.token_ids
+        and len(b.answer["prompt_token_ids"]) == a.prompt_tokens, 1,
+    ),
+    Field(
+        "stream", "true or false", "false", "server-sent events, a chunk for each piece of text",
+        GREEDY, True, lambda a, b: isinstance(b.answer, list) and len(b.answer) > 3 and b.text == a.text, "true",
+    ),
+    Field(
+        "stream_options", "`include_usage`, `continuous_usage_stats`, with `stream`", "neither",
+        "the last chunk has the token counts; every chunk has them",
+        {**GREEDY, "stream": True}, {"include_usage": True, "continuous_usage_stats": True},
+        lambda a, b: not any(chunk.get("usage") for chunk in a.answer)
+        and [chunk["usage"]["completion_tokens"] for chunk in b.answer][-1] == b.num_tokens
+        and len({chunk["usage"]["completion_tokens"] for chunk in b.answer}) > 3, {"include_usage": 1},
+    ),
+    Field(
+        "continue_final_message", "true or false", "false", "the answer goes on with the last message",
+        {**GREEDY, **PARTIAL}, True, lambda a, b: b.prompt_tokens < a.prompt_tokens and a.token_ids != b.token_ids, 1,
+    ),
+    Field(
+        "add_generation_prompt", "true or false", "true", "false: the template opens no answer",
+        GREEDY, False, lambda a, b: b.prompt_tokens < a.prompt_tokens, "no",
+    ),
+    Field(
+        "chat_template_kwargs", "object", "none", "variables for the chat template",
+        GREEDY, {"preface": "Be brief. "}, lambda a, b: b.prompt_tokens > a.prompt_tokens, [],
+    ),
+    Field(
+        "tools", "list of functions, with `tool_choice: none`", "none",
+        "the chat template is given them; none is called",
+        GREEDY, [TOOL], lambda a, b: b.prompt_tokens > a.prompt_tokens, {}, more=lambda said: {"tool_choice": "none"},
+    ),
+    Field(
+        "tool_choice", "`none`", "none", "the only one there is so far",
+        {**GREEDY, "tools": []}, "none", lambda a, b: a.token_ids == b.token_ids, "auto",
+    ),
+    Field(
+        "add_special_tokens", "true or false", "only to a `prompt` as text",
+        "the tokenizer adds its own, such as the one that begins a text",
+        GREEDY, True, lambda a, b: b.prompt_tokens == a.prompt_tokens + 1, "yes",
+    ),
+    Field(
+        "truncate_prompt_tokens", "whole number from 1, or -1", "none",
+        "only the last so many tokens of the prompt are read; -1: as many as fit",
+        GREEDY, 5, lambda a, b: b.prompt_tokens == 5 < a.prompt_tokens, 0,
+    ),
+    Field(
+        "priority", "whole number", "0", "of what an engine holds, the lower runs earlier",
+        GREEDY, -3, lambda a, b: a.token_ids == b.token_ids and b.submitted["priority"] == -3, 0.5,
+    ),
+    *(
+        Field(
+            label, takes, "none", "kept in the history; changes nothing",
+            GREEDY, value, lambda a, b, label=label, value=value:  # type: ignore[misc]
+            a.token_ids == b.token_ids and b.submitted["labels"] == {label: value}, refused,
+        )
+        for label, takes, value, refused in (
+            ("user", "text", "ann", 3),
+            ("metadata", "object of texts and numbers", {"team": "red"}, [1]),
+            ("store", "true or false", True, "yes"),
+            ("service_tier", "text", "flex", 1),
+            ("safety_identifier", "text", "s-1", 1),
+            ("prompt_cache_key", "text", "k-1", 1),
+        )
+    ),
 )  # fmt: skip
+
+
+def _pieces(said: Said) -> list[str]:
+    """Return the texts of an answer's tokens, without the spaces around them."""
+    return [str(one["token"]).strip() for one in said.choice["logprobs"]["content"]]
+
+
+def _first_word(said: Said) -> str:
+    """Return the first whole word of an answer that is one token."""
+    return next(piece for piece in _pieces(said) if len(piece) > 1 and piece.isascii() and piece.isalpha())
 
 
 def table() -> str:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from checkpoints import STOP
-from fields import EOS, FIELDS, Field, Said
+from fields import EOS, FIELDS, PROMPT, Field, Said
 from servers import Server, serve
 from streams import events_of
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.events import Finished, TokensProduced
+from pipeline.events import Finished, Submitted, TokensProduced
 from pipeline.redis_log import RedisLog
 
 pytestmark = pytest.mark.slow
 
-MESSAGES = [{"role": "user", "content": "Tell me how a log remembers."}]
+MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +40,43 @@ def eos(llama3: Path) -> str:
     return str(PreTrainedTokenizerFast.from_pretrained(llama3).convert_tokens_to_ids(STOP))
 
 
-def ask(server: Server, log: RedisLog, eos: str, fields: Mapping[str, Any]) -> Said:
-    body = {"messages": MESSAGES, **fields}
+def ask(server: Server, log: RedisLog, eos: str, fields: Mapping[str, Any], *, completions: bool = False) -> Said:
+    asked = {"prompt": PROMPT} if completions else {"messages": MESSAGES}
+    body = {**asked, **fields}
     if "logit_bias" in body:
         body["logit_bias"] = {eos if token == EOS else token: bias for token, bias in body["logit_bias"].items()}
-    response = server.post(body)
+    path = "/v1/completions" if completions else "/v1/chat/completions"
+    response = httpx.post(f"{server.url}{path}", json=body, timeout=120)
     assert response.status_code == 200, response.text
-    events = events_of(log, response.headers["x-minisgl-uid"])
+    uid = response.headers["x-minisgl-uid"]
+    events = events_of(log, uid if body.get("n", 1) == 1 else f"{uid}.0")
     tokens = [token for event in events if isinstance(event, TokensProduced) for token in event.tokens]
-    choice = response.json()["choices"][0]
-    finished = events[-1]
-    assert isinstance(finished, Finished) and finished.reason == choice["finish_reason"]
-    return Said(choice["message"]["content"], tokens, choice["finish_reason"])
+    submitted, finished = events[0], events[-1]
+    assert isinstance(submitted, Submitted) and isinstance(finished, Finished)
+    if body.get("stream"):
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        assert lines.pop() == "[DONE]"
+        answer: Any = [json.loads(line) for line in lines]
+        choices = [choice for chunk in answer for choice in chunk["choices"]]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        reason = choices[-1]["finish_reason"]
+    else:
+        answer = response.json()
+        text = answer["choices"][0]["text"] if completions else answer["choices"][0]["message"]["content"]
+        reason = answer["choices"][0]["finish_reason"]
+    assert finished.reason == reason
+    return Said(text, tokens, reason, finished.usage.prompt_tokens, answer, submitted.model_dump())
 
 
-@pytest.mark.parametrize("row", FIELDS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", FIELDS, ids=lambda row: row.name + "-completions" * row.completions)
 def test_a_field_does_what_its_row_says(server: Server, log: RedisLog, eos: str, row: Field) -> None:
-    without = ask(server, log, eos, row.base)
+    without = ask(server, log, eos, row.base, completions=row.completions)
     asked = {**row.base, row.name: row.value, **row.more(without)}
-    said = ask(server, log, eos, asked)
+    said = ask(server, log, eos, asked, completions=row.completions)
     assert row.shows(without, said), (row.effect, without, said)
-    assert ask(server, log, eos, asked).token_ids == said.token_ids, "the same request gives the same answer"
+    assert ask(server, log, eos, asked, completions=row.completions).token_ids == said.token_ids, (
+        "the same request gives the same answer"
+    )
 
 
 @pytest.mark.parametrize("certain", [{"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1}], ids=lambda field: next(iter(field)))

@@ -395,7 +395,7 @@ def generated_here(asked: Asked, prompts: Sequence[Sequence[int]], change: Chang
         assert schedule.add(NewRequest(str(index), tuple(prompt), (), sampling)) is None
     tokens: dict[str, list[int]] = defaultdict(list)
     while (planned := schedule.plan()) is not None:
-        for row in schedule.complete(engine.forward(change(planned[0]))):
+        for row in schedule.complete(engine.forward(change(planned[0])).token_ids):
             tokens[row.uid].append(row.token)
     assert schedule.problems() == []
     return [tokens[str(index)] for index in range(len(prompts))]

@@ -1,0 +1,210 @@
+"""/generate, /abort_request and /health_generate on a real server, in the forms of SGLang and of Mini-SGLang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from event_stream import events_in
+from servers import Server, eventually, serve
+from transformers import PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.slow
+
+TEXT = "She sells sea shells by the sea shore; 你好, Grüße 🙂"
+GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("server"), "--model", str(llama3), "--dtype", "float32") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llama3: Path) -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(llama3)
+    return tokenizer
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json=body, timeout=120)
+
+
+def generate(server: Server, **body: Any) -> Any:
+    response = post(server, "/generate", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def frames(response: httpx.Response) -> list[Any]:
+    """Return the JSON of each line but [DONE], as SGLang's own clients read them."""
+    *lines, done = [line for line in response.content.splitlines() if line.strip()]
+    assert done == b"data: [DONE]"
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines]
+
+
+def completion(server: Server, **body: Any) -> Any:
+    """Return the choice with which /v1/completions answers the same, and its usage."""
+    answer = post(server, "/v1/completions", {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **body}).json()
+    return answer["choices"][0], answer["usage"]
+
+
+def without_its_own(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer without what two that are the same differ in."""
+    varying = ("id", "cached_tokens", "e2e_latency")
+    return answer | {"meta_info": {name: v for name, v in answer["meta_info"].items() if name not in varying}}
+
+
+def test_sglangs_form_says_what_a_completion_says(server: Server) -> None:
+    answer = generate(server, text=TEXT, sampling_params=GREEDY)
+    choice, usage = completion(server, prompt=TEXT, return_token_ids=True)
+    assert (answer["text"], answer["output_ids"]) == (choice["text"], choice["token_ids"])
+    meta = answer["meta_info"]
+    assert [meta["prompt_tokens"], meta["completion_tokens"]] == [usage["prompt_tokens"], 24]
+    assert meta["finish_reason"] == {"type": "length", "length": 24} and 0 < meta["e2e_latency"] < 120
+
+
+def test_the_last_frame_of_a_stream_is_the_whole_answer_and_the_others_grow_towards_it(server: Server) -> None:
+    scores = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0, "return_text_in_logprobs": True}
+    response = post(server, "/generate", {"text": TEXT, "sampling_params": GREEDY, "stream": True, **scores})
+    *growing, last = frames(response)
+    answer = generate(server, text=TEXT, sampling_params=GREEDY, **scores)
+    assert without_its_own(last) == without_its_own(answer)
+    assert [frame["output_ids"] for frame in growing] == [answer["output_ids"][:n] for n in range(1, 25)]
+    for frame in growing:
+        meta = frame["meta_info"]
+        assert answer["text"].startswith(frame["text"]) and meta["finish_reason"] is None
+        assert meta["prompt_tokens"] == answer["meta_info"]["prompt_tokens"]
+        assert meta["input_token_logprobs"] == answer["meta_info"]["input_token_logprobs"]
+        assert (
+            meta["output_token_logprobs"] == answer["meta_info"]["output_token_logprobs"][: meta["completion_tokens"]]
+        )
+    uid = response.headers["x-minisgl-uid"]
+    assert {frame["meta_info"]["id"] for frame in (*growing, last)} == {uid}
+    again = httpx.get(f"{server.url}/v1/requests/{uid}/events")
+    assert again.content == response.content
+
+
+def test_logprobs_are_those_of_a_completion_from_where_they_are_asked_for(server: Server) -> None:
+    choice, _ = completion(server, prompt=TEXT, echo=True, logprobs=2, return_token_ids=True)
+    told = choice["logprobs"]["token_logprobs"]
+    ids = choice["prompt_token_ids"]
+    asked = {"sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2}
+    for start in (-1, 0, 5, len(ids) - 1):
+        meta = generate(server, text=TEXT, **asked, logprob_start_len=start)["meta_info"]
+        expected = [] if start < 0 else list(zip(told[: len(ids)], ids, strict=True))[start:]
+        assert [token for _, token, _ in meta["input_token_logprobs"]] == [token for _, token in expected]
+        assert [logprob for logprob, _, _ in meta["input_token_logprobs"]][:1] == [None] * bool(expected)
+        assert [logprob for logprob, _, _ in meta["input_token_logprobs"]][1:] == pytest.approx(
+            [logprob for logprob, _ in expected][1:], abs=1e-4
+        )
+        assert [logprob for logprob, _, _ in meta["output_token_logprobs"]] == pytest.approx(told[len(ids) :], abs=1e-4)
+        for (logprob, token, _), top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+            assert len(top) == 2 and top[0][:2] == [logprob, token], "the greedy token is the most probable one"
+        assert [top is None for top in meta["input_top_logprobs"]][:2] == [True, False][: len(expected)]
+
+
+def test_no_token_but_the_scores_of_the_prompt_are_what_sglangs_choices_are_picked_by(server: Server) -> None:
+    answer = generate(
+        server, text=TEXT, sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0
+    )
+    meta = answer["meta_info"]
+    assert (answer["text"], answer["output_ids"], meta["completion_tokens"]) == ("", [], 0)
+    assert len(meta["input_token_logprobs"]) == meta["prompt_tokens"]
+
+
+def test_token_ids_are_as_good_as_text_and_lists_are_answered_by_lists(
+    server: Server, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = tokenizer(TEXT)["input_ids"]
+    single = generate(server, text=TEXT, sampling_params=GREEDY)
+    assert without_its_own(generate(server, input_ids=ids, sampling_params=GREEDY)) == without_its_own(single)
+    several = generate(server, input_ids=[ids, ids[:5]], sampling_params=GREEDY)
+    assert without_its_own(several[0]) == without_its_own(single)
+    assert several[1]["meta_info"]["prompt_tokens"] == 5
+    wild = {"temperature": 2, "sampling_seed": 7, "max_new_tokens": 12, "n": 2, "ignore_eos": True}
+    first, second, *others = generate(server, text=[TEXT, TEXT], sampling_params=wild)
+    assert first["output_ids"] != second["output_ids"], "each choice has a seed of its own"
+    assert [answer["output_ids"] for answer in others] == [first["output_ids"], second["output_ids"]]
+
+
+def test_what_ended_an_answer_is_said_and_can_be_kept(server: Server) -> None:
+    whole = generate(server, text=TEXT, sampling_params=GREEDY)
+    stop = whole["text"][3:5]
+    place = whole["text"].index(stop)
+    for keep in (False, True):
+        answer = generate(server, text=TEXT, sampling_params={**GREEDY, "stop": stop, "no_stop_trim": keep})
+        assert answer["text"] == whole["text"][: place + len(stop) * keep]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    token = whole["output_ids"][4]
+    answer = generate(server, text=TEXT, sampling_params={**GREEDY, "stop_token_ids": [token], "stop": "\x00never"})
+    assert answer["output_ids"] == whole["output_ids"][: whole["output_ids"].index(token) + 1]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+
+
+def test_mini_sglangs_form_streams_the_same_text_with_its_line_breaks(
+    server: Server, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for prompt in (TEXT, "\n\n- one\n- two\n"):
+        choice, _ = completion(server, prompt=prompt, max_tokens=64)
+        response = post(server, "/generate", {"prompt": prompt, "max_tokens": 64, "ignore_eos": True})
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        *said, done = events_in(response.content)
+        text = choice["text"].replace("\r\n", "\n").replace("\r", "\n")
+        assert (done.data, "".join(event.data for event in said)) == ("[DONE]", text)
+        again = httpx.get(f"{server.url}/v1/requests/{response.headers['x-minisgl-uid']}/events")
+        assert again.content == response.content
+    sixteen = events_in(post(server, "/generate", {"prompt": TEXT, "ignore_eos": True}).content)
+    short, _ = completion(server, prompt=TEXT, max_tokens=16)
+    assert "".join(event.data for event in sixteen) == short["text"] + "[DONE]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "word " * 20_000},
+        {"text": "word " * 20_000, "stream": True},
+        {"prompt": ""},
+        {"prompt": "a", "max_tokens": -1},
+        {"text": "a", "sampling_params": {"max_new_tokens": -5}},
+        {"input_ids": [99_999_999]},
+        {},
+    ],
+    ids=["too long", "too long, streamed", "empty", "-1 tokens", "-5 tokens", "no token of the model", "nothing"],
+)
+def test_what_cannot_be_answered_is_a_400_and_ends_nobody(server: Server, body: dict[str, Any]) -> None:
+    workers = [process.pid for process in server.command.processes()]
+    response = post(server, "/generate", body)
+    assert response.status_code == 400 and set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert generate(server, text="a", sampling_params={"max_new_tokens": 1})["meta_info"]["completion_tokens"] == 1
+    assert [process.pid for process in server.command.processes()] == workers
+
+
+def test_requests_are_ended_by_the_ids_of_their_answers_and_all_at_once(server: Server) -> None:
+    def living() -> int:
+        with server.log() as log:
+            return len(log.living())
+
+    long = {"text": TEXT, "sampling_params": {"max_new_tokens": 100_000, "ignore_eos": True, "n": 2}, "stream": True}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for ask in ({"rid": "one of them"}, {"rid": "all of them"}, {"abort_all": True}):
+            with client.stream("POST", "/generate", json=long) as response:
+                lines = response.iter_lines()
+                frame = json.loads(next(line for line in lines if line).removeprefix("data: "))
+                uid = frame["meta_info"]["id"] if ask.get("rid") == "one of them" else response.headers["x-minisgl-uid"]
+                said = client.post("/abort_request", json={"rid": uid} if "rid" in ask else ask).json()
+                assert len(said["aborted"]) == (1 if ask.get("rid") == "one of them" else 2)
+                *_, error, done = [line for line in lines if line]
+                assert '"code":"cancelled"' in error and done == "data: [DONE]"
+            eventually(lambda: living() == 0, "the siblings are over")
+
+
+def test_a_token_goes_through_every_stage_whenever_it_is_asked_for(server: Server) -> None:
+    for path in ("/health_generate", "/ping"):
+        response = httpx.get(f"{server.url}{path}", timeout=10)
+        assert (response.status_code, response.json()["status"]) == (200, "ok")
