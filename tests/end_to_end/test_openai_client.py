@@ -330,3 +330,41 @@ def test_the_asynchronous_client_streams_many_answers_side_by_side(server: Serve
             return await asyncio.gather(*(one() for _ in range(12)))
 
     assert asyncio.run(ask_all()) == 12 * [TEXT]
+
+
+def test_choices_and_logprobs_are_as_the_client_expects_them_whole_and_streamed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "temperature": 0, "n": 2, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=2)
+    assert [(choice.index, choice.message.content) for choice in whole.choices] == [(0, TEXT), (1, TEXT)]
+    assert usage_of(whole).completion_tokens == 2 * NUM_TOKENS
+    told: dict[int, list[str]] = {0: [], 1: []}
+    for chunk in client.chat.completions.create(**asked, top_logprobs=2, stream=True):
+        for choice in chunk.choices:
+            for token in choice.logprobs.content or [] if choice.logprobs else []:
+                assert len(token.top_logprobs) == 2
+                told[choice.index].append(token.token)
+    for choice in whole.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert [token.token for token in choice.logprobs.content] == told[choice.index]
+        assert b"".join(bytes(token.bytes or []) for token in choice.logprobs.content[:-1]).decode() == TEXT
+
+
+@pytest.mark.parametrize("num_prompts", [0, 1, 2])
+@pytest.mark.parametrize("in_ids", [False, True])
+def test_completions_are_as_the_client_expects_them_whole_and_streamed(
+    client: openai.OpenAI, folder: Path, num_prompts: int, in_ids: bool
+) -> None:
+    prompt: Any = [vocabulary(folder)["Ċ"]] if in_ids else "\n"
+    asked: dict[str, Any] = {"model": MODEL, "prompt": [prompt] * num_prompts or prompt}
+    asked |= {"temperature": 0, "logprobs": 1, "stop": "!"}
+    whole = client.completions.create(**asked)
+    expected = TEXT.partition("!")[0]
+    assert [choice.text for choice in whole.choices] == [expected] * len(whole.choices)
+    assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+    texts = dict.fromkeys(range(len(whole.choices)), "")
+    with openai.OpenAI(base_url=client.base_url, api_key="any", max_retries=0) as lax:  # its type knows no open chunk
+        for chunk in lax.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+    assert list(texts.values()) == [expected] * max(num_prompts, 1)
+    assert chunk.usage == whole.usage
