@@ -104,7 +104,7 @@ def _lists_or_one(token_ids: object) -> str:
 
 
 class SGLangRequest(Strict):
-    """SGLang's form of POST /generate; made by `parse_generate` only."""
+    """SGLang's form of POST /generate."""
 
     text: (
         Annotated[

@@ -205,7 +205,7 @@ class GenerationRequest(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    """The body of POST /v1/chat/completions, as far as it is honoured; made by `parse_chat` only."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
@@ -242,7 +242,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions, as far as it is honoured; made by `parse_completion` only."""
+    """The body of POST /v1/completions."""
 
     prompt: Annotated[
         Annotated[Text, Tag(PROMPT_KINDS[0])]

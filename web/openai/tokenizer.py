@@ -49,7 +49,7 @@ def _one_list(tokens: object) -> object:
 
 
 class TokenizeRequest(Strict):
-    """The body of POST /tokenize; made by `parse_tokenize` only."""
+    """The body of POST /tokenize."""
 
     model: str | None = None
     prompt: Annotated[str | None, BeforeValidator(_one_text)] = None
@@ -93,7 +93,7 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    """The body of POST /detokenize; made by `parse_detokenize` only."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: Annotated[
