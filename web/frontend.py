@@ -289,7 +289,9 @@ class Frontend:
         """
         if len(events) > self.limits.max_queued:
             most = f"{self.limits.max_queued} (--max-queued-requests)"
-            raise RequestError(f"n: with so many prompts and choices it is {len(events)} answers; at most {most}")
+            raise RequestError(
+                f"n: with so many prompts and choices it is {len(events)} answers; at most {most}", param="n"
+            )
         opened = OpenRequest(self.tail, events, once=once, quota=quota)
         self._add(opened)
         timeout_s = self.limits.timeout_s

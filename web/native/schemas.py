@@ -7,23 +7,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
 from web.openai.schemas import (
     LABELS,
     MOST_ANSWERS,
-    MOST_BIASES,
-    MOST_CHOICES,
     MOST_COPIED_BYTES,
     PROMPT_KINDS,
-    TOKEN_ID,
     UNSUPPORTED,
     GenerationRequest,
+    SamplingFields,
     Text,
     TokenIds,
-    as_list,
 )
 from web.openai.strict import INT32_MAX, INT64_MAX, Neutrals, Strict, refusal, refuse_unsupported
 
@@ -52,42 +49,15 @@ class TextRequest(Strict):
         return tuple(sorted(set(self.extra) - set(_NOT_BESIDE_PROMPT)))
 
 
-class SGLangSampling(Strict):
+class SGLangSampling(SamplingFields):
     """SGLang's `sampling_params`."""
 
     max_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     """0: nothing but what is told of the prompt."""
     min_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """-1 and 0 are off."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     sampling_seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
-    stop: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1)]],
-            BeforeValidator(as_list, json_schema_input_type=str | list[str]),
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=256)] | None = None
     no_stop_trim: bool | None = None
     """What ended the answer, a stop string or the text of a stop token, is part of it."""
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[Annotated[str, Field(pattern=TOKEN_ID)], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MOST_BIASES),
-        ]
-        | None
-    ) = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
 
     @property
     def longest(self) -> int:
@@ -136,7 +106,7 @@ class SGLangRequest(Strict):
 
     @property
     def num_choices(self) -> int:
-        return 1 if self.sampling.n is None else self.sampling.n
+        return self.sampling.num_choices
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -113,22 +113,15 @@ class StreamOptions(Strict):
     """With `include_usage`: every chunk has them."""
 
 
-class GenerationRequest(Strict):
-    """What the bodies of all endpoints have in common."""
+class SamplingFields(Strict):
+    """How tokens are chosen and when to stop, as far as OpenAI, vLLM and SGLang have the same names for it."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-
-    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """-1 and 0 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
@@ -138,9 +131,8 @@ class GenerationRequest(Strict):
         | None
     ) = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=256)] | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-
+    skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
@@ -151,6 +143,24 @@ class GenerationRequest(Strict):
         ]
         | None
     ) = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+
+class GenerationRequest(SamplingFields):
+    """What the bodies of all endpoints have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    include_stop_str_in_output: bool | None = None
+
     allowed_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MOST_ALLOWED)] | None
     ) = None
@@ -160,7 +170,6 @@ class GenerationRequest(Strict):
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
-    skip_special_tokens: bool | None = None
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -174,10 +183,6 @@ class GenerationRequest(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
 
     @property
     def longest(self) -> int | None:

@@ -4,7 +4,7 @@ or after 10 s of waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
@@ -38,7 +38,8 @@ BOTH: Final[Mapping[str, Any]] = {
 class Asked(Protocol):
     """A request as its schema reads it."""
 
-    model: str | None
+    @property
+    def model(self) -> str | None: ...
 
     @property
     def unknown(self) -> tuple[str, ...]: ...
@@ -59,6 +60,10 @@ class ToEvents(Protocol[R_contra]):
     """Makes what is submitted of a request."""
 
     def __call__(self, request: R_contra, *, frontend: str, model: str, defaults: Defaults) -> Sequence[Submitted]: ...
+
+
+Respond = Callable[[OpenRequest], Awaitable[Response]]
+"""Waits for what a request comes to, and answers with it."""
 
 
 def generation_routes(frontend: Frontend) -> Blueprint:
@@ -82,8 +87,11 @@ def generation_routes(frontend: Frontend) -> Blueprint:
     return routes
 
 
-async def answer(frontend: Frontend, endpoint: str, parse: Parse[R], to_events: ToEvents[R]) -> Response:
-    """Answer the current HTTP request, whose body *parse* reads and *to_events* makes requests of.
+async def answer(
+    frontend: Frontend, endpoint: str, parse: Parse[R], to_events: ToEvents[R], respond: Respond | None = None
+) -> Response:
+    """Answer the current HTTP request, whose body *parse* reads and *to_events* makes requests of; *respond* says how,
+    where that is not as a text that is generated.
 
     Raises:
         RequestError: There is something wrong with it, or the log does not take it now.
@@ -94,20 +102,23 @@ async def answer(frontend: Frontend, endpoint: str, parse: Parse[R], to_events: 
         asked = parse(body)
         once = once_of(request.headers.get(HEADER), endpoint, body, scope=quota.key if quota else "")
         frontend.admit()
-        model = frontend.readiness.resolve(asked.model)
+        model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
+        events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
     except RequestError as error:  # the canonical line of a request that has no history
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise
-    defaults = frontend.readiness.sampling_defaults
-    events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
     opened = await frontend.open(events, once=once, quota=quota)
     try:
-        response = await (_streamed(opened) if opened.event.presentation.stream else _whole(opened))
+        response = await (respond or _generated)(opened)
     except Exception:
         raise opened.break_off() from None
     response.headers["x-minisgl-uid"] = opened.uid
     name_unknown(response, asked.unknown)
     return response
+
+
+async def _generated(opened: OpenRequest) -> Response:
+    return await (_streamed(opened) if opened.event.presentation.stream else _whole(opened))
 
 
 async def _whole(opened: OpenRequest) -> Response:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
-import structlog
-from quart import Blueprint, Response, g, request
+from quart import Blueprint, Response
 
-from pipeline.errors import RequestError
-from pipeline.events import Answered, Cancelled, Failed
+from pipeline.events import Answered, Cancelled, Failed, Submitted
 from pipeline.failpoints import failpoint
-from pipeline.log import Quota
-from web.answers import error_response, json_response, name_unknown
+from web.answers import error_response, json_response
 from web.frontend import Frontend, OpenRequest
-from web.idempotency import HEADER, SCHEMA, once_of
+from web.idempotency import HEADER, SCHEMA
 from web.openai.errors import error_of
 from web.openai.tokenizer import (
     DESCRIBE_ENDPOINT,
@@ -29,8 +25,8 @@ from web.openai.tokenizer import (
     tokens_body,
 )
 from web.operations import operation
-
-logger = structlog.get_logger()
+from web.routes.generations import Parse, answer
+from web.submit import Defaults
 
 Asked = TokenizeRequest | DetokenizeRequest | DescribeRequest
 V1: Final = "/v1"
@@ -55,38 +51,29 @@ def tokenizer_routes(frontend: Frontend) -> Blueprint:
     @routes.get(DESCRIBE_ENDPOINT)
     @operation("What the tokenizer is: its special tokens, its chat template")
     async def describe() -> Response:
-        return await answered(DESCRIBE_ENDPOINT, lambda _: DescribeRequest())
+        return await answered(DESCRIBE_ENDPOINT, _describe)
 
-    async def answered(endpoint: str, parse: Callable[[bytes], Asked]) -> Response:
-        quota: Quota | None = g.quota
-        body = await request.get_data(False, False, False)
-        try:
-            asked = parse(body)
-            once = once_of(request.headers.get(HEADER), endpoint, body, scope=quota.key if quota else "")
-            frontend.admit()
-            event = asked.submitted(frontend=frontend.name, model=frontend.readiness.resolve(asked.model))
-        except RequestError as error:  # the canonical line of a request that has no history
-            logger.info("request", status=error.status, error=error.code, param=error.param)
-            raise
-        opened = await frontend.open([event], once=once, quota=quota)
-        try:
-            response = await _response(opened, frontend.readiness.context)
-        except Exception:
-            raise opened.break_off() from None
-        response.headers["x-minisgl-uid"] = opened.uid
-        name_unknown(response, asked.unknown)
-        return response
+    async def answered(endpoint: str, parse: Parse[Asked]) -> Response:
+        return await answer(frontend, endpoint, parse, _events, lambda opened: _response(opened, frontend))
 
     return routes
 
 
-async def _response(opened: OpenRequest, context: int) -> Response:
+def _describe(body: bytes) -> DescribeRequest:
+    return DescribeRequest()
+
+
+def _events(request: Asked, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
+    return [request.submitted(frontend=frontend, model=model)]
+
+
+async def _response(opened: OpenRequest, frontend: Frontend) -> Response:
     while True:
         for heard in await opened.next():
             failpoint("web.before_first_byte")
             match heard.event:
-                case Answered() as answer:
-                    return json_response(_body(answer, opened, context))
+                case Answered() as answered:
+                    return json_response(_body(answered, opened, frontend.readiness.context))
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
 
