@@ -64,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0; 1 for a failure; 2 for a command line or set-up that cannot work; 130 for Ctrl-C before anything ran.
     """
+    if arguments is None:
+        _hide_secrets()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments in (["--help"], ["-h"]):
@@ -104,6 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MiniSGLError as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return 1
+
+
+def _hide_secrets() -> None:
+    """Begin again, as the same process, when the command line has secrets: everybody here can read it."""
+    from pipeline.config import concealed
+
+    kept, variables = concealed(sys.argv[1:])
+    if variables:
+        program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+        os.execve(sys.executable, [*program, *kept], dict(os.environ) | variables)
 
 
 def serve(config: Config) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from pipeline.address import url_of
 from pipeline.config import ConnectConfig
 from pipeline.errors import ConfigError, LogUnavailable, MiniSGLError
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
-from pipeline.redis_server import socket_of, url_of
+from pipeline.redis_server import socket_of
 from web.uids import uid_of
 
 
@@ -30,11 +31,7 @@ def running_log(config: ConnectConfig) -> Iterator[RedisLog]:
         raise LogUnavailable(
             f"no server runs in {config.folder}; name it with --port or --data-dir, or its Redis with --redis-url"
         )
-    try:
-        log = RedisLog(config.redis_url or url_of(socket), Names(config.namespace))
-    except ValueError as error:
-        raise ConfigError(f"--redis-url: {error}; expected redis://host:port/0 or unix:///path/to.sock") from error
-    with contextlib.closing(log):
+    with contextlib.closing(RedisLog(config.redis_url or url_of(socket), Names(config.namespace))) as log:
         try:
             yield log
         except LogUnavailable as error:

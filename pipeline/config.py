@@ -144,7 +144,10 @@ class LogConfig:
     """Where the log is, and what every stage does to it."""
 
     redis_url: str = flag(
-        "--redis-url", default="", help="redis:// or unix:// URL; without it an embedded Redis is started", secret=True
+        "--redis-url",
+        default="",
+        help="redis://, rediss://, unix:// or redis+sentinel:// URL; without it an embedded Redis is started",
+        secret=True,
     )
     namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")
     retention_s: float = flag(
@@ -365,7 +368,8 @@ class ConnectConfig:
     redis_url: str = flag(
         "--redis-url",
         default="",
-        help="redis:// or unix:// URL of the server's Redis [its embedded one, on this machine]",
+        help="URL of the server's Redis [its embedded one, on this machine]",
+        secret=True,
     )
     data_dir: str = flag("--data-dir", default="", help="folder of the server's embedded Redis [state folder/port]")
     port: int = flag(
@@ -464,6 +468,39 @@ TOOLS: Mapping[str, tuple[type[Any], ...]] = {
     "dead drop": (ConnectConfig, PrintConfig),
 }
 """The same of the commands that look into the log of a server, for `parse_flags`."""
+
+
+def concealed(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command line without the secrets in it, and the variables that say them instead.
+
+    Everybody can read a command line: who finds any begins again without them. A URL without a password is none.
+    """
+    owners = {owner for each in (*OWNERS.values(), *TOOLS.values()) for owner in each}
+    secrets = {
+        name: item for item in flags_of(tuple(owners)) if item.metadata["secret"] for name in item.metadata["flags"]
+    }
+    kept: list[str] = []
+    variables: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        item = secrets.get(name)
+        if item is None:
+            kept.append(word)
+            continue
+        values = [value] if equals else []
+        while not equals and rest and not rest[0].startswith("-") and (item.metadata["repeated"] or not values):
+            values.append(rest.pop(0))
+        if not values or ("--redis-url" in item.metadata["flags"] and not _has_password(values[0])):
+            kept += [word, *values] if not equals else [word]
+        else:
+            variables[_variable(item)] = " ".join(values)
+    return kept, variables
+
+
+def _has_password(url: str) -> bool:
+    return "@" in url or "sentinel_password=" in url
 
 
 class _Parser(argparse.ArgumentParser):

@@ -96,6 +96,10 @@ _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): @user_script: ?\
 """What Redis 6.2 puts before an error inside a script, which makes each a plain ResponseError; 7 leaves it as it is."""
 
 
+_FORBIDDEN = "The user executing the script can't"
+"""What Redis says when a script may not do what it does; at the call itself it is NOPERM."""
+
+
 def translate(error: errors.RedisError) -> LogError:
     """Return our exception for one of redis-py's."""
     text = _IN_SCRIPT.sub("", str(error))
@@ -108,6 +112,8 @@ def translate(error: errors.RedisError) -> LogError:
         return LogUnavailable(text)
     if code in ("MISCONF", "BUSY"):
         return LogUnavailable(text)
+    if isinstance(error, errors.NoPermissionError) or _FORBIDDEN in text:
+        return LogUnavailable(f"{text}; give the user the rights that ops/redis/users.acl has for its role")
     if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
         return GroupLost(text)
     return LogError(text)
@@ -127,9 +133,15 @@ def entries_of(raw: Sequence[Any]) -> list[Entry]:
     return entries
 
 
+def streams_of(raw: Any) -> dict[str, list[Entry]]:
+    """Return key -> entries of a raw reply of XREAD or XREADGROUP: pairs in RESP2, a map in RESP3, none for none."""
+    pairs = raw.items() if isinstance(raw, dict) else raw or ()
+    return {as_text(key): entries_of(entries) for key, entries in pairs}
+
+
 def first_stream(raw: Any) -> list[Entry]:
-    """Return the entries of the only stream in a raw reply of XREAD or XREADGROUP."""
-    return entries_of(raw[0][1]) if raw else []
+    """Return the entries of the only stream in such a reply."""
+    return next(iter(streams_of(raw).values()), [])
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

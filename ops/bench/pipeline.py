@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import secrets
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
 from ops.demo_model import nonsense
+from pipeline.address import connect, without_password
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable
 from pipeline.names import Names
@@ -287,7 +287,7 @@ def median_of(spreads: Sequence[Spread]) -> Spread:
 def remembered_request(url: str, names: Names, uid: str) -> RememberedRequest:
     """Return what the history of a finished request takes."""
     key = names.request(uid)
-    with redis.Redis.from_url(url, protocol=2) as client:
+    with connect(url) as client:
         return RememberedRequest(
             prompt_tokens=len(PROMPT),
             output_tokens=REMEMBERED_TOKENS,
@@ -303,7 +303,7 @@ def remove_keys(url: str, namespace: str) -> None:
         LogUnavailable: Redis went away meanwhile.
     """
     try:
-        with redis.Redis.from_url(url, protocol=2) as client:
+        with connect(url) as client:
             for key in client.scan_iter(match=f"{{{namespace}-*", count=1000):
                 client.unlink(key)
     except redis.RedisError as error:
@@ -312,18 +312,13 @@ def remove_keys(url: str, namespace: str) -> None:
 
 def server_of(url: str) -> dict[str, Any]:
     """Return which Redis it is."""
-    with redis.Redis.from_url(url, protocol=2) as client:
+    with connect(url) as client:
         info = client.info()
         assert isinstance(info, dict)
         kept = {
             name: info.get(name) for name in ("redis_version", "os", "process_id", "aof_enabled", "io_threads_active")
         }
         return kept | {"over": "unix socket" if url.startswith("unix://") else "TCP"}
-
-
-def without_password(argument: str) -> str:
-    """Return a command line argument as it may be shown."""
-    return re.sub(r"//[^@/]*@", "//***@", argument)
 
 
 def options_of(config: PipelineConfig) -> dict[str, Any]:

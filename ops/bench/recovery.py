@@ -25,7 +25,6 @@ from typing import Any, Final
 
 import aiohttp
 import orjson
-import redis
 from rich.console import Console
 
 from ops.bench import compare, models, report
@@ -64,12 +63,13 @@ from ops.bench.recovery_figures import (
     what_is_wrong,
 )
 from ops.bench.serve import span
+from pipeline.address import connect, url_of
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import ConfigError
 from pipeline.log import Entry
 from pipeline.names import DETOKENIZE, GENERATE, Names
 from pipeline.redis_log import RedisLog
-from pipeline.redis_server import EmbeddedRedis, socket_of, url_of
+from pipeline.redis_server import EmbeddedRedis, socket_of
 from pipeline.slots import Status, parse_status, read_statuses
 
 ABOUT: Final = """\
@@ -415,7 +415,7 @@ def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> Watched:
     names, victim = Names(), server.victim
     keys = [names.lease(victim.slot), names.owner(victim.slot), names.status(victim.slot)]
     freed_s = owner_s = ready_s = None
-    with redis.Redis.from_url(server.redis_url, protocol=2, decode_responses=True) as client:
+    with connect(server.redis_url, decode_responses=True) as client:
         while owner_s is None or (comes_back and ready_s is None):
             found: Any = client.mget(keys)
             now_s = time.perf_counter() - killed_s

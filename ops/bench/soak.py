@@ -27,11 +27,12 @@ from rich.status import Status as Shown
 from ops.bench import compare, models, report
 from ops.bench.compare import CompareConfig, Prompts
 from ops.bench.peers import Served, Workload, our_server
+from pipeline.address import connect, url_of
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.names import STAGES, Names
 from pipeline.redis_log import RedisLog
-from pipeline.redis_server import socket_of, url_of
+from pipeline.redis_server import socket_of
 from pipeline.slots import read_statuses
 
 ABOUT: Final = """\
@@ -237,7 +238,7 @@ def soak(config: SoakConfig, ours: Served, prompts: Prompts, url: str, status: S
 
 def connected(url: str) -> redis.Redis:
     """Return a client of the server's Redis; it counts itself in every snapshot."""
-    return redis.Redis.from_url(url, protocol=2, decode_responses=True)
+    return connect(url, decode_responses=True)
 
 
 def wait_until_quiet(client: redis.Redis, names: Names, patience_s: float) -> None:

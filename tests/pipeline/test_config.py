@@ -13,6 +13,7 @@ from pipeline.config import (
     ConnectConfig,
     arguments_for,
     build_parser,
+    concealed,
     flags_of,
     parse_command,
     parse_flags,
@@ -337,3 +338,40 @@ def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.Monke
     assert str(parse("serve", "--data-dir", "/d").data_dir) == "/d"
     assert str(ConnectConfig(port=8000).folder) == "/state/minisgl/8000"
     assert str(ConnectConfig(data_dir="/d", port=8000).folder) == "/d"
+
+
+@pytest.mark.parametrize(
+    ("line", "kept", "variables"),
+    [
+        (
+            "serve --redis-url redis://me:pw@box --port 80",
+            "serve --port 80",
+            {"MINISGL_REDIS_URL": "redis://me:pw@box"},
+        ),
+        ("trace u --redis-url=redis://:pw@box --json", "trace u --json", {"MINISGL_REDIS_URL": "redis://:pw@box"}),
+        ("serve --api-key a b --port 80", "serve --port 80", {"MINISGL_API_KEY": "a b"}),
+        ("serve --api-key a", "serve", {"MINISGL_API_KEY": "a"}),
+        (
+            "top --redis-url redis+sentinel://h/m?sentinel_password=pw",
+            "top",
+            {"MINISGL_REDIS_URL": "redis+sentinel://h/m?sentinel_password=pw"},
+        ),
+    ],
+)
+def test_a_secret_on_the_command_line_is_taken_out_of_it(line: str, kept: str, variables: dict[str, str]) -> None:
+    assert concealed(line.split()) == (kept.split(), variables)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "serve --port 80 --model M",
+        "stage web --redis-url redis://box:6379/0",
+        "stage web --redis-url=redis://box/?password_file=/run/secret",
+        "serve --redis-url",
+        "serve --api-key",
+        "serve --redis-url --port 80",
+    ],
+)
+def test_a_command_line_without_secrets_stays_as_it_is(line: str) -> None:
+    assert concealed(line.split()) == (line.split(), {})

@@ -14,7 +14,7 @@ import pytest
 from redis_servers import Servers, command
 from servers import run_command
 
-from ops.bench.pipeline import median_of, way_figures, web_figures, without_password
+from ops.bench.pipeline import median_of, way_figures, web_figures
 from ops.bench.pipeline_clients import Order, Unanswered, carry_out
 from ops.bench.pipeline_commits import COMMITS, STEPS_OF_A_LIFE, Lives
 from ops.bench.pipeline_way import IdleEngine, WayTimes, step_times_alone
@@ -153,11 +153,6 @@ def test_clients_that_cost_little_still_see_that_every_answer_is_right(answer: b
             asyncio.run(scenario())
     else:
         assert asyncio.run(scenario()) == 2 * 4
-
-
-def test_a_password_is_not_shown() -> None:
-    assert without_password("--redis-url=redis://me:secret@host:1/0") == "--redis-url=redis://***@host:1/0"
-    assert without_password("redis://host:1/0") == "redis://host:1/0"
 
 
 def bench(folder: Path, *flags: str) -> tuple[int, str]:

@@ -1,0 +1,380 @@
+"""Where the log's Redis is, as --redis-url says it, and the clients that connect there. Knows no command of the log.
+
+A URL may say more than redis-py's: Sentinels to ask for the server, and files that hold passwords, which are read at
+each connect, so that a password can be changed while everything runs. What is shown of an address has no password.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.exceptions
+import redis.sentinel
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from pipeline.errors import ConfigError
+
+FORMS: Final = (
+    "redis://[user:password@]host:6379/0, rediss://.. for TLS, unix:///path/to.sock, "
+    "or redis+sentinel://host:26379,host2:26379/service/0"
+)
+DEFAULT_PORT: Final = 6379
+DEFAULT_SENTINEL_PORT: Final = 26379
+CONNECT_TIMEOUT_S: Final = 2.0
+SENTINEL_TIMEOUT_S: Final = 1.0
+"""How long one Sentinel has to answer before the next is asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """User and password, or the file that holds the password."""
+
+    user: str = ""
+    password: str = field(default="", repr=False)
+    password_file: str = ""
+
+    def options(self) -> dict[str, Any]:
+        """Return what a client needs to log in; nothing where there is nothing to say."""
+        return {"credential_provider": _Credentials(self)} if self != Secret() else {}
+
+    def read(self) -> str:
+        """Return the password.
+
+        Raises:
+            OSError, UnicodeDecodeError: The file cannot be read.
+        """
+        return Path(self.password_file).read_text().strip() if self.password_file else self.password
+
+
+class _Credentials(CredentialProvider):
+    """What redis-py asks for user and password at each connect."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            password = self._secret.read()
+        except (OSError, UnicodeDecodeError) as error:  # it was there at the start: perhaps it is being replaced
+            raise redis.exceptions.ConnectionError(f"password_file={self._secret.password_file}: {error}") from error
+        return (self._secret.user, password) if self._secret.user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A Redis server, or the Sentinels that know which one it is at the moment."""
+
+    shown: str
+    """The URL without passwords: for logs, errors and people."""
+    hosts: tuple[tuple[str, int], ...] = ()
+    """Of the server, or of the Sentinels; none where there is a socket."""
+    socket: str = ""
+    service: str = ""
+    """What the Sentinels call the server; empty where there are none."""
+    database: int = 0
+    secret: Secret = Secret()
+    sentinel_secret: Secret = Secret()
+    protocol: int = 2
+    tls: Mapping[str, Any] | None = None
+    """Options of redis-py's SSL connections; None: no TLS."""
+
+    def client(self, *, retry: Retry, **options: Any) -> redis.Redis:
+        """Return a client for threads; *options* are redis-py's."""
+        options |= self._greeting(_ping)
+        if not self.service:
+            return redis.Redis(retry=retry, **self._server(), **options)
+        sentinel = _Sentinels(
+            self.hosts, sentinel_kwargs=self._sentinel() | self._greeting(_ping) | {"retry": Retry(NoBackoff(), 0)}
+        )
+        # "No Sentinel answers" is an error of its own, and tried again by whoever asked.
+        client = sentinel.master_for(self.service, retry=retry, **self._common(), **options)
+        assert isinstance(client, redis.Redis)
+        return client
+
+    def async_client(self, *, retry: AsyncRetry, **options: Any) -> redis.asyncio.Redis:
+        """Return a client for asyncio, without a limit on its connections."""
+        options |= self._greeting(_ping_async)
+        if not self.service:
+            return redis.asyncio.Redis(retry=retry, **self._server(), **options)
+        return self._master(redis.asyncio.sentinel.SentinelConnectionPool, retry=retry, **options)
+
+    def bounded_async_client(
+        self, *, retry: AsyncRetry, max_connections: int, wait_s: float, **options: Any
+    ) -> redis.asyncio.Redis:
+        """Return a client for asyncio in which who finds no free connection waits up to *wait_s* for one."""
+        options |= self._greeting(_ping_async)
+        bounds: dict[str, Any] = {"max_connections": max_connections, "timeout": wait_s}
+        if self.service:
+            return self._master(_BoundedMasterPool, retry=retry, **bounds, **options)
+        server = self._server()
+        if self.socket:
+            server["path"] = server.pop("unix_socket_path")
+            server["connection_class"] = redis.asyncio.UnixDomainSocketConnection
+        elif server.pop("ssl", False):
+            server["connection_class"] = redis.asyncio.SSLConnection
+        pool = redis.asyncio.BlockingConnectionPool(retry=retry, **bounds, **server, **options)
+        return redis.asyncio.Redis(connection_pool=pool)
+
+    def _master(self, pool: type[redis.asyncio.sentinel.SentinelConnectionPool], **options: Any) -> redis.asyncio.Redis:
+        sentinel = _AsyncSentinels(
+            self.hosts,
+            sentinel_kwargs=self._sentinel() | self._greeting(_ping_async) | {"retry": AsyncRetry(NoBackoff(), 0)},
+        )
+        client = sentinel.master_for(self.service, connection_pool_class=pool, **self._common(), **options)
+        assert isinstance(client, redis.asyncio.Redis)
+        return client
+
+    def _common(self) -> dict[str, Any]:
+        """Return the options of every connection to the server."""
+        options: dict[str, Any] = {
+            "db": self.database,
+            "protocol": self.protocol,
+            "driver_info": None,  # two commands less at each connect
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        }
+        if not self.socket:
+            # They switch off the check for unread data on a reused connection, and cost a refused command per connect.
+            options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
+        return options | self.secret.options() | self._tls()
+
+    def _server(self) -> dict[str, Any]:
+        if self.socket:
+            return {"unix_socket_path": self.socket} | self._common()
+        ((host, port),) = self.hosts
+        return {"host": host, "port": port} | self._common()
+
+    def _sentinel(self) -> dict[str, Any]:
+        times = {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
+        return times | self.sentinel_secret.options() | self._tls()
+
+    def _tls(self) -> dict[str, Any]:
+        return {"ssl": True, **self.tls} if self.tls is not None else {}
+
+    def _greeting(self, function: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the option that makes a connection over TLS begin with a reply.
+
+        A server sends session tickets behind the handshake (RFC 8446, 4.6.1). Until something is read after them a
+        connection counts as one with unread data, and is thrown away.
+        """
+        return {"redis_connect_func": function} if self.tls is not None else {}
+
+
+def _ping(connection: redis.Connection) -> None:
+    connection.on_connect()
+    connection.send_command("PING", check_health=False)
+    connection.read_response()
+
+
+async def _ping_async(connection: redis.asyncio.Connection) -> None:
+    await connection.on_connect()
+    await connection.send_command("PING", check_health=False)
+    await connection.read_response()
+
+
+class _Sentinels(redis.sentinel.Sentinel):
+    """Sentinels that are asked at each connect, and to which no connection is kept."""
+
+    def discover_master(self, service_name: str) -> tuple[str, int]:
+        try:
+            found: tuple[str, int] = super().discover_master(service_name)  # type: ignore[no-untyped-call]
+            return found
+        finally:
+            for sentinel in self.sentinels:
+                sentinel.close()
+
+
+class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
+    """The same for asyncio."""
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        try:
+            found: tuple[str, int] = await super().discover_master(service_name)
+            return found
+        finally:
+            for sentinel in self.sentinels:
+                await sentinel.aclose()
+
+
+class _BoundedMasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
+    """Connections to the server that the Sentinels name, in a bounded number."""
+
+
+def parse_address(url: str) -> Address:
+    """Return the address that *url* means.
+
+    Raises:
+        ConfigError: It is none, has an option that there is not, or names a file that cannot be read. The message has
+            no password.
+    """
+    scheme, separator, _ = url.partition("://")
+    if not separator or scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"):
+        seen = f"{scheme}://.." if separator else "no scheme://"
+        raise ConfigError(f"--redis-url: {seen} given; expected {FORMS}")
+    try:
+        parts = urlsplit(url)
+        options = _options(parts)
+        user_info, at, hosts = parts.netloc.rpartition("@")
+        user, _, password = user_info.partition(":")
+        secret = Secret(unquote(user), unquote(password), options.pop("password_file", ""))
+        if secret.password and secret.password_file:
+            raise ValueError("a password and password_file= are given; expected one of them")
+        asked = Secret(
+            options.pop("sentinel_username", ""),
+            options.pop("sentinel_password", ""),
+            options.pop("sentinel_password_file", ""),
+        )
+        database, protocol = options.pop("db", None), options.pop("protocol", 2)
+        tls = {name: options.pop(name) for name in list(options) if name.startswith("ssl_")}
+        shown = f"{parts.scheme}://{'***@' if at else ''}{hosts}{parts.path}"
+        common: dict[str, Any] = {"shown": shown, "secret": secret, "protocol": protocol}
+        if tls and not parts.scheme.startswith("rediss"):
+            raise ValueError(f"{next(iter(tls))}= is given, but TLS is only spoken to rediss://")
+        if asked != Secret() and not parts.scheme.endswith("+sentinel"):
+            raise ValueError("sentinel_..= is given, but Sentinels are only asked with redis+sentinel://")
+        if parts.scheme == "unix":
+            if hosts or not parts.path.strip("/"):
+                raise ValueError(f"{shown} names no socket; expected unix:///path/to.sock")
+            return Address(socket=unquote(parts.path), database=database or 0, **common)
+        common["tls"] = tls if parts.scheme.startswith("rediss") else None
+        path = parts.path.strip("/").split("/")
+        if parts.scheme.endswith("+sentinel"):
+            service = unquote(path[0])
+            if not service or len(path) > 2:
+                raise ValueError(f"{shown} names no service; expected redis+sentinel://host:26379/service/0")
+            found = tuple(_host(host, DEFAULT_SENTINEL_PORT) for host in hosts.split(","))
+            number = _database(path[1] if len(path) > 1 else "", database)
+            return Address(hosts=found, service=service, database=number, sentinel_secret=asked, **common)
+        if len(path) > 1:
+            raise ValueError(f"/{parts.path.strip('/')}: must be the number of a database")
+        return Address(hosts=(_host(hosts, DEFAULT_PORT),), database=_database(path[0], database), **common)
+    except ValueError as error:
+        raise ConfigError(f"--redis-url: {error}") from error
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.path:
+        raise ValueError(f"{text!r}: must be host:port")
+    return parts.hostname, parts.port or default_port  # `port` raises ValueError for what is none
+
+
+def _database(text: str, option: int | None) -> int:
+    if text and option is not None:
+        raise ValueError("a database is named twice: by the path and by db=")
+    return _number(text) if text else option or 0
+
+
+def _number(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{text!r}: must be the number of a database")
+    return int(text)
+
+
+def _protocol(text: str) -> int:
+    if text not in ("2", "3"):
+        raise ValueError(f"{text!r}: must be 2 or 3")
+    return int(text)
+
+
+def _file(text: str) -> str:
+    try:
+        Path(text).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{text}: {error.strerror}") from error
+    return text
+
+
+def _folder(text: str) -> str:
+    if not Path(text).is_dir():
+        raise ValueError(f"{text}: no such folder")
+    return text
+
+
+def _yes_or_no(text: str) -> bool:
+    if text.lower() not in ("yes", "true", "1", "no", "false", "0"):
+        raise ValueError(f"{text!r}: must be yes or no")
+    return text.lower() in ("yes", "true", "1")
+
+
+def _verify(text: str) -> ssl.VerifyMode:
+    modes = {"required": ssl.CERT_REQUIRED, "none": ssl.CERT_NONE}
+    if text not in modes:
+        raise ValueError(f"{text!r}: must be required or none")
+    return modes[text]
+
+
+OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "db": _number,
+    "protocol": _protocol,
+    "password_file": _file,
+    "ssl_ca_certs": _file,
+    "ssl_ca_path": _folder,
+    "ssl_certfile": _file,
+    "ssl_keyfile": _file,
+    "ssl_check_hostname": _yes_or_no,
+    "ssl_cert_reqs": _verify,
+    "sentinel_username": str,
+    "sentinel_password": str,
+    "sentinel_password_file": _file,
+}
+"""What may follow the `?` of a URL; redis-py's names where it has one."""
+
+
+def _options(parts: SplitResult) -> dict[str, Any]:
+    if parts.fragment:
+        raise ValueError("there is a #; write it as %23")
+    options: dict[str, Any] = {}
+    for name, text in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in OPTIONS:
+            raise ValueError(f"there is no option {name}=; expected {', '.join(f'{each}=' for each in OPTIONS)}")
+        if name in options:
+            raise ValueError(f"{name}= is given twice")
+        try:
+            options[name] = OPTIONS[name](text)
+        except ValueError as error:
+            raise ValueError(f"{name}={error}") from error
+    if options.get("ssl_cert_reqs") is ssl.CERT_NONE:
+        if options.get("ssl_check_hostname"):
+            raise ValueError("ssl_check_hostname=yes: whose certificate is not verified has no name to check")
+        options["ssl_check_hostname"] = False
+    return options
+
+
+def connect(url: str, **options: Any) -> redis.Redis:
+    """Return a client of the Redis at *url* that tries nothing again.
+
+    Raises:
+        ConfigError: It is no such URL.
+    """
+    return parse_address(url).client(retry=Retry(NoBackoff(), 0), **options)
+
+
+def url_of(socket: Path) -> str:
+    """Return the URL of the Redis that listens on *socket*."""
+    return f"unix://{quote(str(socket))}"
+
+
+def without_password(text: str) -> str:
+    """Return *text*, a URL or an argument that has one, without what must not be shown of it."""
+    before, separator, rest = text.partition("://")
+    if not separator:
+        return text
+    rest, question, query = rest.partition("?")
+    _, at, hosts = rest.rpartition("@")
+    kept = "&".join(part for part in query.split("&") if not part.startswith("sentinel_password="))
+    return f"{before}://{'***@' if at else ''}{hosts}{question if kept else ''}{kept}"

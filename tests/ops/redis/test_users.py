@@ -1,0 +1,181 @@
+"""ops/redis/users.acl: each role can do its work and nothing else, on every version of Redis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import redis
+from redis_servers import Servers, running_server
+
+from pipeline.address import connect
+from pipeline.errors import LogUnavailable
+from pipeline.log import Inbox
+from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB, Names
+from pipeline.redis_log import RedisLog
+
+ROOT = Path(__file__).resolve().parents[3]
+ACL = (ROOT / "ops" / "redis" / "users.acl").read_text()
+RIGHTS: Mapping[str, frozenset[str]] = {
+    words[1]: frozenset(words[2:]) for words in map(str.split, ACL.splitlines()) if words[0] == "user"
+}
+ROLES = tuple(role for role in RIGHTS if role != "default")
+PASSWORD = "a secret"
+COMMITS = ROOT / "pipeline" / "commits"
+NAMES = Names()
+
+SLOT = ("acquire", "announce", "renew", "release")
+SCRIPTS: Mapping[str, tuple[str, ...]] = {
+    WEB: (*SLOT, "submit", "end", "abandon", "reading", "flush", "open_replies"),
+    TOKENIZE: (*SLOT, "prepare", "claim", "retry", "tokenized", "end"),
+    GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end"),
+    DETOKENIZE: (*SLOT, "prepare", "claim", "retry", "produced", "end"),
+    "operator": ("submit", "end"),
+    "minisgl": tuple(path.stem for path in COMMITS.glob("*.lua") if path.stem != "lib"),
+}
+"""Which commits each role may call."""
+
+
+def users_with_password(folder: Path, password: str = PASSWORD) -> Path:
+    """Write the users as an operator does, each with the same password, and one who may do anything."""
+    file = folder / "users.acl"
+    lines = [
+        line if line.startswith("user default ") else f"{line} >{password.replace(' ', '')}"
+        for line in ACL.splitlines()
+    ]
+    file.write_text("\n".join([*lines, f"user admin reset on >{password.replace(' ', '')} ~* &* +@all\n"]))
+    return file
+
+
+@pytest.fixture(scope="module", params=["wheel", "path"])
+def guarded(
+    redis_servers: Servers, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The address of a server with these users, without any."""
+    folder = tmp_path_factory.mktemp("guarded")
+    with running_server(
+        redis_servers.binary(request.param), folder, "--aclfile", users_with_password(folder)
+    ) as server:
+        yield server.url
+
+
+def as_user(url: str, user: str) -> str:
+    return url.replace("unix://", f"unix://{user}:{PASSWORD.replace(' ', '')}@")
+
+
+def test_there_is_a_user_for_each_stage_one_for_all_and_one_for_people() -> None:
+    assert set(ROLES) == {*STAGES, "operator", "minisgl"}
+    assert RIGHTS["default"] == {"reset", "off"}
+    assert all({"reset", "on"} < rights for role, rights in RIGHTS.items() if role != "default")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_role_has_whole_categories_or_all_keys(role: str) -> None:
+    for right in RIGHTS[role] - {"reset", "on"}:
+        assert re.fullmatch(r"~\{minisgl:0\}:.+|\+[a-z|]+", right), right
+
+
+@pytest.mark.parametrize("role", SCRIPTS)
+def test_a_role_may_run_every_command_of_its_commits(role: str) -> None:
+    shared = (COMMITS / "lib.lua").read_text()
+    functions = dict(re.findall(r"local function (\w+)\(.*?\n(.*?)\nend", shared, re.DOTALL))
+    for script in SCRIPTS[role]:
+        text = (COMMITS / f"{script}.lua").read_text()
+        for _ in range(2):  # `seal` calls `append`
+            text += "".join(body for name, body in functions.items() if f"{name}(" in text and body not in text)
+        commands = re.findall(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?", text)
+        assert commands, script
+        for command, sub in commands:
+            name = command.lower()
+            right = f"+{name}|{sub.lower()}" if name in ("xgroup", "xinfo") else f"+{name}"
+            assert right in RIGHTS[role], f"{script}.lua: {command} {sub}"
+
+
+def test_nobody_gets_in_without_a_password(guarded: str) -> None:
+    with connect(guarded) as client, pytest.raises(redis.AuthenticationError):
+        client.ping()
+    with connect(guarded.replace("unix://", "unix://web:@")) as client, pytest.raises(redis.AuthenticationError):
+        client.ping()
+
+
+FORBIDDEN = (
+    ("FLUSHALL",),
+    ("FLUSHDB",),
+    ("CONFIG", "GET", "*"),
+    ("CONFIG", "SET", "maxmemory", "1"),
+    ("KEYS", "*"),
+    ("SAVE",),
+    ("SHUTDOWN", "NOSAVE"),
+    ("MONITOR",),
+    ("ACL", "LIST"),
+    ("CLIENT", "LIST"),
+    ("SCRIPT", "FLUSH"),
+    ("REPLICAOF", "NO", "ONE"),
+    ("MODULE", "LIST"),
+    ("DUMP", NAMES.live),
+    ("RENAME", NAMES.live, NAMES.dead),
+    ("XTRIM", "other", "MAXLEN", "0"),
+    ("XADD", NAMES.request("u").replace("minisgl", "other"), "*", "a", "b"),
+    ("GET", "foreign"),
+    ("SET", "foreign", "1"),
+    ("PUBLISH", "channel", "text"),
+)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("words", FORBIDDEN, ids=" ".join)
+def test_no_role_may_do_what_is_not_its_work(guarded: str, role: str, words: tuple[str, ...]) -> None:
+    quoted = ", ".join(f"'{word}'" for word in words)
+    with connect(as_user(guarded, role)) as client:
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.execute_command(*words)
+        with pytest.raises(redis.exceptions.ResponseError, match=r"can't (run|access)|not allowed from script"):
+            client.execute_command("EVAL", f"return redis.call({quoted})", 0)
+
+
+OTHERS = (
+    (TOKENIZE, "GET", NAMES.owner("generate-0")),
+    (TOKENIZE, "XADD", NAMES.steps("generate-0"), "*", "a", "b"),
+    (TOKENIZE, "GET", NAMES.limit("k", 1)),
+    (TOKENIZE, "GET", NAMES.idempotency("k")),
+    (GENERATE, "SET", NAMES.owner("tokenize-0"), "1"),
+    (GENERATE, "SET", NAMES.owner("detokenize-0"), "1"),
+    (GENERATE, "SADD", NAMES.reader("u"), "1"),
+    (DETOKENIZE, "SET", NAMES.owner("generate-0"), "1"),
+    (DETOKENIZE, "XADD", NAMES.tokenized, "*", "a", "b"),
+    (DETOKENIZE, "SET", NAMES.status("web-0"), "1"),
+    (WEB, "SET", NAMES.owner("generate-0"), "1"),
+    (WEB, "SET", NAMES.lease("generate-0"), "1"),
+    (WEB, "XREADGROUP", "GROUP", "tokenize", "c", "STREAMS", NAMES.submitted, ">"),
+    (WEB, "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
+    (TOKENIZE, "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
+    ("operator", "SET", NAMES.owner("generate-0"), "1"),
+    ("operator", "DEL", NAMES.live),
+    ("minisgl", "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
+)
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=" ".join)
+def test_no_role_does_the_work_of_another(guarded: str, case: tuple[str, ...]) -> None:
+    role, *words = case
+    with connect(as_user(guarded, role)) as client, pytest.raises(redis.exceptions.NoPermissionError):
+        client.execute_command(*words)
+
+
+def test_a_log_that_may_not_do_its_work_says_which_rights_are_missing(guarded: str) -> None:
+    log = RedisLog(as_user(guarded, "operator"), NAMES)
+    try:
+        with pytest.raises(LogUnavailable, match=r"give the user the rights that ops/redis/users\.acl has"):
+            log.prepare(Inbox.submitted(NAMES))
+    finally:
+        log.close()
+    with connect(as_user(guarded, "admin")) as client:
+        client.execute_command("ACL", "SETUSER", "crippled", "reset", "on", ">pw", "~*", "+@all", "-xgroup")
+    log = RedisLog(guarded.replace("unix://", "unix://crippled:pw@"), NAMES)
+    try:
+        with pytest.raises(LogUnavailable, match=r"give the user the rights that ops/redis/users\.acl has"):
+            log.prepare(Inbox.submitted(NAMES))
+    finally:
+        log.close()
