@@ -334,7 +334,8 @@ def _child_environment(
 def _banner(config: Config, folder: Path, seconds: float) -> None:
     from ops.demo_model.nonsense import MODEL_ID
 
-    url = f"http://{config.web.host}:{config.web.port}"
+    everywhere = config.web.host in ("0.0.0.0", "::")  # which is nothing to connect to
+    url = f"http://{'127.0.0.1' if everywhere else config.web.host}:{config.web.port}"
     if folder.name == MODEL_ID:
         print(
             "\nNo --model was given, so a small random model answers: it speaks nonsense.\n"

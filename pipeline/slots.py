@@ -29,6 +29,8 @@ logger = structlog.get_logger()
 
 Phase = Literal["starting", "waiting", "loading", "ready", "draining"]
 
+RUN_VARIABLE = "MINISGL_RUN"
+"""In a worker's environment: the name that its supervisor has given to itself."""
 WATCHDOG_S = 10.0
 """A loop that has not come round for so long is stuck, and its process ends. An error from Redis counts as progress."""
 PAUSED_S = 8.0
@@ -54,6 +56,8 @@ class Status(Value):
     owner: str
     pid: int
     host: str
+    run: str = ""
+    """Which run of a supervisor started it: in a container that starts again hosts and pids are what they were."""
     phase: Phase = "starting"
     detail: str = ""
     """What it waits for or loads."""
@@ -181,7 +185,9 @@ class Voice:
     def __init__(self, log: StreamLog, slot: str, owner: str, lease_ms: int) -> None:
         self._log = log
         self._lease_ms = lease_ms
-        self._status = Status(slot=slot, owner=owner, pid=os.getpid(), host=socket.gethostname())
+        self._status = Status(
+            slot=slot, owner=owner, pid=os.getpid(), host=socket.gethostname(), run=os.environ.get(RUN_VARIABLE, "")
+        )
         self._changed = threading.Condition()
         self._stopped = False
         self._came_round_s = time.monotonic()

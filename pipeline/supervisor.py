@@ -7,6 +7,7 @@ thread that started it.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ import structlog
 from pipeline.errors import LogError, MiniSGLError
 from pipeline.log import Owner, StreamLog
 from pipeline.names import slot_index
-from pipeline.slots import Status, read_statuses
+from pipeline.slots import RUN_VARIABLE, Status, read_statuses
 from pipeline.worker import SUPERVISOR_VARIABLE
 
 logger = structlog.get_logger()
@@ -95,7 +96,8 @@ class Supervisor:
         self._watch_redis = watch_redis
         self._jobs = jobs
         self._program = tuple(program)
-        self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid())}
+        self._run = secrets.token_hex(8)
+        self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid()), RUN_VARIABLE: self._run}
         self._children: list[_Child] = []
         self._looked_s = 0.0
         self.signals = 0
@@ -239,11 +241,11 @@ class Supervisor:
             logger.warning("log_unavailable", error=str(error))
             self._looked_s = time.monotonic() + SETTLED_POLL_S  # it is no use to ask more often
             return
-        host = os.uname().nodename
         # What a worker announced under another slot, before it had its own, is there for some seconds more.
-        said = {(status.host, status.pid): status for status in sorted(found, key=lambda status: bool(status.owner))}
+        found.sort(key=lambda status: bool(status.owner))
+        said = {status.pid: status for status in found if status.run == self._run}
         for child in self._children:
-            status = said.get((host, child.process.pid))
+            status = said.get(child.process.pid)
             if status is not None and not child.is_down:
                 child.status = status
                 if status.owner:  # else it only announces itself

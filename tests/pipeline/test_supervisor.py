@@ -17,7 +17,7 @@ from redis_servers import until
 
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
-from pipeline.slots import read_statuses
+from pipeline.slots import Status, read_statuses
 from pipeline.supervisor import ChildFailed, Job, StartFailed, Supervisor
 
 WORKER = """
@@ -124,6 +124,23 @@ def test_what_a_worker_announced_elsewhere_does_not_hide_that_it_is_ready(folder
         log.release(held)
         assert supervisor.wait_until_ready(5)
         assert read_statuses(log, "tokenize")[0].phase == "ready"
+    log.close()
+
+
+def test_what_a_former_run_said_under_the_same_pid_counts_for_nothing(folder: Path, redis_url: str) -> None:
+    """In a container that starts again, its name and the process ids are those of the time before."""
+    log = RedisLog(redis_url, Names())
+    with supervised(folder, redis_url, job(folder, "generate", "announcing")) as supervisor:
+        until(lambda: bool(starts(folder)))
+        (pid, _), *_ = starts(folder)
+        former = Status(
+            slot="generate-1", owner="1:former", pid=pid, host=os.uname().nodename, phase="ready", run="one"
+        )
+        owner = log.acquire("generate-1", "other", 60_000)
+        assert owner is not None
+        log.renew(owner, 60_000, former.model_dump_json())
+        with pytest.raises(StartFailed, match="generate-0"):
+            supervisor.wait_until_ready(1.0)
     log.close()
 
 

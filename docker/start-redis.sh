@@ -1,0 +1,17 @@
+#!/bin/sh
+# Makes a password for each user of the log that has none in /passwords, and begins Redis with their hashes.
+# A password of your own: put it into /passwords/<user> before. Runs as root until the image's own entrypoint does not.
+set -eu
+acl=/run/minisgl.acl
+sed -n 's/^user \([a-z]*\) reset on .*/\1/p' /minisgl/users.acl | while read -r user; do
+    if [ ! -s "/passwords/$user" ]; then
+        head -c 32 /dev/urandom | od -A n -t x1 | tr -d ' \n' > "/passwords/$user.new"
+        mv "/passwords/$user.new" "/passwords/$user"
+    fi
+    hash=$(tr -d '\n' < "/passwords/$user" | sha256sum | cut -d ' ' -f 1)
+    sed -n "s/^user $user .*/& #$hash/p" /minisgl/users.acl
+done > "$acl"
+echo 'user default reset off' >> "$acl"
+chown redis "$acl"
+chmod 400 "$acl"
+exec docker-entrypoint.sh redis-server /minisgl/redis.conf --aclfile "$acl"
