@@ -34,6 +34,7 @@ USAGE = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
        minisgl trace UID [flags]            what happened to a request of a server that runs
+       minisgl top [flags]                  all of a server that runs, live in the terminal
        minisgl dead ACTION [flags]          requests that killed their workers: ls, show, requeue or drop
        minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, recovery or soak
        minisgl --version
@@ -86,13 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from ops import trace
 
             return trace.main(arguments[1:], os.environ)
+        if arguments[0] == "top":
+            from ops.top import command as top
+
+            return top.main(arguments[1:], os.environ)
         if arguments[0] == "dead":
             from ops import dead
 
             return dead.main(arguments[1:], os.environ)
         if arguments[0] not in ("serve", "stage"):
             raise ConfigError(
-                f"{arguments[0]}: no such command; expected serve, stage, trace, dead or bench (see minisgl --help)"
+                f"{arguments[0]}: no such command; expected serve, stage, trace, top, dead or bench"
+                " (see minisgl --help)"
             )
         config = parse_command(arguments, os.environ)
         if config.worker.slot is not None:

@@ -403,6 +403,16 @@ class PrintConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TopConfig:
+    """How often a picture is made."""
+
+    interval_s: float = flag("--interval", default=1.0, parse=seconds, help="seconds from one picture to the next")
+    once: bool = flag(
+        "--once", default=False, parse=yes_or_no, help="print one picture, an interval long, as text and end"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One command line, resolved as far as it can be without looking at the machine."""
 
@@ -462,6 +472,7 @@ OWNERS: Mapping[str, tuple[type[Any], ...]] = {
 
 TOOLS: Mapping[str, tuple[type[Any], ...]] = {
     "trace": (ConnectConfig, RetentionConfig, PrintConfig),
+    "top": (ConnectConfig, TopConfig, PrintConfig),
     "dead ls": (ConnectConfig, PrintConfig),
     "dead show": (ConnectConfig, PrintConfig),
     "dead requeue": (ConnectConfig, RequestConfig, RetentionConfig, PrintConfig),

@@ -47,7 +47,17 @@ from pipeline.log import (
     SubmittedOnce,
     Taken,
 )
-from pipeline.names import SEAL, Names, base_uid, sibling_uids, slot_name
+from pipeline.looks import Ask, Peek, RedisFacts, SlotLook
+from pipeline.names import (
+    JANITOR,
+    SEAL,
+    STAGES,
+    TOKENIZED_ID,
+    Names,
+    base_uid,
+    sibling_uids,
+    slot_name,
+)
 
 T = TypeVar("T")
 
@@ -67,6 +77,11 @@ HISTORY_ENTRIES = 100
 SLOTS_PER_LOOK = 16
 """How many status keys of a stage are read at once; the next ones too when one of these was there."""
 MINUTE_MS = 60_000
+LIVING_PER_LOOK = 1024
+HELD_PER_LOOK = 128
+"""Of how many of the newest entries of a stream a look says who has them."""
+HEAD_ENTRIES = 8
+"""What a peek brings at most of what happened to a request before its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,3 +551,125 @@ def status_keys(names: Names, stage: str, first: int) -> dict[str, str]:
 def texts_there(keys: Mapping[str, str], values: Sequence[bytes | None]) -> dict[str, str]:
     """Return slot -> text of the keys that exist."""
     return {slot: as_text(value) for slot, value in zip(keys, values, strict=True) if value is not None}
+
+
+# A look at the whole log
+
+
+def look(names: Names) -> list[list[str | int]]:
+    """Return the commands that say how the log stands, but for its slots."""
+    shared = (Inbox.submitted(names), Inbox.tokenized(names))
+    newest: list[list[str | int]] = [["XREVRANGE", each.stream, "+", "-", "COUNT", HELD_PER_LOOK] for each in shared]
+    depths: list[list[str | int]] = [[*words] for each in shared for words in depth(each)]
+    return [
+        ["TIME"],
+        ["INFO", "server"],
+        ["INFO", "memory"],
+        ["XLEN", names.dead],
+        ["ZCARD", names.live],
+        ["ZREVRANGE", names.live, 0, LIVING_PER_LOOK - 1],
+        *newest,
+        *depths,
+    ]
+
+
+def holders(inbox: Inbox, entries: Sequence[Entry]) -> list[str | int]:
+    """Return the command that says who has which of *entries*, the newest ones of a stream, newest first."""
+    return ["XPENDING", inbox.stream, inbox.group, entries[-1].id, "+", HELD_PER_LOOK]
+
+
+def held_of(entries: Sequence[Entry], reply: Sequence[Any] | None) -> dict[str, str]:
+    """Return uid -> consumer, as it was answered; nothing where there is no such group."""
+    uids = {entry.id: entry.fields.get("uid", "") for entry in entries}
+    held = {as_text(entry_id): as_text(consumer) for entry_id, consumer, *_ in reply or ()}
+    return {uids[entry_id]: consumer for entry_id, consumer in held.items() if entry_id in uids}
+
+
+def pending_of(reply: Sequence[Any] | None) -> dict[str, int]:
+    """Return consumer -> how many entries it has pending, from what XPENDING of a group says."""
+    return {as_text(name): int(count) for name, count in (reply[3] if reply else None) or ()}
+
+
+def redis_facts(server: bytes, memory: bytes) -> RedisFacts:
+    """Return what two sections of INFO say."""
+    lines = (as_text(server) + as_text(memory)).splitlines()
+    told = dict(line.split(":", 1) for line in lines if ":" in line)
+    return RedisFacts(
+        told.get("redis_version", "?"),
+        int(told.get("uptime_in_seconds", 0)),
+        int(told.get("used_memory", 0)),
+        int(told.get("maxmemory", 0)),
+    )
+
+
+def clock_ms(reply: Sequence[Any]) -> int:
+    """Return the moment that TIME says."""
+    seconds, microseconds = reply
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def slots_looked_at(first: int) -> list[str]:
+    """Return the slots of one piece of a look: some of each stage."""
+    return [slot_name(stage, first + index) for stage in (*STAGES, JANITOR) for index in range(SLOTS_PER_LOOK)]
+
+
+def slot_looks(names: Names, slots: Sequence[str]) -> list[list[str]]:
+    """Return the commands that say how *slots* stand."""
+    return [
+        ["TIME"],
+        ["MGET", *map(names.owner, slots)],
+        ["MGET", *map(names.lease, slots)],
+        ["MGET", *map(names.status, slots)],
+        *(["PTTL", names.lease(slot)] for slot in slots),
+        *(["PTTL", names.status(slot)] for slot in slots),
+    ]
+
+
+def slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotLook]:
+    """Return what such commands were answered, of the slots that somebody held or speaks for."""
+    time_said, owners, leases, statuses, *ttls = replies
+    now_ms, seen = clock_ms(time_said), {}
+    for slot, owner, holder, status, lease_ms, status_ms in zip(
+        slots, owners, leases, statuses, ttls[: len(slots)], ttls[len(slots) :], strict=True
+    ):
+        if owner is not None or status is not None:
+            seen[slot] = SlotLook(
+                as_text(owner or b""),
+                lease_of(holder, lease_ms),
+                as_text(status or b""),
+                now_ms - (STATUS_TTL_MS - status_ms) if status is not None else 0,
+            )
+    return seen
+
+
+def peek(names: Names, uid: str, ask: Ask) -> list[list[str | int]]:
+    """Return the three commands that look at the ends of a history."""
+    key = names.request(uid)
+    nothing: list[str | int] = ["XRANGE", key, "+", "-"]  # Redis answers an interval that is none with no entries
+    after = f"({ask.after}" if ask.after else "-"
+    # The interval ends with the last id of no tokens, `0-*`.
+    return [
+        ["EXISTS", key],
+        nothing if ask.after == SEAL else ["XRANGE", key, after, "0", "COUNT", HEAD_ENTRIES],
+        ["XREVRANGE", key, "+", f"({TOKENIZED_ID}", "COUNT", 1] if ask.last else nothing,
+    ]
+
+
+def peek_of(exists: int, head: Sequence[Any], last: Sequence[Any]) -> Peek:
+    """Return what they were answered. A history that is not text is one of an entry of no kind."""
+    try:
+        lasts = entries_of(last)
+        return Peek(bool(exists), tuple(entries_of(head)), lasts[0] if lasts else None)
+    except UnicodeDecodeError:
+        return Peek(bool(exists), (Entry("0-0", {}),))
+
+
+def scan_requests(names: Names, cursor: str, max_keys: int) -> list[str | int]:
+    """Return the command that looks for histories among the next *max_keys* keys."""
+    literal = re.sub(r"([*?\[\]\\^-])", r"\\\1", names.request(""))
+    return ["SCAN", cursor, "MATCH", f"{literal}*", "COUNT", max_keys]
+
+
+def uids_scanned(names: Names, keys: Sequence[bytes]) -> list[str]:
+    """Return whose histories have such keys."""
+    return [key.decode(errors="backslashreplace").removeprefix(names.request("")) for key in keys]

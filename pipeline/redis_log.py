@@ -41,6 +41,7 @@ from pipeline.log import (
     SubmittedOnce,
     Taken,
 )
+from pipeline.looks import Ask, Look, Peek, SlotLook
 from pipeline.names import DETOKENIZE, GENERATE, Names, slot_index, slot_name
 
 T = TypeVar("T")
@@ -101,6 +102,22 @@ class RedisLog:
             return self._redis.execute_command(*command)
         except redis.exceptions.RedisError as error:
             raise self._failed(error) from error
+
+    def _all(self, commands: Sequence[Sequence[str | int]]) -> list[Any]:
+        """Return the replies to commands that are sent in one piece; None for one whose group is not there."""
+        pipe = self._redis.pipeline(transaction=False)
+        for words in commands:
+            pipe.execute_command(*words)
+        try:
+            replies: list[Any] = pipe.execute(raise_on_error=False)
+        except redis.exceptions.RedisError as error:
+            raise self._failed(error) from error
+        for index, reply in enumerate(replies):
+            if isinstance(reply, redis.exceptions.RedisError):
+                if not str(reply).startswith("NOGROUP"):
+                    raise self._failed(reply) from reply
+                replies[index] = None
+        return replies
 
     def _block(self, *command: str | int) -> Any:
         try:
@@ -399,6 +416,67 @@ class RedisLog:
         raw = self._block(*calls.read_replies(self.names, frontend, after, block_ms))
         entries = calls.first_stream(raw)
         return (entries[-1].id if entries else after), calls.replies_of(entries)
+
+    # who shows the log
+
+    def look(self) -> Look:
+        """Return how the whole log stands now; the work does not grow with what it holds, but with the workers."""
+        names = self.names
+        shared = (Inbox.submitted(names), Inbox.tokenized(names))
+        now, server, memory, num_dead, num_live, living, *more = self._all(calls.look(names))
+        newest = [calls.entries_of(raw) for raw in more[:2]]
+        submitted, tokenized = (depth or Depth(0, 0) for depth in calls.depths_of(more[2:]))
+        slots, steps, pending = self._slots()
+        for reply in more[3::2]:
+            pending |= calls.pending_of(reply)
+        held: dict[str, str] = {}
+        asked = [(inbox, entries) for inbox, entries in zip(shared, newest, strict=True) if entries]
+        for (_, entries), reply in zip(asked, self._all([calls.holders(*each) for each in asked]), strict=True):
+            held |= calls.held_of(entries, reply)
+        return Look(
+            calls.clock_ms(now),
+            calls.redis_facts(server, memory),
+            Occupancy(submitted, tokenized, steps, num_dead, num_live),
+            slots,
+            pending,
+            tuple(calls.as_text(uid) for uid in living),
+            held,
+        )
+
+    def _slots(self) -> tuple[dict[str, SlotLook], dict[str, Depth], dict[str, int]]:
+        """Return every slot, what waits of the steps of each engine, and what each detokenizer has pending."""
+        slots: dict[str, SlotLook] = {}
+        steps: dict[str, Depth] = {}
+        pending: dict[str, int] = {}
+        first = 0
+        while True:
+            looked_at = calls.slots_looked_at(first)
+            engines = [slot_name(GENERATE, first + index) for index in range(calls.SLOTS_PER_LOOK)]
+            of_slots = calls.slot_looks(self.names, looked_at)
+            of_steps = [words for engine in engines for words in calls.depth(Inbox.steps(self.names, engine))]
+            replies = self._all([*of_slots, *of_steps])
+            seen = calls.slots_seen(looked_at, replies[: len(of_slots)])
+            depths = zip(engines, calls.depths_of(replies[len(of_slots) :]), strict=True)
+            waiting = {engine: depth for engine, depth in depths if depth is not None}
+            for reply in replies[len(of_slots) + 1 :: 2]:
+                pending |= calls.pending_of(reply)
+            slots |= seen
+            steps |= waiting
+            first += calls.SLOTS_PER_LOOK
+            if not seen and not waiting:
+                return slots, steps, pending
+
+    def peek(self, asks: Mapping[str, Ask]) -> dict[str, Peek]:
+        """Return what is wanted of the histories uid -> ask."""
+        commands = [words for uid, ask in asks.items() for words in calls.peek(self.names, uid, ask)]
+        replies = self._all(commands) if commands else []
+        return {uid: calls.peek_of(*replies[3 * index : 3 * index + 3]) for index, uid in enumerate(asks)}
+
+    def requests(self, cursor: str, max_keys: int) -> tuple[str, list[str]]:
+        """Return whose histories are among the next *max_keys* or so keys of the server, and how to go on: from `0` to
+        `0` is all of them."""
+        following, keys = self._do(*calls.scan_requests(self.names, cursor, max_keys))
+        return calls.as_text(following), calls.uids_scanned(self.names, keys)
 
 
 class AsyncRedisLog:

@@ -37,7 +37,7 @@ def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
         time.sleep(0.002)
 
 
-def command(url: str, *words: str | int) -> Any:
+def command(url: str, *words: str | int | bytes) -> Any:
     """Send one command on a connection of its own, as an operator would, and return the reply as it comes."""
     with redis.Redis.from_url(url.removesuffix(QUERY), protocol=2) as client:
         client.response_callbacks.clear()

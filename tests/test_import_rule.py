@@ -119,6 +119,7 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
     [
         ("minisgl", ("torch", "transformers", "numpy")),
         ("web.server", ("torch", "transformers", "tokenizers", "numpy")),
+        ("ops.top.command", ("torch", "transformers", "tokenizers", "numpy")),
         ("stages.tokenize.worker", ("torch",)),
         ("stages.detokenize.worker", ("torch", "transformers")),
         ("stages.generate.schedule.schedule", ("torch",)),

@@ -1,4 +1,4 @@
-"""Build the image, and see in real containers what the README promises of them. Needs Docker with Compose 2.24 or newer.
+"""Build the image, and see in real containers what the README promises of them. Needs Docker and Compose 2.24.
 
     python tests/docker/smoke.py [--no-build]
 

@@ -1,4 +1,4 @@
-"""Dockerfile and compose files, read as a machine reads them: what they start, what they open, and what they let be set."""
+"""Dockerfile and compose files, read as a machine reads them: what they start, open, and let be set."""
 
 from __future__ import annotations
 

@@ -132,6 +132,7 @@ def test_the_least_rights_are_enough_whatever_happens(redis_servers: Servers, pl
 
         assert uid in stages.tool("trace", uid)
         stages.tool("dead", "ls")
+        assert "generate-0" in stages.tool("top", "--once")
         assert stages.denied() == []
 
         shown = "".join(

@@ -58,8 +58,10 @@ FLAGS = {
 CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
 RETENTION = {("--retention",)}
 JSON = {("--json",)}
+TOP = {("--interval",), ("--once",)}
 TOOL_FLAGS = {
     "trace": frozenset(CONNECT | RETENTION | JSON),
+    "top": frozenset(CONNECT | TOP | JSON),
     "dead ls": frozenset(CONNECT | JSON),
     "dead show": frozenset(CONNECT | JSON),
     "dead requeue": frozenset(CONNECT | REQUESTS | RETENTION | JSON),
@@ -104,6 +106,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "--slot": ("0", 0),
     "--listen-fd": ("3", 3),
     "--json": ("yes", True),
+    "--interval": ("0.5", 0.5),
+    "--once": ("yes", True),
 }
 """A value for each flag, and what it becomes."""
 
@@ -223,7 +227,8 @@ def test_the_flags_of_a_tool_are_these_and_each_sets_its_value(tool: str) -> Non
 
 def test_a_flag_that_a_tool_shares_with_serve_has_the_same_default() -> None:
     defaults = {item.name: item.default for item in flags_of(OWNERS["serve"])}
-    shared = [item for owners in TOOLS.values() for item in flags_of(owners) if item.name != "as_json"]
+    of_tools_alone = ("as_json", "interval_s", "once")
+    shared = [item for owners in TOOLS.values() for item in flags_of(owners) if item.name not in of_tools_alone]
     assert {item.name: item.default for item in shared} == {item.name: defaults[item.name] for item in shared}
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import redis
+from lived_requests import LivedRequests
 from redis_servers import Servers, running_server
 
+from minisgl import main
 from pipeline.address import connect
 from pipeline.errors import LogUnavailable
 from pipeline.log import Inbox
@@ -32,10 +34,9 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
     TOKENIZE: (*SLOT, "prepare", "claim", "retry", "tokenized", "end"),
     GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end"),
     DETOKENIZE: (*SLOT, "prepare", "claim", "retry", "produced", "end"),
-    "operator": ("submit", "end"),
     "minisgl": tuple(path.stem for path in COMMITS.glob("*.lua") if path.stem != "lib"),
 }
-"""Which commits each role may call."""
+"""Which commits each role may call. An operator calls one, `submit`, with neither key nor quota: see below."""
 
 
 def users_with_password(folder: Path, password: str = PASSWORD) -> Path:
@@ -152,6 +153,7 @@ OTHERS = (
     (WEB, "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
     (TOKENIZE, "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
     ("operator", "SET", NAMES.owner("generate-0"), "1"),
+    ("operator", "SADD", NAMES.reader("u"), "1"),
     ("operator", "DEL", NAMES.live),
     ("minisgl", "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
 )
@@ -162,6 +164,20 @@ def test_no_role_does_the_work_of_another(guarded: str, case: tuple[str, ...]) -
     role, *words = case
     with connect(as_user(guarded, role)) as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.execute_command(*words)
+
+
+def test_an_operator_looks_and_deals_with_dead_letters(guarded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RedisLog(as_user(guarded, "minisgl"), NAMES)
+    try:
+        uid = LivedRequests(log).dead()
+    finally:
+        log.close()
+    where = ["--redis-url", as_user(guarded, "operator")]
+    for line in (["trace", uid], ["top", "--once"], ["dead", "ls"], ["dead", "show", uid], ["dead", "requeue", uid]):
+        assert main([*line, *where]) == 0, capsys.readouterr().err
+    assert uid in capsys.readouterr().out
+    with connect(as_user(guarded, "admin")) as client:
+        client.execute_command("FLUSHALL")
 
 
 def test_a_log_that_may_not_do_its_work_says_which_rights_are_missing(guarded: str) -> None:

@@ -1,0 +1,1 @@
+"""`minisgl top`: the pipeline live in the terminal."""

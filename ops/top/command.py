@@ -1,0 +1,78 @@
+"""`minisgl top`: a running server's whole pipeline, live in the terminal, as text or as JSON."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from rich.console import Console
+
+from ops.connection import running_log
+from ops.top.reader import Reader
+from ops.top.screen import as_json, lines_of
+from ops.top.terminal import show
+from pipeline.config import TOOLS, parse_flags
+from pipeline.errors import LogError
+from pipeline.picture import Picture, picture_of
+
+ABOUT: Final = """\
+Shows every stage, stream and engine of a server that runs, and its newest requests, from any machine that reaches its
+Redis. q leaves, space pauses. Where the output is no terminal, one picture is printed.
+"""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Show the pipeline until the user leaves; return the exit code.
+
+    Raises:
+        ConfigError: The flags cannot work.
+        LogError: There is no such server, or its log cannot be read.
+    """
+    connect, top, prints = parse_flags("top", TOOLS["top"], arguments, environment, about=ABOUT)
+    try:
+        with running_log(connect) as log:
+            reader = Reader(log)
+            first = picture_of(reader.read())
+            console = Console(highlight=False)
+            has_screen = console.is_terminal and not console.is_dumb_terminal
+            if top.once or not (prints.as_json or has_screen):
+                time.sleep(top.interval_s)
+                picture = picture_of(reader.read())
+                _print_json(picture) if prints.as_json else _print_text(picture, console, environment)
+            elif prints.as_json:
+                for picture in _pictures(reader, first, top.interval_s):
+                    _print_json(picture)
+            else:
+                show(reader, top.interval_s, first, console)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # who read it has seen enough; at its exit, Python writes what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _print_text(picture: Picture, console: Console, environment: Mapping[str, str]) -> None:
+    width = console.width if console.is_terminal or "COLUMNS" in environment else 0
+    for line in lines_of(picture, width):
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def _print_json(picture: Picture) -> None:
+    sys.stdout.write(as_json(picture).decode())
+    sys.stdout.flush()
+
+
+def _pictures(reader: Reader, last: Picture, interval_s: float) -> Iterator[Picture]:
+    """Yield a picture after each interval; while the log cannot be read, the last one with the reason."""
+    while True:
+        time.sleep(interval_s)
+        try:
+            last = picture_of(reader.read())
+        except LogError as error:
+            last = replace(last, error=str(error) or type(error).__name__)
+        yield last

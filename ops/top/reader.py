@@ -1,0 +1,50 @@
+"""Reads a running server's log, again and again, into one `Reading`: a bounded piece of work each time."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pipeline.looks import Peek
+from pipeline.picture import Reading, asks_for, read_on
+from pipeline.redis_log import RedisLog
+
+SCANNED_AT_START: Final = 10_000
+"""Keys of the server among which requests are looked for that ended before."""
+SCANNED_LATER: Final = 1000
+"""The same each time after that, to find those that come and end between two looks."""
+PEEKED_AT_ONCE: Final = 10
+"""Histories whose ends are read in one piece; a prompt may be long, and is read once."""
+
+
+class Reader:
+    """Looks at one log. For one thread."""
+
+    def __init__(self, log: RedisLog) -> None:
+        self._log = log
+        self._reading: Reading | None = None
+        self._cursor = "0"
+
+    def read(self) -> Reading:
+        """Look once more.
+
+        Raises:
+            LogError: The log cannot be read; the next look goes on from what was known.
+        """
+        found = self._search(SCANNED_LATER if self._reading is not None else SCANNED_AT_START)
+        look = self._log.look()
+        asks = list(asks_for(self._reading, look, found).items())
+        peeks: dict[str, Peek] = {}
+        for first in range(0, len(asks), PEEKED_AT_ONCE):
+            peeks |= self._log.peek(dict(asks[first : first + PEEKED_AT_ONCE]))
+        self._reading = read_on(self._reading, look, peeks)
+        return self._reading
+
+    def _search(self, max_keys: int) -> list[str]:
+        """Return whose histories are among the next keys, going round."""
+        found: list[str] = []
+        for _ in range(0, max_keys, SCANNED_LATER):
+            self._cursor, uids = self._log.requests(self._cursor, SCANNED_LATER)
+            found += uids
+            if self._cursor == "0":
+                break
+        return found

@@ -1,0 +1,360 @@
+"""A `Picture` as lines of text, for a terminal of any size, a pipe or a program. Knows no log and no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, TypeAlias
+
+import orjson
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.text import Text
+
+from ops.connection import one_line
+from pipeline.picture import EnginePicture, Picture, RequestPicture, SlotPicture
+
+WIDE: Final = 110
+"""Columns from which on nothing is abbreviated."""
+WIDEST: Final = 132
+"""Columns from which on it is shown, too, at which endpoint a request came in."""
+ROOMY: Final = 32
+"""Lines from which on some are left free."""
+GAP: Final = "  "
+ELLIPSIS: Final = "…"
+NARROWEST: Final = 6
+"""What is left at least of a column that gives way."""
+
+Cell: TypeAlias = tuple[str, str]
+"""Text and style."""
+
+_PHASES: Final = {"ready": "green", "held": "green", "away": "bold red"}
+_STATES: Final = {
+    "running": "green",
+    "preempted": "magenta",
+    "finished": "",
+    "failed": "red",
+    "cancelled": "yellow",
+    "unreadable": "red",
+}
+_UNSURE: Final = "yellow"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table: its columns, of which those with `<` are to the left, and its rows."""
+
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+    """Of the columns at least, so that they stand still while their numbers change."""
+    aligns: str
+    yields: tuple[int, ...]
+    """Columns that give way where there is no room for all, in this order."""
+    rows: Sequence[Sequence[Cell]]
+    instead: str = ""
+    """What is said where there are no rows."""
+    left_out: str = ""
+    """What is said where there is no room for all of them, if it is not how many."""
+    lesser: frozenset[int] = frozenset()
+    """Which rows are left out first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Screenful:
+    """A picture on a whole screen."""
+
+    picture: Picture
+    silent_s: float = 0.0
+    """For how long there has been no later one, though one was due."""
+    paused: bool = False
+    interval_s: float = 1.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = options.height or console.height
+        for number, line in enumerate(self.lines(options.max_width, height)):
+            if number:
+                yield Segment.line()
+            yield from line.render(console)
+
+    def lines(self, width: int, height: int) -> list[Text]:
+        """Return so many lines at most, none of them wider."""
+        head, *body = lines_of(self.picture, width, height - 1, silent_s=self.silent_s, paused=self.paused)
+        if self.silent_s or self.picture.error:
+            for line in body:
+                line.stylize("dim")
+        return [head, *body, self._foot(width)][:height]
+
+    def _foot(self, width: int) -> Text:
+        keys = f"q leaves{GAP}space {'goes on' if self.paused else 'pauses'}{GAP}every {self.interval_s:g} s"
+        said = one_line(self.picture.error)
+        line = Text(_cut(f"{keys}{GAP}{said}" if said else keys, width), "dim")
+        if said:
+            line.stylize("not dim red", len(keys))
+        return line
+
+
+def as_json(picture: Picture) -> bytes:
+    """Return *picture* as one line."""
+    return orjson.dumps(picture, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def lines_of(
+    picture: Picture, width: int = 0, height: int = 0, *, silent_s: float = 0.0, paused: bool = False
+) -> list[Text]:
+    """Return *picture* in lines, the first is the head; 0: as wide, or as many, as there is to show."""
+    is_wide = not width or width >= WIDE
+    sections = [
+        _slots(picture),
+        _streams(picture),
+        _engines(picture.engines, is_wide),
+        _requests(picture.requests, width),
+    ]
+    num_free = len(sections) if not height or height >= ROOMY else 0
+    rooms = [len(section.rows) or 1 for section in sections]
+    if height:
+        rooms = shares(max(height - 1 - len(sections) - num_free, 0), rooms)
+    lines = [_head(picture, width, silent_s, paused)]
+    for section, room in zip(sections, rooms, strict=True):
+        lines += [Text()] if num_free else []
+        lines += _table(section, width, room)
+    return lines[:height] if height else lines
+
+
+def shares(room: int, wants: Sequence[int]) -> list[int]:
+    """Divide *room*: each gets what it wants, or as much as everybody who wants more; what is left over, the last."""
+    given = [0] * len(wants)
+    while room and given != list(wants):
+        short = [index for index, want in enumerate(wants) if given[index] < want]
+        share = max(room // len(short), 1)
+        for index in short[::-1][:room]:
+            more = min(share, wants[index] - given[index])
+            given[index] += more
+            room -= more
+    return given
+
+
+def _table(section: Section, width: int, room: int) -> Iterator[Text]:
+    """Yield the names of the columns and *room* rows; where there are more, the last one says how many."""
+    rows = section.rows
+    if len(rows) > room:
+        by_worth = sorted(range(len(rows)), key=lambda index: index in section.lesser)
+        rows = [rows[index] for index in sorted(by_worth[: max(room - 1, 0)])]
+    columns = zip(section.names, *_texts(rows), strict=True)
+    widths = [max(least, *map(cell_len, column)) for least, column in zip(section.widths, columns, strict=True)]
+    stiff = sum(section.widths[index] if index in section.yields else width for index, width in enumerate(widths))
+    gap = GAP if not width or stiff + len(GAP) * (len(widths) - 1) <= width else GAP[:1]
+    over = sum(widths) + len(gap) * (len(widths) - 1) - width if width else 0
+    for index in section.yields:
+        cut = max(min(over, widths[index] - NARROWEST), 0)
+        widths[index] -= cut
+        over -= cut
+    names = _row([(name, "") for name in section.names], section.aligns, widths, gap)
+    yield _fit(names, width, "reverse")
+    if not section.rows and section.instead and room:
+        yield _fit(Text(section.instead, "dim"), width)
+    for row in rows:
+        yield _fit(_row(row, section.aligns, widths, gap), width)
+    if len(rows) < len(section.rows) and room:
+        left_out = section.left_out or f"and {len(section.rows) - len(rows)} more"
+        yield _fit(Text(f"{ELLIPSIS} {left_out}", "dim"), width)
+
+
+def _texts(rows: Sequence[Sequence[Cell]]) -> list[list[str]]:
+    return [[one_line(text) for text, _ in row] for row in rows]
+
+
+def _row(cells: Sequence[Cell], aligns: str, widths: Sequence[int], gap: str) -> Text:
+    line = Text()
+    for index, ((text, style), align, width) in enumerate(zip(cells, aligns, widths, strict=True)):
+        shown = _cut(one_line(text), width)
+        free = " " * (width - cell_len(shown))
+        line.append(gap if index else "")
+        line.append(free if align == ">" else "")
+        line.append(shown, style)
+        line.append(free if align == "<" and index < len(widths) - 1 else "")
+    return line
+
+
+def _cut(text: str, width: int) -> str:
+    """Return *text* in at most so many columns of a terminal."""
+    return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 0)).rstrip() + ELLIPSIS[:width]
+
+
+def _fit(line: Text, width: int, style: str = "") -> Text:
+    """Cut *line*, and give all of its columns a style where there is one."""
+    if width:
+        line.truncate(width, overflow="ellipsis", pad=bool(style))
+    if style:
+        line.stylize(style)
+    return line
+
+
+# What each part says
+
+
+def _head(picture: Picture, width: int, silent_s: float, paused: bool) -> Text:
+    addresses = [slot.address for slot in picture.slots if slot.address]
+    served = next((engine for engine in picture.engines if engine.model), None)
+    more = f" +{len(addresses) - 1}" if len(addresses) > 1 else ""
+    is_wide = not width or width >= WIDE
+    left = [f"{addresses[0]}{more}" if addresses else "no server listens"]
+    if not is_wide:
+        left = [left[0].removeprefix("http://")]
+    if served is not None:
+        left += [served.model, f"{'context' if is_wide else 'ctx'} {served.context:,}"]
+    redis = picture.redis
+    limit = f" of {_bytes(redis.max_bytes)}" if redis.max_bytes else ""
+    up = f" up {age(redis.up_s * 1000)}" if is_wide else ""
+    state = f"Redis {redis.version} {_bytes(redis.used_bytes)}{limit}{up}"
+    if silent_s or picture.error:
+        state = f"Redis has not answered for {silent_s:.0f} s"
+    when = f"{datetime.fromtimestamp(picture.at_ms / 1000):%H:%M:%S}"
+    right = one_line(GAP.join([*(["paused"] if paused else []), state, when]))
+    said = one_line(GAP.join(left))
+    if width:
+        room = max(width - cell_len(right) - len(GAP), 0)
+        said = set_cell_size(_cut(said, room), room)
+    line = Text(said, "bold")
+    line.append(GAP)
+    line.append(right, "bold red" if silent_s or picture.error else "bold yellow" if paused else "")
+    return _fit(line, width)
+
+
+def _slots(picture: Picture) -> Section:
+    return Section(
+        names=("stage", "phase", "host:pid", "epoch", "lease", "pending", ""),
+        widths=(12, 11, 8, 5, 8, 7, 0),
+        aligns="<<<>>><",
+        yields=(6, 2),
+        rows=[_slot(slot) for slot in picture.slots],
+        instead="nobody works here: no stage has, under this --namespace",
+        lesser=frozenset(
+            index for index, slot in enumerate(picture.slots) if slot.phase == "away" and not slot.pending
+        ),
+    )
+
+
+def _slot(slot: SlotPicture) -> list[Cell]:
+    is_away = slot.phase == "away"
+    phase = f"{slot.phase} {slot.progress:.0%}" if slot.phase == "loading" and slot.progress else slot.phase
+    where = f"{slot.host}:{slot.pid}" if slot.pid else ""
+    lease = f"{slot.lease_ms:,} ms" if slot.lease_ms else "nobody"
+    detail = f"for {slot.detail}" if slot.phase == "waiting" and slot.detail else slot.detail
+    details = [detail, slot.address.removeprefix("http://"), f"{slot.streams_open:,} open" if slot.streams_open else ""]
+    return [
+        (slot.slot, "dim" if is_away else ""),
+        (phase, _PHASES.get(slot.phase, _UNSURE)),
+        (where, "dim" if is_away else ""),
+        (f"{slot.epoch}", ""),
+        (lease, "" if slot.lease_ms else _PHASES["away"] if is_away else _UNSURE),
+        (f"{slot.pending:,}", "bold red" if is_away and slot.pending else ""),
+        (GAP.join(filter(None, details)), ""),
+    ]
+
+
+def _streams(picture: Picture) -> Section:
+    rows: list[list[Cell]] = [
+        [(each.stream, ""), (f"{each.length:,}", ""), (f"{each.pending:,}", ""), (f"{each.lag:,}", ""), ("", "")]
+        for each in picture.streams
+    ]
+    totals = [
+        (f"live requests {picture.num_live:,}", ""),
+        (f"dead letters {picture.num_dead:,}", "bold red" if picture.num_dead else ""),
+    ]
+    for row, total in zip(rows, totals, strict=False):
+        row[-1] = total
+    return Section(("stream", "length", "pending", "lag", ""), (16, 6, 7, 5, 0), "<>>><", (4, 0), rows)
+
+
+def _engines(engines: Sequence[EnginePicture], is_wide: bool) -> Section:
+    names = ("engine", "running", "waiting", "preempted", "cache", "hits", "tok/s in", "out", "TTFT p50", "ITL p50")
+    short = ("engine", "run", "wait", "preempt", "cache", "hits", "tok/s in", "out", "TTFT p50", "ITL p50")
+    rows = [_engine(engine) for engine in engines]
+    return Section(names if is_wide else short, (10, 3, 4, 7, 5, 5, 8, 6, 8, 7), "<" + ">" * 9, (0,), rows, "no engine")
+
+
+def _engine(engine: EnginePicture) -> list[Cell]:
+    texts = [
+        _count(engine.running),
+        _count(engine.waiting),
+        _count(engine.preemptions),
+        _share(engine.cache_used),
+        _share(engine.prefix_hits),
+        _rate(engine.prompt_tokens_per_s),
+        _rate(engine.output_tokens_per_s),
+        _seconds(engine.first_token_p50_s),
+        _seconds(engine.between_tokens_p50_s),
+    ]
+    return [(engine.engine, ""), *((text, "" if text != "-" else "dim") for text in texts)]
+
+
+def _requests(requests: Sequence[RequestPicture], width: int) -> Section:
+    said = "no requests: none is kept", "and older ones"
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+    if width and width < WIDE:
+        names = ("request", "state", "age", "in", "hit", "out", "tok/s", "eng")
+        widths = (32, 20, 5, 5, 4, 4, 5, 3)
+        rows = [_request(each, took=False, engine=each.engine.rpartition("-")[2]) for each in requests]
+        return Section(names, widths, "<<>>>>><", (1,), rows, *said)
+    names = ("request", "state", "age", "took", "prompt", "cached", "output", "tok/s", "engine")
+    widths = (32, 20, 6, 6, 6, 6, 6, 5, 10)
+    rows = [_request(each, took=True, engine=each.engine) for each in requests]
+    if width and width < WIDEST:
+        return Section(names, widths, "<<>>>>>><", (1,), rows, *said)
+    rows = [[*row, (each.endpoint, "")] for row, each in zip(rows, requests, strict=True)]
+    return Section((*names, "endpoint"), (*widths, 0), "<<>>>>>><<", (1,), rows, *said)
+
+
+def _request(request: RequestPicture, *, took: bool, engine: str) -> list[Cell]:
+    state = f"{request.state} {request.reason}".rstrip()
+    until_end = age(request.took_ms) if request.took_ms is not None else "-"
+    return [
+        (request.uid, ""),
+        (state, _STATES.get(request.state, _UNSURE)),
+        (age(request.age_ms), ""),
+        *([(until_end, "")] if took else []),
+        (_count(request.prompt_tokens), ""),
+        (_count(request.cached_tokens), ""),
+        (f"{request.output_tokens:,}", ""),
+        (_rate(request.tokens_per_s), ""),
+        (engine, ""),
+    ]
+
+
+def age(ms: int) -> str:
+    """Return a span of time in at most six columns."""
+    seconds = ms // 1000
+    if ms < 10_000:
+        return f"{ms / 1000:.1f} s"
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02}s"
+    if seconds < 48 * 3600:
+        return f"{seconds // 3600}h{seconds // 60 % 60:02}m"
+    return f"{seconds // 86400}d{seconds // 3600 % 24:02}h"
+
+
+def _bytes(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}" if share in (0, 1) else f"{share:.1%}"
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:,.1f}" if 0 < rate < 100 else f"{rate:,.0f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds:.3f} s"

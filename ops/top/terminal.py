@@ -1,0 +1,138 @@
+"""The terminal as a screen with keys: it changes with what is new, with its size and by a key."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+
+from ops.top.reader import Reader
+from ops.top.screen import Screenful
+from pipeline.errors import LogError
+from pipeline.picture import Picture, picture_of
+
+LEAVE: Final = frozenset(b"qQ\x03")
+"""q and Ctrl-C."""
+PAUSE: Final = ord(" ")
+TICK_S: Final = 0.2
+"""How soon a new size of the terminal is noticed."""
+LATE_S: Final = 2.0
+"""A picture that is so late is one that Redis did not answer for."""
+LAST_WORD_S: Final = 0.2
+EXIT_TERMINATED: Final = 128 + signal.SIGTERM
+
+
+class Watch:
+    """A thread that makes pictures, and wakes who waits for them."""
+
+    def __init__(self, reader: Reader, interval_s: float, first: Picture) -> None:
+        self._reader = reader
+        self._interval_s = interval_s
+        self.picture = first
+        """The last one; where the log does not answer any more, with the reason."""
+        self.made_s = time.monotonic()
+        """When the log answered last."""
+        self.broke: BaseException | None = None
+        """A bug of ours, for who shows the pictures to raise."""
+        self.wakes, self._wake = os.pipe()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pictures", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join(LAST_WORD_S)  # one that waits for Redis is left to end with the process
+        if not self._thread.is_alive():
+            os.close(self._wake)
+            os.close(self.wakes)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(self._interval_s):
+                try:
+                    self.picture = picture_of(self._reader.read())
+                    self.made_s = time.monotonic()
+                except LogError as error:
+                    self.picture = replace(self.picture, error=str(error) or type(error).__name__)
+                os.write(self._wake, b".")
+        except BaseException as error:
+            self.broke = error
+            os.write(self._wake, b".")
+
+
+def show(reader: Reader, interval_s: float, first: Picture, console: Console) -> None:
+    """Show pictures until a key says to leave."""
+    with (
+        _keys() as keys,
+        Watch(reader, interval_s, first) as watch,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+        _ended_by_sigterm(),
+    ):
+        paused: Picture | None = None
+        listened = [watch.wakes, *keys]
+        shown: object = None
+        while watch.broke is None:
+            silent_s = time.monotonic() - watch.made_s
+            is_silent = bool(watch.picture.error) or silent_s > interval_s + LATE_S
+            picture = watch.picture if paused is None else replace(paused, error=watch.picture.error)
+            screenful = Screenful(picture, round(silent_s) if is_silent else 0, paused is not None, interval_s)
+            if shown != (screenful, console.size):
+                shown = screenful, console.size
+                live.update(screenful, refresh=True)
+            ready, _, _ = select.select(listened, [], [], TICK_S)
+            if watch.wakes in ready:
+                os.read(watch.wakes, 1024)
+            for key in os.read(keys[0], 64) if keys and keys[0] in ready else b"":
+                if key in LEAVE:
+                    return
+                if key == PAUSE:
+                    paused = watch.picture if paused is None else None
+    if watch.broke is not None:
+        raise watch.broke
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[list[int]]:
+    """Give where keys are read from, one by one and unseen; nothing where nobody can press any."""
+    if not sys.stdin.isatty():
+        yield []
+        return
+    source = sys.stdin.fileno()
+    before = termios.tcgetattr(source)
+    ours = termios.tcgetattr(source)
+    # Ctrl-C is a key like q, and Ctrl-Z, which would leave the shell with this screen, is none.
+    ours[3] &= ~(termios.ICANON | termios.ECHO | termios.ISIG)
+    ours[6][termios.VMIN], ours[6][termios.VTIME] = 1, 0
+    termios.tcsetattr(source, termios.TCSADRAIN, ours)
+    try:
+        yield [source]
+    finally:
+        termios.tcsetattr(source, termios.TCSAFLUSH, before)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM leave the terminal as it was, too."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

