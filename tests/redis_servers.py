@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import redis
 
+from pipeline.address import parse_address
+
 OLDEST = (6, 2)
 SERVICE_URL = os.environ.get("MINISGL_TEST_REDIS_URL", "")
 """A server of which tests may do as they like, beside those that they start."""
@@ -155,7 +157,7 @@ class LossyProxy:
     """A socket before a server, which can lose one reply: the command took effect, and its sender does not know."""
 
     def __init__(self, server_url: str, folder: Path) -> None:
-        self._server = server_url.removesuffix(QUERY).removeprefix("unix://")
+        self._server = parse_address(server_url.removesuffix(QUERY))
         self.url = f"unix://{folder / 'proxy.sock'}{QUERY}"
         self._greeting = False  # whether what was sent last only opens a connection: no reply to lose
         self._passing = -1  # how many more replies pass before the one that is lost; -1: all
@@ -188,13 +190,19 @@ class LossyProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.socket(socket.AF_UNIX)
-            server.connect(self._server)
+            server = self._connected()
             self._sockets += [client, server]
             for source, target in ((client, server), (server, client)):
                 thread = threading.Thread(target=self._pump, args=(source, target, source is server))
                 self._threads.append(thread)
                 thread.start()
+
+    def _connected(self) -> socket.socket:
+        if not self._server.socket:
+            return socket.create_connection(self._server.hosts[0])
+        server = socket.socket(socket.AF_UNIX)
+        server.connect(self._server.socket)
+        return server
 
     def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
         with contextlib.suppress(OSError):
