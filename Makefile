@@ -1,8 +1,8 @@
-# Needs nothing but Python >= 3.11 and make. Every target sets up what it needs.
+# Needs nothing but Python >= 3.11 and make, and Docker for `containers`. Every target sets up what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve bench test chaos clients lint types format clean
+.PHONY: venv serve bench test chaos clients containers lint types format clean
 
 venv: .venv/.ready
 
@@ -29,6 +29,9 @@ chaos: venv
 
 clients: venv
 	@PYTHONPATH=tests:. $(BIN)/python tests/clients/run.py $(ARGS)
+
+containers:
+	@$(PYTHON) tests/docker/smoke.py $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ each connect, so that a password can be changed while everything runs. What is s
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -98,9 +98,8 @@ class Address:
         options |= self._greeting(_ping)
         if not self.service:
             return redis.Redis(retry=retry, **self._server(), **options)
-        sentinel = _Sentinels(
-            self.hosts, sentinel_kwargs=self._sentinel() | self._greeting(_ping) | {"retry": Retry(NoBackoff(), 0)}
-        )
+        retries = {"retry": Retry(NoBackoff(), 0)}
+        sentinel = _Sentinels(self.hosts, self._sentinel() | self._greeting(_ping) | retries)
         # "No Sentinel answers" is an error of its own, and tried again by whoever asked.
         client = sentinel.master_for(self.service, retry=retry, **self._common(), **options)
         assert isinstance(client, redis.Redis)
@@ -131,10 +130,8 @@ class Address:
         return redis.asyncio.Redis(connection_pool=pool)
 
     def _master(self, pool: type[redis.asyncio.sentinel.SentinelConnectionPool], **options: Any) -> redis.asyncio.Redis:
-        sentinel = _AsyncSentinels(
-            self.hosts,
-            sentinel_kwargs=self._sentinel() | self._greeting(_ping_async) | {"retry": AsyncRetry(NoBackoff(), 0)},
-        )
+        retries = {"retry": AsyncRetry(NoBackoff(), 0)}
+        sentinel = _AsyncSentinels(self.hosts, self._sentinel() | self._greeting(_ping_async) | retries)
         client = sentinel.master_for(self.service, connection_pool_class=pool, **self._common(), **options)
         assert isinstance(client, redis.asyncio.Redis)
         return client
@@ -186,28 +183,53 @@ async def _ping_async(connection: redis.asyncio.Connection) -> None:
     await connection.read_response()
 
 
+def _no_master(service: str, num_sentinels: int) -> redis.sentinel.MasterNotFoundError:
+    asked = "the Sentinel does not name" if num_sentinels == 1 else f"none of {num_sentinels} Sentinels names"
+    return redis.sentinel.MasterNotFoundError(f"{asked} a server that is up for {service!r}")
+
+
 class _Sentinels(redis.sentinel.Sentinel):
-    """Sentinels that are asked at each connect, and to which no connection is kept."""
+    """Sentinels that are asked one after the other at each connect, who answered last first; no connection is kept."""
+
+    def __init__(self, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
+        super().__init__(())  # type: ignore[no-untyped-call]  # without clients, which several tasks would share
+        self._hosts = list(hosts)
+        self._options = dict(options)
 
     def discover_master(self, service_name: str) -> tuple[str, int]:
-        try:
-            found: tuple[str, int] = super().discover_master(service_name)  # type: ignore[no-untyped-call]
+        for host in tuple(self._hosts):
+            one = redis.sentinel.Sentinel((host,), sentinel_kwargs=self._options)
+            try:
+                found: tuple[str, int] = one.discover_master(service_name)
+            except redis.sentinel.MasterNotFoundError:
+                continue
+            finally:
+                one.sentinels[0].close()
+            self._hosts.sort(key=lambda each: each != host)
             return found
-        finally:
-            for sentinel in self.sentinels:
-                sentinel.close()
+        raise _no_master(service_name, len(self._hosts))
 
 
 class _AsyncSentinels(redis.asyncio.sentinel.Sentinel):
     """The same for asyncio."""
 
+    def __init__(self, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
+        super().__init__(())  # type: ignore[no-untyped-call]
+        self._hosts = list(hosts)
+        self._options = dict(options)
+
     async def discover_master(self, service_name: str) -> tuple[str, int]:
-        try:
-            found: tuple[str, int] = await super().discover_master(service_name)
+        for host in tuple(self._hosts):
+            one = redis.asyncio.sentinel.Sentinel((host,), sentinel_kwargs=self._options)
+            try:
+                found: tuple[str, int] = await one.discover_master(service_name)
+            except redis.asyncio.sentinel.MasterNotFoundError:
+                continue
+            finally:
+                await one.sentinels[0].aclose()
+            self._hosts.sort(key=lambda each: each != host)
             return found
-        finally:
-            for sentinel in self.sentinels:
-                await sentinel.aclose()
+        raise _no_master(service_name, len(self._hosts))
 
 
 class _BoundedMasterPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):

@@ -256,7 +256,7 @@ def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:
         if part in text:
             return f"no TLS connection ({text}); {remedy}"
     if isinstance(error, redis.sentinel.MasterNotFoundError):
-        return f"{text}; name the service as the Sentinels do, and Sentinels that run"
+        return f"{text}; name the service as they do, and Sentinels that run (sentinel_password= where they want one)"
     if any(part in text for part in _HUNG_UP):
         if address.tls is None:
             return f"it hangs up ({text}); if the server speaks TLS there, use rediss://"

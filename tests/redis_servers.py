@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import redis
+from servers import free_port
 
 from pipeline.address import parse_address
 
@@ -102,6 +103,61 @@ def _answers(path: Path) -> bool:
         return bool(command(f"unix://{path}", "PING"))
     except redis.AuthenticationError:
         return True
+    except redis.ConnectionError:
+        return False
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A server, its replica, and a Sentinel that makes the one into the other when it dies."""
+
+    url: str
+    master: RunningServer
+    replica: RunningServer
+
+
+@contextlib.contextmanager
+def watched(binary: Path, folder: Path) -> Iterator[Watched]:
+    """Run such a group; `url` names it by its Sentinels, of which the first is not there."""
+    ports = {name: free_port() for name in ("master", "replica", "sentinel")}
+    for name in ports:
+        (folder / name).mkdir(parents=True)
+    file = folder / "sentinel" / "sentinel.conf"
+    file.write_text(
+        f"port {ports['sentinel']}\nbind 127.0.0.1\ndir {folder / 'sentinel'}\n"
+        f"sentinel monitor main 127.0.0.1 {ports['master']} 1\n"
+        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 2000\n"
+    )
+    quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", "--bind", "127.0.0.1"]
+    with contextlib.ExitStack() as stack:
+        master = stack.enter_context(running_server(binary, folder / "master", "--port", ports["master"], *quick))
+        replica = stack.enter_context(
+            running_server(
+                binary,
+                folder / "replica",
+                "--port",
+                ports["replica"],
+                "--replicaof",
+                "127.0.0.1",
+                ports["master"],
+                *quick,
+            )
+        )
+        until(lambda: b"master_link_status:up" in command(replica.url, "INFO", "replication"), timeout_s=20)
+        with (folder / "sentinel" / "log").open("wb") as output:
+            sentinel = subprocess.Popen(
+                [binary, file, "--sentinel"], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        stack.callback(sentinel.wait, 10)
+        stack.callback(sentinel.terminate)
+        asked = f"redis://127.0.0.1:{ports['sentinel']}"
+        until(lambda: _knows_a_replica(asked), timeout_s=30)
+        yield Watched(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{ports['sentinel']}/main/0", master, replica)
+
+
+def _knows_a_replica(url: str) -> bool:
+    try:
+        return bool(command(url, "SENTINEL", "REPLICAS", "main"))
     except redis.ConnectionError:
         return False
 

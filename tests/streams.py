@@ -81,6 +81,7 @@ class Stream:
     @property
     def answer(self) -> tuple[str, str]:
         """The text, and why it ended."""
+        assert not (errors := [frame for frame in self.frames if "error" in frame]), errors
         choices = [frame["choices"][0] for frame in self.frames]
         return "".join(choice["delta"].get("content", "") for choice in choices), choices[-1]["finish_reason"]
 

@@ -39,11 +39,6 @@ def test_a_target_that_is_called_is_there(line: str) -> None:
     assert called and set(called) <= set(targets)
 
 
-def test_a_script_that_is_called_is_there() -> None:
-    scripts = [word for line in LINES for word in line.split() if word.endswith(".py") and line.startswith("python3")]
-    assert scripts == ["tests/docker/smoke.py"] and all((ROOT / script).exists() for script in scripts)
-
-
 def test_it_can_write_nothing_and_every_job_ends() -> None:
     assert WORKFLOW["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] <= 90 for job in JOBS.values())

@@ -1,6 +1,6 @@
 """Build the image, and see in real containers what the README promises of them. Needs Docker and Compose 2.24.
 
-    python tests/docker/smoke.py [--no-build]
+    make containers [ARGS=--no-build]
 
 Its own project name, volumes and port; nothing is left. Standard library only, so that it runs beside any checkout.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from redis_servers import Servers, command
+from redis_servers import Servers, command, watched
 from servers import Server, eventually, serve
 from streams import LONG, PROMPTS, Stream, ask_all, body, events_of
 
@@ -270,3 +270,14 @@ def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_failover_that_sentinels_decide_is_followed_by_everybody(redis_servers: Servers, tmp_path: Path) -> None:
+    with watched(redis_servers.binary("path"), tmp_path) as group, serve(tmp_path, redis_url=group.url) as server:
+        expected = Stream(server, "Tell me a story.").answer
+        stream = Stream(server, "Tell me a story.")
+        eventually(lambda: stream.num_frames > 5, "it has begun")
+        with no_process_restarts(server):
+            group.master.process.kill()
+            assert stream.answer == expected
+            assert Stream(server, "Tell me a story.").answer == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-import redis
 import trustme
-from redis_servers import RunningServer, Servers, command, running_server, until
+from redis_servers import RunningServer, Servers, command, running_server, until, watched
 from servers import free_port
 
 from pipeline.address import connect
@@ -200,60 +198,6 @@ def test_who_is_not_let_in_is_told_how(redis_servers: Servers, tmp_path: Path, u
 # Sentinels
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A server, its replica, and a Sentinel that makes the one into the other when it dies."""
-
-    url: str
-    master: RunningServer
-    replica: RunningServer
-
-
-@contextlib.contextmanager
-def watched(binary: Path, folder: Path) -> Iterator[Watched]:
-    ports = {name: free_port() for name in ("master", "replica", "sentinel")}
-    for name in ports:
-        (folder / name).mkdir(parents=True)
-    file = folder / "sentinel" / "sentinel.conf"
-    file.write_text(
-        f"port {ports['sentinel']}\nbind 127.0.0.1\ndir {folder / 'sentinel'}\n"
-        f"sentinel monitor main 127.0.0.1 {ports['master']} 1\n"
-        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 2000\n"
-    )
-    quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", "--bind", "127.0.0.1"]
-    with contextlib.ExitStack() as stack:
-        master = stack.enter_context(running_server(binary, folder / "master", "--port", ports["master"], *quick))
-        replica = stack.enter_context(
-            running_server(
-                binary,
-                folder / "replica",
-                "--port",
-                ports["replica"],
-                "--replicaof",
-                "127.0.0.1",
-                ports["master"],
-                *quick,
-            )
-        )
-        until(lambda: b"master_link_status:up" in command(replica.url, "INFO", "replication"), timeout_s=20)
-        with (folder / "sentinel" / "log").open("wb") as output:
-            sentinel = subprocess.Popen(
-                [binary, file, "--sentinel"], stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        stack.callback(sentinel.wait, 10)
-        stack.callback(sentinel.terminate)
-        asked = f"redis://127.0.0.1:{ports['sentinel']}"
-        until(lambda: _knows_a_replica(asked), timeout_s=30)
-        yield Watched(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{ports['sentinel']}/main/0", master, replica)
-
-
-def _knows_a_replica(url: str) -> bool:
-    try:
-        return bool(command(url, "SENTINEL", "REPLICAS", "main"))
-    except redis.ConnectionError:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["wheel", "path"])
 def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Servers, place: str, tmp_path: Path) -> None:
@@ -294,7 +238,7 @@ def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Serve
 def test_a_service_that_no_sentinel_knows_is_named(redis_servers: Servers, tmp_path: Path) -> None:
     with watched(redis_servers.binary("wheel"), tmp_path) as group:
         url = group.url
-        with pytest.raises(ConfigError, match=r"'other'.*name the service as the Sentinels do"):
+        with pytest.raises(ConfigError, match=r"'other'.*name the service as they do"):
             check_server(url.replace("/main/", "/other/"))
-    with pytest.raises(ConfigError, match="name the service as the Sentinels do, and Sentinels that run"):
+    with pytest.raises(ConfigError, match="name the service as they do, and Sentinels that run"):
         check_server(url)
