@@ -18,7 +18,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from pipeline.config import Config, arguments_for, parse_command, secrets_of
 from pipeline.errors import ConfigError, MiniSGLError
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from ops.offline import LLM as LLM
     from pipeline.events import SamplingParams as SamplingParams
     from pipeline.redis_log import RedisLog
-    from pipeline.supervisor import Job
+    from pipeline.supervisor import Job, Supervisor
 
 USAGE = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
+       minisgl shell [flags]                chat in the terminal, with any OpenAI server
        minisgl trace UID [flags]            what happened to a request of a server that runs
        minisgl top [flags]                  all of a server that runs, live in the terminal
        minisgl dead ACTION [flags]          requests that killed their workers: ls, show, requeue or drop
@@ -83,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from ops.bench import command
 
             return command.run(arguments[1:], os.environ)
+        if arguments[0] == "shell":
+            from ops.shell import command as shell
+
+            return shell.main(arguments[1:], os.environ)
         if arguments[0] == "trace":
             from ops import trace
 
@@ -96,10 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return dead.main(arguments[1:], os.environ)
         if arguments[0] not in ("serve", "stage"):
-            raise ConfigError(
-                f"{arguments[0]}: no such command; expected serve, stage, trace, top, dead or bench"
-                " (see minisgl --help)"
-            )
+            known = "serve, stage, shell, trace, top, dead or bench"
+            raise ConfigError(f"{arguments[0]}: no such command; expected {known} (see minisgl --help)")
         config = parse_command(arguments, os.environ)
         if config.worker.slot is not None:
             return run_worker(config)
@@ -131,6 +134,10 @@ def serve(config: Config) -> int:
 
     configure_logging()
     began_s = time.monotonic()
+    if config.serve.shell:
+        from ops.shell.foreground import check_terminal
+
+        check_terminal()
     _check_keys(config)
     folder = model_folder(config)
     with contextlib.ExitStack() as stack:
@@ -147,6 +154,9 @@ def serve(config: Config) -> int:
             *(job(TOKENIZE) for _ in range(max(config.serve.tokenizers, 1))),
             job(DETOKENIZE),
         ]
+
+        if config.serve.shell:
+            return _supervise_with_shell(config, folder, url, jobs, watch_redis)
 
         def say_ready() -> None:
             _banner(config, folder, time.monotonic() - began_s)
@@ -284,6 +294,43 @@ def _redis(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
         server.stop()
 
 
+def _supervise_with_shell(
+    config: Config, folder: Path, url: str, jobs: Sequence[Job], watch_redis: Callable[[], None]
+) -> int:
+    """Run *jobs* until the shell before them ends, or a SIGTERM comes; return the exit code."""
+    from ops.shell.foreground import Foreground
+    from pipeline.observe import configure_logging
+    from pipeline.supervisor import StartFailed
+    from web.keys import first_key
+    from web.listener import url_here
+
+    front = Foreground(config.data_dir)
+    configure_logging(to=front.log)
+
+    def say_ready() -> None:
+        if _is_nonsense(folder):
+            print("No --model was given, so a small random model answers: it speaks nonsense.")
+        print(f"The server's log is {front.log_path}; Ctrl-D ends chat and server.", flush=True)
+
+    def run(supervisor: Supervisor) -> None:
+        where = url_here(config.web.host, config.web.port)
+        key = first_key(config.keys.api_key, config.keys.limits)
+        front.run(supervisor, (sys.executable, __file__, "shell", "--url", where), key)
+
+    try:
+        code = _supervise(
+            config, url, jobs, say_ready, READY_TIMEOUT_S, watch_redis, run, output=front.log, show=front.show_progress
+        )
+    except StartFailed:
+        front.tell_why()
+        raise
+    finally:
+        front.show_progress(())
+    if code:
+        front.tell_why()
+    return code or front.code
+
+
 def _supervise(
     config: Config,
     url: str,
@@ -291,8 +338,15 @@ def _supervise(
     say_ready: Callable[[], None],
     ready_timeout_s: float,
     watch_redis: Callable[[], None],
+    run: Callable[[Supervisor], None] | None = None,
+    *,
+    output: BinaryIO | None = None,
+    show: Callable[[Sequence[str]], None] | None = None,
 ) -> int:
-    """Run *jobs* until a signal comes; return the exit code."""
+    """Keep *jobs* running until a signal comes, or *run* returns; return the exit code.
+
+    They write to *output*, where it is given, and *show* is told who is not ready yet.
+    """
     from pipeline.redis_log import RedisLog
     from pipeline.supervisor import ChildFailed, Supervisor
 
@@ -303,13 +357,14 @@ def _supervise(
         program=(sys.executable, __file__),
         environment=_child_environment(os.environ, url, secrets_of(config)),
         watch_redis=watch_redis,
+        output=output,
     )
     supervisor.listen()
     try:
         supervisor.start()
-        if supervisor.wait_until_ready(ready_timeout_s):
+        if supervisor.wait_until_ready(ready_timeout_s, show):
             say_ready()
-        supervisor.run()
+            (run or Supervisor.run)(supervisor)
         supervisor.stop([[WEB], [TOKENIZE, GENERATE, DETOKENIZE]])  # web drains; what is in hand then stays in the log
     except ChildFailed:
         return EXIT_CONFIG  # the child has said why
@@ -337,12 +392,17 @@ def _child_environment(
     return {"MALLOC_ARENA_MAX": "1"} | kept | dict(secrets or {}) | {"MINISGL_REDIS_URL": url}
 
 
-def _banner(config: Config, folder: Path, seconds: float) -> None:
+def _is_nonsense(folder: Path) -> bool:
     from ops.demo_model.nonsense import MODEL_ID
 
-    everywhere = config.web.host in ("0.0.0.0", "::")  # which is nothing to connect to
-    url = f"http://{'127.0.0.1' if everywhere else config.web.host}:{config.web.port}"
-    if folder.name == MODEL_ID:
+    return folder.name == MODEL_ID
+
+
+def _banner(config: Config, folder: Path, seconds: float) -> None:
+    from web.listener import url_here
+
+    url = url_here(config.web.host, config.web.port)
+    if _is_nonsense(folder):
         print(
             "\nNo --model was given, so a small random model answers: it speaks nonsense.\n"
             "For sense, pass a model of the Hugging Face hub, or a folder: minisgl serve --model Qwen/Qwen3-0.6B",

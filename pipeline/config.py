@@ -118,6 +118,11 @@ def yes_or_no(text: str) -> bool:
     return text.lower() in ("yes", "true", "1")
 
 
+def first_word(text: str) -> str:
+    """Parse one of several words: a server may have many keys, and a client sends one."""
+    return next(iter(text.split()), "")
+
+
 def page_size(text: str) -> int:
     """Parse a power of two, or `auto` as 0."""
     value = auto_or(1)(text)
@@ -330,7 +335,7 @@ class WebConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """How many processes `serve` starts."""
+    """Which processes `serve` starts."""
 
     tokenizers: int = flag(
         "--tokenizers",
@@ -339,6 +344,13 @@ class ServeConfig:
         default=1,
         parse=at_least(0),
         help="tokenizer processes; 0 means 1",
+    )
+    shell: bool = flag(
+        "--shell",
+        "--shell-mode",
+        default=False,
+        parse=yes_or_no,
+        help="chat in this terminal once the server is ready; it ends with the chat",
     )
 
 
@@ -413,6 +425,29 @@ class TopConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ShellConfig:
+    """Whom the shell talks to, and what it begins with."""
+
+    url: str = flag("--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", help="the server, with or without /v1")
+    model: str = flag("--model", default="", help="the model's name [the first that the server lists]")
+    key: str = flag(
+        "--api-key",
+        default="",
+        parse=first_word,
+        secret=True,
+        help="key to send; rather set MINISGL_API_KEY: everybody here can read a command line [none]",
+    )
+    system: str = flag("--system", default="", help="text that comes before the conversation [none]")
+    params: tuple[str, ...] = flag(
+        "--set",
+        default=(),
+        repeated=True,
+        help="fields of the requests, NAME=VALUE: temperature=0.2 max_tokens=64 [the server's defaults]",
+    )
+    prompt: str = flag("--prompt", "-q", default="", help="ask this once, print the answer and leave")
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One command line, resolved as far as it can be without looking at the machine."""
 
@@ -442,10 +477,13 @@ class Config:
 
 def data_folder(data_dir: str, port: int) -> Path:
     """Return the folder that --data-dir names, or the one of the server at *port* in the user's state folder."""
-    if data_dir:
-        return Path(data_dir).expanduser().absolute()
+    return Path(data_dir).expanduser().absolute() if data_dir else state_folder() / str(port)
+
+
+def state_folder() -> Path:
+    """Return our folder among those where the user's programs keep their state."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "minisgl" / str(port)
+    return Path(state).expanduser() / "minisgl"
 
 
 OWNERS: Mapping[str, tuple[type[Any], ...]] = {
@@ -477,8 +515,9 @@ TOOLS: Mapping[str, tuple[type[Any], ...]] = {
     "dead show": (ConnectConfig, PrintConfig),
     "dead requeue": (ConnectConfig, RequestConfig, RetentionConfig, PrintConfig),
     "dead drop": (ConnectConfig, PrintConfig),
+    "shell": (ShellConfig,),
 }
-"""The same of the commands that look into the log of a server, for `parse_flags`."""
+"""The same of the commands that look into a server that runs, for `parse_flags`."""
 
 
 def concealed(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -486,20 +525,21 @@ def concealed(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
     Everybody can read a command line: who finds any begins again without them. A URL without a password is none.
     """
-    owners = {owner for each in (*OWNERS.values(), *TOOLS.values()) for owner in each}
-    secrets = {
-        name: item for item in flags_of(tuple(owners)) if item.metadata["secret"] for name in item.metadata["flags"]
-    }
+    secrets: dict[str, dataclasses.Field[Any]] = {}
+    for item in (item for owners in (*OWNERS.values(), *TOOLS.values()) for item in flags_of(owners)):
+        if item.metadata["secret"]:
+            for name in item.metadata["flags"]:
+                secrets.setdefault(name, item)  # a flag of several commands takes what `serve` lets it take
     kept: list[str] = []
     variables: dict[str, str] = {}
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
-        item = secrets.get(name)
-        if item is None:
+        if name not in secrets:
             kept.append(word)
             continue
+        item = secrets[name]
         values = [value] if equals else []
         while not equals and rest and not rest[0].startswith("-") and (item.metadata["repeated"] or not values):
             values.append(rest.pop(0))

@@ -6,20 +6,20 @@ Events are snake_case facts and values are fields; a request gets one canonical 
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import orjson
 import structlog
 
 
-def configure_logging(**bound: object) -> None:
-    """Set structlog up for this process; *bound* is in every line."""
+def configure_logging(to: BinaryIO | None = None, **bound: object) -> None:
+    """Set structlog up for this process, on stderr or as JSON *to* a file; *bound* is in every line."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=False),
     ]
-    if sys.stderr.isatty():
+    if to is None and sys.stderr.isatty():
         processors.append(structlog.dev.ConsoleRenderer(pad_event_to=24))
         factory: Any = structlog.WriteLoggerFactory(file=sys.stderr)
     else:
@@ -27,6 +27,6 @@ def configure_logging(**bound: object) -> None:
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(serializer=lambda value, **_: orjson.dumps(value, default=str)),
         ]
-        factory = structlog.BytesLoggerFactory(file=sys.stderr.buffer)
+        factory = structlog.BytesLoggerFactory(file=to or sys.stderr.buffer)
     structlog.configure(processors=processors, logger_factory=cast(Any, factory), cache_logger_on_first_use=True)
     structlog.contextvars.bind_contextvars(**bound)

@@ -6,14 +6,16 @@ thread that started it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 import structlog
 
@@ -90,11 +92,16 @@ class Supervisor:
         program: Sequence[str],
         environment: Mapping[str, str],
         watch_redis: Callable[[], None],
+        output: BinaryIO | None = None,
     ) -> None:
-        """*program* is the start of every child's command line, `minisgl`, by exec; *watch_redis* keeps Redis alive."""
+        """*program* is the start of every child's command line, `minisgl`, by exec; *watch_redis* keeps Redis alive.
+
+        The children write to *output*, or where this process does.
+        """
         self._log = log
         self._watch_redis = watch_redis
         self._jobs = jobs
+        self._output = output
         self._program = tuple(program)
         self._run = secrets.token_hex(8)
         self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid()), RUN_VARIABLE: self._run}
@@ -111,6 +118,18 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, count)
 
+    @contextlib.contextmanager
+    def without_interrupts(self) -> Iterator[None]:
+        """Leave SIGINT to somebody else on this terminal. Not ignored, which a child would inherit."""
+
+        def leave(*_: object) -> None: ...
+
+        before = signal.signal(signal.SIGINT, leave)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def start(self) -> None:
         """Start one process for every job. Each asks for the lowest slot that no other of them asks for.
 
@@ -123,8 +142,8 @@ class Supervisor:
             num_started[job.stage] += 1
             self._children.append(_Child(job, self._spawn(job, slot), slot))
 
-    def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait until every child says that it is ready; False when a signal came first.
+    def wait_until_ready(self, timeout_s: float, show: Callable[[Sequence[str]], None] | None = None) -> bool:
+        """Wait until every child says that it is ready; False when a signal came first. *show* is told who is late.
 
         Raises:
             ChildFailed: A child ended with the exit code for configuration.
@@ -134,6 +153,8 @@ class Supervisor:
         while True:
             self.watch()
             late = [child for child in self._children if child.status is None or child.status.phase != "ready"]
+            if show is not None:
+                show([_why(child) for child in late])
             if not late or self.signals:
                 return not late
             for child in late:
@@ -149,13 +170,13 @@ class Supervisor:
                 )
             time.sleep(POLL_S)
 
-    def run(self) -> None:
-        """Keep the children alive until a signal comes.
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Keep the children alive until a signal comes, or *until* holds.
 
         Raises:
             ChildFailed: A child ended with the exit code for configuration.
         """
-        while not self.signals:
+        while not self.signals and not (until is not None and until()):
             self.watch()
             time.sleep(POLL_S)
 
@@ -195,6 +216,8 @@ class Supervisor:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
             env=self._environment,
             pass_fds=job.pass_fds,
             start_new_session=True,

@@ -69,9 +69,18 @@ class OpenAIStandIn:
     """Awaited before a stream is answered."""
     cut: bool = False
     """Whether the connection breaks after the frames."""
+    model: str = "stand-in"
+    uid: str = ""
+    """What a stream's header says, where its request can be read again."""
+    rest: Callable[[str], Frames | tuple[int, object]] = field(default=lambda last_id: (404, {}))
+    """What is said to who reads it again, after an id."""
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "stand-in"}]})
+        return web.json_response({"data": [{"id": self.model}]})
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        assert request.match_info["uid"] == self.uid
+        return await self._send(request, self.rest(request.headers.get("last-event-id", "")))
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
@@ -82,10 +91,13 @@ class OpenAIStandIn:
         self.paths.append(request.path)
         if self.gate is not None:
             await self.gate()
-        answer = self.script(body)
+        return await self._send(request, self.script(body))
+
+    async def _send(self, request: web.Request, answer: Frames | tuple[int, object]) -> web.StreamResponse:
         if isinstance(answer, tuple):
             return web.json_response(answer[1], status=answer[0])
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        named = {"x-minisgl-uid": self.uid} if self.uid else {}
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", **named})
         await response.prepare(request)
         for frame in answer:
             await response.write(frame)
@@ -105,6 +117,7 @@ def listening() -> Iterator[OpenAIStandIn]:
     async def listen() -> None:
         app = web.Application()
         app.router.add_get("/v1/models", server.models)
+        app.router.add_get("/v1/requests/{uid}/events", server.events)
         app.router.add_post("/v1/chat/completions", server.complete)
         app.router.add_post("/v1/completions", server.complete)
         runner = web.AppRunner(app, access_log=None)

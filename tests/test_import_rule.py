@@ -124,6 +124,11 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
         ("stages.detokenize.worker", ("torch", "transformers")),
         ("stages.generate.schedule.schedule", ("torch",)),
         ("stages.generate.model.checkpoint", ("torch", "numpy")),
+        ("ops.shell.command", ("torch", "aiohttp", "prompt_toolkit", "rich", "redis", "pydantic")),
+        (
+            "ops.shell.chat, ops.shell.keyboard, ops.shell.script",
+            ("torch", "transformers", "numpy", "redis", "pydantic"),
+        ),
     ],
 )
 def test_a_process_that_needs_no_torch_does_not_load_it(module: str, absent: tuple[str, ...]) -> None:

@@ -81,6 +81,12 @@ def read_keys(api_keys: Sequence[str], limits_file: str) -> Keys:
     return Keys(Quota(hash_of(key), **(default | own.get(key, {}))) for key in dict.fromkeys([*api_keys, *own]))
 
 
+def first_key(api_keys: Sequence[str], limits_file: str) -> str:
+    """Return a key that lets in, as `read_keys` reads them; empty where everybody may send. Raises ConfigError."""
+    own = _limits_in(limits_file)[1] if limits_file else {}
+    return next(iter([*api_keys, *own]), "")
+
+
 def _limits_in(path: str) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """Return the limits of [default], and key -> those of its own table. Raises ConfigError."""
     where = f"--limits {path}"

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping
 from typing import Final
 
 from pipeline.errors import ConfigError
 
 BACKLOG: Final = 2048
+ANY_ADDRESS: Final[Mapping[str, str]] = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+"""What a server listens on, and where a client on its machine finds it then."""
 USER_TIMEOUT_MS: Final = 30_000
 """After so long without an acknowledgement a client is gone, though it never said so."""
 
@@ -45,3 +48,13 @@ def open_listener(host: str, port: int) -> socket.socket:
             ) from error
         raise ConfigError(f"--host {host} --port {port}: {error.strerror}; take another address or port") from error
     return listener
+
+
+def url_here(host: str, port: int) -> str:
+    """Return where a client on this machine finds a server that listens on *host*."""
+    return url_to(ANY_ADDRESS.get(host, host), port)
+
+
+def url_to(host: str, port: int) -> str:
+    """Return the URL of a host, which may be an IPv6 address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -34,7 +34,7 @@ from web.connections import Connection, Protocol
 from web.frontend import Frontend
 from web.janitor import Janitor
 from web.keys import Keys, read_keys
-from web.listener import BACKLOG, open_listener
+from web.listener import BACKLOG, open_listener, url_to
 from web.ready import Limits
 
 logger = structlog.get_logger()
@@ -120,7 +120,7 @@ class Seat:
 
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return url_to(host, port)
 
 
 async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:

@@ -45,7 +45,7 @@ ENGINE = {
     ("--memory-ratio",),
     ("--max-seq-len", "--max-seq-len-override"),
 }
-SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count")}
+SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count"), ("--shell", "--shell-mode")}
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
 FLAGS = {
@@ -66,10 +66,11 @@ TOOL_FLAGS = {
     "dead show": frozenset(CONNECT | JSON),
     "dead requeue": frozenset(CONNECT | REQUESTS | RETENTION | JSON),
     "dead drop": frozenset(CONNECT | JSON),
+    "shell": frozenset({("--url",), ("--model",), ("--api-key",), ("--system",), ("--set",), ("--prompt", "-q")}),
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
-REPEATED = ("--served-model-name", "--api-key")
+REPEATED = ("--served-model-name", "--api-key", "--set")
 SECRET = ("--redis-url", "--api-key")
 VALUES: dict[str, tuple[str, object]] = {
     "--model": ("/m o d e l", "/m o d e l"),
@@ -108,8 +109,15 @@ VALUES: dict[str, tuple[str, object]] = {
     "--json": ("yes", True),
     "--interval": ("0.5", 0.5),
     "--once": ("yes", True),
+    "--shell": ("yes", True),
+    "--url": ("http://h:1", "http://h:1"),
+    "--system": ("Be kind.", "Be kind."),
+    "--set": ("seed=1", ("seed=1",)),
+    "--prompt": ("Hi", "Hi"),
 }
 """A value for each flag, and what it becomes."""
+TOOL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
+"""The same of the tools: the shell sends one key of those that a server has."""
 
 BAD_VALUES = [
     ("--port", "eighty", "at least 1"),
@@ -218,17 +226,16 @@ def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPa
 def test_the_flags_of_a_tool_are_these_and_each_sets_its_value(tool: str) -> None:
     flags = {item.metadata["flags"]: item.name for item in flags_of(TOOLS[tool])}
     assert set(flags) == TOOL_FLAGS[tool]
-    for (flag,), field in flags.items():
-        text, value = VALUES[flag]
-        for arguments, environment in (([flag, text], {}), ([], {variable(flag): text})):
+    for names, field in flags.items():
+        text, value = TOOL_VALUES[names[0]]
+        for arguments, environment in (*(([name, text], {}) for name in names), ([], {variable(names[0]): text})):
             configs = parse_flags(tool, TOOLS[tool], arguments, environment)
             assert value in [getattr(config, field, None) for config in configs]
 
 
 def test_a_flag_that_a_tool_shares_with_serve_has_the_same_default() -> None:
     defaults = {item.name: item.default for item in flags_of(OWNERS["serve"])}
-    of_tools_alone = ("as_json", "interval_s", "once")
-    shared = [item for owners in TOOLS.values() for item in flags_of(owners) if item.name not in of_tools_alone]
+    shared = [item for owners in TOOLS.values() for item in flags_of(owners) if item.name in defaults]
     assert {item.name: item.default for item in shared} == {item.name: defaults[item.name] for item in shared}
 
 

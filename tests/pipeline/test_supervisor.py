@@ -213,3 +213,52 @@ def test_a_signal_ends_the_wait_for_readiness(folder: Path, redis_url: str) -> N
         began_s = time.monotonic()
         assert not supervisor.wait_until_ready(60)
         assert time.monotonic() - began_s < 60
+
+
+def test_the_children_write_where_they_are_told_to(folder: Path, redis_url: str) -> None:
+    (folder / "worker.py").write_text("import os\nos.write(1, b'out ')\nos.write(2, b'err')\nraise SystemExit(2)\n")
+    log = RedisLog(redis_url, Names())
+    with (folder / "output").open("wb") as output:
+        supervisor = Supervisor(
+            log,
+            [job(folder, "generate")],
+            program=(sys.executable, str(folder / "worker.py")),
+            environment=os.environ,
+            watch_redis=lambda: None,
+            output=output,
+        )
+        supervisor.start()
+        with pytest.raises(ChildFailed):
+            supervisor.wait_until_ready(30)
+    log.close()
+    assert (folder / "output").read_bytes() == b"out err"
+
+
+def test_who_is_late_is_shown_until_nobody_is(folder: Path, redis_url: str) -> None:
+    shown: list[list[str]] = []
+    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+        assert supervisor.wait_until_ready(30, lambda late: shown.append(list(late)))
+    assert shown[0] == ["tokenize-0 (starting)"] and shown[-1] == []
+
+
+def test_it_runs_until_what_it_is_told(folder: Path, redis_url: str) -> None:
+    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+        supervisor.run(until=lambda: len(starts(folder)) == 1)
+        assert supervisor.signals == 0
+
+
+def test_an_interrupt_of_somebody_else_does_not_count_and_a_termination_does(folder: Path, redis_url: str) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with supervised(folder, redis_url) as supervisor:
+            supervisor.listen()
+            with supervisor.without_interrupts():
+                os.kill(os.getpid(), signal.SIGINT)
+                assert supervisor.signals == 0
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert supervisor.signals == 1
+            os.kill(os.getpid(), signal.SIGINT)
+            assert supervisor.signals == 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

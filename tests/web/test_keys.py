@@ -27,7 +27,7 @@ from pipeline.errors import ConfigError
 from pipeline.events import Cancelled, SamplingParams, Submitted
 from pipeline.log import Quota
 from pipeline.names import Names
-from web.keys import Keys, hash_of, read_keys
+from web.keys import Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
 from web.pace import LONGEST_S, Pace
 from web.ready import Limits
@@ -130,6 +130,14 @@ def test_a_file_gives_limits_to_its_keys_and_to_those_of_the_flag(tmp_path: Path
         Quota(hash_of("third"), 60, 4),
         None,
     ]
+
+
+def test_the_first_key_is_the_flags_or_else_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "limits.toml"
+    file.write_text('[[key]]\nkey = "sk-1"\n[[key]]\nkey = "sk-2"\n')
+    assert first_key((), "") == ""
+    assert first_key((), str(file)) == "sk-1"
+    assert first_key(("a", "b"), str(file)) == "a"
 
 
 def test_without_a_default_what_is_not_said_has_no_limit(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""`minisgl shell`: flags -> a chat, where there is a terminal, or one answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final, TextIO
+
+from ops.shell.conversation import Conversation
+from ops.shell.params import NotSet, read_settings
+from pipeline.config import TOOLS, ShellConfig, parse_flags, state_folder
+from pipeline.errors import ConfigError, MiniSGLError
+
+ABOUT: Final = """\
+Chats with any OpenAI server. With -q, or with something piped in, it asks that once and prints the answer alone: the
+prompt of -q, a blank line and what was piped, where there are both.
+"""
+HISTORY: Final = "shell_history"
+EXIT_BROKEN_PIPE: Final = 1
+EXIT_INTERRUPTED: Final = 130
+EXIT_TERMINATED: Final = 143
+
+
+class NoPrompt(MiniSGLError):
+    """There is nothing to ask."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Chat, or ask once; return the exit code.
+
+    Raises:
+        ConfigError: The flags cannot work.
+        NoPrompt: What was piped in is no prompt.
+        Unanswered: The one question was not answered.
+    """
+    (config,) = parse_flags("shell", TOOLS["shell"], arguments, environment, about=ABOUT)
+    conversation = Conversation(system=config.system, params=_params(config))
+    for stream in (sys.stdout, sys.stderr):
+        _let_nothing_be_unprintable(stream)
+    is_typed = sys.stdin is not None and sys.stdin.isatty()
+    if config.prompt or not is_typed:
+        return _ask_once(config, conversation, _question(config.prompt, "" if is_typed else _piped()))
+    if not sys.stdout.isatty():
+        raise ConfigError("standard output is no terminal: pass what to ask with -q, or pipe it in")
+    return _chat(config, conversation, environment)
+
+
+def _ask_once(config: ShellConfig, conversation: Conversation, question: str) -> int:
+    from ops.shell.script import answer_once
+    from ops.shell.server import Server, base_of
+
+    server = Server(base_of(config.url), config.key)
+    try:
+        reply = answer_once(server, conversation, config.model, question, sys.stdout)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said there, at exit too
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    if reply.unknown_fields:
+        sys.stderr.write(f"minisgl: the server does not know {reply.unknown_fields}, and did without\n")
+    return 0
+
+
+def _chat(config: ShellConfig, conversation: Conversation, environment: Mapping[str, str]) -> int:
+    from ops.shell.chat import Chat
+    from ops.shell.keyboard import Keyboard, lines_before
+    from ops.shell.screen import Screen
+    from ops.shell.server import Server, base_of
+
+    screen = Screen(sys.stdout)
+    keyboard = sys.stdin.fileno()
+    server = Server(base_of(config.url), config.key)
+    chat = Chat(server, conversation, config.model, screen, lambda: screen.unechoed(keyboard))
+    signal.signal(signal.SIGTERM, lambda *_: chat.leave())
+    before, why_not_kept = lines_before(state_folder() / HISTORY)
+    with contextlib.suppress(KeyboardInterrupt):  # of a server that does not answer: a chat can begin without its name
+        chat.greet()
+    if why_not_kept:
+        screen.note(why_not_kept)
+    chat.run(Keyboard(before).read)
+    return EXIT_TERMINATED if chat.is_leaving else 0
+
+
+def _params(config: ShellConfig) -> dict[str, object]:
+    try:
+        settings = read_settings(" ".join(config.params))
+        if settings.taken_back:  # nothing is set yet
+            raise NotSet(f"{settings.taken_back[0]}: expected NAME=VALUE, say temperature=0.2")
+        return dict(settings.values)
+    except NotSet as error:
+        raise ConfigError(f"--set: {error}") from None
+
+
+def _question(prompt: str, piped: str) -> str:
+    question = "\n\n".join(part for part in (prompt, piped) if part.strip())
+    if not question:
+        raise NoPrompt("standard input is empty: there is nothing to ask")
+    return question
+
+
+def _piped() -> str:
+    content = b"" if sys.stdin is None else sys.stdin.buffer.read()
+    try:
+        return content.decode().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise NoPrompt(f"standard input is no text in UTF-8: byte {error.start} is {content[error.start]:#x}") from None
+
+
+def _let_nothing_be_unprintable(stream: TextIO) -> None:
+    """Escape what the encoding of a stream does not have: it must not end an answer."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,155 @@
+"""What was said so far, what goes with it, and how both are kept in a file. Knows neither terminal nor server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ops.shell.params import why_not_settable
+from pipeline.errors import MiniSGLError
+
+KIND: Final = "minisgl conversation"
+"""What a file of ours says that it is: no other file is written over."""
+
+Message = dict[str, str]
+
+
+class NotKept(MiniSGLError):
+    """A conversation cannot be written to the file, or read from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question and its answer."""
+
+    question: str
+    answer: str
+    cut: bool = False
+    """Whether the answer was ended by who asked."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The turns so far, the system text before them, and the fields that every request gets."""
+
+    system: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+
+    def body(self, model: str, question: str, turns: Sequence[Turn]) -> dict[str, Any]:
+        """Return the request that asks *question* after *turns*."""
+        head = [_message("system", self.system)] if self.system else []
+        messages = [*head, *_messages(turns), _message("user", question)]
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"model": model, "messages": messages, **stream, **self.params}
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _messages(turns: Sequence[Turn]) -> list[Message]:
+    pairs = [(_message("user", turn.question), _message("assistant", turn.answer)) for turn in turns]
+    return [message for pair in pairs for message in pair]
+
+
+def save(conversation: Conversation, path: Path) -> None:
+    """Write *conversation* to *path*, all of it or nothing; what is no conversation is not written over.
+
+    Raises:
+        NotKept: It cannot be written there.
+    """
+    path = Path(os.path.realpath(path.expanduser()))
+    if path.exists():
+        try:
+            load(path)
+        except NotKept as error:
+            raise NotKept(f"{path} is there already and would be lost: it is no conversation of ours") from error
+    document = {
+        "kind": KIND,
+        "system": conversation.system,
+        "params": conversation.params,
+        "turns": [
+            {"question": turn.question, "answer": turn.answer, **({"cut": True} if turn.cut else {})}
+            for turn in conversation.turns
+        ],
+    }
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    try:
+        _replace(path, (text + "\n").encode("utf-8", "surrogatepass"))
+    except OSError as error:
+        raise NotKept(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write *content* beside *path* and put it in its place; only its owner may read it."""
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def load(path: Path) -> Conversation:
+    """Return the conversation in *path*.
+
+    Raises:
+        NotKept: It cannot be read, or is no conversation; the message says what was seen.
+    """
+    path = path.expanduser()
+    try:
+        if not path.is_file() and path.exists():
+            raise NotKept(f"{path} is no file")
+        content = path.read_bytes()
+    except OSError as error:
+        raise NotKept(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        document = json.loads(content.decode("utf-8", "surrogatepass"), parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise NotKept(f"{path} holds no conversation: it is not JSON") from None
+    if wrong := _what_is_wrong(document):
+        raise NotKept(f"{path} holds no conversation: {wrong}")
+    turns = [Turn(turn["question"], turn["answer"], turn.get("cut", False)) for turn in document["turns"]]
+    return Conversation(document["system"], document["params"], turns)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _what_is_wrong(document: object) -> str:
+    """Say why a document is not what `save` writes; empty where it is."""
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        return f'expected an object with "kind": "{KIND}"'
+    expected = {"kind": str, "system": str, "params": dict, "turns": list}
+    if wrong := _unlike(document, expected):
+        return wrong
+    for name in document["params"]:
+        if wrong := why_not_settable(name):
+            return f"params: {wrong}"
+    for number, turn in enumerate(document["turns"], 1):
+        if not isinstance(turn, dict):
+            return f"turn {number} is no object"
+        if wrong := _unlike({"cut": False} | turn, {"question": str, "answer": str, "cut": bool}):
+            return f"turn {number}: {wrong}"
+    return ""
+
+
+def _unlike(document: Mapping[str, object], expected: Mapping[str, type]) -> str:
+    for name, kind in expected.items():
+        if name not in document:
+            return f"`{name}` is missing"
+        if not isinstance(document[name], kind):
+            return f"`{name}` should be of another type ({kind.__name__})"
+    unknown = sorted(document.keys() - expected.keys())
+    return f"`{unknown[0]}` is unknown" if unknown else ""

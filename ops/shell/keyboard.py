@@ -1,0 +1,118 @@
+"""The prompt: one line or several, the lines typed before, and completion of commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import Condition, has_focus
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory, ThreadedHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout.processors import TabsProcessor
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from ops.shell.lines import NAMES
+
+PROMPT: Final = "> "
+WITH_FILES: Final = ("/save ", "/load ")
+
+
+class _Lines(FileHistory):
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk costs the line its place in the file, not the chat
+            super().store_string(string)
+
+
+class _Commands(Completer):
+    """Completes the commands' names, and the paths of those that take a file."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """As Completer has it."""
+        text = document.text_before_cursor
+        for command in WITH_FILES:
+            if text.startswith(command):
+                path = text[len(command) :]
+                yield from self._paths.get_completions(Document(path, len(path)), complete_event)
+        if text.startswith("/"):
+            yield from (Completion(name, -len(text)) for name in NAMES if name.startswith(text))
+
+
+def lines_before(file: Path) -> tuple[History, str]:
+    """Return the lines typed before, which *file* keeps and only its owner may read, and why they are not kept."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(handle, 0o600)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        return InMemoryHistory(), f"what you type is not kept: {file}: {error.strerror}"
+    return ThreadedHistory(_Lines(str(file))), ""
+
+
+class Keyboard:
+    """Reads what is typed; Enter sends it, Alt-Enter and a backslash before Enter go to a new line."""
+
+    def __init__(self, before: History) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=Condition(
+                lambda: "\n" in self._session.default_buffer.text
+            ),  # else Ctrl-R takes the whole screen
+            prompt_continuation=" " * len(PROMPT),
+            history=before,
+            completer=_Commands(),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            key_bindings=_keys(),
+            enable_suspend=True,
+            input_processors=[TabsProcessor(char1=" ", char2=" ")],
+        )
+
+    def read(self) -> str:
+        """Return the next input.
+
+        Raises:
+            EOFError: Ctrl-D at an empty prompt.
+            KeyboardInterrupt: SIGINT. The key Ctrl-C sends none here.
+        """
+        return self._session.prompt()
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)
+
+    @keys.add("enter", filter=typing)
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\") and not buffer.document.text_after_cursor:
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter", filter=typing)
+    def go_to_new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    @keys.add("c-c", filter=typing)
+    def empty(event: KeyPressEvent) -> None:
+        event.current_buffer.reset()
+
+    @keys.add("<sigint>")
+    def interrupt(event: KeyPressEvent) -> None:  # no key but a signal, also while something is searched
+        event.app.exit(exception=KeyboardInterrupt)
+
+    return keys

@@ -1,0 +1,46 @@
+"""One question and its answer, for scripts: the answer alone goes to the output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, TextIO
+
+from ops.shell.conversation import Conversation
+from ops.shell.reply import Reply
+from ops.shell.server import NO_MODEL, Server
+from ops.shell.text import printable
+
+
+def answer_once(server: Server, conversation: Conversation, model: str, question: str, out: TextIO) -> Reply:
+    """Ask *question* and write the answer to *out*, ended by a newline; return all that is known of it.
+
+    Raises:
+        Unanswered: It did not come, or not to its end.
+        BrokenPipeError: Nobody reads *out* any more.
+    """
+    reply = Reply()
+    asyncio.run(_answer(server, conversation.body(model, question, ()), out, reply))
+    return reply
+
+
+async def _answer(server: Server, body: dict[str, Any], out: TextIO, reply: Reply) -> None:
+    is_terminal = out.isatty()
+    last = ""
+    if not body["model"]:
+        body["model"] = next(iter(await server.models()), NO_MODEL)
+    pieces = server.answer(body, reply)
+    try:
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                if piece.kind == "text":
+                    out.write(printable(piece.text) if is_terminal else piece.text)
+                    out.flush()
+                    last = piece.text[-1]
+    except BaseException:
+        last = last or "\n"  # of what never came there is no line to end
+        raise
+    finally:
+        if last != "\n":
+            out.write("\n")
+            out.flush()

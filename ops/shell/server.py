@@ -1,0 +1,183 @@
+"""One OpenAI server, as the shell asks it. Knows HTTP and how a broken stream goes on, not what is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+
+from ops.shell.frames import Frame, FrameReader
+from ops.shell.refusals import Refusal, refusal_of
+from ops.shell.reply import Piece, Reply
+from ops.shell.text import one_line
+from pipeline.errors import ConfigError, MiniSGLError
+
+CONNECT_TIMEOUT_S: Final = 10.0
+MODELS_TIMEOUT_S: Final = 5.0
+GO_ON_S: Final = 8.0
+"""How long a stream that broke is asked for again; a worker is back after two seconds, a server after some more."""
+GO_ON_POLL_S: Final = 0.25
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+UID: Final = "x-minisgl-uid"
+UNKNOWN_FIELDS: Final = "x-minisgl-unknown-fields"
+NOT_NOW: Final = (502, 503, 504)
+NO_MODEL: Final = "default"
+"""What is asked of a server that lists no models."""
+NETWORK: Final = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class Unanswered(MiniSGLError):
+    """The server did not answer, or not to the end."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+def base_of(url: str) -> str:
+    """Return a server's address without /v1.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        parts = urlsplit(url.strip())
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port)
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"--url {one_line(url)}: no address of a server; expected one such as http://127.0.0.1:1919")
+    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+class Server:
+    """Where requests go. Each has a connection of its own: none that a restart of the server has made stale."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        """*url* as `base_of` returns it."""
+        self._url = url
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    @property
+    def name(self) -> str:
+        """Its address, without a password."""
+        parts = urlsplit(self._url)
+        return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+    async def models(self) -> list[str]:
+        """Return the names in /v1/models.
+
+        Raises:
+            Unanswered: There is no list.
+        """
+        try:
+            async with (
+                self._session(aiohttp.ClientTimeout(total=MODELS_TIMEOUT_S)) as session,
+                session.get(f"{self._url}/v1/models") as response,
+            ):
+                content = await response.read()
+                if response.status != 200:
+                    raise Unanswered(refusal_of(response.status, content))
+                document = await response.json(content_type=None)
+                return [str(model["id"]) for model in document["data"]]
+        except NETWORK as error:
+            raise self._unreachable(error) from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise Unanswered(Refusal(f"{self.name}/v1/models is no list of models")) from None
+
+    async def answer(self, body: Mapping[str, Any], reply: Reply) -> AsyncGenerator[Piece, None]:
+        """Send a request; fold what comes into *reply* and yield what is to be shown. Who stops reading cancels it.
+
+        Raises:
+            Unanswered: It was refused, or its stream broke and could not be gone on with.
+        """
+        async with self._session(aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)) as session:
+            has_begun, trouble = False, "it ended too early"
+            try:
+                async with session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+                    if response.status != 200:
+                        raise Unanswered(refusal_of(response.status, await response.read()))
+                    has_begun = True
+                    reply.uid = one_line(response.headers.get(UID, ""))
+                    reply.unknown_fields = one_line(response.headers.get(UNKNOWN_FIELDS, ""))
+                    async for piece in _pieces(response, reply):
+                        yield piece
+            except NETWORK as error:
+                if not has_begun:
+                    raise self._unreachable(error) from None
+                trouble = _said(error)
+            if reply.uid and not reply.is_done and reply.refusal is None:
+                async for piece in self._go_on(session, reply, trouble):
+                    yield piece
+            _check(reply, trouble)
+
+    async def _go_on(self, session: aiohttp.ClientSession, reply: Reply, trouble: str) -> AsyncIterator[Piece]:
+        """Read what is missing of the answer of a MiniSGL server, as often as the stream breaks."""
+        deadline_s = time.monotonic() + GO_ON_S
+        has_told = False
+        while time.monotonic() < deadline_s:
+            after = {"last-event-id": reply.last_id} if reply.last_id else {}
+            num_frames = reply.num_frames
+            try:
+                async with session.get(f"{self._url}/v1/requests/{reply.uid}/events", headers=after) as response:
+                    if response.status == 200:
+                        reply.go_on()
+                        async for piece in _pieces(response, reply):
+                            yield piece
+                    elif response.status not in NOT_NOW:
+                        found = refusal_of(response.status, await response.read())
+                        raise Unanswered(Refusal(f"the stream broke: {trouble}; the rest: {found.message}"))
+            except NETWORK as error:
+                trouble = _said(error)
+            if reply.is_done or reply.refusal is not None:
+                return
+            if reply.num_frames > num_frames:
+                deadline_s = time.monotonic() + GO_ON_S
+            elif not has_told:
+                yield Piece(" [the connection broke; trying to go on ..] ", "note")
+                has_told = True
+            await asyncio.sleep(GO_ON_POLL_S)
+
+    def _session(self, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
+        is_here = urlsplit(self._url).hostname in LOOPBACK  # a proxy of the environment would not find it
+        return aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=not is_here)
+
+    def _unreachable(self, error: BaseException) -> Unanswered:
+        return Unanswered(Refusal(f"{self.name} cannot be reached: {_said(error)}"))
+
+
+async def _pieces(response: aiohttp.ClientResponse, reply: Reply) -> AsyncIterator[Piece]:
+    """Fold a response into *reply* until it ends, or says that it does."""
+    if response.content_type == "application/json":  # the server does not stream
+        for piece in reply.take(Frame((await response.read()).decode(errors="replace"))):
+            yield piece
+        return
+    reader = FrameReader()
+    while data := await response.content.readany():
+        for frame in reader.feed(data):
+            for piece in reply.take(frame):
+                yield piece
+            if reply.is_done or reply.refusal is not None:
+                return
+
+
+def _check(reply: Reply, trouble: str) -> None:
+    """Raise Unanswered for an answer that has not come to its end."""
+    if reply.refusal is not None:
+        raise Unanswered(reply.refusal)
+    if not reply.has_ended:
+        raise Unanswered(Refusal(f"the stream broke: {trouble}"))
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError | OSError) and error.errno and error.errno > 0:
+        return os.strerror(error.errno)
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    return one_line(str(error) or type(error).__name__)[:200]

@@ -1,0 +1,218 @@
+"""`minisgl shell` in scripts: one question, whose answer alone is on standard output."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from openai_stand_in import DONE, FINISH, Body, Frames, OpenAIStandIn, data, listening, text_chunk
+from servers import ROOT, free_port
+
+NASTY = "a\x1b[2J\r\n\tü\x00"
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: bytes
+    err: str
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAIStandIn]:
+    with listening() as stand_in:
+        stand_in.script = said("Hel", "lo!")
+        yield stand_in
+
+
+def said(*texts: str, end: Frames | None = None) -> Any:
+    def frames(body: Body) -> Frames:
+        return [*map(text_chunk, texts), *([FINISH, DONE] if end is None else end)]
+
+    return frames
+
+
+def start(*arguments: str, url: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "minisgl.py"), "shell", "--url", url, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=kept | dict(environment or {}),
+    )
+
+
+def ask(*arguments: str, url: str, piped: bytes = b"", environment: Mapping[str, str] | None = None) -> Ended:
+    process = start(*arguments, url=url, environment=environment)
+    out, err = process.communicate(piped, timeout=60)
+    return Ended(process.returncode, out, err.decode())
+
+
+def asked(server: OpenAIStandIn) -> list[dict[str, str]]:
+    (body,) = server.bodies
+    messages: list[dict[str, str]] = body["messages"]
+    return messages
+
+
+def test_a_prompt_is_answered_with_the_answer_alone(server: OpenAIStandIn) -> None:
+    assert ask("-q", "Hi", url=server.url) == Ended(0, b"Hello!\n", "")
+    assert asked(server) == [{"role": "user", "content": "Hi"}]
+    assert server.bodies[0]["model"] == "stand-in", "the first that the server lists"
+
+
+def test_all_that_is_piped_in_is_one_prompt(server: OpenAIStandIn) -> None:
+    assert ask(url=f"{server.url}/v1/", piped=b"  Hi\n\n/reset\n\n").code == 0
+    assert asked(server) == [{"role": "user", "content": "  Hi\n\n/reset"}]
+    assert server.paths == ["/v1/chat/completions"]
+
+
+def test_a_prompt_comes_before_what_is_piped_in(server: OpenAIStandIn) -> None:
+    ask("--prompt", "Sum this up:", url=server.url, piped="ü\n".encode())
+    assert asked(server) == [{"role": "user", "content": "Sum this up:\n\nü"}]
+
+
+def test_flags_say_model_system_text_fields_and_key(server: OpenAIStandIn) -> None:
+    flags = ("--model", "m", "--system", "Be kind.", "--set", "seed=1", 'stop=["a b"]', "-q", "Hi")
+    assert ask(*flags, url=server.url).code == 0
+    (body,) = server.bodies
+    assert body["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert (body["model"], body["seed"], body["stop"]) == ("m", 1, ["a b"])
+    assert "authorization" not in server.headers[0]
+    ask("-q", "Hi", url=server.url, environment={"MINISGL_API_KEY": "k1 k2", "MINISGL_SET": "seed=2 top_k=3"})
+    assert server.headers[1]["authorization"] == "Bearer k1"
+    assert (server.bodies[1]["seed"], server.bodies[1]["top_k"]) == (2, 3)
+
+
+def test_the_text_is_as_the_model_wrote_it_where_no_terminal_reads_it(server: OpenAIStandIn) -> None:
+    server.script = said(NASTY)
+    assert ask("-q", "Hi", url=server.url).out == NASTY.encode() + b"\n"
+    server.script = said("ends with one\n")
+    assert ask("-q", "Hi", url=server.url).out == b"ends with one\n"
+
+
+def test_thoughts_are_not_of_the_answer(server: OpenAIStandIn) -> None:
+    thought = data({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
+    server.script = lambda body: [thought, text_chunk("A"), FINISH, DONE]
+    assert ask("-q", "Hi", url=server.url) == Ended(0, b"A\n", "")
+
+
+def test_a_refusal_goes_to_standard_error(server: OpenAIStandIn) -> None:
+    server.script = lambda body: (400, {"error": {"message": "temperature:\nno\x1b[2J", "code": "c"}})
+    assert ask("-q", "Hi", url=server.url) == Ended(1, b"", "minisgl: HTTP 400: temperature: no\\x1b[2J\n")
+
+
+def test_what_came_before_an_error_is_printed(server: OpenAIStandIn) -> None:
+    server.script = said("Hel", end=[data({"error": {"message": "It broke."}}), DONE])
+    assert ask("-q", "Hi", url=server.url) == Ended(1, b"Hel\n", "minisgl: It broke.\n")
+    server.script, server.cut = said("Hel", end=[]), True
+    broken = ask("-q", "Hi", url=server.url)
+    assert (broken.code, broken.out) == (1, b"Hel\n") and broken.err.startswith("minisgl: the stream broke: ")
+
+
+def test_a_stream_that_ends_without_an_end_broke(server: OpenAIStandIn) -> None:
+    server.script = said("Hel", end=[])
+    assert ask("-q", "Hi", url=server.url) == Ended(1, b"Hel\n", "minisgl: the stream broke: it ended too early\n")
+
+
+def test_a_stream_that_broke_goes_on_and_nothing_comes_twice(server: OpenAIStandIn) -> None:
+    """An event may be several frames, of which the last has its id."""
+    whole = [
+        text_chunk("a"),
+        b"id: 1-0\n" + text_chunk("b"),
+        text_chunk("c"),
+        b"id: 2-0\n" + text_chunk("d"),
+        FINISH,
+        DONE,
+    ]
+    breaks: Iterator[Frames | tuple[int, object]] = iter([[b"id: 1-0\ndata: {torn"], (503, {}), whole[2:3], whole[2:]])
+    after: list[str] = []
+
+    def rest(last_id: str) -> Frames | tuple[int, object]:
+        after.append(last_id)
+        return next(breaks)
+
+    server.uid, server.rest, server.script = "u1", rest, lambda body: whole[:3]
+    assert ask("-q", "Hi", url=server.url) == Ended(0, b"abcd\n", "")
+    assert after == 4 * ["1-0"] and len(server.bodies) == 1
+
+
+def test_a_stream_whose_request_is_gone_broke(server: OpenAIStandIn) -> None:
+    server.uid, server.script = "u1", said("Hel", end=[])
+    server.rest = lambda last_id: (404, {"error": {"message": "There is no such request."}})
+    ended = ask("-q", "Hi", url=server.url)
+    assert (ended.code, ended.out) == (1, b"Hel\n")
+    assert ended.err == (
+        "minisgl: the stream broke: it ended too early; the rest: HTTP 404: There is no such request.\n"
+    )
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert ask("-q", "Hi", url=url) == Ended(1, b"", f"minisgl: {url} cannot be reached: Connection refused\n")
+
+
+@pytest.mark.parametrize(
+    ("piped", "said"),
+    [(b"", "standard input is empty"), (b" \n\n", "is empty"), (b"ab\xff", "no text in UTF-8: byte 2 is 0xff")],
+)
+def test_what_is_no_prompt_is_not_sent(server: OpenAIStandIn, piped: bytes, said: str) -> None:
+    ended = ask(url=server.url, piped=piped)
+    assert (ended.code, ended.out) == (1, b"") and said in ended.err
+    assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--set", "n=2"), "--set: n cannot be set"),
+        (("--set", "temperature"), "--set: temperature: expected NAME=VALUE"),
+        (("--set", "seed="), "--set: seed: expected NAME=VALUE"),
+        (("--url", "127.0.0.1:1919"), "expected one such as http://"),
+        (("--url", "http://h:x"), "expected one such as http://"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(server: OpenAIStandIn, flags: tuple[str, str], said: str) -> None:
+    ended = ask("-q", "Hi", *flags, url=server.url)
+    assert (ended.code, ended.out) == (2, b"") and said in ended.err
+
+
+def test_ctrl_c_ends_with_130(server: OpenAIStandIn) -> None:
+    has_come, has_left = threading.Event(), threading.Event()
+
+    async def gate() -> None:
+        has_come.set()
+        await asyncio.to_thread(has_left.wait, 60)
+
+    server.gate = gate
+    process = start("-q", "Hi", url=server.url)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert has_come.wait(30)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    has_left.set()
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read() + process.stderr.read() == b""
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_reader_that_leaves_ends_it_without_a_word(server: OpenAIStandIn) -> None:
+    server.script = said(*(1000 * "x" for _ in range(2000)))
+    process = start("-q", "Hi", url=server.url)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.close()
+    assert process.stdout.read(1) == b"x"
+    process.stdout.close()
+    assert process.wait(30) == 1
+    assert process.stderr.read() == b""
+    process.stderr.close()

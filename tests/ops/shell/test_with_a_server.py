@@ -1,0 +1,305 @@
+"""`minisgl shell` and `serve --shell` with real servers, on a pseudo-terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import redis
+from servers import ROOT, Command, Server, eventually, free_port, run_command, serve, wait_until_ready
+from terminal import Terminal, on_a_terminal
+
+from ops.shell.conversation import Conversation, Turn, save
+from pipeline.events import AnyEvent, Cancelled, Finished, Submitted, TokensProduced, decode
+from pipeline.names import WEB, Names
+from pipeline.redis_log import RedisLog
+
+pytestmark = pytest.mark.slow
+
+NAMES = Names()
+ENDLESS = "/set ignore_eos=true max_tokens=3500"
+BRIEF = "/set ignore_eos=true max_tokens=12"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture
+def shell(server: Server, tmp_path: Path) -> Iterator[Terminal]:
+    with on_a_terminal(["shell", "--url", server.url], tmp_path) as terminal:
+        yield terminal
+
+
+def told(redis_url: str) -> list[list[AnyEvent]]:
+    """Return the histories of all requests but the frontend's own, the oldest first."""
+    with redis.Redis.from_url(redis_url, protocol=2, decode_responses=True) as client:
+        uids = sorted(str(key).rpartition(":")[2] for key in client.scan_iter(match=NAMES.request("*"), count=1000))
+    log = RedisLog(redis_url, NAMES)
+    try:
+        histories = [[decode(entry.fields) for entry in history] for history in log.histories(uids)]
+    finally:
+        log.close()
+    return [history for history in histories if submitted(history).endpoint != "probe"]
+
+
+def submitted(history: list[AnyEvent]) -> Submitted:
+    assert isinstance(history[0], Submitted)
+    return history[0]
+
+
+def messages(history: list[AnyEvent]) -> list[tuple[str, str]]:
+    return [(str(message["role"]), str(message["content"])) for message in submitted(history).messages]
+
+
+def text(history: list[AnyEvent]) -> str:
+    return "".join(event.text for event in history if isinstance(event, TokensProduced))
+
+
+def until_long(shell: Terminal, num: int = 300) -> None:
+    """Wait until there is so much of an answer."""
+    start = len(shell.text)
+    shell.until(lambda: len(shell.text) > start + num, "an answer under way")
+
+
+def test_the_server_gets_all_turns_and_after_a_reset_one_message(shell: Terminal, server: Server) -> None:
+    shell.said(BRIEF)
+    num_before = len(told(server.redis_url))
+    for question in ("one", "two", "three"):
+        shell.said(question)
+    assert "/rset is no command" in shell.said("/rset")
+    assert shell.said("/reset") == "the conversation is empty"
+    shell.said("four")
+    first, second, third, fourth = told(server.redis_url)[num_before:]
+    assert messages(third) == [
+        ("user", "one"),
+        ("assistant", text(first)),
+        ("user", "two"),
+        ("assistant", text(second)),
+        ("user", "three"),
+    ]
+    assert messages(fourth) == [("user", "four")]
+    assert {
+        history[-1].usage.completion_tokens for history in (first, fourth) if isinstance(history[-1], Finished)
+    } == {12}
+    figures = shell.said("/stats")
+    assert "answers 1 4" in figures and "output tokens 12 48" in figures
+    uid = figures.partition("`minisgl trace ")[2][:32]
+    assert httpx.get(f"{server.url}/v1/requests/{uid}").json()["completion_tokens"] == 12
+    assert shell.said("/model") == "* minisgl-nonsense"
+
+
+def test_ctrl_c_cancels_on_the_server_and_what_came_stays(shell: Terminal, server: Server, tmp_path: Path) -> None:
+    shell.said(ENDLESS)
+    shell.enter("endless")
+    until_long(shell)
+    shell.press("\x03")
+    shell.until_shown("cut; the conversation has what came so far")
+    shell.until(lambda: isinstance(told(server.redis_url)[-1][-1], Cancelled), "the request is cancelled")
+    cut = told(server.redis_url)[-1]
+    shell.said(BRIEF)
+    shell.said("more")
+    after = told(server.redis_url)[-1]
+    assert isinstance(after[-1], Finished)
+    (role, answer), (_, last) = messages(after)[1:]
+    assert role == "assistant" and len(answer) > 100 and text(cut).startswith(answer) and last == "more"
+    shell.said("/save talk.json")
+    assert [turn.get("cut", False) for turn in json.loads((tmp_path / "talk.json").read_text())["turns"]] == [
+        True,
+        False,
+    ]
+
+
+def test_what_the_server_says_of_a_request_is_shown(shell: Terminal, tmp_path: Path) -> None:
+    save(Conversation(turns=[Turn(9000 * "a", "b")]), tmp_path / "long.json")
+    shell.said(BRIEF)
+    shell.said("/set tempratur=1")
+    assert shell.said("one").endswith("the server does not know tempratur, and did without")
+    assert shell.said("/load long.json").startswith("loaded: 1 turn")
+    shell.said(BRIEF)
+    said = shell.said("three")
+    assert "maximum context length is 4096 tokens" in said
+    assert said.endswith("/reset begins a new conversation, /undo takes the last turn back")
+    assert shell.said("/undo").startswith("taken back: aaaa")
+    assert "error" not in shell.said("three")
+
+
+def test_an_answer_goes_on_where_it_was_when_its_web_worker_dies(
+    shell: Terminal, server: Server, tmp_path: Path
+) -> None:
+    shell.said("/set ignore_eos=true max_tokens=2500")
+    shell.enter("long")
+    until_long(shell)
+    (worker,) = server.command.workers(WEB)
+    worker.kill()
+    shell.until_shown("the answer ends here by its token limit")
+    history = told(server.redis_url)[-1]
+    assert isinstance(history[-1], Finished)
+    shell.said("/save talk.json")
+    (turn,) = json.loads((tmp_path / "talk.json").read_text())["turns"]
+    assert turn["answer"] == text(history), "nothing is missing and nothing came twice"
+    letters = "".join(shell.text.partition("> long")[2].split())
+    assert "".join(text(history).split())[-200:] in letters
+    wait_until_ready(server.url, [server.command])
+
+
+@contextlib.contextmanager
+def served(port: int, folder: Path) -> Iterator[Command]:
+    command = run_command(["serve", "--port", str(port), "--data-dir", str(folder / "data")], folder)
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}", [command])
+        yield command
+    finally:
+        command.stop()
+
+
+def test_a_server_that_is_killed_and_comes_back_is_answered_in_the_same_shell(tmp_path: Path) -> None:
+    port = free_port()
+    with on_a_terminal(["shell", "--url", f"http://127.0.0.1:{port}"], tmp_path) as shell:
+        with served(port, tmp_path) as command:
+            shell.said(BRIEF)
+            shell.said("one")
+            shell.said(ENDLESS)
+            shell.enter("two")
+            until_long(shell)
+            command.process.kill()
+        shell.until_shown("error: the stream broke: ")
+        assert "cannot be reached: Connection refused" in shell.said("three")
+        with served(port, tmp_path):
+            shell.said(BRIEF)
+            assert "error" not in shell.said("four")
+            log = told(f"unix://{tmp_path / 'data' / 'redis.sock'}")
+    first, _, last = log
+    assert messages(last) == [("user", "one"), ("assistant", text(first)), ("user", "four")]
+    assert isinstance(last[-1], Finished)
+
+
+def test_a_script_gets_the_answer_alone(server: Server) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "minisgl.py"),
+        "shell",
+        "--url",
+        server.url,
+        "--set",
+        "max_tokens=9",
+        "seed=1",
+    ]
+    for arguments, piped, said in ((["-q", "Hi"], "", "Hi"), ([], "Hello\nyou\n", "Hello\nyou")):
+        done = subprocess.run(
+            [*command, *arguments], input=piped, capture_output=True, text=True, timeout=60, check=True
+        )
+        history = told(server.redis_url)[-1]
+        assert messages(history) == [("user", said)]
+        assert (done.stdout.removesuffix("\n"), done.stderr) == (text(history).removesuffix("\n"), "")
+    refused = subprocess.run(
+        [*command, "--model", "absent", "-q", "Hi"], capture_output=True, text=True, timeout=60, check=False
+    )
+    unknown = subprocess.run(
+        [*command, "tempratur=1", "-q", "Hi"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert unknown.stderr == "minisgl: the server does not know tempratur, and did without\n"
+    assert (refused.returncode, refused.stdout) == (1, "") and "no such model" in refused.stderr
+
+
+def starting(port: int, folder: Path, *flags: str) -> list[str]:
+    return ["serve", "--shell", "--port", str(port), "--data-dir", str(folder / "data"), *flags]
+
+
+def below(shell: Terminal) -> list[psutil.Process]:
+    top = psutil.Process(shell.child.pid)
+    return [top, *top.children(recursive=True)]
+
+
+def alive(family: list[psutil.Process]) -> list[psutil.Process]:
+    return [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def assert_ended(family: list[psutil.Process], port: int) -> None:
+    assert not alive(family)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None:
+    port = free_port()
+    with on_a_terminal(starting(port, tmp_path), tmp_path, {"MINISGL_API_KEY": "k1 k2"}) as shell:
+        shell.until_shown("starting: ")
+        shell.until_asking()
+        log = tmp_path / "data" / "serve.log"
+        assert f"logis{log};Ctrl-Dendschatandserver." in "".join(shell.text.split())
+        assert f"http://127.0.0.1:{port}, model minisgl-nonsense; /help lists the commands" in shell.lines
+        assert "starting" not in shell.text and "level" not in shell.text
+        assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 401
+        family = below(shell)
+        shell.said(ENDLESS)
+        shell.enter("endless")
+        until_long(shell)
+        shell.press("\x03")
+        shell.until_shown("cut; the conversation has what came so far")
+        shell.said(BRIEF)
+        assert "error" not in shell.said("more")
+        assert "k1" not in " ".join(part for process in family for part in process.cmdline())
+        shell.press("\x03")
+        shell.press("\x04")
+        assert shell.ended() == 0
+    assert_ended(family, port)
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines() if line.startswith("{")]
+    assert "engine_loaded" in events and "request" in events and "worker_killed" not in events
+
+
+def test_sigterm_ends_shell_and_server_and_gives_the_terminal_back(tmp_path: Path) -> None:
+    port = free_port()
+    with on_a_terminal(starting(port, tmp_path), tmp_path) as shell:
+        before = termios.tcgetattr(shell.child.child_fd)
+        shell.until_asking()
+        family = below(shell)
+        os.kill(shell.child.pid, signal.SIGTERM)
+        assert shell.ended() == 0
+        assert termios.tcgetattr(shell.child.child_fd)[3] == before[3]
+    assert_ended(family, port)
+    assert "worker_killed" not in (tmp_path / "data" / "serve.log").read_text()
+
+
+def test_a_server_that_is_killed_takes_its_shell_along(tmp_path: Path) -> None:
+    """It was started by a shell, as by people: the terminal is not gone with it."""
+    program = ("/bin/sh", "-c", f'{sys.executable} {ROOT / "minisgl.py"} "$@"; echo it ended with $?; read line', "sh")
+    with on_a_terminal(starting(free_port(), tmp_path), tmp_path, program=program) as shell:
+        before = termios.tcgetattr(shell.child.child_fd)
+        shell.until_asking()
+        _, serve, *others = family = below(shell)
+        assert "serve" in serve.cmdline() and len(others) == 6
+        serve.kill()
+        shell.until_shown("it ended with 137")
+        del family[0]
+        eventually(lambda: not alive(family), "nothing of it is left")
+        assert termios.tcgetattr(shell.child.child_fd)[3] == before[3]
+
+
+def test_a_worker_that_cannot_start_says_why_in_the_terminal(tmp_path: Path) -> None:
+    with on_a_terminal(
+        starting(free_port(), tmp_path, "--device", "cuda"), tmp_path, {"CUDA_VISIBLE_DEVICES": ""}
+    ) as shell:
+        assert shell.ended() == 2
+        shown = " ".join(shell.text.split())
+    assert "minisgl: --device cuda" in shown and "serve.log has all of it" in shown
+
+
+def test_without_a_terminal_there_is_no_shell_and_nothing_is_started(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "minisgl.py"), *starting(free_port(), tmp_path)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("minisgl: --shell: needs a terminal")
+    assert not (tmp_path / "data").exists()
