@@ -109,7 +109,7 @@ def test_where_the_output_is_no_terminal_it_is_one_picture_too(lived: LivedReque
 
 
 def test_as_json_it_is_one_object_on_one_line(lived: LivedRequests, top: Top) -> None:
-    failed, cancelled = lived.submitted(), lived.submitted()
+    failed, cancelled = sorted((lived.submitted(), lived.submitted()))  # two of one millisecond have any order
     lived.ended(failed, Failed(status=500, code="oops", message="It broke."))
     lived.ended(cancelled, Cancelled(by="client"))
     picture = top.picture()
