@@ -215,7 +215,6 @@ class LossyProxy:
     def __init__(self, server_url: str, folder: Path) -> None:
         self._server = parse_address(server_url.removesuffix(QUERY))
         self.url = f"unix://{folder / 'proxy.sock'}{QUERY}"
-        self._greeting = False  # whether what was sent last only opens a connection: no reply to lose
         self._passing = -1  # how many more replies pass before the one that is lost; -1: all
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / "proxy.sock"))
@@ -248,8 +247,9 @@ class LossyProxy:
                 return
             server = self._connected()
             self._sockets += [client, server]
+            asked = threading.Event()
             for source, target in ((client, server), (server, client)):
-                thread = threading.Thread(target=self._pump, args=(source, target, source is server))
+                thread = threading.Thread(target=self._pump, args=(source, target, source is server, asked))
                 self._threads.append(thread)
                 thread.start()
 
@@ -260,15 +260,21 @@ class LossyProxy:
         server.connect(self._server.socket)
         return server
 
-    def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool, asked: threading.Event) -> None:
+        """*asked*: a reply is to come that can be lost, as those to what opens a connection cannot. Of one that comes in
+        pieces the first counts.
+        """
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if not is_reply:
-                    self._greeting = GREETING.match(data) is not None
-                elif self._passing >= 0 and not self._greeting:
-                    self._passing -= 1
-                    if self._passing < 0:
+                    if GREETING.match(data) is None:
+                        asked.set()
+                elif asked.is_set():
+                    asked.clear()
+                    if self._passing == 0:
+                        self._passing = -1
                         break
+                    self._passing = max(self._passing - 1, -1)
                 target.sendall(data)
         _shut(source, target)
 
