@@ -261,9 +261,7 @@ class LossyProxy:
         return server
 
     def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool, asked: threading.Event) -> None:
-        """*asked*: a reply is to come that can be lost, as those to what opens a connection cannot. Of one in pieces the
-        first counts.
-        """
+        """*asked*: a reply that can be lost is to come, perhaps in pieces; those to what opens a connection cannot."""
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if not is_reply:
