@@ -110,19 +110,26 @@ def test_what_it_shows_is_what_metrics_and_the_histories_say(server: Server) -> 
 
 
 def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
-    streams = [Stream(server, f"Number {number}.", max_tokens=400) for number in range(3)]
-    try:
-        eventually(lambda: all(stream.num_frames for stream in streams), "all of them run")
-        shown = picture(server)
-    finally:
-        for stream in streams:
-            stream.leave()
-    uids = {stream.uid for stream in streams}
-    running = [each for each in shown["requests"] if each["uid"] in uids]
-    (engine,) = shown["engines"]
-    assert {each["state"] for each in running} <= {"running", "finished"}
-    assert all(each["tokens_per_s"] > 0 and each["output_tokens"] > 0 for each in running)
-    assert engine["output_tokens_per_s"] > 0 and engine["between_tokens_p50_s"] > 0
+    def shows_how_fast() -> bool:
+        """Look while three requests run; where the look takes longer than they do, look again."""
+        streams = [Stream(server, f"Number {number}.", max_tokens=400) for number in range(3)]
+        try:
+            eventually(lambda: all(stream.num_frames for stream in streams), "all of them run")
+            shown = picture(server)
+        finally:
+            for stream in streams:
+                stream.leave()
+        uids = {stream.uid for stream in streams}
+        running = [each for each in shown["requests"] if each["uid"] in uids]
+        (engine,) = shown["engines"]
+        assert {each["state"] for each in running} <= {"running", "finished"}
+        return (
+            all((each["tokens_per_s"] or 0) > 0 and each["output_tokens"] > 0 for each in running)
+            and (engine["output_tokens_per_s"] or 0) > 0
+            and (engine["between_tokens_p50_s"] or 0) > 0
+        )
+
+    eventually(shows_how_fast, "it shows how fast they are", timeout_s=60)
 
 
 def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server) -> None:
