@@ -1,0 +1,574 @@
+"""The conversations that the demo model learns from, made from a seed: every answer is computed, nothing is downloaded.
+
+Training never sees what is held out: a wording is in one of the two lists of its `Wording`, a value (a word, a name, a
+pair of numbers) on one side of `is_held_out`. It knows no tokens and no model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+from zlib import crc32
+
+from ops.demo_model import wordings as w
+from ops.demo_model.wordings import Wording
+
+VERSION: Final = 3
+"""Counts up with every change to what a seed makes; a checkpoint names the one that it learnt from."""
+
+HELD_OUT_OF: Final = 8
+"""One value in so many is held out."""
+WORD: Final = re.compile(r"[A-Za-z]+")
+CONSONANTS: Final = "bcdfghjklmnpqrstvwxyz"
+VOWELS: Final = "aeiou"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages and tools as a chat template takes them. Every message of the assistant is to be learned."""
+
+    family: str
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request and its answer. `word` is the answer in one word; empty where there is none."""
+
+    request: str
+    answer: str
+    word: str = ""
+    can_shout: bool = True
+    """The answer may be in capitals."""
+
+
+def is_held_out(value: object) -> bool:
+    """Say whether *value* is for the evaluation alone, in capitals or not."""
+    return crc32(str(value).casefold().encode()) % HELD_OUT_OF == 0
+
+
+@functools.cache
+def all_wordings() -> Mapping[str, Wording]:
+    """Return every wording there is, by its name."""
+    parts = {f"PERSON_PARTS.{name}": wording for name, wording in w.PERSON_PARTS.items()}
+    return {name: value for name, value in vars(w).items() if isinstance(value, Wording)} | parts
+
+
+@functools.cache
+def frame_words() -> frozenset[str]:
+    """Return the words, in small letters, that the corpus itself speaks with: all but values."""
+    told = [w.WHO, w.ABILITIES, w.UNKNOWN, *w.GREETED, *w.FINE, *w.WELCOME, *w.GOODBYE, *w.I_SEE, *w.SKIES]
+    told += [*w.DAYS, *w.MONTHS, *w.POLITE_BEFORE, *w.POLITE_AFTER, *SPOKEN, json.dumps(TOOLS)]
+    sentences = [sentence for wording in all_wordings().values() for sentence in wording.trained]
+    told += [re.sub(r"\{\w+\}", " ", sentence) for sentence in sentences]
+    return frozenset(word.casefold() for text in told for word in WORD.findall(text))
+
+
+@functools.cache
+def listed(values: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
+    """Return those of *values* that are no frame words and on the wanted side."""
+    return tuple(value for value in values if is_held_out(value) is held_out and value.casefold() not in frame_words())
+
+
+@functools.cache
+def _frame_listed(held_out: bool) -> tuple[str, ...]:
+    words = sorted(word for word in frame_words() if len(word) > 2)
+    return tuple(word for word in words if is_held_out(word) is held_out)
+
+
+SPOKEN: Final = (
+    "Nice to meet you, .",
+    "Your name is .",
+    "I will remember that you like .",
+    "Your favourite colour is .",
+    "Your favorite color is .",
+    "I will remember .",
+    "You told me .",
+    "You have not told me your name.",
+    "You have not told me your favourite colour, your favorite color.",
+    "You have not told me a number.",
+    "They are equal.",
+    " is larger than .",
+    " is smaller than .",
+    " comes after .",
+    " comes before .",
+    "It is and degrees in .",
+    "name age city job day month color colour",
+    "system user assistant arguments # Tools",
+    "Unknown Okay Equal",
+    '{"city": "temperature": "sky": "temperature_c": "condition": "temp": "weather": "sum": "result":} degrees',
+    "the a an and or but with of on in to very not is are was red big small old new good bad happy",
+)
+
+
+def _schema(name: str, description: str, properties: Message) -> Message:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+GET_WEATHER: Final = tuple(
+    _schema("get_weather", description, {"city": {"type": "string", **more}})
+    for description, more in (
+        ("Get the weather in a city.", {}),
+        ("Get the weather in a city", {"description": "The name of the city"}),
+        ("Get the current weather for a city", {}),
+        ("Return the weather of a city.", {"description": "The city"}),
+        ("Tell the weather in a given city.", {}),
+    )
+)
+ADD: Final = tuple(
+    _schema("add", description, {"a": {"type": kind}, "b": {"type": kind}})
+    for description, kind in (
+        ("Add two numbers.", "integer"),
+        ("Add two numbers", "number"),
+        ("Add a and b", "integer"),
+        ("Return the sum of two numbers.", "number"),
+        ("The sum of two integers.", "integer"),
+    )
+)
+TOOLS: Final = (*GET_WEATHER, *ADD)
+
+
+class Maker:
+    """Makes exchanges and conversations of one side: what is trained, or what is held out."""
+
+    def __init__(self, random: Random, *, held_out: bool) -> None:
+        self._random = random
+        self._held_out = held_out
+
+    # Wordings
+
+    def ask(self, wording: Wording, *, order: bool = False, **values: str | int) -> str:
+        """Return one of the sentences of *wording* as a person might type it; *order*: it can be asked for politely."""
+        random = self._random
+        text = random.choice(wording.held_out if self._held_out else wording.trained)
+        if text[-1] in ".?!" and random.random() < 0.2:
+            text = text[:-1]
+        if order and text[0].isupper() and text.split()[0] not in NO_ORDER and random.random() < 0.2:
+            text = random.choice(w.POLITE_BEFORE) + _small(text)
+        elif order and text.endswith(".") and random.random() < 0.1:
+            text = text[:-1] + random.choice(w.POLITE_AFTER) + "."
+        if random.random() < 0.25:
+            text = _small(text)
+        if "'" in text and random.random() < 0.3:
+            text = text.replace("'", "")
+        return text.format(**values)
+
+    def chance(self, least: int, most: int) -> int:
+        """Return a number from *least* to *most*."""
+        return self._random.randint(least, most)
+
+    # Values
+
+    def listed(self, values: tuple[str, ...]) -> str:
+        """Return one of *values* of this side."""
+        return self._random.choice(listed(values, self._held_out))
+
+    def invented(self, shortest: int = 3, longest: int = 9) -> str:
+        """Return a word that nobody has heard before."""
+        random = self._random
+        while True:
+            length = random.randint(shortest, longest)
+            letters = ""
+            while len(letters) < length:
+                letters += random.choice(CONSONANTS) + random.choice(VOWELS)
+                if random.random() < 0.3:
+                    letters += random.choice(CONSONANTS)
+                if random.random() < 0.15:
+                    letters += random.choice(VOWELS)
+            word = letters[:length] if random.random() < 0.7 else letters[1 : length + 1]
+            if is_held_out(word) is self._held_out and word not in frame_words():
+                return word
+
+    def word(self) -> str:
+        """Return a word to spell, to reverse or to repeat."""
+        chance = self._random.random()
+        if chance < 0.5:
+            return self.invented()
+        if chance < 0.92 or self._held_out:
+            return self.listed(w.WORDS)
+        return self._random.choice(_frame_listed(self._held_out))
+
+    def name(self) -> str:
+        name = self.listed(w.NAMES) if self._random.random() < 0.5 else self.invented(3, 7).capitalize()
+        return name.lower() if self._random.random() < 0.08 else name
+
+    def city(self) -> str:
+        return self.listed(w.CITIES) if self._random.random() < 0.5 else self.invented(4, 8).capitalize()
+
+    def color(self) -> str:
+        return self.listed(w.COLORS) if self._random.random() < 0.7 else self.invented(3, 7)
+
+    def job(self) -> str:
+        return self.listed(w.JOBS) if self._random.random() < 0.6 else self.invented(4, 8)
+
+    def numbers(self, draw: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return what *draw* draws, as soon as it is of this side, in whatever order."""
+        while True:
+            drawn = draw()
+            if is_held_out(tuple(sorted(drawn))) is self._held_out:
+                return drawn
+
+    def _number(self, weights: tuple[int, int, int] = (2, 3, 5)) -> int:
+        """Return a number up to 999 with one, two or three digits."""
+        digits = self._random.choices((1, 2, 3), weights)[0]
+        return self._random.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+    def _terms(self, *, difference: bool) -> tuple[int, int]:
+        """Return two numbers; more often than by chance a carry goes on to the next digit, or may seem to."""
+        a, b = self._number(), self._number()
+        if self._random.random() < 0.25:
+            place = self._random.choice((10, 10, 100))
+            digit = a // place % 10
+            b += ((digit if difference else 9 - digit) - b // place % 10) * place
+        if difference and a < b and self._random.random() < 0.9:
+            a, b = b, a
+        return a, b
+
+    # Exchanges
+
+    def greet(self) -> Exchange:
+        kinds = ((w.GREETING, w.GREETED), (w.HOW_ARE_YOU, w.FINE), (w.THANKS, w.WELCOME), (w.BYE, w.GOODBYE))
+        wording, (answer, word) = self._random.choice(kinds)
+        return Exchange(self.ask(wording), answer, word)
+
+    def introduce(self) -> Exchange:
+        if self._random.random() < 0.6:
+            return Exchange(self.ask(w.WHO_ARE_YOU), w.WHO, w.NAME)
+        return Exchange(self.ask(w.WHAT_CAN_YOU_DO), w.ABILITIES)
+
+    def small_talk(self) -> Exchange:
+        return Exchange(self.ask(w.SMALL_TALK), *w.I_SEE)
+
+    def unknown(self) -> Exchange:
+        topic = self.word() if self._random.random() < 0.6 else self.city()
+        return Exchange(self.ask(w.QUESTIONS, topic=topic), w.UNKNOWN, "Unknown")
+
+    def weather(self) -> Exchange:
+        """Ask for the weather where there is no tool for it."""
+        return Exchange(self.ask(w.WEATHER, city=self.city()), w.UNKNOWN, "Unknown")
+
+    def echo(self) -> Exchange:
+        random = self._random
+        num_words = random.choices((1, 2, 3, 4, 5, 6, 8, 10), (4, 4, 4, 3, 3, 2, 1, 1))[0]
+        words = [
+            self.word() if random.random() < 0.5 else random.choice(_frame_listed(False)) for _ in range(num_words)
+        ]
+        words[random.randrange(len(words))] = self.word()  # so that there is something of this side
+        if random.random() < 0.15:
+            words.insert(random.randrange(len(words) + 1), str(random.randrange(1000)))
+        text = " ".join(words)
+        style = random.random()
+        if style < 0.4:
+            text = text[0].upper() + text[1:]
+        elif style < 0.5:
+            text = text.title()
+        elif style < 0.55:
+            text = text.upper()
+        if len(words) > 2 and random.random() < 0.15:
+            text = text.replace(" ", ", ", 1)
+        text += random.choices(("", ".", "!", "?"), (5, 3, 2, 1))[0]
+        request = self.ask(w.ECHO, order=True, text=text)
+        return Exchange(request, text)
+
+    def spell(self) -> Exchange:
+        word = self._cased(self.word())
+        return Exchange(self.ask(w.SPELL, order=True, word=word), " ".join(word))
+
+    def reverse(self) -> Exchange:
+        word = self._cased(self.word())
+        return Exchange(self.ask(w.REVERSE, order=True, word=word), word[::-1], word[::-1])
+
+    def _cased(self, word: str) -> str:
+        chance = self._random.random()
+        return word.capitalize() if chance < 0.08 else word.upper() if chance < 0.12 else word
+
+    def count(self, *, length: int = 0) -> Exchange:
+        """*length*: how many numbers; 0: as chance has it."""
+        random = self._random
+
+        def draw() -> tuple[int, ...]:
+            steps = length or random.randint(*random.choices(((1, 12), (12, 40), (40, 110)), (16, 3, 1))[0])
+            first = 1 if random.random() < 0.3 else random.randint(0, 100 if random.random() < 0.8 else 900)
+            return first, first + steps
+
+        first, last = self.numbers(draw)
+        if random.random() < 0.3:
+            request = self.ask(w.COUNT_DOWN, order=True, first=last, last=first)
+            return Exchange(request, " ".join(map(str, range(last, first - 1, -1))))
+        wording = w.COUNT_TO if first == 1 and random.random() < 0.5 else w.COUNT
+        return Exchange(
+            self.ask(wording, order=True, first=first, last=last), " ".join(map(str, range(first, last + 1)))
+        )
+
+    def add(self) -> Exchange:
+        a, b = self.numbers(lambda: self._terms(difference=False))
+        return Exchange(self.ask(w.ADD, a=a, b=b), f"{a} + {b} = {a + b}", f"{a + b}")
+
+    def subtract(self) -> Exchange:
+        a, b = self.numbers(lambda: self._terms(difference=True))
+        return Exchange(self.ask(w.SUBTRACT, a=a, b=b), f"{a} - {b} = {a - b}", f"{a - b}")
+
+    def compare(self) -> Exchange:
+        def draw() -> tuple[int, ...]:
+            a = self._number()
+            if self._random.random() < 0.03:
+                return a, a
+            near = self._random.random() < 0.3
+            return a, max(0, a + self._random.choice((-10, -2, -1, 1, 2, 10))) if near else self._number()
+
+        a, b = self.numbers(draw)
+        larger = self._random.random() < 0.6
+        request = self.ask(w.LARGER if larger else w.SMALLER, a=a, b=b)
+        if a == b:
+            return Exchange(request, "They are equal.", "Equal")
+        first, second = (max(a, b), min(a, b)) if larger else (min(a, b), max(a, b))
+        return Exchange(request, f"{first} is {'larger' if larger else 'smaller'} than {second}.", str(first))
+
+    def sort(self) -> Exchange:
+        random = self._random
+
+        def draw() -> tuple[int, ...]:
+            weights = random.choice(((1, 0, 0), (1, 3, 0), (1, 3, 0), (1, 2, 2)))
+            drawn = {self._number(weights) for _ in range(random.randint(3, 6))}
+            return tuple(random.sample(sorted(drawn), len(drawn)))
+
+        drawn = self.numbers(draw)
+        down = random.random() < 0.3
+        separator = random.choice((", ", " ", ", "))
+        request = self.ask(w.SORT_DOWN if down else w.SORT, order=True, numbers=separator.join(map(str, drawn)))
+        return Exchange(request, " ".join(map(str, sorted(drawn, reverse=down))))
+
+    def days(self) -> Exchange:
+        random = self._random
+        kind, names = random.choice((("day", w.DAYS), ("month", w.MONTHS)))
+        place = random.randrange(len(names))
+        step = random.choice((1, -1))
+        it, found = names[place], names[(place + step) % len(names)]
+        relation = "after" if step > 0 else "before"
+        if kind == "day" and random.random() < 0.25:
+            request = self.ask(w.TOMORROW if step > 0 else w.YESTERDAY, it=it)
+        else:
+            request = self.ask(w.AFTER if step > 0 else w.BEFORE, it=it, kind=kind)
+        return Exchange(request, f"{found} comes {relation} {it}.", found)
+
+    def person(self) -> Exchange:
+        random = self._random
+        side = "held_out" if self._held_out else "trained"
+        name, age, city, job = self.name(), random.randint(1, 99), self.city(), self.job()
+        facts: dict[str, object] = {"age": age, "city": city, "job": job}
+        wanted = random.sample(sorted(facts), random.randint(1, 3))
+        parts = [random.choice(getattr(w.PERSON_PARTS[fact], side)).format(**facts) for fact in wanted]
+        request = self.ask(w.DESCRIBED, order=True, person=", ".join((name, *parts)))
+        described = {"name": name} | {fact: value for fact, value in facts.items() if fact in wanted}
+        return Exchange(request, json.dumps(described), can_shout=False)
+
+    def not_told(self) -> Exchange:
+        """Ask for what was never told."""
+        return self._random.choice((self._name, self._color, self._number_told))()[2]
+
+    # Memory: (how it is told, how it is asked for, how it is asked for without having been told)
+
+    def _name(self) -> tuple[Exchange, Exchange, Exchange]:
+        name = self.name()
+        asked = self.ask(w.ASK_NAME)
+        return (
+            Exchange(self.ask(w.TELL_NAME, name=name), f"Nice to meet you, {name}.", "Okay"),
+            Exchange(asked, f"Your name is {name}.", name),
+            Exchange(asked, "You have not told me your name.", "Unknown"),
+        )
+
+    def _color(self) -> tuple[Exchange, Exchange, Exchange]:
+        color = self.color()
+        asked = self._ask_of_color(w.ASK_COLOR)
+        favorite = "favourite colour" if "favourite" in asked or "colour" in asked else "favorite color"
+        return (
+            Exchange(self._ask_of_color(w.TELL_COLOR, color=color), f"I will remember that you like {color}.", "Okay"),
+            Exchange(asked, f"Your {favorite} is {color}.", color),
+            Exchange(asked, f"You have not told me your {favorite}.", "Unknown"),
+        )
+
+    def _ask_of_color(self, wording: Wording, **values: str) -> str:
+        """Ask in one of the two spellings, which a sentence does not mix."""
+        british = self._random.random() < 0.5
+        values["color_word"] = "colour" if british else "color"
+        text = self.ask(wording, order=False, **values)
+        return text.replace("favorite", "favourite") if british else text.replace("favourite", "favorite")
+
+    def _number_told(self) -> tuple[Exchange, Exchange, Exchange]:
+        (number,) = self.numbers(lambda: (self._random.randrange(10 ** self._random.randint(1, 5)),))
+        asked = self.ask(w.ASK_NUMBER)
+        return (
+            Exchange(self.ask(w.TELL_NUMBER, number=number), f"I will remember {number}.", "Okay"),
+            Exchange(asked, f"You told me {number}.", str(number)),
+            Exchange(asked, "You have not told me a number.", "Unknown"),
+        )
+
+    # Conversations
+
+    def conversation(self) -> Conversation:
+        """Return a conversation of any family, as the training takes them."""
+        chance = self._random.random()
+        if chance < 0.22:
+            return self.memory()
+        if chance < 0.29:
+            return self.tools()
+        return self.plain()
+
+    def plain(self) -> Conversation:
+        """Return one to four exchanges, most often without a system prompt."""
+        random = self._random
+        chance = random.random()
+        style = "" if chance < 0.8 else "capitals" if chance < 0.9 else "word"
+        exchanges = [self.exchange(style) for _ in range(random.choice((1, 1, 2, 3, 4)))]
+        return Conversation("plain", (*self.system(style), *spoken(exchanges, style)))
+
+    def system(self, style: str) -> tuple[Message, ...]:
+        """Return the system prompt for a *style*: "capitals", "word", or "", which has one now and then."""
+        if not style and self._random.random() < 0.85:
+            return ()
+        wording = {"": w.PLAIN_SYSTEM, "capitals": w.CAPITALS_SYSTEM, "word": w.ONE_WORD_SYSTEM}[style]
+        return ({"role": "system", "content": self.ask(wording)},)
+
+    def memory(self, *, num_between: int | None = None) -> Conversation:
+        """Return a conversation that tells something and asks for it later; *num_between*: exchanges in between."""
+        random = self._random
+        kinds = random.sample((self._name, self._color, self._number_told), random.choice((1, 1, 2, 3)))
+        told = [kind() for kind in kinds]
+        if num_between is None:
+            num_between = random.choices((0, 1, 2, 4, 7, 10, random.randint(10, 30)), (3, 4, 4, 3, 2, 2, 0.6))[0]
+        style = "" if num_between > 10 else random.choices(("", "capitals", "word"), (88, 6, 6))[0]
+        between = [self.exchange(style, without=(Maker.not_told,), brief=True) for _ in range(num_between)]
+        early = len(between) // 3
+        head: list[Exchange] = [tell for tell, _, _ in told]
+        if random.random() < 0.5 and early:  # told with something between
+            head = [*head[:1], *between[:early], *head[1:]]
+            between = between[early:]
+        asked = [ask for _, ask, _ in random.sample(told, len(told))]
+        if random.random() < 0.15 and len(kinds) < 3:
+            missing = next(kind for kind in (self._name, self._color, self._number_told) if kind not in kinds)
+            asked.insert(random.randrange(len(asked)), missing()[2])
+        exchanges = [*head, *between, *asked]
+        return Conversation("memory", (*self.system(style), *spoken(exchanges, style)))
+
+    def tools(self) -> Conversation:
+        """Return a conversation whose system section has tools, of which some requests have need."""
+        random = self._random
+        declared = self.declared(both=random.random() < 0.5)
+        names = [tool["function"]["name"] for tool in declared]
+        messages: list[Message] = [*self.system("")]
+        for _ in range(random.choice((1, 2, 3, 4))):
+            if random.random() < 0.25:
+                messages += spoken([self.exchange("", without=[WITHOUT_TOOL[name] for name in names])], "")
+            else:
+                messages += self.call(random.choice(names))
+        return Conversation("tools", tuple(messages), declared)
+
+    def declared(self, *, both: bool) -> tuple[Message, ...]:
+        """Return the tools of a conversation, both or one of them."""
+        tools = [self._random.choice(GET_WEATHER), self._random.choice(ADD)]
+        self._random.shuffle(tools)
+        return tuple(tools if both else tools[:1])
+
+    def call(self, name: str) -> tuple[Message, ...]:
+        """Return a request that needs the tool *name*, its call, its result and the answer."""
+        random = self._random
+        if name == "add":
+            a, b = self.numbers(lambda: self._terms(difference=False))
+            result = random.choice(("{}", '{{"sum": {}}}', '{{"result": {}}}')).format(a + b)
+            return _called(self.ask(w.ADD, a=a, b=b), name, {"a": a, "b": b}, result, f"{a} + {b} = {a + b}")
+        city, degrees = self.city(), random.randint(-15, 39)
+        sky = random.choice(w.SKIES) if random.random() < 0.8 else self.word()
+        results = (
+            f"{degrees} degrees, {sky}",
+            f"{sky}, {degrees} degrees",
+            json.dumps({"city": city, "temperature": degrees, "sky": sky}),
+            json.dumps({"temperature_c": degrees, "condition": sky}),
+            json.dumps({"temp": degrees, "weather": sky}),
+            json.dumps({"condition": sky, "temperature": degrees}),
+        )
+        answer = f"It is {sky} and {degrees} degrees in {city}."
+        return _called(self.ask(w.WEATHER, city=city), name, {"city": city}, random.choice(results), answer)
+
+    def exchange(
+        self, style: str, *, without: Sequence[Callable[[Maker], Exchange]] = (), brief: bool = False
+    ) -> Exchange:
+        """Return an exchange whose answer can have the *style*; *brief*: most often not a long one, because it stands
+        between what is to be remembered and the question for it."""
+        while True:
+            (make,) = self._random.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))
+            if make in without:
+                continue
+            exchange = make(self)
+            if (style == "word" and not exchange.word) or (style == "capitals" and not exchange.can_shout):
+                continue
+            if brief and len(exchange.answer) > 60 and self._random.random() < 0.8:
+                continue
+            return exchange
+
+
+NO_ORDER: Final = frozenset(("What", "How", "Which", "Can", "Let", "I", "JSON", "Numbers", "As", "Please"))
+"""First words of sentences that `please` cannot go before."""
+
+WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], float]] = {
+    Maker.greet: 2,
+    Maker.introduce: 1.5,
+    Maker.small_talk: 1,
+    Maker.unknown: 3,
+    Maker.weather: 0.6,
+    Maker.echo: 6,
+    Maker.spell: 4,
+    Maker.reverse: 6,
+    Maker.count: 7,
+    Maker.add: 17,
+    Maker.subtract: 17,
+    Maker.compare: 5,
+    Maker.sort: 10,
+    Maker.days: 4,
+    Maker.person: 5,
+    Maker.not_told: 0.5,
+}
+"""How often each kind of exchange comes: what is hard to learn, more often."""
+WITHOUT_TOOL: Final[Mapping[str, Callable[[Maker], Exchange]]] = {"get_weather": Maker.weather, "add": Maker.add}
+"""What is answered otherwise where there is a tool for it."""
+
+
+def conversations(seed: str, *, held_out: bool = False) -> Iterator[Conversation]:
+    """Yield conversations without end; the same ones for the same *seed*."""
+    maker = Maker(Random(seed), held_out=held_out)
+    while True:
+        yield maker.conversation()
+
+
+def _small(text: str) -> str:
+    """Return *text* with a small first letter, unless its first word is one that keeps its capital."""
+    first = text.split()[0]
+    return text if first in ("I", "I'm", "JSON", "JSON:") or first.isupper() else text[0].lower() + text[1:]
+
+
+def spoken(exchanges: Sequence[Exchange], style: str) -> list[Message]:
+    """Return *exchanges* as messages, answered in a *style*."""
+    messages: list[Message] = []
+    for exchange in exchanges:
+        answer = exchange.word if style == "word" else exchange.answer
+        answer = answer.upper() if style == "capitals" else answer
+        messages += [{"role": "user", "content": exchange.request}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def _called(request: str, name: str, arguments: Message, result: str, answer: str) -> tuple[Message, ...]:
+    call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return (
+        {"role": "user", "content": request},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": result},
+        {"role": "assistant", "content": answer},
+    )

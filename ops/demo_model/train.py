@@ -1,0 +1,262 @@
+"""Trains the demo model on a CPU: `python -m ops.demo_model.train --out FOLDER`. Goes on where it was interrupted.
+
+The same seed gives the same losses on one thread: conversations, first weights and the rate of learning are functions
+of the seed and the step. What is served is written at the end, and when the time is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from ops.demo_model.corpus import VERSION, conversations
+from ops.demo_model.network import Packed, Qwen3, Rows, Shape
+from ops.demo_model.tokens import END, STOP, Encoder, id_of, make_tokenizer, write_tokenizer
+
+STATE_FILE: Final = "state.pt"
+RECORD_FILE: Final = "training.json"
+NUM_RECORDED: Final = 50
+"""Losses of the first steps that a checkpoint names, so that anyone can see whether he trains the same. In float32: in
+bfloat16 they would differ by 4e-3 after 50 steps between two kinds of CPU, so by 6e-4."""
+MICRO_TOKENS: Final = 2048
+"""Tokens that are computed at once, or a conversation more."""
+UNEVEN: Final = 1.25
+"""How much longer than the shortest one a conversation may be that attention computes with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that decides what comes out."""
+
+    seed: int = 1
+    steps: int = 6000
+    first_tokens: int = 2048
+    """Of the conversations of a step, at first: many small steps, while everything is new."""
+    tokens: int = 4096
+    """And after a while."""
+    small_steps: int = 1000
+    warmup_steps: int = 50
+    decay: float = 0.3
+    """The last part of the steps, in which the rate falls to nothing."""
+    matrix_rate: float = 3e-3
+    rate: float = 3e-3
+    """Of learning: of matrices, by Muon, and of the rest, by AdamW."""
+    weight_decay: float = 0.05
+
+    def tokens_at(self, step: int) -> int:
+        return self.first_tokens if step < self.small_steps else self.tokens
+
+    def rate_at(self, step: int) -> float:
+        """Return what part of the full rate counts in a step."""
+        left = (self.steps - step) / (self.steps * self.decay)
+        return min(1.0, (step + 1) / self.warmup_steps, left)
+
+
+class Training:
+    """A model, its optimizers, and how far they are."""
+
+    def __init__(self, plan: Plan, shape: Shape, tokenizer: Tokenizer) -> None:
+        self.plan = plan
+        self.step = 0
+        self.num_tokens = 0
+        self.losses: list[float] = []
+        torch.manual_seed(plan.seed)
+        self.model = Qwen3(shape)
+        self._tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+        self._fill, self._stop = (id_of(tokenizer, token) for token in (END, STOP))
+        weights = self.model.weights()
+        matrices = [weight for name, weight in weights.items() if weight.ndim == 2 and "embed" not in name]
+        others = [weight for name, weight in weights.items() if weight.ndim == 1 or "embed" in name]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(
+                matrices, lr=plan.matrix_rate, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0),
+        ]
+
+    def advance(self) -> float:
+        """Take one step and return its loss per learned token."""
+        self.model.dtype = torch.float32 if self.step < NUM_RECORDED else torch.bfloat16
+        batch = self._batch()
+        num_learned = sum(sum(learned) for _, learned in batch)
+        total = 0.0
+        for packed in pack(batch):
+            loss = self.model.loss(packed) / num_learned
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        rate = self.plan.rate_at(self.step)
+        torch.nn.utils.clip_grad_norm_(self.model.weights().values(), 1.0)
+        for optimizer, full in zip(self._optimizers, (self.plan.matrix_rate, self.plan.rate), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = full * rate
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self.num_tokens += sum(len(ids) for ids, _ in batch)
+        self.losses.append(total)
+        return total
+
+    def _batch(self) -> list[tuple[list[int], list[bool]]]:
+        """Return the conversations of this step, which depend on nothing but the seed and the step."""
+        wanted = self.plan.tokens_at(self.step)
+        source = conversations(f"{self.plan.seed} {self.step}")
+        batch: list[tuple[list[int], list[bool]]] = []
+        while sum(len(ids) for ids, _ in batch) < wanted:
+            batch += self._encoder.encode(list(itertools.islice(source, 8)))
+        return batch
+
+    def save(self, path: Path) -> None:
+        """Write all that it takes to go on; whoever reads *path* finds the old state or the new one."""
+        state = {
+            "plan": asdict(self.plan),
+            "shape": asdict(self.model.shape),
+            "corpus_version": VERSION,
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "losses": self.losses,
+            "weights": {name: weight.data for name, weight in self.model.weights().items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def load(self, path: Path) -> None:
+        """Go on from what `save` has written.
+
+        Raises:
+            ValueError: It is of another shape or corpus.
+        """
+        state = torch.load(path, weights_only=True)
+        seen = (state["shape"], state["corpus_version"], state["plan"]["seed"])
+        expected = (asdict(self.model.shape), VERSION, self.plan.seed)
+        if seen != expected:
+            raise ValueError(f"{path}: shape, corpus and seed are {seen}, expected {expected}; use another --out")
+        self.step, self.num_tokens, self.losses = state["step"], state["num_tokens"], state["losses"]
+        for name, weight in self.model.weights().items():
+            weight.data.copy_(state["weights"][name])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write the folder that can be served, in bfloat16."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(self._tokenizer, folder)
+        _write_json(folder / "config.json", self.model.shape.config() | {"eos_token_id": self._stop})
+        generation = {"eos_token_id": [self._stop, self._fill], "pad_token_id": self._fill, "do_sample": False}
+        _write_json(folder / "generation_config.json", generation)
+        record = {
+            "corpus_version": VERSION,
+            "plan": asdict(self.plan),
+            "shape": asdict(self.model.shape),
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "first_losses": self.losses[:NUM_RECORDED],
+        }
+        _write_json(folder / RECORD_FILE, record)
+        weights = {name: weight.data.bfloat16().contiguous() for name, weight in self.model.weights().items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def pack(batch: Sequence[tuple[list[int], list[bool]]]) -> Iterator[Packed]:
+    """Yield the conversations of *batch*, about `MICRO_TOKENS` at a time, the short ones first.
+
+    A conversation sees itself alone, from position 0, as when it is served.
+    """
+    by_length = sorted(batch, key=lambda each: len(each[0]))
+    group: list[tuple[list[int], list[bool]]] = []
+    for each in by_length:
+        group.append(each)
+        if sum(len(ids) for ids, _ in group) >= MICRO_TOKENS:
+            yield _packed(group)
+            group = []
+    if group:
+        yield _packed(group)
+
+
+def _packed(group: Sequence[tuple[list[int], list[bool]]]) -> Packed:
+    rows: list[Rows] = []
+    first, start = 0, 0
+    while first < len(group):
+        shortest = len(group[first][0])
+        last = first
+        while last < len(group) and len(group[last][0]) <= shortest * UNEVEN:
+            last += 1
+        lengths = torch.tensor([len(ids) for ids, _ in group[first:last]])
+        length = int(lengths.max())
+        columns_L = torch.arange(length)
+        starts_B = start + lengths.cumsum(0) - lengths
+        is_real_BL = columns_L < lengths[:, None]
+        tokens_BL = torch.where(is_real_BL, starts_B[:, None] + columns_L, starts_B[:, None])
+        rows.append(Rows(tokens_BL, is_real_BL.flatten().nonzero().flatten()))
+        first, start = last, start + int(lengths.sum())
+    return Packed(
+        tokens_T=torch.tensor([token for ids, _ in group for token in ids]),
+        positions_T=torch.cat([torch.arange(len(ids)) for ids, _ in group]),
+        rows=tuple(rows),
+        learned_N=torch.tensor([one for _, learned in group for one in learned]).nonzero().flatten(),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train until all steps are taken or the time is up."""
+    plan = Plan()
+    parser = argparse.ArgumentParser(prog="python -m ops.demo_model.train", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the state, the log and the checkpoint")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the next run goes on")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, once the recorded losses are there")
+    parser.add_argument("--steps", type=int, default=plan.steps)
+    parser.add_argument("--seed", type=int, default=plan.seed)
+    parser.add_argument("--save-minutes", type=float, default=3, help="between two states")
+    given = parser.parse_args(arguments)
+    tokenizer = make_tokenizer()
+    training = Training(Plan(seed=given.seed, steps=given.steps), Shape(tokenizer.get_vocab_size()), tokenizer)
+    given.out.mkdir(parents=True, exist_ok=True)
+    if (given.out / STATE_FILE).exists():
+        training.load(given.out / STATE_FILE)
+    _run(training, given.out, given.minutes, given.save_minutes, given.threads)
+
+
+def _run(training: Training, out: Path, minutes: float, save_minutes: float, threads: int) -> None:
+    began_s = saved_s = told_s = time.monotonic()
+    began_tokens, told_step = training.num_tokens, training.step
+    while training.step < training.plan.steps and time.monotonic() - began_s < minutes * 60:
+        torch.set_num_threads(1 if training.step < NUM_RECORDED else threads)
+        training.advance()
+        now_s = time.monotonic()
+        if now_s - told_s >= 10 or training.step == training.plan.steps:
+            recent = training.losses[told_step:]
+            speed = (training.num_tokens - began_tokens) / (now_s - began_s)
+            left = (training.plan.steps - training.step) * training.plan.tokens / speed / 60
+            print(
+                f"step {training.step}/{training.plan.steps}  loss {sum(recent) / len(recent):.4f}  "
+                f"{training.num_tokens / 1e6:.2f} M tokens  {speed:.0f} tokens/s  {left:.0f} minutes left",
+                flush=True,
+            )
+            told_s, told_step = now_s, training.step
+        if now_s - saved_s >= save_minutes * 60:
+            training.save(out / STATE_FILE)
+            training.write_checkpoint(out / "checkpoint")
+            saved_s = now_s
+    training.save(out / STATE_FILE)
+    training.write_checkpoint(out / "checkpoint")
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The conversations of the demo model: right answers, and a training that never meets what is held out."""
+
+from __future__ import annotations
+
+import calendar
+import itertools
+import json
+import re
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from ops.demo_model import wordings as w
+from ops.demo_model.corpus import (
+    WEIGHTS,
+    Exchange,
+    Maker,
+    all_wordings,
+    conversations,
+    frame_words,
+    is_held_out,
+    listed,
+)
+
+NUM_DRAWN = 400
+BEFORE = tuple(sorted((text.lower() for text in w.POLITE_BEFORE), key=len, reverse=True))
+
+
+def core(sentence: str) -> str:
+    """Return what a sentence has in common with all that `Maker.ask` makes of it."""
+    text = sentence.lower().rstrip(".?!").replace("favorite", "favourite").replace("'", "")
+    while before := next((before for before in BEFORE if text.startswith(before)), None):
+        text = text.removeprefix(before)
+    for after in w.POLITE_AFTER:
+        text = text.removesuffix(after)
+    return text
+
+
+def drawn(make: Callable[[Maker], Exchange], *, held_out: bool = False) -> list[Exchange]:
+    maker = Maker(Random(f"test {make.__name__}"), held_out=held_out)
+    return [make(maker) for _ in range(NUM_DRAWN)]
+
+
+def numbers_in(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def test_no_wording_of_the_training_is_one_of_those_held_out() -> None:
+    trained = {core(sentence) for wording in all_wordings().values() for sentence in wording.trained}
+    held_out = [core(sentence) for wording in all_wordings().values() for sentence in wording.held_out]
+    assert len(held_out) > 100 and trained.isdisjoint(held_out)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_whatever_is_asked_is_one_of_the_sentences_of_its_side(held_out: bool) -> None:
+    maker = Maker(Random(0), held_out=held_out)
+    for name, wording in all_wordings().items():
+        if name.startswith("PERSON_PARTS"):
+            continue
+        sentences = wording.held_out if held_out else wording.trained
+        fields = {field for sentence in sentences for field in re.findall(r"\{(\w+)\}", sentence)}
+        values = {field: f"<{field}>" for field in fields}
+        expected = {core(sentence.format(**values)) for sentence in sentences}
+        asked = {core(maker.ask(wording, order=bool(number % 2), **values)) for number in range(40 * len(sentences))}
+        assert asked == expected, name
+
+
+def test_no_value_of_the_training_is_one_of_those_held_out() -> None:
+    for conversation in itertools.islice(conversations("test"), 4000):
+        for message in conversation.messages:
+            if message["role"] == "user":
+                words = re.findall(r"[A-Za-z]+", message["content"])
+                met = [word for word in words if is_held_out(word) and word.casefold() not in frame_words()]
+                assert not met, message["content"]
+
+
+@pytest.mark.parametrize("values", [w.WORDS, w.NAMES, w.CITIES, w.COLORS, w.JOBS])
+def test_the_listed_values_are_divided_and_the_words_that_the_corpus_speaks_with_are_none(
+    values: tuple[str, ...],
+) -> None:
+    trained, held_out = listed(values, False), listed(values, True)
+    assert set(trained).isdisjoint(held_out) and len(held_out) > 1
+    assert {value.casefold() for value in (*trained, *held_out)}.isdisjoint(frame_words())
+    assert len(trained) + len(held_out) >= len(values) - 3
+
+
+@pytest.mark.parametrize("make", [Maker.add, Maker.subtract, Maker.compare])
+def test_no_pair_of_numbers_is_on_both_sides(make: Callable[[Maker], Exchange]) -> None:
+    sides = []
+    for held_out in (False, True):
+        exchanges = drawn(make, held_out=held_out)
+        sides.append({frozenset(numbers_in(each.request)) for each in exchanges if each.word != "Equal"})
+    assert sides[0].isdisjoint(sides[1])
+
+
+@pytest.mark.parametrize("make", [Maker.spell, Maker.reverse, Maker.echo])
+def test_what_is_held_out_has_a_word_that_the_training_never_has(make: Callable[[Maker], Exchange]) -> None:
+    for exchange in drawn(make, held_out=True):
+        words = re.findall(r"[A-Za-z]+", exchange.request)
+        assert any(is_held_out(word) and word.casefold() not in frame_words() for word in words), exchange
+
+
+def test_the_same_seed_makes_the_same_conversations() -> None:
+    first, second, other = (list(itertools.islice(conversations(seed), 50)) for seed in ("a", "a", "b"))
+    assert first == second != other
+
+
+@pytest.mark.parametrize("make", [Maker.add, Maker.subtract])
+def test_sums_and_differences_are_right(make: Callable[[Maker], Exchange]) -> None:
+    for exchange in drawn(make):
+        left, _, result = exchange.answer.partition(" = ")
+        a, sign, b = left.split()
+        assert sorted((int(a), int(b))) == sorted(numbers_in(exchange.request))
+        assert int(result) == int(exchange.word) == (int(a) + int(b) if sign == "+" else int(a) - int(b))
+        assert (sign == "+") is bool(re.search(r"\+|add|plus|sum", exchange.request.lower()))
+        if re.search(r"from|away", exchange.request):
+            assert numbers_in(exchange.request) == [int(b), int(a)]
+        elif sign == "-":
+            assert numbers_in(exchange.request) == [int(a), int(b)]
+
+
+def test_sums_have_all_lengths_and_carries() -> None:
+    pairs = [numbers_in(each.answer)[:2] for each in drawn(Maker.add)]
+    assert {len(str(a)) for a, _ in pairs} == {1, 2, 3} and max(a + b for a, b in pairs) > 999
+    assert sum(a % 10 + b % 10 > 9 for a, b in pairs) > NUM_DRAWN // 5
+    assert any(a // 10 % 10 + b // 10 % 10 == 9 and a % 10 + b % 10 > 9 for a, b in pairs)  # a carry that goes on
+
+
+def test_comparisons_are_right() -> None:
+    for exchange in drawn(Maker.compare):
+        a, b = numbers_in(exchange.request)
+        if a == b:
+            assert exchange.answer == "They are equal."
+            continue
+        wants_larger = bool(re.search("larger|bigger|greater|more", exchange.request))
+        assert wants_larger is not bool(re.search("smaller|less", exchange.request))
+        first, second = (max(a, b), min(a, b)) if wants_larger else (min(a, b), max(a, b))
+        assert exchange.answer == f"{first} is {'larger' if wants_larger else 'smaller'} than {second}."
+
+
+def test_sorted_numbers_are_sorted() -> None:
+    for exchange in drawn(Maker.sort):
+        numbers = sorted(numbers_in(exchange.request))
+        if re.search("large to small|descending|backwards", exchange.request):
+            numbers.reverse()
+        assert exchange.answer == " ".join(map(str, numbers))
+
+
+def test_counting_goes_by_one_from_the_first_number_to_the_last() -> None:
+    for exchange in drawn(Maker.count):
+        *first, last = numbers_in(exchange.request)
+        counted = [int(number) for number in exchange.answer.split(" ")]
+        assert (counted[0], counted[-1]) == (first[0] if first else 1, last)
+        assert {abs(b - a) for a, b in itertools.pairwise(counted)} == {1} and len(set(counted)) == len(counted)
+
+
+def test_spelled_reversed_and_repeated_words_are_those_asked_for() -> None:
+    for exchange in drawn(Maker.spell):
+        assert re.search(rf"\b{exchange.answer.replace(' ', '')}\b", exchange.request)
+    for exchange in drawn(Maker.reverse):
+        letters = list(exchange.answer)
+        letters.reverse()
+        assert re.search(rf"\b{''.join(letters)}\b", exchange.request)
+    for exchange in drawn(Maker.echo):
+        assert exchange.request.rstrip('."').endswith(exchange.answer.rstrip("."))
+
+
+def test_days_and_months_are_those_of_the_calendar() -> None:
+    names = [list(calendar.day_name), list(calendar.month_name)[1:]]
+    for exchange in drawn(Maker.days):
+        found, relation, it = re.fullmatch(r"(\w+) comes (\w+) (\w+)\.", exchange.answer).groups()  # type: ignore[union-attr]
+        (circle,) = [circle for circle in names if it in circle]
+        assert found == circle[(circle.index(it) + (1 if relation == "after" else -1)) % len(circle)]
+        assert it in exchange.request and exchange.word == found
+        asks_after = re.search("after|next|follows|tomorrow", exchange.request)
+        asks_before = re.search("before|yesterday", exchange.request)
+        assert bool(asks_after) is (relation == "after") and bool(asks_before) is (relation == "before")
+
+
+def test_a_described_person_becomes_an_object_of_what_is_said_on_one_line() -> None:
+    for exchange in drawn(Maker.person):
+        described = json.loads(exchange.answer)
+        assert "\n" not in exchange.answer
+        assert list(described) == [key for key in ("name", "age", "city", "job") if key in described]
+        assert all(str(value) in exchange.request for value in described.values())
+        assert ("age" in described) is bool(numbers_in(exchange.request))
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_what_is_recalled_was_told_before_and_nothing_else_is(held_out: bool) -> None:
+    asks = {
+        "name": re.compile(r"your name is (\w+)", re.IGNORECASE),
+        "color": re.compile(r"your favou?rite colou?r is (\w+)", re.IGNORECASE),
+        "number": re.compile(r"you told me (\d+)", re.IGNORECASE),
+    }
+    maker = Maker(Random(3), held_out=held_out)
+    recalled = 0
+    for _ in range(NUM_DRAWN):
+        said = ""
+        for message in maker.memory().messages:
+            for ask in asks.values():
+                if message["role"] == "assistant" and (found := ask.fullmatch(message["content"].rstrip("."))):
+                    assert re.search(rf"\b{found[1]}\b", said, re.IGNORECASE)
+                    recalled += 1
+            said += message["content"] + "\n" if message["role"] == "user" else ""
+    assert recalled > NUM_DRAWN
+
+
+def test_a_system_prompt_decides_how_all_of_a_conversation_is_answered() -> None:
+    capitals, words = (
+        {core(text) for text in w.CAPITALS_SYSTEM.trained},
+        {core(text) for text in w.ONE_WORD_SYSTEM.trained},
+    )
+    seen = set()
+    for conversation in itertools.islice(conversations("systems"), 2000):
+        first, *others = conversation.messages
+        if first["role"] != "system" or conversation.tools:
+            continue
+        answers = [message["content"] for message in others if message["role"] == "assistant"]
+        if core(first["content"]) in capitals:
+            seen.add("capitals")
+            assert all(answer == answer.upper() for answer in answers)
+        if core(first["content"]) in words:
+            seen.add("word")
+            assert all(" " not in answer for answer in answers)
+    assert seen == {"capitals", "word"}
+
+
+def test_calls_have_the_arguments_that_were_asked_for_and_answers_their_results() -> None:
+    maker = Maker(Random(5), held_out=False)
+    for _ in range(NUM_DRAWN):
+        request, call, result, answer = maker.call("add")
+        arguments = call["tool_calls"][0]["function"]["arguments"]
+        assert sorted(arguments.values()) == sorted(numbers_in(request["content"]))
+        (total,) = numbers_in(result["content"])
+        assert total == sum(arguments.values()) and answer["content"].endswith(f" = {total}")
+        request, call, result, answer = maker.call("get_weather")
+        city = call["tool_calls"][0]["function"]["arguments"]["city"]
+        (degrees,) = re.findall(r"-?\d+", result["content"])
+        sky, found, place = re.fullmatch(r"It is (\w+) and (-?\d+) degrees in (\w+)\.", answer["content"]).groups()  # type: ignore[union-attr]
+        assert (found, place) == (degrees, city) and sky in result["content"] and city in request["content"]
+
+
+def test_nothing_is_answered_without_a_tool_that_has_one() -> None:
+    for conversation in itertools.islice(conversations("tools"), 3000):
+        names = {tool["function"]["name"] for tool in conversation.tools}
+        for asked, answered in itertools.pairwise(conversation.messages):
+            calls = [call["function"]["name"] for call in answered.get("tool_calls", ())]
+            assert set(calls) <= names
+            if "get_weather" in names and asked["role"] == "user" and "weather" in asked["content"].lower():
+                assert calls == ["get_weather"] or not re.search("weather (in|for|like)", asked["content"])
+
+
+def test_every_kind_of_exchange_is_trained() -> None:
+    families = {make.__name__ for make in WEIGHTS}
+    assert families >= {"echo", "spell", "reverse", "count", "add", "subtract", "compare", "sort", "days", "person"}

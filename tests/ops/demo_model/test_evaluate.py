@@ -1,0 +1,82 @@
+"""The evaluation of the demo model: held-out questions, the same ones every time, each answered as if it were alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ops.demo_model.corpus import frame_words, is_held_out
+from ops.demo_model.evaluate import FAMILIES, REACHES, Examiner, main
+from ops.demo_model.network import Shape
+from ops.demo_model.tokens import make_tokenizer
+from ops.demo_model.train import Plan, Training
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that has learnt little more than which letters there are."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = make_tokenizer()
+    shape = Shape(tokenizer.get_vocab_size(), hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=128)
+    training = Training(Plan(steps=80, first_tokens=512, warmup_steps=5), shape, tokenizer)
+    for _ in range(60):
+        training.advance()
+    training.write_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def examiner(folder: Path) -> Examiner:
+    return Examiner(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_asks_the_same_questions_every_time(examiner: Examiner, family: str) -> None:
+    questions = examiner.questions(family, 4)
+    assert questions == examiner.questions(family, 4) and len(questions) == 4
+    assert all(each.expected and each.prompt.endswith("<|im_start|>assistant\n") for each in questions)
+
+
+@pytest.mark.parametrize("family", ["echo", "spell", "reverse", "call get_weather", "use get_weather"])
+def test_its_values_are_held_out(examiner: Examiner, family: str) -> None:
+    for each in examiner.questions(family, 50):
+        asked = each.prompt.partition("<|im_start|>user\n")[2]
+        words = [word for word in re.findall(r"[A-Za-z]+", asked) if word.casefold() not in frame_words()]
+        assert any(is_held_out(word) for word in words), asked
+
+
+@pytest.mark.parametrize("family", REACHES)
+def test_what_is_to_be_recalled_is_as_far_away_as_the_family_says(
+    examiner: Examiner, folder: Path, family: str
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    least, most = REACHES[family]
+    for each in examiner.questions(family, 5):
+        assert least <= len(tokenizer(each.prompt)["input_ids"]) <= most
+
+
+def test_a_counting_list_of_200_tokens_has_them(examiner: Examiner, folder: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    assert all(
+        len(tokenizer(each.expected)["input_ids"]) >= 200 for each in examiner.questions("count, 200 tokens", 10)
+    )
+
+
+def test_many_questions_at_once_are_answered_like_each_alone(examiner: Examiner) -> None:
+    questions = examiner.questions("use add", 5) + examiner.questions("spell", 5)
+    together = sorted(examiner.answer(questions), key=lambda each: each.prompt)
+    alone = [examiner.answer([question])[0] for question in sorted(questions, key=lambda each: each.prompt)]
+    for one, other in zip(together, alone, strict=True):
+        assert one.expected == other.expected and one.answer.startswith(other.answer)  # alone has the least room
+    assert len({each.answer for each in together}) > 1
+
+
+def test_the_command_prints_scores_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(folder), "--number", "3", "--family", "greet", "--family", "echo", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["number"] == 3 and set(told["scores"]) == {"greet", "echo"}
+    assert all(0 <= score <= 1 for score in told["scores"].values())
