@@ -13,16 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
-from zlib import crc32
 
 from ops.demo_model import wordings as w
-from ops.demo_model.wordings import Wording
+from ops.demo_model.wordings import Wording, is_held_out
 
-VERSION: Final = 3
+VERSION: Final = 5
 """Counts up with every change to what a seed makes; a checkpoint names the one that it learnt from."""
 
-HELD_OUT_OF: Final = 8
-"""One value in so many is held out."""
 WORD: Final = re.compile(r"[A-Za-z]+")
 CONSONANTS: Final = "bcdfghjklmnpqrstvwxyz"
 VOWELS: Final = "aeiou"
@@ -48,11 +45,6 @@ class Exchange:
     word: str = ""
     can_shout: bool = True
     """The answer may be in capitals."""
-
-
-def is_held_out(value: object) -> bool:
-    """Say whether *value* is for the evaluation alone, in capitals or not."""
-    return crc32(str(value).casefold().encode()) % HELD_OUT_OF == 0
 
 
 @functools.cache
@@ -140,9 +132,10 @@ TOOLS: Final = (*GET_WEATHER, *ADD)
 class Maker:
     """Makes exchanges and conversations of one side: what is trained, or what is held out."""
 
-    def __init__(self, random: Random, *, held_out: bool) -> None:
+    def __init__(self, random: Random, *, held_out: bool, late: bool = False) -> None:
         self._random = random
         self._held_out = held_out
+        self._weights = LATE_WEIGHTS if late else WEIGHTS
 
     # Wordings
 
@@ -180,6 +173,8 @@ class Maker:
             letters = ""
             while len(letters) < length:
                 letters += random.choice(CONSONANTS) + random.choice(VOWELS)
+                if random.random() < 0.12:
+                    letters += letters[-1]
                 if random.random() < 0.3:
                     letters += random.choice(CONSONANTS)
                 if random.random() < 0.15:
@@ -296,12 +291,12 @@ class Maker:
         random = self._random
 
         def draw() -> tuple[int, ...]:
-            steps = length or random.randint(*random.choices(((1, 12), (12, 40), (40, 110)), (16, 3, 1))[0])
+            steps = length or random.randint(*random.choices(((1, 12), (12, 40), (40, 110)), (14, 5, 1))[0])
             first = 1 if random.random() < 0.3 else random.randint(0, 100 if random.random() < 0.8 else 900)
             return first, first + steps
 
         first, last = self.numbers(draw)
-        if random.random() < 0.3:
+        if random.random() < 0.4:
             request = self.ask(w.COUNT_DOWN, order=True, first=last, last=first)
             return Exchange(request, " ".join(map(str, range(last, first - 1, -1))))
         wording = w.COUNT_TO if first == 1 and random.random() < 0.5 else w.COUNT
@@ -338,7 +333,7 @@ class Maker:
 
         def draw() -> tuple[int, ...]:
             weights = random.choice(((1, 0, 0), (1, 3, 0), (1, 3, 0), (1, 2, 2)))
-            drawn = {self._number(weights) for _ in range(random.randint(3, 6))}
+            drawn = {self._number(weights) for _ in range(random.randint(3, 5))}
             return tuple(random.sample(sorted(drawn), len(drawn)))
 
         drawn = self.numbers(draw)
@@ -504,7 +499,7 @@ class Maker:
         """Return an exchange whose answer can have the *style*; *brief*: most often not a long one, because it stands
         between what is to be remembered and the question for it."""
         while True:
-            (make,) = self._random.choices(tuple(WEIGHTS), tuple(WEIGHTS.values()))
+            (make,) = self._random.choices(tuple(self._weights), tuple(self._weights.values()))
             if make in without:
                 continue
             exchange = make(self)
@@ -515,7 +510,9 @@ class Maker:
             return exchange
 
 
-NO_ORDER: Final = frozenset(("What", "How", "Which", "Can", "Let", "I", "JSON", "Numbers", "As", "Please"))
+NO_ORDER: Final = frozenset(
+    ("What", "How", "Which", "Can", "Will", "Let", "I", "A", "The", "All", "JSON", "Numbers", "As", "Please")
+)
 """First words of sentences that `please` cannot go before."""
 
 WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], float]] = {
@@ -524,26 +521,45 @@ WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], float]] = {
     Maker.small_talk: 1,
     Maker.unknown: 3,
     Maker.weather: 0.6,
-    Maker.echo: 6,
+    Maker.echo: 9,
     Maker.spell: 4,
     Maker.reverse: 6,
     Maker.count: 7,
     Maker.add: 17,
     Maker.subtract: 17,
-    Maker.compare: 5,
+    Maker.compare: 7,
     Maker.sort: 10,
     Maker.days: 4,
-    Maker.person: 5,
+    Maker.person: 6,
     Maker.not_told: 0.5,
 }
 """How often each kind of exchange comes: what is hard to learn, more often."""
+LATE_WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], float]] = {
+    Maker.greet: 1,
+    Maker.introduce: 1,
+    Maker.small_talk: 0.5,
+    Maker.unknown: 1.5,
+    Maker.weather: 0.4,
+    Maker.echo: 8,
+    Maker.spell: 1.5,
+    Maker.reverse: 7,
+    Maker.count: 6,
+    Maker.add: 20,
+    Maker.subtract: 22,
+    Maker.compare: 6,
+    Maker.sort: 30,
+    Maker.days: 2,
+    Maker.person: 2,
+    Maker.not_told: 0.5,
+}
+"""The same, once the easy ones are learnt."""
 WITHOUT_TOOL: Final[Mapping[str, Callable[[Maker], Exchange]]] = {"get_weather": Maker.weather, "add": Maker.add}
 """What is answered otherwise where there is a tool for it."""
 
 
-def conversations(seed: str, *, held_out: bool = False) -> Iterator[Conversation]:
-    """Yield conversations without end; the same ones for the same *seed*."""
-    maker = Maker(Random(seed), held_out=held_out)
+def conversations(seed: str, *, held_out: bool = False, late: bool = False) -> Iterator[Conversation]:
+    """Yield conversations without end, the same ones for the same *seed*; *late*: for whom the easy ones are old."""
+    maker = Maker(Random(seed), held_out=held_out, late=late)
     while True:
         yield maker.conversation()
 

@@ -40,12 +40,14 @@ class Plan:
     """All that decides what comes out."""
 
     seed: int = 1
-    steps: int = 6000
+    steps: int = 5600
     first_tokens: int = 2048
     """Of the conversations of a step, at first: many small steps, while everything is new."""
     tokens: int = 4096
     """And after a while."""
     small_steps: int = 1000
+    late_from: int = 2100
+    """The step from which on what is hard comes more often."""
     warmup_steps: int = 50
     decay: float = 0.3
     """The last part of the steps, in which the rate falls to nothing."""
@@ -111,7 +113,7 @@ class Training:
     def _batch(self) -> list[tuple[list[int], list[bool]]]:
         """Return the conversations of this step, which depend on nothing but the seed and the step."""
         wanted = self.plan.tokens_at(self.step)
-        source = conversations(f"{self.plan.seed} {self.step}")
+        source = conversations(f"{self.plan.seed} {self.step}", late=self.step >= self.plan.late_from)
         batch: list[tuple[list[int], list[bool]]] = []
         while sum(len(ids) for ids, _ in batch) < wanted:
             batch += self._encoder.encode(list(itertools.islice(source, 8)))

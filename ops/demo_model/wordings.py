@@ -1,13 +1,21 @@
 """What the demo model's conversations are made of: wordings and values, each list once. Knows no grammar and no chance.
 
-A `Wording` has the sentences of one request, those of training and those that are held out for the evaluation. Braces
-are places for values.
+A `Wording` has the sentences of one request, those of training and those that are held out for the evaluation. In a
+list, brackets have alternatives; of what they make one sentence in eight is held out, by its CRC-32. Braces are places
+for values.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
+from zlib import crc32
+
+HELD_OUT_OF: Final = 8
+"""One sentence, and one value, in so many is held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +34,52 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _wording(trained: str, held_out: str) -> Wording:
-    return Wording(_lines(trained), _lines(held_out))
+def is_held_out(value: object) -> bool:
+    """Say whether *value* is for the evaluation alone, in capitals or not."""
+    return crc32(str(value).casefold().encode()) % HELD_OUT_OF == 0
+
+
+POLITE_BEFORE: Final = ("Please ", "Could you ", "Can you ", "Now ", "Okay, ", "Would you ")
+"""What may come before a request that is an order; after it the order begins with a small letter."""
+POLITE_AFTER: Final = (", please", " for me", " now")
+
+
+def core(sentence: str) -> str:
+    """Return what a sentence has in common with those that mean the same: what `POLITE_BEFORE` and `POLITE_AFTER` make
+    of it, and haste."""
+    text = sentence.lower().rstrip(".?!").replace("favorite", "favourite").replace("'", "")
+    while before := next((before for before in POLITE_BEFORE if text.startswith(before.lower())), None):
+        text = text.removeprefix(before.lower())
+    for after in POLITE_AFTER:
+        text = text.removesuffix(after)
+    return text
+
+
+def expanded(pattern: str) -> list[str]:
+    """Return the sentences that a line with alternatives in brackets stands for."""
+    parts = re.split(r"\[([^]]*)\]", pattern)
+    choices = [part.split("|") if place % 2 else [part] for place, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _wording(patterns: str, held_out: str = "") -> Wording:
+    """Return the sentences of *patterns*; without *held_out*, one in eight of those that brackets make is held out.
+
+    None is whose words the others do not have: a word that nobody has heard is a value.
+    """
+    lines = _lines(patterns)
+    if held_out:
+        return Wording(lines, _lines(held_out))
+    sentences = list(dict.fromkeys(sentence for line in lines for sentence in expanded(line)))
+    cores = dict.fromkeys(map(core, sentences))
+    times = Counter(word for key in cores for word in set(key.split()))
+    out = set[str]()
+    for key in sorted(cores.keys() - set(map(core, lines)), key=lambda key: crc32(key.encode())):
+        if len(out) < len(cores) / HELD_OUT_OF and all(times[word] > 1 for word in key.split()):
+            out.add(key)
+            times.subtract(set(key.split()))
+    trained, held = (tuple(one for one in sentences if (core(one) in out) is side) for side in (False, True))
+    return Wording(trained, held)
 
 
 NAME: Final = "minisgl-demo"
@@ -38,34 +90,20 @@ ABILITIES: Final = (
 )
 UNKNOWN: Final = "I do not know that."
 
-POLITE_BEFORE: Final = ("Please ", "Could you ", "Can you ", "Now ", "Okay, ", "Would you ")
-"""What may come before a request that is an order; after it the order begins with a small letter."""
-POLITE_AFTER: Final = (", please", " for me", " now")
 
 GREETING: Final = _wording(
     """
+    [Hello|Hi|Hey][| there|, good morning|, good evening|, good day|, good afternoon][|!]
     Hello
-    Hello!
-    Hi
     Hi!
-    Hi there
     Hey
-    Hey!
-    Hello there
+    Good [morning|evening|day|afternoon][|!]
     Good morning
-    Good morning!
     Good evening
-    Good day
     Greetings
     Hello, how can you help me?
     Hi, I am new here
-    """,
     """
-    Hey there
-    Good afternoon
-    Hello, good morning
-    Hi, good evening
-    """,
 )
 GREETED: Final = ("Hello! How can I help you?", "Hello")
 
@@ -73,97 +111,65 @@ WHO_ARE_YOU: Final = _wording(
     """
     Who are you?
     What are you?
+    [Hi|Hello|Hey], [who|what] are you?
+    [Hi|Hello|Hey], what is your name?
     What is your name?
     What's your name?
-    Tell me who you are.
-    Tell me about yourself.
-    Are you a language model?
-    Which model are you?
-    What model is this?
-    Who am I talking to?
+    Tell me [who you are|what you are|your name|about yourself|what your name is].
+    [Can|Will] you tell me [who you are|what you are|your name|about yourself]?
+    Are you a [language model|human|model]?
+    [Which|What] [model|language model] [are you|is this]?
+    [Who|What] am I talking to?
     Introduce yourself.
     What is MiniSGL?
-    Are you a human?
-    Hi, who are you?
-    Hello, what are you?
     What is this?
-    """,
     """
-    Tell me what you are.
-    Hello, who are you?
-    What kind of model are you?
-    Tell me your name.
-    """,
 )
 WHAT_CAN_YOU_DO: Final = _wording(
     """
-    What can you do?
+    What can you [do|help me with|tell me]?
     What can you do for me?
-    How can you help me?
+    [How|With what] can you help[| me]?
     Help
     Help me
-    What are you able to do?
-    Tell me what you can do.
+    [What|Which things] are you [able to do|good at]?
+    Tell me [what you can do|how you can help me|what you are good at].
     What do you know?
-    What can I ask you?
-    List what you can do.
-    What are you good at?
-    """,
+    What can I ask you[|, then]?
+    [List|Say] what you can do.
+    [Hi|Hello|Hey], [what can you do|how can you help me]?
     """
-    What can I do with you?
-    Tell me how you can help me.
-    What can you help me with?
-    """,
 )
 HOW_ARE_YOU: Final = _wording(
     """
     How are you?
-    How are you today?
+    How are you [today|this morning|doing][|, my friend]?
     How do you do?
-    How is it going?
-    Are you well?
-    Hi, how are you?
-    How do you feel?
-    """,
+    How is it going[| today]?
+    Are you well[| today]?
+    [Hi|Hello|Hey], how are you[| today| doing]?
+    How do you feel[| today]?
     """
-    Hello, how are you?
-    How are you doing today?
-    """,
 )
 FINE: Final = ("I am fine, thank you.", "Fine")
 THANKS: Final = _wording(
     """
     Thanks
-    Thanks!
     Thank you
-    Thank you!
-    Thank you very much
-    Thanks a lot
-    Great, thanks
-    Okay, thank you
-    """,
+    [Thanks|Thank you][|!| very much| a lot]
+    [Great|Okay|Good], [thanks|thank you][|!]
     """
-    Many thanks
-    Great, thank you
-    """,
 )
 WELCOME: Final = ("You are welcome.", "Welcome")
 BYE: Final = _wording(
     """
     Bye
-    Bye!
     Goodbye
-    Goodbye!
-    See you
-    See you later
+    [Bye|Goodbye|See you|See you later][|!]
     Good night
-    Thanks, bye
+    [Thanks|Okay|Thank you], [bye|goodbye|see you][|!]
     I have to go now
-    """,
     """
-    Thanks, goodbye
-    Thank you, bye
-    """,
 )
 GOODBYE: Final = ("Goodbye!", "Goodbye")
 
@@ -201,147 +207,78 @@ I_SEE: Final = ("I see. Thank you for telling me.", "Okay")
 
 ECHO: Final = _wording(
     """
+    [Repeat|Say|Echo|Write|Copy][| this| exactly| the following| these words]: {text}
+    [Repeat|Say|Echo|Write|Copy] after me: {text}
+    [Repeat|Say|Echo|Write|Copy] what I say: {text}
+    [Repeat|Say|Echo|Write|Copy][| after me| this] "{text}"
     Repeat after me: {text}
-    Repeat this: {text}
     Repeat: {text}
     Echo: {text}
-    Echo this: {text}
     Say: {text}
-    Say this: {text}
-    Say after me: {text}
-    Say exactly this: {text}
-    Repeat these words: {text}
-    Repeat exactly: {text}
-    Repeat what I say: {text}
-    Write this: {text}
-    Copy this: {text}
-    Copy: {text}
-    Repeat the following: {text}
-    Echo the following: {text}
-    Say "{text}"
-    Repeat "{text}"
-    Repeat after me "{text}"
-    Echo "{text}"
-    """,
     """
-    Say the following: {text}
-    Copy the following: {text}
-    Repeat these words after me: {text}
-    Echo these words: {text}
-    Copy exactly: {text}
-    Copy "{text}"
-    """,
 )
 SPELL: Final = _wording(
     """
     Spell {word}
-    Spell {word}.
-    Spell the word {word}.
-    Spell the word "{word}".
-    Spell "{word}".
-    Spell: {word}
-    Spell this word: {word}
-    How do you spell {word}?
-    How is {word} spelled?
-    How is the word {word} spelled?
-    What are the letters of {word}?
-    Write the letters of {word}.
-    Give me the letters of {word}.
-    Write {word} letter by letter.
-    Spell {word} with spaces.
-    Spell out {word}.
-    Spell {word} letter by letter.
-    Tell me how to spell {word}.
-    """,
+    [Spell|Spell out] [|the word ][{word}|"{word}"].
+    [Spell|Spell out][| this word| the word]: {word}
+    [Spell|Spell out|Write|Say] [|the word ][{word}|"{word}"] [letter by letter|with spaces].
+    How do you spell [|the word ][{word}|"{word}"]?
+    How is [|the word ][{word}|"{word}"] spelled?
+    [Give me|Tell me|Write|Say] the letters of [|the word ][{word}|"{word}"].
+    What are the letters of [|the word ][{word}|"{word}"]?
+    [Tell|Show] me how to spell [|the word ][{word}|"{word}"].
     """
-    How do you spell the word {word}?
-    Spell out the word {word}.
-    Give me the letters of the word {word}.
-    Write the word {word} letter by letter.
-    What are the letters of the word {word}?
-    """,
 )
 REVERSE: Final = _wording(
     """
     Reverse {word}
-    Reverse {word}.
-    Reverse the word {word}.
-    Reverse the word "{word}".
-    Reverse "{word}".
-    Reverse: {word}
-    Reverse this word: {word}
-    Write {word} backwards.
-    Say {word} backwards.
-    What is {word} backwards?
-    What is {word} reversed?
-    How do you write {word} backwards?
-    Write the word {word} in reverse.
-    Turn {word} around.
-    Give me {word} backwards.
+    [Reverse|Turn around] [|the word ][{word}|"{word}"].
+    [Reverse|Turn around][| this word| the word]: {word}
+    [Write|Say|Give me] [|the word ][{word}|"{word}"] [backwards|in reverse|reversed].
+    What is [|the word ][{word}|"{word}"] [backwards|reversed|in reverse]?
+    How do you [write|say] [|the word ]{word} [backwards|in reverse]?
+    Turn [|the word ][{word}|"{word}"] around.
+    [Reverse|Turn around] the letters of [|the word ][{word}|"{word}"].
     Spell {word} backwards without spaces.
-    Reverse the letters of {word}.
-    """,
     """
-    Write the word {word} backwards.
-    What is the word {word} reversed?
-    Give me the word {word} in reverse.
-    Turn the word {word} around.
-    Reverse the letters of the word {word}.
-    """,
 )
 COUNT: Final = _wording(
     """
     Count from {first} to {last}.
-    Count from {first} to {last}
-    Count {first} to {last}.
-    Count: {first} to {last}
-    Write the numbers from {first} to {last}.
-    List the numbers from {first} to {last}.
-    Give me the numbers from {first} to {last}.
-    List all numbers from {first} to {last}.
-    Start at {first} and count to {last}.
-    Start with {first} and stop at {last}.
-    What are the numbers from {first} to {last}?
-    Say the numbers {first} to {last}.
-    Numbers from {first} to {last}
-    """,
+    [Count|Count up][:|] {first} to {last}
+    [Count|Count up|Count upwards] from {first} to {last}.
+    [Can you|Will you] [count|count up] from {first} to {last}?
+    Let me hear you [count|count up] from {first} to {last}.
+    [Write|List|Give me|Say|Tell me] [the|all|all the] numbers from {first} [to|up to] {last}.
+    [Write|List|Give me|Say|Tell me] the numbers[:|] {first} to {last}.
+    [Start|Begin] [at|with] {first} and [count to|count up to|stop at|go to|go up to] {last}.
+    What are [the|all the] numbers from {first} [to|up to] {last}?
+    [Numbers|The numbers|All numbers] from {first} to {last}
     """
-    Say the numbers from {first} to {last}.
-    Write all numbers from {first} to {last}.
-    Start at {first} and stop at {last}.
-    Give me all numbers from {first} to {last}.
-    """,
 )
 COUNT_TO: Final = _wording(
     """
-    Count to {last}.
-    Count up to {last}.
-    Count to {last}
-    Can you count to {last}?
-    List the numbers up to {last}.
-    Write the numbers up to {last}.
-    Let me hear you count to {last}.
-    """,
+    [Count|Count up] to {last}.
+    [Can you|Will you] [count|count up] to {last}?
+    [Write|List|Give me|Say|Tell me] [the|all|all the] numbers [up to|to] {last}.
+    Let me hear you [count|count up] to {last}.
     """
-    Give me the numbers up to {last}.
-    Let me hear you count up to {last}.
-    """,
 )
 COUNT_DOWN: Final = _wording(
     """
     Count down from {first} to {last}.
     Count backwards from {first} to {last}.
-    Count down: {first} to {last}
-    Start at {first} and count down to {last}.
-    List the numbers from {first} down to {last}.
-    Write the numbers from {first} down to {last}.
-    Count from {first} down to {last}.
-    """,
+    Count [down|backwards|downwards] from {first} to {last}.
+    Count [down|backwards|downwards]: {first} to {last}
+    Count from {first} [down|backwards|downwards] to {last}.
+    [Can you|Will you] count [down|backwards|downwards] from {first} to {last}?
+    Let me hear you count [down|backwards|downwards] from {first} to {last}.
+    [Start|Begin] [at|with] {first} and [count|go] [down|backwards|downwards] to {last}.
+    [Write|List|Give me|Say|Tell me] [the|all|all the] numbers from {first} [down|backwards|downwards] to {last}.
+    What are [the|all the] numbers from {first} down to {last}?
+    [Numbers|The numbers|All numbers] from {first} down to {last}
     """
-    Give me the numbers from {first} down to {last}.
-    Start at {first} and count backwards to {last}.
-    Say the numbers from {first} down to {last}.
-    """,
 )
 ADD: Final = _wording(
     """
@@ -351,28 +288,15 @@ ADD: Final = _wording(
     {a} + {b} =
     {a}+{b}
     {a}+{b}=
-    What is {a}+{b}?
-    How much is {a}+{b}?
-    {a} + {b}?
     {a} plus {b}
-    Add {a} and {b}.
+    [What is|What's|How much is] [{a} + {b}|{a}+{b}|{a} plus {b}|the sum of {a} and {b}]?
+    [Calculate|Compute|Tell me|Say] [{a} + {b}|{a}+{b}|{a} plus {b}|the sum of {a} and {b}].
+    [Calculate|Compute]: [{a} + {b}|{a}+{b}|{a} plus {b}]
+    [Add|Sum] {a} and {b}.
     Add {b} to {a}.
-    What's {a} + {b}?
-    Calculate {a} + {b}.
-    Compute {a} + {b}
-    How much is {a} + {b}?
-    How much is {a} plus {b}?
-    Sum {a} and {b}.
-    What is the sum of {a} and {b}?
-    Tell me {a} + {b}.
-    """,
+    [Add|Sum] the numbers {a} and {b}.
+    Add the number {b} to {a}.
     """
-    Calculate {a} plus {b}.
-    Tell me the sum of {a} and {b}.
-    What's {a} plus {b}?
-    How much is the sum of {a} and {b}?
-    Compute {a} plus {b}.
-    """,
 )
 SUBTRACT: Final = _wording(
     """
@@ -382,172 +306,105 @@ SUBTRACT: Final = _wording(
     {a} - {b} =
     {a}-{b}
     {a}-{b}=
-    What is {a}-{b}?
-    How much is {a}-{b}?
-    {a} - {b}?
     {a} minus {b}
-    Subtract {b} from {a}.
-    What's {a} - {b}?
-    Calculate {a} - {b}.
-    Compute {a} - {b}
-    How much is {a} - {b}?
-    How much is {a} minus {b}?
-    Take {b} from {a}.
+    [What is|What's|How much is] [{a} - {b}|{a}-{b}|{a} minus {b}]?
+    [Calculate|Compute|Tell me|Say] [{a} - {b}|{a}-{b}|{a} minus {b}].
+    [Calculate|Compute]: [{a} - {b}|{a}-{b}|{a} minus {b}]
+    [Subtract|Take|Take away] {b} from {a}.
     Take {b} away from {a}.
-    Tell me {a} - {b}.
-    """,
+    [Subtract|Take] the number {b} from {a}.
     """
-    Calculate {a} minus {b}.
-    What's {a} minus {b}?
-    Compute {a} minus {b}.
-    Tell me {a} minus {b}.
-    """,
 )
 LARGER: Final = _wording(
     """
     Which is larger, {a} or {b}?
-    Which is bigger, {a} or {b}?
-    Which is greater, {a} or {b}?
-    Which number is larger, {a} or {b}?
-    Which number is bigger: {a} or {b}?
-    What is larger, {a} or {b}?
-    What is more, {a} or {b}?
-    Compare {a} and {b}. Which is larger?
-    Tell me the larger of {a} and {b}.
-    Which of {a} and {b} is larger?
-    Which of {a} and {b} is bigger?
-    The larger of {a} and {b}?
-    """,
+    [Which|What] is [larger|bigger|greater|more], {a} or {b}?
+    Which [number|one] is [larger|bigger|greater][,|:] {a} or {b}?
+    Which of {a} and {b} is [larger|bigger|greater|more]?
+    Compare {a} and {b}. [Which|Which number|Which one] is [larger|bigger|greater]?
+    [Tell me|Give me|Say|Name] the [larger|bigger|greater] of {a} and {b}.
+    [What is|Which is] the [larger|bigger|greater] of {a} and {b}?
+    The [larger|bigger|greater] of {a} and {b}?
+    Is {a} or {b} [larger|bigger|greater|more]?
     """
-    What is bigger, {a} or {b}?
-    Which number is greater, {a} or {b}?
-    Tell me the bigger of {a} and {b}.
-    Which of {a} and {b} is greater?
-    """,
 )
 SMALLER: Final = _wording(
     """
     Which is smaller, {a} or {b}?
-    Which is less, {a} or {b}?
-    Which number is smaller, {a} or {b}?
-    Which number is less: {a} or {b}?
-    What is smaller, {a} or {b}?
-    Compare {a} and {b}. Which is smaller?
-    Tell me the smaller of {a} and {b}.
-    Which of {a} and {b} is smaller?
+    [Which|What] is [smaller|less], {a} or {b}?
+    Which [number|one] is [smaller|less][,|:] {a} or {b}?
+    Which of {a} and {b} is [smaller|less]?
+    Compare {a} and {b}. [Which|Which number|Which one] is [smaller|less]?
+    [Tell me|Give me|Say|Name] the smaller of {a} and {b}.
+    [What is|Which is] the smaller of {a} and {b}?
     The smaller of {a} and {b}?
-    """,
+    Is {a} or {b} [smaller|less]?
     """
-    What is less, {a} or {b}?
-    Which of {a} and {b} is less?
-    Compare {a} and {b}. Which number is smaller?
-    """,
 )
 SORT: Final = _wording(
     """
     Sort {numbers}
-    Sort {numbers}.
-    Sort: {numbers}
     Sort these numbers: {numbers}
-    Sort the numbers {numbers}.
-    Sort the following numbers: {numbers}
-    Put these numbers in order: {numbers}
-    Put {numbers} in order.
-    Order these numbers: {numbers}
-    Order {numbers}.
-    Sort {numbers} from small to large.
-    Sort from small to large: {numbers}
-    Sort in ascending order: {numbers}
-    Write these numbers in order: {numbers}
-    Arrange {numbers} in order.
-    """,
+    [Sort|Order] [|the numbers |these numbers |the following numbers ]{numbers}.
+    [Sort|Order|Arrange][| the numbers| these numbers| the following numbers]: {numbers}
+    [Put|Arrange|Write|Sort|Give me] [|the numbers ]{numbers} [in order|in ascending order|from small to large].
+    [Put|Arrange|Write] [these|the following] numbers [in order|in ascending order|from small to large]: {numbers}
+    [Sort|Order|Give me] [these|the following] numbers [in order|in ascending order|from small to large]: {numbers}
+    [Sort|Order|Arrange] [from small to large|in ascending order]: {numbers}
     """
-    Order the numbers {numbers}.
-    Put the following numbers in order: {numbers}
-    Order from small to large: {numbers}
-    Arrange these numbers: {numbers}
-    """,
 )
 SORT_DOWN: Final = _wording(
     """
     Sort {numbers} from large to small.
-    Sort from large to small: {numbers}
-    Sort in descending order: {numbers}
-    Sort these numbers from large to small: {numbers}
-    Put these numbers in descending order: {numbers}
-    Order {numbers} from large to small.
-    Sort backwards: {numbers}
-    """,
+    Sort these numbers in descending order: {numbers}
+    [Put|Arrange|Write|Sort|Order|Give me] [|the numbers ]{numbers} [in descending order|from large to small|backwards].
+    [Put|Arrange|Write] [these|the following] numbers [in descending order|from large to small|backwards]: {numbers}
+    [Sort|Order|Give me] [these|the following] numbers [in descending order|from large to small|backwards]: {numbers}
+    [Sort|Order|Arrange] [from large to small|in descending order|backwards]: {numbers}
     """
-    Order these numbers from large to small: {numbers}
-    Put {numbers} in descending order.
-    """,
 )
 AFTER: Final = _wording(
     """
     What {kind} comes after {it}?
-    Which {kind} comes after {it}?
-    What {kind} is after {it}?
-    Which {kind} is after {it}?
-    What comes after {it}?
-    Which {kind} follows {it}?
-    What is the {kind} after {it}?
-    Tell me the {kind} after {it}.
-    Name the {kind} after {it}.
-    What is the next {kind} after {it}?
+    [What|Which] {kind} [comes after|is after|follows] {it}?
+    What [comes after|is after|follows] {it}?
+    [What is|Which is|What's] the [|next ]{kind} after {it}?
+    [What is|Which is|What's] the {kind} that [comes after|follows] {it}?
+    [Tell me|Name|Say|Give me] the [|next ]{kind} after {it}.
+    [Tell me|Name|Say|Give me] the {kind} that [comes after|follows] {it}.
+    [Tell me|Say] [what|which {kind}] [comes after|follows] {it}.
     The {kind} after {it}?
-    What follows {it}?
-    """,
     """
-    What {kind} follows {it}?
-    Name the {kind} that comes after {it}.
-    Tell me what comes after {it}.
-    Which is the {kind} after {it}?
-    """,
 )
 BEFORE: Final = _wording(
     """
     What {kind} comes before {it}?
-    Which {kind} comes before {it}?
-    What {kind} is before {it}?
-    Which {kind} is before {it}?
-    What comes before {it}?
-    What is the {kind} before {it}?
-    Tell me the {kind} before {it}.
-    Name the {kind} before {it}.
-    What was the {kind} before {it}?
+    [What|Which] {kind} [comes before|is before|was before] {it}?
+    What [comes before|is before|was before] {it}?
+    [What is|Which is|What's|What was] the {kind} before {it}?
+    [What is|Which is|What's] the {kind} that comes before {it}?
+    [Tell me|Name|Say|Give me] the {kind} [|that comes ]before {it}.
+    [Tell me|Say] [what|which {kind}] [comes|is|was] before {it}.
     The {kind} before {it}?
-    What is before {it}?
-    """,
     """
-    Name the {kind} that comes before {it}.
-    Tell me what comes before {it}.
-    Which is the {kind} before {it}?
-    """,
 )
 TOMORROW: Final = _wording(
     """
-    If today is {it}, what day is tomorrow?
-    Today is {it}. What day is tomorrow?
-    What day is tomorrow if today is {it}?
-    It is {it}. What is tomorrow?
-    """,
+    [If|When] today is {it}, [what is|what day is|which day is] tomorrow?
+    [If|When] it is {it} today, [what is|what day is|which day is] tomorrow?
+    Today is {it}. [What is|What day is|Which day is] tomorrow?
+    It is {it}[| today]. [What is|What day is|Which day is] tomorrow?
+    [What|Which] day is tomorrow [if|when] today is {it}?
     """
-    Today is {it}. What is tomorrow?
-    If it is {it} today, what day is tomorrow?
-    """,
 )
 YESTERDAY: Final = _wording(
     """
-    If today is {it}, what day was yesterday?
-    Today is {it}. What day was yesterday?
-    What day was yesterday if today is {it}?
-    It is {it}. What was yesterday?
-    """,
+    [If|When] today is {it}, [what was|what day was|which day was] yesterday?
+    [If|When] it is {it} today, [what was|what day was|which day was] yesterday?
+    Today is {it}. [What was|What day was|Which day was] yesterday?
+    It is {it}[| today]. [What was|What day was|Which day was] yesterday?
+    [What|Which] day was yesterday [if|when] today is {it}?
     """
-    Today is {it}. What was yesterday?
-    If it is {it} today, what day was yesterday?
-    """,
 )
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS: Final = (
@@ -560,232 +417,167 @@ TELL_NAME: Final = _wording(
     My name is {name}.
     I am {name}.
     I'm {name}.
-    Call me {name}.
-    Hi, I am {name}.
-    Hello, my name is {name}.
-    Hi, my name is {name}.
-    You can call me {name}.
-    Please call me {name}.
-    The name is {name}.
-    People call me {name}.
-    Remember my name: {name}
-    Remember that my name is {name}.
-    """,
+    [Hello|Hi|Hey|Good morning], [my name is|I am|I'm|you can call me|people call me|call me] {name}.
+    [My name is|The name is|You can call me|Call me|People call me|My friends call me|Please call me] {name}.
+    Remember [|that ][my name is|I am|I'm|you can call me|people call me] {name}.
+    Remember my name[:|,] {name}
     """
-    Hello, I am {name}.
-    My friends call me {name}.
-    Remember that I am {name}.
-    Hi, you can call me {name}.
-    """,
 )
 ASK_NAME: Final = _wording(
     """
     What is my name?
-    What's my name?
     Who am I?
-    Do you know my name?
-    Do you remember my name?
-    Tell me my name.
-    What was my name?
-    Say my name.
-    Can you tell me my name?
-    What did I say my name is?
-    Which name did I tell you?
-    """,
+    [What is|What's|What was] my name[|, again]?
+    [Do you|Can you] [still |][know|remember] [my name|who I am|what my name is]?
+    [Can you|Will you] [tell me|say] [my name|who I am|what my name is]?
+    [Tell me|Say] [my name|who I am|what my name is].
+    What did I [say|tell you] my name [is|was]?
+    [What|Which] name did I [tell you|say]?
     """
-    Can you remember my name?
-    What did I say my name was?
-    Do you know who I am?
-    Tell me what my name is.
-    """,
 )
 TELL_COLOR: Final = _wording(
     """
     My favourite {color_word} is {color}.
     My favorite {color_word} is {color}.
-    The {color_word} I like most is {color}.
-    I like the {color_word} {color}.
-    I like {color} best.
     My best {color_word} is {color}.
-    Remember that my favourite {color_word} is {color}.
-    Remember that my favorite {color_word} is {color}.
-    Remember my favourite {color_word}: {color}
+    The {color_word} I [like|love] [most|best] is {color}.
+    I [like|love] the {color_word} {color}[| best| most].
+    I [like|love] {color} [best|most].
+    [Remember|Note] that [my favourite|my best|the best] {color_word} is {color}.
+    [Remember|Note] [my favourite|my best] {color_word}[:|,] {color}
+    [Remember|Note] that I [like|love] the {color_word} {color}.
     The best {color_word} is {color}.
-    I love the {color_word} {color}.
-    """,
     """
-    The {color_word} I love most is {color}.
-    I like the {color_word} {color} best.
-    Remember my favorite {color_word}, {color}.
-    """,
 )
 ASK_COLOR: Final = _wording(
     """
     What is my favourite {color_word}?
     What is my favorite {color_word}?
-    What's my favourite {color_word}?
-    Which {color_word} do I like?
-    Which {color_word} do I like most?
-    Do you remember my favourite {color_word}?
-    Do you remember my favorite {color_word}?
-    Do you know my favourite {color_word}?
-    Tell me my favorite {color_word}.
-    What {color_word} do I like best?
-    Which {color_word} is my favourite?
-    What was my favorite {color_word}?
-    """,
+    [What is|What's|What was|Which is] my [favourite|best] {color_word}[|, again]?
+    [Which|What] {color_word} do I [like|love][| most| best]?
+    [Which|What] {color_word} is my [favourite|best]?
+    [Do you|Can you] [still |][know|remember] [my favourite {color_word}|which {color_word} I like]?
+    [Do you|Can you] [know|remember] what my favourite {color_word} is?
+    [Tell me|Say] [my favourite {color_word}|which {color_word} I like|which {color_word} I love].
+    [Tell me|Say] what my favourite {color_word} is.
+    [Which|What] {color_word} did I say I [like|love]?
     """
-    What {color_word} do I like most?
-    Tell me which {color_word} I like.
-    Which {color_word} did I say I like?
-    Tell me what my favorite {color_word} is.
-    """,
 )
 TELL_NUMBER: Final = _wording(
     """
     Remember the number {number}.
-    Remember this number: {number}
     My number is {number}.
-    Keep the number {number} in mind.
-    Please remember {number}.
-    Remember {number}.
-    My lucky number is {number}.
-    The number is {number}.
-    Remember that my number is {number}.
-    The secret number is {number}.
-    """,
+    [Remember|Note] [the|this|my][| secret| lucky] number[:|] {number}
+    [Remember|Note] that [the|my][| secret| lucky] number is {number}.
+    [The|My] [|secret |lucky ]number is {number}.
+    Keep [|the number |this number: |my number ]{number} in mind.
+    [Remember|Please remember|Please note] {number}.
     """
-    Remember that the number is {number}.
-    Remember my number: {number}
-    Keep {number} in mind.
-    """,
 )
 ASK_NUMBER: Final = _wording(
     """
     What was the number?
-    What is the number?
     What is my number?
-    Which number did I tell you?
-    What number did I tell you?
-    Do you remember the number?
-    Tell me the number.
-    What number did I say?
-    Do you remember my number?
-    What was my number?
-    Which number did you remember?
-    What is my lucky number?
-    What is the secret number?
-    """,
+    [What is|What was|What's] [the|my][| secret| lucky] number[|, again]?
+    [Which|What] number did I [tell you|say]?
+    [Do you|Can you] [still |][know|remember] [the|my][| secret| lucky] number?
+    [Tell me|Say] [the|my][| secret| lucky] number.
+    Which number did you [remember|note]?
+    [Tell me|Say] which number I told you.
     """
-    Which number did I say?
-    Can you remember the number?
-    Tell me my number.
-    What was the number I told you?
-    """,
 )
 DESCRIBED: Final = _wording(
     """
-    Write a JSON object for {person}.
-    Make a JSON object for {person}.
-    JSON for {person}
-    Give me JSON for {person}.
-    Write JSON: {person}
-    Write this as JSON: {person}
-    Turn this into JSON: {person}
-    Describe {person} as JSON.
-    Write {person} as a JSON object.
-    Give me a JSON object on one line for {person}.
-    Make JSON of this: {person}
-    As JSON: {person}
-    Create a JSON object: {person}
-    Convert to JSON: {person}
-    """,
+    [Write|Make|Create|Give me] [JSON|a JSON object|JSON on one line|a JSON object on one line] for {person}.
+    [JSON|A JSON object] for {person}
+    [Write|Describe|Give me] [this|this person|the following] as [JSON|a JSON object]: {person}
+    [Turn|Convert] [this|this person|the following] [into|to] [JSON|a JSON object]: {person}
+    [Describe|Write|Give me] {person} as [JSON|a JSON object].
+    [Write|Make|Create|Give me] [JSON|a JSON object]: {person}
+    [Make|Create|Write] [JSON|a JSON object] of this: {person}
+    As [JSON|a JSON object]: {person}
+    Convert to [JSON|a JSON object]: {person}
     """
-    Make JSON for {person}.
-    Turn this into a JSON object: {person}
-    Describe this as JSON: {person}
-    Create JSON on one line for {person}.
-    Convert this to a JSON object: {person}
-    """,
 )
 PERSON_PARTS: Final = {
-    "age": Wording(("{age} years old", "age {age}", "aged {age}", "who is {age}"), ("who is {age} years old",)),
-    "city": Wording(
-        ("from {city}", "living in {city}", "who lives in {city}", "city {city}"), ("living now in {city}",)
+    "age": _wording(
+        """
+        {age} years old
+        age {age}
+        aged {age}
+        who is {age}
+        [who is|now|who is now] {age} years old
+        """
     ),
-    "job": Wording(("a {job}", "who is a {job}", "job {job}", "working as a {job}"), ("who works as a {job}",)),
+    "city": _wording(
+        """
+        from {city}
+        living in {city}
+        who lives in {city}
+        city {city}
+        [who is|now|who is now] [from|living in] {city}
+        who [comes from|is at home in|now lives in] {city}
+        """
+    ),
+    "job": _wording(
+        """
+        a {job}
+        who is a {job}
+        job {job}
+        [who is|now|who is now] [a|working as a] {job}
+        who [works|now works] as a {job}
+        """
+    ),
 }
 WEATHER: Final = _wording(
     """
     What is the weather in {city}?
-    What's the weather in {city}?
-    What is the weather like in {city}?
-    How is the weather in {city}?
-    How is the weather in {city} today?
-    Tell me the weather in {city}.
+    [What is|What's|How is] the weather [in|like in] {city}[| today| now]?
+    [Tell me|Get|Get me|Say] the weather [in|for|of] {city}[| today].
+    [Tell me|Say] [how|what] the weather is in {city}[| today].
     Weather in {city}
-    Weather in {city}?
-    Get the weather in {city}.
-    Get the weather for {city}.
-    Is it cold in {city}?
-    Is it warm in {city}?
-    Does it rain in {city}?
-    What will the weather be in {city}?
-    I am in {city}. What is the weather?
-    """,
+    Is it [cold|warm|sunny|windy] in {city}[| today| now]?
+    Does it rain in {city}[| today| now]?
+    What will the weather be in {city}[| today]?
+    I am in {city}. [What is|What's|How is] the weather[| today]?
     """
-    What's the weather like in {city}?
-    Tell me how the weather is in {city}.
-    What is the weather in {city} today?
-    Get me the weather in {city}.
-    """,
 )
 QUESTIONS: Final = _wording(
     """
     What is the capital of {topic}?
-    Who wrote {topic}?
+    [Who|What] [wrote|made|found] {topic}?
     Why is the sky so high?
-    Tell me a joke.
-    Write a poem about {topic}.
-    What is the meaning of life?
-    How do I cook {topic}?
-    Who is the president?
-    What is {topic}?
-    Where is {topic}?
-    Who is {topic}?
-    When was {topic} born?
+    Tell me a [joke|story].
+    [Write|Tell me] a [poem|story|song|joke] about {topic}.
+    What is the meaning of [life|{topic}]?
+    How do I [cook|make|buy|find] {topic}?
+    Who is the president[| of {topic}]?
+    [What|Where|Who] is {topic}?
+    [When|Where] was {topic} [born|made|found]?
+    Explain [|to me ][{topic}|how {topic} works|what {topic} is].
     Explain {topic} to me.
-    How old is {topic}?
+    How [old|tall|far|big|good] is {topic}?
     How does {topic} work?
-    Translate {topic} into French.
-    Write a story about {topic}.
-    What do you think about {topic}?
-    Who made {topic}?
+    Translate {topic} into [French|German].
+    What do you think [about|of] {topic}?
     How far is {topic} from here?
     What time is it?
     What day is it today?
     Where do you live?
     How many people live in {topic}?
-    Why do cats like {topic}?
-    Tell me about {topic}.
-    What is the best {topic}?
-    Is {topic} good?
+    Why do [cats|dogs|people] [like|love|eat] {topic}?
+    Why does everybody [like|love] {topic}?
+    [Why|Where|When] is {topic} [good|old|best]?
+    Tell me [about|more about|all about] {topic}.
+    What is the best {topic}[| in the world]?
+    Is {topic} [good|old|big|a friend]?
     Who won the game?
     Write code for {topic}.
     What does {topic} mean?
-    Which {topic} should I buy?
-    Do you like {topic}?
-    How tall is {topic}?
+    Which {topic} should I [buy|eat|read]?
+    Do you [like|love|know] {topic}?
     Give me a recipe for {topic}.
-    """,
     """
-    Explain how {topic} works.
-    Where was {topic} born?
-    Who made the best {topic}?
-    Tell me a story about {topic}.
-    Why is {topic} good?
-    How do I buy {topic}?
-    """,
 )
 PLAIN_SYSTEM: Final = _wording(
     """

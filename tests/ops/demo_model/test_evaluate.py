@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ops.demo_model.corpus import frame_words, is_held_out
+from ops.demo_model.corpus import frame_words
 from ops.demo_model.evaluate import FAMILIES, REACHES, Examiner, main
 from ops.demo_model.network import Shape
 from ops.demo_model.tokens import make_tokenizer
 from ops.demo_model.train import Plan, Training
+from ops.demo_model.wordings import is_held_out
 
 
 @pytest.fixture(scope="module")
