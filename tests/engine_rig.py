@@ -92,7 +92,6 @@ def running(
     log = another_log()
     owner = acquire_slot(log, "generate", lease_ms, preferred=slot)
     place = Place(another_log(), owner, lease_ms)
-    log.prepare(Inbox.tokenized(log.names))
     log.prepare(Inbox.steps(log.names, owner.slot))
     if heard:
         log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)

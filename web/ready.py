@@ -29,7 +29,7 @@ from web.tail import Tail
 
 logger = structlog.get_logger()
 
-POLL_LOADING_S = 0.1
+POLL_LOADING_S = 0.05
 POLL_READY_S = 2.0
 PROBE_PATIENCE_S = 10.0
 """How long the first probe may take. Each next one may take twice as long: behind much work it is slow, not lost."""

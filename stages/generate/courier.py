@@ -188,6 +188,7 @@ class Courier:
 
     def _run(self) -> None:
         try:
+            self._keep_trying(lambda: self._log.prepare(self._inbox))
             self._keep_trying(self._adopt)
             while True:
                 try:

@@ -74,7 +74,7 @@ def test_a_request_becomes_steps_and_its_entry_is_consumed_with_the_last(
 ) -> None:
     log = another_log()
     steps = Steps(log)
-    with running(another_log):
+    with capture_logs() as lines, running(another_log):
         uid = send(log, 10, 11, max_tokens=3)
         until(lambda: len(steps.tokens(uid)) == 3)
         assert [(row.n, row.token, row.end) for row in steps.tokens(uid)] == [
@@ -85,6 +85,7 @@ def test_a_request_becomes_steps_and_its_entry_is_consumed_with_the_last(
         assert isinstance(steps.marks(uid)[0].event, Admitted)
         until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
     assert log.pending(Inbox.tokenized(log.names), "generate-0") == []
+    assert not [line for line in lines if line["event"] == "group_lost"]  # a new log has no groups yet
 
 
 def test_the_entry_of_a_running_request_stays_pending(another_log: Callable[[], StreamLog]) -> None:
