@@ -15,6 +15,7 @@ if __name__ == "__main__":
         sys.path[0] = _HOME
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ usage: minisgl serve [flags]                everything on this machine; `python 
 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.
 """
+DEMO_ANSWERS = "No --model was given, so the demo model answers; ask it what it can do."
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 READY_TIMEOUT_S = 600.0
@@ -205,13 +207,18 @@ def run_worker(config: Config) -> int:
     die_with_supervisor(os.environ)
     configure_logging(stage=config.stage)
     failpoints.arm(os.environ)
+    gc.disable()  # nothing that is imported is garbage, and looking for it takes a tenth of the time
     if config.stage == WEB:
         from web.server import run as run_web
 
+        gc.enable()
         return run_web(config)
+    run = _stage_run(config.stage)
+    gc.freeze()
+    gc.enable()
     names = Names(config.log.namespace)
     folder = Path(config.model.model) if config.model.model else model_folder(config)
-    return _stage_run(config.stage)(config, lambda: RedisLog(config.log.redis_url, names), folder)
+    return run(config, lambda: RedisLog(config.log.redis_url, names), folder)
 
 
 def _stage_run(stage: str) -> Callable[[Config, Callable[[], RedisLog], Path], int]:
@@ -229,19 +236,17 @@ def _stage_run(stage: str) -> Callable[[Config, Callable[[], RedisLog], Path], i
 
 
 def model_folder(config: Config) -> Path:
-    """Return the folder of the model, checked without torch; one of the hub is fetched, without --model one is made.
+    """Return the folder of the model, checked without torch; one of the hub is fetched, without --model it is the demo.
 
     Raises:
         ConfigError: The folder does not hold what this command needs; the message names the file or tensor.
     """
-    from stages.generate.model.checkpoint import check_folder, check_tokenizer
+    from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder, check_tokenizer
     from stages.generate.model.hub import fetch, hub_model
 
     text_alone, dummy = config.stage in (TOKENIZE, DETOKENIZE), config.engine.dummy_weight
     if not config.model.model:
-        from ops.demo_model import nonsense
-
-        folder = nonsense.ensure(config.data_dir / "models")
+        folder = DEMO_FOLDER
     elif (on_hub := hub_model(config.model.model)) is not None:
         folder = fetch(on_hub, weights=not text_alone and not dummy)
     else:
@@ -301,6 +306,7 @@ def _supervise_with_shell(
     from ops.shell.foreground import Foreground
     from pipeline.observe import configure_logging
     from pipeline.supervisor import StartFailed
+    from stages.generate.model.checkpoint import is_demo
     from web.keys import first_key
     from web.listener import url_here
 
@@ -308,8 +314,8 @@ def _supervise_with_shell(
     configure_logging(to=front.log)
 
     def say_ready() -> None:
-        if _is_nonsense(folder):
-            print("No --model was given, so a small random model answers: it speaks nonsense.")
+        if is_demo(folder):
+            print(DEMO_ANSWERS)
         print(f"The server's log is {front.log_path}; Ctrl-D ends chat and server.", flush=True)
 
     def run(supervisor: Supervisor) -> None:
@@ -392,20 +398,15 @@ def _child_environment(
     return {"MALLOC_ARENA_MAX": "1"} | kept | dict(secrets or {}) | {"MINISGL_REDIS_URL": url}
 
 
-def _is_nonsense(folder: Path) -> bool:
-    from ops.demo_model.nonsense import MODEL_ID
-
-    return folder.name == MODEL_ID
-
-
 def _banner(config: Config, folder: Path, seconds: float) -> None:
+    from stages.generate.model.checkpoint import is_demo
     from web.listener import url_here
 
     url = url_here(config.web.host, config.web.port)
-    if _is_nonsense(folder):
+    if is_demo(folder):
         print(
-            "\nNo --model was given, so a small random model answers: it speaks nonsense.\n"
-            "For sense, pass a model of the Hugging Face hub, or a folder: minisgl serve --model Qwen/Qwen3-0.6B",
+            f"\n{DEMO_ANSWERS}\n"
+            "For another, pass a model of the Hugging Face hub, or a folder: minisgl serve --model Qwen/Qwen3-0.6B",
             flush=True,
         )
     print(

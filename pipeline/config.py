@@ -216,7 +216,7 @@ class DataConfig:
     data_dir: str = flag(
         "--data-dir",
         default="",
-        help="folder of the embedded Redis and the first model [state folder/port]",
+        help="folder of the embedded Redis [state folder/port]",
     )
 
 
@@ -228,7 +228,7 @@ class ModelConfig:
         "--model",
         "--model-path",
         default="",
-        help="folder of the model, or owner/name[@revision] on the Hugging Face hub [a random one is made]",
+        help="folder of the model, or owner/name[@revision] on the Hugging Face hub [the demo model]",
     )
 
 
@@ -500,9 +500,9 @@ OWNERS: Mapping[str, tuple[type[Any], ...]] = {
         KeysConfig,
         DataConfig,
     ),
-    "stage tokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
-    "stage generate": (ModelConfig, NamesConfig, DefaultsConfig, StageConfig, EngineConfig, LogConfig, DataConfig),
-    "stage detokenize": (ModelConfig, StageConfig, LogConfig, DataConfig),
+    "stage tokenize": (ModelConfig, StageConfig, LogConfig),
+    "stage generate": (ModelConfig, NamesConfig, DefaultsConfig, StageConfig, EngineConfig, LogConfig),
+    "stage detokenize": (ModelConfig, StageConfig, LogConfig),
     "stage web": (WebConfig, ListenConfig, StageConfig, LogConfig, RequestConfig, ClientConfig, KeysConfig),
 }
 """Which config objects a command fills: what its parser accepts."""

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
+from ops.bench import nonsense
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
 
@@ -154,12 +155,18 @@ def serve(
     *flags: str,
     redis_url: str = "",
     ready: bool = True,
+    demo: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Run `minisgl serve` with its data in *folder* until the block ends, and see that nothing of it is left."""
+    """Run `minisgl serve` with its data in *folder* until the block ends, and see that nothing of it is left.
+
+    Where the flags name no model it is a random one, which says as much as it is asked for; *demo*: the one in the box.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     where = ["--redis-url", redis_url] if redis_url else ["--data-dir", str(folder / "data")]
+    if not demo and "--model" not in flags:
+        where += ["--model", str(nonsense.ensure(folder / "models"))]
     command = run_command(["serve", "--port", str(port), *where, *flags], folder, environment=environment)
     server = Server(command, url, redis_url or f"unix://{folder / 'data' / 'redis.sock'}")
     try:

@@ -12,7 +12,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, Final
 
-from ops.made_once import made_once
+from ops.bench.made_once import made_once
 from pipeline.errors import ConfigError
 
 SEED: Final = 0

@@ -23,6 +23,7 @@ from ops.bench.shares import Step, cost_of, decode_share, prefill_share
 from pipeline.config import EngineConfig, ModelConfig, at_least, flag, parse_flags
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import SamplingParams
+from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.schedule.plan import BatchPlan, Computed
 
@@ -262,7 +263,7 @@ def _run(llm: LLM, clock: StepClock, workload: Workload) -> Run:
 def _model(llm: LLM) -> dict[str, Any]:
     config = (llm.folder / "config.json").read_bytes()
     return {
-        "name": llm.folder.name,
+        "name": model_id(llm.folder),
         "config_sha256": hashlib.sha256(config).hexdigest(),
         "fingerprint": llm.fingerprint,
     }

@@ -21,12 +21,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from ops.bench import report
+from ops.bench import nonsense, report
 from ops.bench.pipeline_commits import COMMITS, Lives
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
-from ops.demo_model import nonsense
 from pipeline.address import connect, without_password
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable

@@ -1,1 +1,1 @@
-"""The model that `minisgl serve` uses when it is given none, and how one that answers is trained."""
+"""How the demo model is made, which `minisgl serve` uses where none is given; it lies in stages/generate/model/demo."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ops.demo_model import wordings as w
 from ops.demo_model.wordings import Wording, is_held_out
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Counts up with every change to what a seed makes; a checkpoint names the one that it learnt from."""
 
 WORD: Final = re.compile(r"[A-Za-z]+")
@@ -132,10 +132,11 @@ TOOLS: Final = (*GET_WEATHER, *ADD)
 class Maker:
     """Makes exchanges and conversations of one side: what is trained, or what is held out."""
 
-    def __init__(self, random: Random, *, held_out: bool, late: bool = False) -> None:
+    def __init__(self, random: Random, *, held_out: bool, phase: int = 0) -> None:
         self._random = random
         self._held_out = held_out
-        self._weights = LATE_WEIGHTS if late else WEIGHTS
+        self._phase = phase
+        self._is_last = phase == NUM_PHASES - 1
 
     # Wordings
 
@@ -291,7 +292,8 @@ class Maker:
         random = self._random
 
         def draw() -> tuple[int, ...]:
-            steps = length or random.randint(*random.choices(((1, 12), (12, 40), (40, 110)), (14, 5, 1))[0])
+            weights = (9, 5, 5) if self._is_last else (14, 5, 1)
+            steps = length or random.randint(*random.choices(((1, 12), (12, 40), (40, 110)), weights)[0])
             first = 1 if random.random() < 0.3 else random.randint(0, 100 if random.random() < 0.8 else 900)
             return first, first + steps
 
@@ -422,7 +424,8 @@ class Maker:
         """Return one to four exchanges, most often without a system prompt."""
         random = self._random
         chance = random.random()
-        style = "" if chance < 0.8 else "capitals" if chance < 0.9 else "word"
+        plain, capitals = (0.55, 0.8) if self._is_last else (0.8, 0.9)
+        style = "" if chance < plain else "capitals" if chance < capitals else "word"
         exchanges = [self.exchange(style) for _ in range(random.choice((1, 1, 2, 3, 4)))]
         return Conversation("plain", (*self.system(style), *spoken(exchanges, style)))
 
@@ -499,7 +502,7 @@ class Maker:
         """Return an exchange whose answer can have the *style*; *brief*: most often not a long one, because it stands
         between what is to be remembered and the question for it."""
         while True:
-            (make,) = self._random.choices(tuple(self._weights), tuple(self._weights.values()))
+            (make,) = self._random.choices(tuple(WEIGHTS), [weights[self._phase] for weights in WEIGHTS.values()])
             if make in without:
                 continue
             exchange = make(self)
@@ -515,51 +518,34 @@ NO_ORDER: Final = frozenset(
 )
 """First words of sentences that `please` cannot go before."""
 
-WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], float]] = {
-    Maker.greet: 2,
-    Maker.introduce: 1.5,
-    Maker.small_talk: 1,
-    Maker.unknown: 3,
-    Maker.weather: 0.6,
-    Maker.echo: 9,
-    Maker.spell: 4,
-    Maker.reverse: 6,
-    Maker.count: 7,
-    Maker.add: 17,
-    Maker.subtract: 17,
-    Maker.compare: 7,
-    Maker.sort: 10,
-    Maker.days: 4,
-    Maker.person: 6,
-    Maker.not_told: 0.5,
+WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], tuple[float, float, float]]] = {
+    Maker.greet: (2, 1, 1),
+    Maker.introduce: (1.5, 1, 1),
+    Maker.small_talk: (1, 0.5, 0.5),
+    Maker.unknown: (3, 1.5, 2),
+    Maker.weather: (0.6, 0.4, 0.4),
+    Maker.echo: (9, 8, 28),
+    Maker.spell: (4, 1.5, 1.5),
+    Maker.reverse: (6, 7, 8),
+    Maker.count: (7, 6, 8),
+    Maker.add: (17, 20, 20),
+    Maker.subtract: (17, 22, 22),
+    Maker.compare: (7, 6, 5),
+    Maker.sort: (10, 30, 16),
+    Maker.days: (4, 2, 2),
+    Maker.person: (6, 2, 14),
+    Maker.not_told: (0.5, 0.5, 0.5),
 }
-"""How often each kind of exchange comes: what is hard to learn, more often."""
-LATE_WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], float]] = {
-    Maker.greet: 1,
-    Maker.introduce: 1,
-    Maker.small_talk: 0.5,
-    Maker.unknown: 1.5,
-    Maker.weather: 0.4,
-    Maker.echo: 8,
-    Maker.spell: 1.5,
-    Maker.reverse: 7,
-    Maker.count: 6,
-    Maker.add: 20,
-    Maker.subtract: 22,
-    Maker.compare: 6,
-    Maker.sort: 30,
-    Maker.days: 2,
-    Maker.person: 2,
-    Maker.not_told: 0.5,
-}
-"""The same, once the easy ones are learnt."""
+"""How often each kind of exchange comes, in each phase of the training: at first what is hard more often than what is
+easy, then above all what is learnt last, in the end what is still wrong."""
+NUM_PHASES: Final = 3
 WITHOUT_TOOL: Final[Mapping[str, Callable[[Maker], Exchange]]] = {"get_weather": Maker.weather, "add": Maker.add}
 """What is answered otherwise where there is a tool for it."""
 
 
-def conversations(seed: str, *, held_out: bool = False, late: bool = False) -> Iterator[Conversation]:
-    """Yield conversations without end, the same ones for the same *seed*; *late*: for whom the easy ones are old."""
-    maker = Maker(Random(seed), held_out=held_out, late=late)
+def conversations(seed: str, *, held_out: bool = False, phase: int = 0) -> Iterator[Conversation]:
+    """Yield conversations without end, of a *phase* of the training; the same ones for the same *seed*."""
+    maker = Maker(Random(seed), held_out=held_out, phase=phase)
     while True:
         yield maker.conversation()
 

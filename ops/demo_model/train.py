@@ -40,17 +40,20 @@ class Plan:
     """All that decides what comes out."""
 
     seed: int = 1
-    steps: int = 5600
+    steps: int = 5750
     first_tokens: int = 2048
     """Of the conversations of a step, at first: many small steps, while everything is new."""
     tokens: int = 4096
     """And after a while."""
     small_steps: int = 1000
-    late_from: int = 2100
-    """The step from which on what is hard comes more often."""
+    second_phase: int = 2100
+    third_phase: int = 5000
+    """The steps at which the phases of the corpus begin."""
     warmup_steps: int = 50
     decay: float = 0.3
-    """The last part of the steps, in which the rate falls to nothing."""
+    """The last part of the first two phases, in which the rate falls to nothing."""
+    third_rate: float = 0.3
+    """Of the full rate, at which the third phase begins; it falls to nothing once more."""
     matrix_rate: float = 3e-3
     rate: float = 3e-3
     """Of learning: of matrices, by Muon, and of the rest, by AdamW."""
@@ -59,9 +62,14 @@ class Plan:
     def tokens_at(self, step: int) -> int:
         return self.first_tokens if step < self.small_steps else self.tokens
 
+    def phase_at(self, step: int) -> int:
+        return (step >= self.second_phase) + (step >= self.third_phase)
+
     def rate_at(self, step: int) -> float:
         """Return what part of the full rate counts in a step."""
-        left = (self.steps - step) / (self.steps * self.decay)
+        if step >= self.third_phase:
+            return self.third_rate * (self.steps - step) / (self.steps - self.third_phase)
+        left = (self.third_phase - step) / (self.third_phase * self.decay)
         return min(1.0, (step + 1) / self.warmup_steps, left)
 
 
@@ -113,7 +121,7 @@ class Training:
     def _batch(self) -> list[tuple[list[int], list[bool]]]:
         """Return the conversations of this step, which depend on nothing but the seed and the step."""
         wanted = self.plan.tokens_at(self.step)
-        source = conversations(f"{self.plan.seed} {self.step}", late=self.step >= self.plan.late_from)
+        source = conversations(f"{self.plan.seed} {self.step}", phase=self.plan.phase_at(self.step))
         batch: list[tuple[list[int], list[bool]]] = []
         while sum(len(ids) for ids, _ in batch) < wanted:
             batch += self._encoder.encode(list(itertools.islice(source, 8)))
@@ -157,7 +165,7 @@ class Training:
         folder.mkdir(parents=True, exist_ok=True)
         write_tokenizer(self._tokenizer, folder)
         _write_json(folder / "config.json", self.model.shape.config() | {"eos_token_id": self._stop})
-        generation = {"eos_token_id": [self._stop, self._fill], "pad_token_id": self._fill, "do_sample": False}
+        generation = {"eos_token_id": [self._stop, self._fill], "pad_token_id": self._fill, "temperature": 0.0}
         _write_json(folder / "generation_config.json", generation)
         record = {
             "corpus_version": VERSION,

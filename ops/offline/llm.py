@@ -35,7 +35,7 @@ class LLM:
     def __init__(
         self, model: str | PathLike[str] = "", *, wrap_engine: Wrap = lambda engine: engine, **options: Any
     ) -> None:
-        """Load *model*, a folder or what else --model takes; "" is the small random model.
+        """Load *model*, a folder or what else --model takes; "" is the demo model.
 
         *options* are the engine's flags by the names of their fields, such as ``dtype="bfloat16"``, with their defaults
         and checks; one differs: without ``mixed_prefill_length`` prompts are not held back beside running requests.

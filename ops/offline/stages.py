@@ -27,6 +27,7 @@ from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
 from stages.detokenize.worker import DetokenizeWorker, load_decoder
 from stages.generate.courier import Courier
+from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.resolve import resolve
 from stages.generate.worker import Forward, GenerateWorker, Loaded, load
@@ -150,7 +151,7 @@ class Stages:
                 return
             place.say(
                 phase="ready",
-                models=(folder.name,),
+                models=(model_id(folder),),
                 context=model.settings.limits.context,
                 fingerprint=model.fingerprint,
             )

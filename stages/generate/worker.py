@@ -28,7 +28,7 @@ from stages.generate.courier import TOKENS_IN_DOUBT, Arrived, Courier, Ended, Fl
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.meter import Meter
-from stages.generate.model.checkpoint import check_folder
+from stages.generate.model.checkpoint import check_folder, model_id
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
 from stages.generate.resolve import Settings, resolve
@@ -342,7 +342,7 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
         courier.start()
         place.say(
             phase="ready",
-            models=config.names.served_model_name or (folder.name,),
+            models=config.names.served_model_name or (model_id(folder),),
             context=loaded.settings.limits.context,
             sampling_defaults=defaults,
             fingerprint=loaded.fingerprint,

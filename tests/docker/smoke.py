@@ -26,7 +26,7 @@ PORT = int(os.environ.get("SMOKE_PORT", "19190"))
 URL = f"http://127.0.0.1:{PORT}"
 PROJECT = "minisgl-smoke"
 LONG = {
-    "messages": [{"role": "user", "content": "Hello!"}],
+    "messages": [{"role": "user", "content": "Count from 1 to 400."}],
     "max_tokens": 1500,
     "ignore_eos": True,
     "temperature": 0,

@@ -20,7 +20,7 @@ from redis_servers import Servers, command
 from safetensors.numpy import load_file, save_file
 from servers import ROOT, Server, free_port, serve
 
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import pytest
 from servers import Command, Server, eventually, free_port, run_command, serve, wait_until_ready
 from streams import LONG, PROMPTS, Stream, ask_all, body, events_of, family_of, is_gone
 
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced
 from pipeline.log import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB

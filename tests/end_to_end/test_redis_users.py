@@ -16,7 +16,7 @@ import pytest
 from redis_servers import Servers, command, running_server
 from servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
 
 pytestmark = pytest.mark.slow

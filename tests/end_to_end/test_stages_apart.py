@@ -16,7 +16,7 @@ import pytest
 from redis_servers import find_servers, running_server
 from servers import STOP_TIMEOUT_S, Command, eventually, free_port, run_command, wait_until_ready
 
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
 pytestmark = pytest.mark.slow

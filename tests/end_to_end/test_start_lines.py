@@ -14,7 +14,7 @@ import httpx
 import pytest
 from servers import Command, free_port, run_command, wait_until_ready
 
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
 pytestmark = pytest.mark.slow

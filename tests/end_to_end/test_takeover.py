@@ -13,7 +13,7 @@ from redis_servers import find_servers, running_server
 from servers import Command, Server, eventually, free_port, run_command, wait_until_ready
 from streams import LONG, PROMPTS, Stream, events_of
 
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 from pipeline.events import Finished, TakenOver, TokensProduced
 from pipeline.log import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names

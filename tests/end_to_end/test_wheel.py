@@ -13,6 +13,8 @@ import httpx
 import pytest
 from servers import ROOT, Command, free_port, wait_until_ready
 
+from stages.generate.model.checkpoint import DEMO_FOLDER
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TORCH = "torch>=2.11,<=2.13.0"
@@ -47,6 +49,14 @@ def test_the_wheel_has_every_module_and_every_commit(names: list[str]) -> None:
     commits = {path.name for path in (ROOT / "pipeline" / "commits").iterdir()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("pipeline/commits/")} == commits
     assert "lib.lua" in commits and "submit.lua" in commits
+
+
+def test_the_wheel_has_the_demo_model(names: list[str]) -> None:
+    folder = DEMO_FOLDER.relative_to(ROOT)
+    assert {name for name in names if name.startswith(f"{folder}/")} == {
+        str(folder / file.name) for file in DEMO_FOLDER.iterdir()
+    }
+    assert f"{folder}/model.safetensors" in names
 
 
 def test_the_wheel_has_no_tests_and_nothing_that_was_made_by_running(names: list[str]) -> None:
@@ -94,10 +104,10 @@ def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_
         wait_until_ready(f"http://127.0.0.1:{port}", [command])
         said = httpx.post(
             f"http://127.0.0.1:{port}/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8, "ignore_eos": True},
+            json={"messages": [{"role": "user", "content": "Repeat after me: log"}], "temperature": 0},
             timeout=120,
         )
-        assert said.status_code == 200 and said.json()["usage"]["completion_tokens"] == 8
+        assert said.json()["choices"][0]["message"]["content"] == "log"
         for worker in command.processes():
             assert str(ROOT) not in " ".join(worker.cmdline())
         assert command.stop() == 0

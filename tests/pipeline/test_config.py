@@ -21,7 +21,8 @@ from pipeline.config import (
 )
 from pipeline.errors import ConfigError
 
-MODEL = {("--model", "--model-path"), ("--data-dir",)}
+MODEL = {("--model", "--model-path")}
+DATA = {("--data-dir",)}
 NAMES = {("--served-model-name",)}
 DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
@@ -49,7 +50,7 @@ SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count"), ("--shell", "
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
 FLAGS = {
-    "serve": frozenset(MODEL | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS),
+    "serve": frozenset(MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS),
     "stage tokenize": frozenset(MODEL | WORKER | LOG),
     "stage generate": frozenset(MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG),
     "stage detokenize": frozenset(MODEL | WORKER | LOG),

@@ -14,6 +14,9 @@ from typing import Any, Final
 from pipeline.errors import ConfigError
 from stages.generate.model.spec import ModelSpec, read_json, read_spec, tensor_shapes
 
+DEMO_FOLDER: Final = Path(__file__).resolve().with_name("demo")
+"""The demo model, which is served where no other is given; ops/demo_model/ makes it."""
+DEMO_ID: Final = "minisgl-demo"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -47,6 +50,16 @@ def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
         _check_tensors(folder, tensors, spec)
         _check_tied(tensors, spec)
     return spec
+
+
+def model_id(folder: Path) -> str:
+    """Return the name under which the model in *folder* is served, where no other is given."""
+    return DEMO_ID if is_demo(folder) else folder.name
+
+
+def is_demo(folder: Path) -> bool:
+    """Say whether *folder* is that of the demo model."""
+    return folder.resolve() == DEMO_FOLDER
 
 
 def check_is_folder(folder: Path) -> None:

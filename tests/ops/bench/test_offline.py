@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from ops.bench import offline
+from ops.bench import nonsense, offline
 from ops.bench.datasets import Span
 from ops.bench.offline import PRESETS, OfflineConfig, Preset, StepClock, chosen, draw
 from ops.bench.shares import Step
-from ops.demo_model import nonsense
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams
 from stages.generate.schedule.plan import BatchPlan, Computed, PlanRow, Sample

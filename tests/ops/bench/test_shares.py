@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ops.bench import nonsense
 from ops.bench.shares import Cost, Step, cost_of, decode_share, prefill_share
-from ops.demo_model import nonsense
 from stages.generate.model.spec import read_spec
 
 COST = Cost(dense=1000, head=100, experts=0, chosen_share=0.0, weight_bytes=2, kv_bytes=10)

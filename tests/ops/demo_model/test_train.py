@@ -18,7 +18,7 @@ from ops.demo_model.train import STATE_FILE, Plan, Training, main, pack
 from stages.generate.model.checkpoint import check_folder
 
 SMALL = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 128}
-PLAN = Plan(steps=60, first_tokens=512, tokens=1024, small_steps=20, warmup_steps=10)
+PLAN = Plan(steps=70, first_tokens=512, tokens=1024, small_steps=20, second_phase=30, third_phase=60, warmup_steps=10)
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,12 @@ def test_a_state_of_another_seed_is_refused(tokenizer: Tokenizer, tmp_path: Path
         training(tokenizer, Plan(seed=2)).load(tmp_path / STATE_FILE)
 
 
-def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
+def test_the_rate_rises_stays_and_falls_to_nothing_and_once_more_for_the_last_phase() -> None:
     rates = [PLAN.rate_at(step) for step in range(PLAN.steps)]
     assert rates[0] == pytest.approx(0.1) and set(rates[10:42]) == {1.0}
-    assert rates[42:] == sorted(rates[42:], reverse=True) and 0 < rates[-1] < 0.06
+    assert rates[42:60] == sorted(rates[42:60], reverse=True) and 0 < rates[59] < 0.06
+    assert rates[60] == pytest.approx(0.3) and rates[60:] == sorted(rates[60:], reverse=True) and 0 < rates[-1] < 0.04
+    assert [PLAN.phase_at(step) for step in (0, 29, 30, 59, 60, 69)] == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_command_writes_a_checkpoint_that_can_be_served_and_says_how_it_came_to_be(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerFast
 
 import minisgl
 from minisgl import LLM, SamplingParams
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
 from pipeline.errors import ConfigError, MiniSGLError
+from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.worker import Forward
 
@@ -84,6 +85,13 @@ def threads_of_ours() -> set[str]:
 
 
 # what it writes
+
+
+def test_without_a_name_the_demo_model_answers() -> None:
+    with LLM(threads=1, num_pages=64) as llm:
+        (completion,) = llm.generate([[{"role": "user", "content": "Repeat after me: log"}]], GREEDY)
+    assert completion.text.startswith("log")
+    assert llm.folder == DEMO_FOLDER
 
 
 def test_text_messages_and_token_ids_give_what_transformers_gives(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import redis
 from servers import ROOT, Command, Server, eventually, free_port, run_command, serve, wait_until_ready
 from terminal import Terminal, on_a_terminal
 
+from ops.bench import nonsense
 from ops.shell.conversation import Conversation, Turn, save
 from pipeline.events import AnyEvent, Cancelled, Finished, Submitted, TokensProduced, decode
 from pipeline.names import WEB, Names
@@ -158,7 +159,8 @@ def test_an_answer_goes_on_where_it_was_when_its_web_worker_dies(
 
 @contextlib.contextmanager
 def served(port: int, folder: Path) -> Iterator[Command]:
-    command = run_command(["serve", "--port", str(port), "--data-dir", str(folder / "data")], folder)
+    flags = ["--port", str(port), "--data-dir", str(folder / "data"), "--model", str(nonsense.ensure(folder))]
+    command = run_command(["serve", *flags], folder)
     try:
         wait_until_ready(f"http://127.0.0.1:{port}", [command])
         yield command
@@ -236,7 +238,8 @@ def assert_ended(family: list[psutil.Process], port: int) -> None:
 
 def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None:
     port = free_port()
-    with on_a_terminal(starting(port, tmp_path), tmp_path, {"MINISGL_API_KEY": "k1 k2"}) as shell:
+    flags = ("--model", str(nonsense.ensure(tmp_path)))
+    with on_a_terminal(starting(port, tmp_path, *flags), tmp_path, {"MINISGL_API_KEY": "k1 k2"}) as shell:
         shell.until_shown("starting: ")
         shell.until_asking()
         log = tmp_path / "data" / "serve.log"
@@ -266,6 +269,7 @@ def test_sigterm_ends_shell_and_server_and_gives_the_terminal_back(tmp_path: Pat
     with on_a_terminal(starting(port, tmp_path), tmp_path) as shell:
         before = termios.tcgetattr(shell.child.child_fd)
         shell.until_asking()
+        assert "No --model was given, so the demo model answers" in shell.text and "model minisgl-demo;" in shell.text
         family = below(shell)
         os.kill(shell.child.pid, signal.SIGTERM)
         assert shell.ended() == 0

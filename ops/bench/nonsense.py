@@ -1,6 +1,6 @@
-"""The model of `minisgl serve` without --model: a small random Qwen3 checkpoint that writes letters without sense.
+"""A small random Qwen3 checkpoint that writes letters without sense, and as many as are asked for.
 
-It shows that everything works, and costs nothing: a second of numpy, 2 MB, no download. Not torch.
+For what measures or tests all but the answers: a second of numpy, 2 MB, not torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ops.made_once import made_once
+from ops.bench.made_once import made_once
 
 MODEL_ID: Final = "minisgl-nonsense"
 SEED: Final = 0

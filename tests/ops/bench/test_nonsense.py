@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.demo_model import nonsense
+from ops.bench import nonsense
 from stages.generate.model.checkpoint import check_folder
 
 

@@ -1,0 +1,61 @@
+"""The checkpoint in the box: small, of this corpus and tokenizer, and trained as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ops.demo_model.corpus import VERSION
+from ops.demo_model.network import Shape
+from ops.demo_model.tokens import make_tokenizer, write_tokenizer
+from ops.demo_model.train import NUM_RECORDED, RECORD_FILE, Plan, Training
+from stages.generate.model.checkpoint import DEMO_FOLDER, check_folder
+from stages.generate.model.recommended import read_recommended
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DEMO_FOLDER / RECORD_FILE).read_text())
+    return found
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_can_be_served_and_is_small() -> None:
+    spec = check_folder(DEMO_FOLDER)
+    assert (spec.architecture, spec.dtype) == ("Qwen3ForCausalLM", "bfloat16")
+    assert sum(file.stat().st_size for file in DEMO_FOLDER.iterdir()) < 10_000_000
+
+
+def test_its_tokenizer_and_template_are_those_of_this_corpus(tmp_path: Path, record: dict[str, Any]) -> None:
+    assert record["corpus_version"] == VERSION, "the corpus has changed: train again"
+    write_tokenizer(make_tokenizer(), tmp_path)
+    for file in tmp_path.iterdir():
+        assert file.read_text() == (DEMO_FOLDER / file.name).read_text(), file.name
+
+
+def test_it_answers_greedily_where_a_request_does_not_say_otherwise() -> None:
+    assert read_recommended(DEMO_FOLDER).sampling == {"temperature": 0.0}
+
+
+def test_its_training_went_to_the_end(record: dict[str, Any]) -> None:
+    assert record["step"] == record["plan"]["steps"] and len(record["first_losses"]) == NUM_RECORDED
+
+
+@pytest.mark.slow
+def test_the_recorded_seed_gives_the_recorded_losses_on_one_thread(record: dict[str, Any], one_thread: None) -> None:
+    training = Training(Plan(**record["plan"]), Shape(**record["shape"]), make_tokenizer())
+    losses = [training.advance() for _ in record["first_losses"]]
+    assert losses == pytest.approx(record["first_losses"], abs=1e-3)
+    assert losses[-1] < losses[0] - 2
