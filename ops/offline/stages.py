@@ -72,7 +72,7 @@ class Stages:
         loaded: Future[Loaded] = Future()
         self._threads = [
             self._start("generate", lambda: self._generate(config, folder, wrap, loaded)),
-            self._start("tokenize", self._tokenize),
+            self._start("tokenize", lambda: self._tokenize(loaded)),
             self._start("detokenize", lambda: self._detokenize(DetokenizeFold(decoder))),
         ]
         try:
@@ -165,10 +165,12 @@ class Stages:
             finally:
                 courier.stop()
 
-    def _tokenize(self) -> None:
+    def _tokenize(self, loaded: Future[Loaded]) -> None:
         inbox, _, _ = self._inboxes()
+        context = loaded.result().settings.limits.context
         with self._place(TOKENIZE) as place:
             worker = TokenizeWorker(self.log, place, self.encoder, RETENTION_MS)
+            worker.context = context  # the engine's status has it as well, but maybe after the first prompts
             follow(self.log, inbox, place, worker.handle, worker.bury, self._stop, max_entries=MOST_PROMPTS_READ)
 
     def _detokenize(self, fold: DetokenizeFold) -> None:

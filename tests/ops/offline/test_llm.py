@@ -23,6 +23,7 @@ from minisgl import LLM, SamplingParams
 from ops.bench import nonsense
 from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
+from ops.offline.stages import UnwatchedPlace
 from pipeline.errors import ConfigError, MiniSGLError
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.schedule.plan import BatchPlan, Computed
@@ -170,6 +171,18 @@ def test_more_prompts_than_are_taken_at_once_all_end_in_order_and_leave_nothing_
         left = [key for key in llm._stages.log._streams if "request:" in key or "replies:" in key]
     assert [list(completion.prompt_token_ids) for completion in completions] == prompts
     assert left == []
+
+
+def test_a_prompt_may_come_before_the_engine_has_told_the_log_what_it_serves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speak = UnwatchedPlace._speak
+    monkeypatch.setattr(
+        UnwatchedPlace, "_speak", lambda self, status: speak(self, status.model_copy(update={"context": 0}))
+    )
+    with LLM(folder, num_pages=64) as llm:
+        (completion,) = llm.generate([[1, 2, 3]], GREEDY)
+    assert completion.token_ids
 
 
 def test_prompts_are_not_held_back_beside_running_requests_unless_asked_for(folder: Path) -> None:
