@@ -180,7 +180,7 @@ def check(config: PipelineConfig) -> None:
 
 @contextlib.contextmanager
 def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
-    """Give the URL of the Redis to use, and a folder with the demo model; what is ours is gone afterwards."""
+    """Give the URL of the Redis to use, and a folder with the random model; what is ours is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as scratch, contextlib.ExitStack() as stack:
         folder = nonsense.ensure(Path(scratch))
         if config.redis_url:

@@ -33,7 +33,7 @@ from stages.generate.worker import GenerateWorker
 
 PROMPT: Final = "A prompt of thirty-two letters!!"
 TOKEN: Final = 65
-"""What the engine says: the token of one letter, in the demo model's tokenizer."""
+"""What the engine says: the token of one letter, in the random model's tokenizer."""
 VOCABULARY: Final = 256
 PAGE_SIZE: Final = 64
 FRONTEND: Final = "web-0"
@@ -121,7 +121,7 @@ class Way:
     """The stages around an engine, on one Redis and in one namespace."""
 
     def __init__(self, url: str, names: Names, folder: Path) -> None:
-        """*folder* holds the demo model and takes what the stages print."""
+        """*folder* holds the random model and takes what the stages print."""
         self._url = url
         self._names = names
         self._folder = folder

@@ -21,6 +21,8 @@ VERSION: Final = 6
 """Counts up with every change to what a seed makes; a checkpoint names the one that it learnt from."""
 
 WORD: Final = re.compile(r"[A-Za-z]+")
+BEYOND_SUMS: Final = 2000
+"""No number of an exchange is larger, but one that is to be remembered."""
 CONSONANTS: Final = "bcdfghjklmnpqrstvwxyz"
 VOWELS: Final = "aeiou"
 
@@ -71,9 +73,8 @@ def listed(values: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
 
 
 @functools.cache
-def _frame_listed(held_out: bool) -> tuple[str, ...]:
-    words = sorted(word for word in frame_words() if len(word) > 2)
-    return tuple(word for word in words if is_held_out(word) is held_out)
+def _trained_frame_words() -> tuple[str, ...]:
+    return tuple(word for word in sorted(frame_words()) if len(word) > 2 and not is_held_out(word))
 
 
 SPOKEN: Final = (
@@ -181,17 +182,21 @@ class Maker:
                 if random.random() < 0.15:
                     letters += random.choice(VOWELS)
             word = letters[:length] if random.random() < 0.7 else letters[1 : length + 1]
-            if is_held_out(word) is self._held_out and word not in frame_words():
+            if self._is_mine(word) and word not in frame_words():
                 return word
+
+    def _is_mine(self, word: str) -> bool:
+        """Say whether *word* is of this side. Training writes what it reverses: nothing of that counts as held out."""
+        return is_held_out(word) is self._held_out and (not self._held_out or is_held_out(word[::-1]))
 
     def word(self) -> str:
         """Return a word to spell, to reverse or to repeat."""
         chance = self._random.random()
-        if chance < 0.5:
+        if chance < (0.8 if self._held_out else 0.5):
             return self.invented()
-        if chance < 0.92 or self._held_out:
-            return self.listed(w.WORDS)
-        return self._random.choice(_frame_listed(self._held_out))
+        if self._held_out:
+            return self._random.choice([word for word in listed(w.WORDS, True) if self._is_mine(word)])
+        return self._random.choice(listed(w.WORDS, False) if chance < 0.92 else _trained_frame_words())
 
     def name(self) -> str:
         name = self.listed(w.NAMES) if self._random.random() < 0.5 else self.invented(3, 7).capitalize()
@@ -256,7 +261,7 @@ class Maker:
         random = self._random
         num_words = random.choices((1, 2, 3, 4, 5, 6, 8, 10), (4, 4, 4, 3, 3, 2, 1, 1))[0]
         words = [
-            self.word() if random.random() < 0.5 else random.choice(_frame_listed(False)) for _ in range(num_words)
+            self.word() if random.random() < 0.5 else random.choice(_trained_frame_words()) for _ in range(num_words)
         ]
         words[random.randrange(len(words))] = self.word()  # so that there is something of this side
         if random.random() < 0.15:
@@ -401,7 +406,8 @@ class Maker:
         return text.replace("favorite", "favourite") if british else text.replace("favourite", "favorite")
 
     def _number_told(self) -> tuple[Exchange, Exchange, Exchange]:
-        (number,) = self.numbers(lambda: (self._random.randrange(10 ** self._random.randint(1, 5)),))
+        least, digits = (BEYOND_SUMS, 4) if self._held_out else (0, 1)
+        (number,) = self.numbers(lambda: (self._random.randrange(least, 10 ** self._random.randint(digits, 5)),))
         asked = self.ask(w.ASK_NUMBER)
         return (
             Exchange(self.ask(w.TELL_NUMBER, number=number), f"I will remember {number}.", "Okay"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ FAMILIES: Final[Mapping[str, Callable[[Maker], Conversation]]] = {
     "recall, 300 to 1000": lambda maker: maker.memory(num_between=maker.chance(8, 30)),
 }
 REACHES: Final = {"recall, to 300": (0, 300), "recall, 300 to 1000": (300, 1000)}
-"""Tokens of the whole prompt, which are a few more than lie between what is told and the question."""
+"""Tokens from what was told, or where nothing was from the beginning, to the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,17 @@ class Examiner:
             conversation = FAMILIES[family](maker)
             *before, last = conversation.messages
             question = self.question(before, conversation.tools, family=family, expected=answer_of(last))
-            if least <= self._length(question.prompt) <= most:
+            if least <= self._reach(question) <= most:
                 found.append(question)
         return found
+
+    def _reach(self, question: Answered) -> int:
+        """Return how many tokens lie between the first message that has the last word of the answer and the answer."""
+        word = question.expected.rstrip(".").split()[-1].casefold()
+        for message in question.messages:
+            if message["role"] == "user" and word in re.findall(r"\w+", message["content"].casefold()):
+                return self._length(question.prompt.partition(message["content"])[2])
+        return self._length(question.prompt)
 
     def question(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, family: str = "", expected: str = ""

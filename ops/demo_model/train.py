@@ -147,13 +147,13 @@ class Training:
         """Go on from what `save` has written.
 
         Raises:
-            ValueError: It is of another shape or corpus.
+            ValueError: It is of another shape, corpus or plan; the number of steps may differ.
         """
         state = torch.load(path, weights_only=True)
-        seen = (state["shape"], state["corpus_version"], state["plan"]["seed"])
-        expected = (asdict(self.model.shape), VERSION, self.plan.seed)
+        seen = (state["shape"], state["corpus_version"], state["plan"] | {"steps": self.plan.steps})
+        expected = (asdict(self.model.shape), VERSION, asdict(self.plan))
         if seen != expected:
-            raise ValueError(f"{path}: shape, corpus and seed are {seen}, expected {expected}; use another --out")
+            raise ValueError(f"{path}: shape, corpus and plan are {seen}, expected {expected}; use another --out")
         self.step, self.num_tokens, self.losses = state["step"], state["num_tokens"], state["losses"]
         for name, weight in self.model.weights().items():
             weight.data.copy_(state["weights"][name])

@@ -20,7 +20,7 @@ HELD_OUT_OF: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How one thing can be asked. No sentence is in both."""
+    """How one thing can be asked. No sentence is in both, not even with other punctuation."""
 
     trained: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -55,6 +55,11 @@ def core(sentence: str) -> str:
     return text
 
 
+def bare(sentence: str) -> str:
+    """Return the `core` of a sentence without what stands between its words: quotes, colons, commas and some spaces."""
+    return " ".join(re.sub(r" ?([-+]) ?", r"\1", re.sub('[":,;]', " ", core(sentence))).split())
+
+
 def expanded(pattern: str) -> list[str]:
     """Return the sentences that a line with alternatives in brackets stands for."""
     parts = re.split(r"\[([^]]*)\]", pattern)
@@ -65,11 +70,12 @@ def expanded(pattern: str) -> list[str]:
 def _wording(patterns: str, held_out: str = "") -> Wording:
     """Return the sentences of *patterns*; without *held_out*, one in eight of those that brackets make is held out.
 
-    None is whose words the others do not have: a word that nobody has heard is a value.
+    None is whose words the others do not have: a word that nobody has heard is a value. What of these is `bare` the
+    same as a trained one is in neither list.
     """
     lines = _lines(patterns)
     if held_out:
-        return Wording(lines, _lines(held_out))
+        return _divided(lines, _lines(held_out))
     sentences = list(dict.fromkeys(sentence for line in lines for sentence in expanded(line)))
     cores = dict.fromkeys(map(core, sentences))
     times = Counter(word for key in cores for word in set(key.split()))
@@ -79,7 +85,12 @@ def _wording(patterns: str, held_out: str = "") -> Wording:
             out.add(key)
             times.subtract(set(key.split()))
     trained, held = (tuple(one for one in sentences if (core(one) in out) is side) for side in (False, True))
-    return Wording(trained, held)
+    return _divided(trained, held)
+
+
+def _divided(trained: tuple[str, ...], held_out: tuple[str, ...]) -> Wording:
+    known = set(map(bare, trained))
+    return Wording(trained, tuple(sentence for sentence in held_out if bare(sentence) not in known))
 
 
 NAME: Final = "minisgl-demo"

@@ -13,6 +13,7 @@ import pytest
 
 from ops.demo_model import wordings as w
 from ops.demo_model.corpus import (
+    BEYOND_SUMS,
     WEIGHTS,
     Exchange,
     Maker,
@@ -21,7 +22,7 @@ from ops.demo_model.corpus import (
     frame_words,
     listed,
 )
-from ops.demo_model.wordings import core, is_held_out
+from ops.demo_model.wordings import bare, core, is_held_out
 
 NUM_DRAWN = 400
 
@@ -36,9 +37,14 @@ def numbers_in(text: str) -> list[int]:
 
 
 def test_no_wording_of_the_training_is_one_of_those_held_out() -> None:
-    trained = {core(sentence) for wording in all_wordings().values() for sentence in wording.trained}
-    held_out = [core(sentence) for wording in all_wordings().values() for sentence in wording.held_out]
+    trained = {bare(sentence) for wording in all_wordings().values() for sentence in wording.trained}
+    held_out = [bare(sentence) for wording in all_wordings().values() for sentence in wording.held_out]
     assert len(held_out) > 200 and trained.isdisjoint(held_out)
+
+
+def test_a_wording_is_bare_the_same_with_other_punctuation_and_politeness() -> None:
+    assert bare('Please note: "{number}"!') == bare("note {number} now") == "note {number}"
+    assert bare("Compute {a} + {b}.") == bare("compute {a}+{b}") != bare("compute {a}-{b}")
 
 
 @pytest.mark.parametrize("name", all_wordings())
@@ -97,11 +103,31 @@ def test_no_pair_of_numbers_is_on_both_sides(make: Callable[[Maker], Exchange]) 
     assert sides[0].isdisjoint(sides[1])
 
 
+def test_no_list_to_sort_and_no_count_is_on_both_sides() -> None:
+    lists, counts = [], []
+    for held_out in (False, True):
+        lists.append({frozenset(numbers_in(each.answer)) for each in drawn(Maker.sort, held_out=held_out)})
+        counted = [numbers_in(each.answer) for each in drawn(Maker.count, held_out=held_out)]
+        counts.append({(min(numbers), max(numbers)) for numbers in counted})
+    assert lists[0].isdisjoint(lists[1]) and counts[0].isdisjoint(counts[1])
+
+
+def test_no_number_that_is_to_be_remembered_is_met_in_the_training() -> None:
+    texts = [str(each["content"]) for one in itertools.islice(conversations("test"), 4000) for each in one.messages]
+    met = {number for text in texts for number in numbers_in(text) if number >= BEYOND_SUMS}
+    assert met and not any(is_held_out((number,)) for number in met)
+    held_out = itertools.islice(conversations("test", held_out=True), 2000)
+    answers = [str(one.messages[-1]["content"]) for one in held_out]
+    numbers = [number for text in answers if text.startswith("You told me") for number in numbers_in(text)]
+    assert len(numbers) > 20 and all(number >= BEYOND_SUMS and is_held_out((number,)) for number in numbers)
+
+
 @pytest.mark.parametrize("make", [Maker.spell, Maker.reverse, Maker.echo])
 def test_what_is_held_out_has_a_word_that_the_training_never_has(make: Callable[[Maker], Exchange]) -> None:
+    """Neither as it is nor reversed, which would be the answer to another one."""
     for exchange in drawn(make, held_out=True):
-        words = re.findall(r"[A-Za-z]+", exchange.request)
-        assert any(is_held_out(word) and word.casefold() not in frame_words() for word in words), exchange
+        words = [word for word in re.findall(r"[A-Za-z]+", exchange.request) if word.casefold() not in frame_words()]
+        assert any(is_held_out(word) and is_held_out(word[::-1]) for word in words), exchange
 
 
 def test_the_same_seed_makes_the_same_conversations() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def test_it_answers_greedily_where_a_request_does_not_say_otherwise() -> None:
     assert read_recommended(DEMO_FOLDER).sampling == {"temperature": 0.0}
 
 
-def test_its_training_went_to_the_end(record: dict[str, Any]) -> None:
+def test_its_training_is_that_of_this_code_and_went_to_the_end(record: dict[str, Any]) -> None:
+    assert record["plan"] == asdict(Plan()) and record["shape"] == asdict(Shape(make_tokenizer().get_vocab_size()))
     assert record["step"] == record["plan"]["steps"] and len(record["first_losses"]) == NUM_RECORDED
 
 
