@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 
 NUM_QUESTIONS = 100
 LEAST = {"add": 0.9, "subtract": 0.9, "capitals": 0.9, "one word": 0.9}
-"""What part of a family's questions is answered to the letter; of the others 95 %. A third of those that are to be
-answered in capitals or one word are sums, but the style is kept in all of them."""
+"""What part of a family's questions is answered to the letter; of the others 95 %. More than half of those for one word
+are sums, which it cannot write down first; in capitals it misspells words that it repeats. The style is kept in all."""
 FREE = (
     "Tell me a story about a dragon.",
     "qwxyzzyv",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,10 +111,18 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(tokenizer: Token
         assert torch.equal(weight, second.model.weights()[name]), name
 
 
-def test_a_state_of_another_seed_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"seed": 2}, {"rate": 1e-3}, {"third_phase": 50}])
+def test_a_state_of_another_plan_is_refused(tokenizer: Tokenizer, tmp_path: Path, change: dict[str, Any]) -> None:
     training(tokenizer).save(tmp_path / STATE_FILE)
-    with pytest.raises(ValueError, match="seed"):
-        training(tokenizer, Plan(seed=2)).load(tmp_path / STATE_FILE)
+    with pytest.raises(ValueError, match="plan"):
+        training(tokenizer, replace(PLAN, **change)).load(tmp_path / STATE_FILE)
+
+
+def test_a_state_goes_on_with_more_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    training(tokenizer).save(tmp_path / STATE_FILE)
+    longer = training(tokenizer, replace(PLAN, steps=PLAN.steps + 10))
+    longer.load(tmp_path / STATE_FILE)
+    assert longer.plan.steps == PLAN.steps + 10
 
 
 def test_the_rate_rises_stays_and_falls_to_nothing_and_once_more_for_the_last_phase() -> None:
