@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import httpx
 import pytest
+from checkpoints import make_checkpoint
 from measured import Scrape
 from servers import Server, eventually, serve
 from streams import Stream, body, events_of
@@ -16,16 +16,18 @@ from pipeline.names import GENERATE, STAGES
 
 pytestmark = pytest.mark.slow
 
-CONTEXT = 512
+CONTEXT = 8192  # an answer this long outlasts any look at the metrics
 PAGE_SIZE = 16
 CHAT = "/v1/chat/completions"
 LONG_PROMPT = "The log is the memory of the program. " * 4
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--model", str(llama3), "--served-model-name", "llama", "--page-size", str(PAGE_SIZE))
-    with serve(tmp_path_factory.mktemp("metrics"), *flags, "--max-seq-len", str(CONTEXT)) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("metrics")
+    model = make_checkpoint(folder / "llama3", "llama3", max_positions=CONTEXT)
+    flags = ("--model", str(model), "--served-model-name", "llama", "--page-size", str(PAGE_SIZE))
+    with serve(folder, *flags) as server:
         yield server
 
 
@@ -138,7 +140,7 @@ def test_after_some_requests_every_count_is_exactly_theirs(server: Server) -> No
 
 def test_a_client_that_leaves_is_counted_where_it_was_and_where_its_request_was_ended(server: Server) -> None:
     since = settled(server)
-    stream = Stream(server, "Never mind.", max_tokens=400)
+    stream = Stream(server, "Never mind.", max_tokens=CONTEXT // 2)
     eventually(lambda: stream.num_frames > 3, "it has begun")
     eventually(lambda: scrape(server).total("num_requests_running", slot="generate-0") == 1, "its engine has said so")
     during = scrape(server)
