@@ -168,13 +168,15 @@ def serve(config: Config) -> int:
 
 def run_stage(config: Config) -> int:
     """Start the workers of one stage against a Redis that is there; stay until a signal comes."""
-    import structlog
-
     from pipeline.observe import configure_logging
-    from pipeline.redis_server import check_server
-    from web.listener import open_listener
 
     configure_logging()
+
+    import structlog
+
+    from pipeline.redis_check import check_server
+    from web.listener import open_listener
+
     if not config.log.redis_url:
         raise ConfigError(f"minisgl stage {config.stage}: --redis-url is missing; pass the URL all stages share")
     _check_keys(config)
@@ -199,15 +201,17 @@ def run_stage(config: Config) -> int:
 
 def run_worker(config: Config) -> int:
     """Be one worker of a stage: a process that a supervisor started, or a container."""
-    from pipeline import failpoints
     from pipeline.observe import configure_logging
-    from pipeline.redis_log import RedisLog
-    from pipeline.worker import die_with_supervisor
+    from pipeline.parent import die_with_supervisor
 
     die_with_supervisor(os.environ)
     configure_logging(stage=config.stage)
-    failpoints.arm(os.environ)
     gc.disable()  # nothing that is imported is garbage, and looking for it takes a tenth of the time
+
+    from pipeline import failpoints
+    from pipeline.redis_log import RedisLog
+
+    failpoints.arm(os.environ)
     if config.stage == WEB:
         from web.server import run as run_web
 
@@ -278,6 +282,8 @@ def _job(config: Config, stage: str, *extra: str, fds: tuple[int, ...] = (), dra
 
 def _check_keys(config: Config) -> None:
     """Read the API keys and their limits as a frontend will, before anything is started. Raises ConfigError."""
+    if not (config.keys.api_key or config.keys.limits):
+        return
     from web.keys import read_keys
 
     read_keys(config.keys.api_key, config.keys.limits)
@@ -286,12 +292,14 @@ def _check_keys(config: Config) -> None:
 @contextlib.contextmanager
 def _redis(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     """Give the URL of the Redis to use and what keeps it alive; end it afterwards if it is ours."""
-    from pipeline.redis_server import EmbeddedRedis, check_server
-
     if config.log.redis_url:
+        from pipeline.redis_check import check_server
+
         check_server(config.log.redis_url)
         yield config.log.redis_url, _nothing
         return
+    from pipeline.redis_server import EmbeddedRedis
+
     server = EmbeddedRedis(config.data_dir)
     try:
         yield server.url, server.watch
@@ -307,7 +315,6 @@ def _supervise_with_shell(
     from pipeline.observe import configure_logging
     from pipeline.supervisor import StartFailed
     from stages.generate.model.checkpoint import is_demo
-    from web.keys import first_key
     from web.listener import url_here
 
     front = Foreground(config.data_dir)
@@ -319,6 +326,8 @@ def _supervise_with_shell(
         print(f"The server's log is {front.log_path}; Ctrl-D ends chat and server.", flush=True)
 
     def run(supervisor: Supervisor) -> None:
+        from web.keys import first_key
+
         where = url_here(config.web.host, config.web.port)
         key = first_key(config.keys.api_key, config.keys.limits)
         front.run(supervisor, (sys.executable, __file__, "shell", "--url", where), key)
@@ -353,12 +362,17 @@ def _supervise(
 
     They write to *output*, where it is given, and *show* is told who is not ready yet.
     """
-    from pipeline.redis_log import RedisLog
     from pipeline.supervisor import ChildFailed, Supervisor
 
-    log = RedisLog(url, Names(config.log.namespace))
+    logs = contextlib.ExitStack()
+
+    def open_log() -> RedisLog:
+        from pipeline.redis_log import RedisLog
+
+        return logs.enter_context(contextlib.closing(RedisLog(url, Names(config.log.namespace))))
+
     supervisor = Supervisor(
-        log,
+        open_log,
         jobs,
         program=(sys.executable, __file__),
         environment=_child_environment(os.environ, url, secrets_of(config)),
@@ -376,7 +390,7 @@ def _supervise(
         return EXIT_CONFIG  # the child has said why
     finally:
         supervisor.kill()
-        log.close()
+        logs.close()
     return 0
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from pipeline.address import url_of
 from pipeline.config import ConnectConfig
 from pipeline.errors import ConfigError, LogUnavailable, MiniSGLError
 from pipeline.names import Names
 from pipeline.redis_log import RedisLog
-from pipeline.redis_server import socket_of
+from pipeline.redis_server import socket_of, url_of
 from web.uids import uid_of
 
 

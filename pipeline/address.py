@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import redis
 import redis.asyncio
@@ -384,11 +384,6 @@ def connect(url: str, **options: Any) -> redis.Redis:
         ConfigError: It is no such URL.
     """
     return parse_address(url).client(retry=Retry(NoBackoff(), 0), **options)
-
-
-def url_of(socket: Path) -> str:
-    """Return the URL of the Redis that listens on *socket*."""
-    return f"unix://{quote(str(socket))}"
 
 
 def without_password(text: str) -> str:

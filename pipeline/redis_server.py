@@ -1,4 +1,4 @@
-"""The Redis under a server: the embedded one, started without --redis-url, and the checks that any one must pass."""
+"""The embedded Redis, started without --redis-url. Workers wait for it, so nothing slow is imported: no client."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Final
+from typing import IO
+from urllib.parse import quote
 
-import redis
-import redis.exceptions
-import redis.sentinel
 import structlog
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from pipeline.address import Address, parse_address, url_of
 from pipeline.errors import ConfigError
-from pipeline.worker import request_death_signal
+from pipeline.parent import request_death_signal
 
 logger = structlog.get_logger()
 
 OLDEST = (6, 2)
 START_TIMEOUT_S = 30.0
-CHECK_TIMEOUT_S = 5.0
+PING_TIMEOUT_S = 2.0
 SOCKET_PATH_LIMIT = 100
 """Bytes; the kernel's limit for the path of a unix socket is 108."""
 
@@ -117,6 +113,11 @@ def socket_of(folder: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"minisgl-{sha256(os.fsencode(folder)).hexdigest()[:12]}.sock"
 
 
+def url_of(path: Path) -> str:
+    """Return the URL of the Redis that listens on the socket *path*."""
+    return f"unix://{quote(str(path))}"
+
+
 class EmbeddedRedis:
     """A redis-server of our own on a unix socket, its data in *folder*, which is locked while it runs.
 
@@ -193,21 +194,26 @@ class EmbeddedRedis:
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        with redis.Redis.from_url(self.url, socket_timeout=2, retry=Retry(NoBackoff(), 0)) as client:
-            while True:
-                try:
-                    client.ping()
-                    return process
-                except redis.exceptions.BusyLoadingError:
-                    deadline_s = time.monotonic() + START_TIMEOUT_S  # it is up, and has much to load
-                except redis.exceptions.RedisError as error:
-                    if process.poll() is not None or time.monotonic() > deadline_s:
-                        process.kill()
-                        process.wait()
-                        raise ConfigError(
-                            f"the embedded Redis did not start ({self._binary}): {self._last_words()}"
-                        ) from error
-                time.sleep(0.005)
+        while (answer := self._ping()) != "+PONG":
+            if answer.startswith("-LOADING"):
+                deadline_s = time.monotonic() + START_TIMEOUT_S  # it is up, and has much to load
+            elif process.poll() is not None or time.monotonic() > deadline_s:
+                process.kill()
+                process.wait()
+                raise ConfigError(f"the embedded Redis did not start ({self._binary}): {self._last_words()}")
+            time.sleep(0.005)
+        return process
+
+    def _ping(self) -> str:
+        """Return what it answers to PING, in its own protocol; nothing where it does not."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PING_TIMEOUT_S)
+            try:
+                connection.connect(str(self._socket))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(200).decode(errors="replace").strip()
+            except OSError:
+                return ""
 
     def _last_words(self) -> str:
         try:
@@ -218,71 +224,3 @@ class EmbeddedRedis:
 
 def _die_with_parent() -> None:
     request_death_signal(signal.SIGTERM)
-
-
-def check_server(url: str) -> None:
-    """Make sure that the Redis at *url* can hold the log.
-
-    Raises:
-        ConfigError: It cannot be reached, does not let us in, is older than 6.2, or may evict keys; the message has the
-            remedy.
-    """
-    address = parse_address(url)
-    try:
-        # Asked for by their names: less than everything is enough to answer, and less to be allowed.
-        with address.client(retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
-            info = client.info("server") | client.info("memory")
-    except redis.exceptions.RedisError as error:
-        raise ConfigError(f"--redis-url {address.shown}: {_why_not(error, address)}") from error
-    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
-    if version < OLDEST:
-        raise ConfigError(f"Redis {info['redis_version']} at {address.shown}: 6.2 or newer is needed; upgrade it")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        raise ConfigError(
-            f"Redis at {address.shown} has maxmemory-policy {policy} and would evict live requests; "
-            "run: redis-cli CONFIG SET maxmemory-policy noeviction"
-        )
-
-
-def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:
-    """Return why a server cannot be used, and what to do."""
-    text = str(error)
-    if isinstance(error, redis.exceptions.NoPermissionError):
-        return f"{text}; give the user the rights that ops/redis/users.acl has for its role"
-    if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
-        return f"{text}; put user and password into the URL, or the password into a file: ?password_file=FILE"
-    for part, remedy in _TLS_REMEDIES.items():
-        if part in text:
-            return f"no TLS connection ({text}); {remedy}"
-    if isinstance(error, redis.sentinel.MasterNotFoundError):
-        return f"{text}; name the service as they do, and Sentinels that run (sentinel_password= where they want one)"
-    if any(part in text for part in _HUNG_UP):
-        if address.tls is None:
-            return f"it hangs up ({text}); if the server speaks TLS there, use rediss://"
-        if "ssl_certfile" not in address.tls:
-            return f"it hangs up ({text}); if it wants a client's certificate: ?ssl_certfile=FILE&ssl_keyfile=FILE"
-        return f"it hangs up ({text}); does it know the CA of the client's certificate (its tls-ca-cert-file)?"
-    if address.tls is not None and isinstance(error, redis.exceptions.TimeoutError):
-        return f"no TLS connection ({text}); if the server speaks no TLS at this port, use redis://"
-    return (
-        f"cannot be reached ({text}); start a redis-server there, or leave the flag out of `serve` for an embedded one"
-    )
-
-
-_HUNG_UP: Final = (
-    "Connection closed by server",
-    "Connection reset by peer",
-    "EOF occurred",
-    "CERTIFICATE_REQUIRED",
-    "UNKNOWN_CA",
-    "Broken pipe",
-)
-"""What is said of a connection that the other side closed, sometimes with a reason."""
-_TLS_REMEDIES: Final = {
-    "Hostname mismatch": "use a name of the server that is in its certificate",
-    "IP address mismatch": "use a name of the server that is in its certificate",
-    "CERTIFICATE_VERIFY_FAILED": "name the CA that signed the server's certificate: ?ssl_ca_certs=FILE",
-    "WRONG_VERSION_NUMBER": "the server speaks no TLS at this port: use redis://",
-}
-"""What OpenSSL says -> what to do; the first that fits counts."""

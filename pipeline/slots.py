@@ -24,13 +24,12 @@ from pipeline.events import Value
 from pipeline.log import GUEST, Owner, StreamLog
 from pipeline.measures import Measures
 from pipeline.names import slot_index, slot_name
+from pipeline.parent import RUN_VARIABLE
 
 logger = structlog.get_logger()
 
 Phase = Literal["starting", "waiting", "loading", "ready", "draining"]
 
-RUN_VARIABLE = "MINISGL_RUN"
-"""In a worker's environment: the name that its supervisor has given to itself."""
 WATCHDOG_S = 10.0
 """A loop that has not come round for so long is stuck, and its process ends. An error from Redis counts as progress."""
 PAUSED_S = 8.0

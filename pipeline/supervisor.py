@@ -1,12 +1,13 @@
 """The process tree of one command: starts the workers by exec, waits until they are ready, restarts what dies, drains.
 
 Knows processes and statuses, not what a stage does. Everything here runs in one thread: a child asks to die with the
-thread that started it.
+thread that started it. What speaks to the log is imported when the children have been started: they need both cores.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -15,15 +16,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import structlog
 
 from pipeline.errors import LogError, MiniSGLError
-from pipeline.log import Owner, StreamLog
 from pipeline.names import slot_index
-from pipeline.slots import RUN_VARIABLE, Status, read_statuses
-from pipeline.worker import SUPERVISOR_VARIABLE
+from pipeline.parent import RUN_VARIABLE, SUPERVISOR_VARIABLE
+
+if TYPE_CHECKING:
+    from pipeline.log import StreamLog
+    from pipeline.slots import Status
 
 logger = structlog.get_logger()
 
@@ -86,7 +89,7 @@ class Supervisor:
 
     def __init__(
         self,
-        log: StreamLog,
+        open_log: Callable[[], StreamLog],
         jobs: Sequence[Job],
         *,
         program: Sequence[str],
@@ -96,9 +99,9 @@ class Supervisor:
     ) -> None:
         """*program* is the start of every child's command line, `minisgl`, by exec; *watch_redis* keeps Redis alive.
 
-        The children write to *output*, or where this process does.
+        *open_log* is called once, after the start. The children write to *output*, or where this process does.
         """
-        self._log = log
+        self._open_log = open_log
         self._watch_redis = watch_redis
         self._jobs = jobs
         self._output = output
@@ -108,6 +111,10 @@ class Supervisor:
         self._children: list[_Child] = []
         self._looked_s = 0.0
         self.signals = 0
+
+    @functools.cached_property
+    def _log(self) -> StreamLog:
+        return self._open_log()
 
     def listen(self) -> None:
         """Count the signals that ask for an end."""
@@ -241,6 +248,8 @@ class Supervisor:
         if child.status is None or not child.status.owner:
             child.status = None
             return
+        from pipeline.log import Owner
+
         epoch, _, nonce = child.status.owner.partition(":")
         try:
             self._log.release(Owner(child.status.slot, int(epoch), nonce))
@@ -254,6 +263,8 @@ class Supervisor:
         child.process = self._spawn(child.job, child.slot)
 
     def _read_statuses(self) -> None:
+        from pipeline.slots import read_statuses
+
         try:
             found = [
                 status

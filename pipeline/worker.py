@@ -10,12 +10,10 @@ was tried too often is buried instead.
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -25,8 +23,6 @@ from pipeline.slots import Place
 
 logger = structlog.get_logger()
 
-SUPERVISOR_VARIABLE = "MINISGL_SUPERVISOR"
-"""In a worker's environment: the process id of the supervisor that started it."""
 BLOCK_MS = 500
 CLAIM_EVERY_S = 1.0
 BACKOFF_S = 0.2
@@ -151,34 +147,3 @@ class _Reader:
             logger.error("buried", stream=self._inbox.stream, id=entry.id, deaths=times - 1)
             self._bury(entry, times - 1)
         return 0 < times <= MOST_DELIVERIES
-
-
-def die_with_supervisor(environment: Mapping[str, str]) -> None:
-    """Make a supervised process end when its supervisor does, however that ends.
-
-    Where there is no prctl(2), a thread looks who the parent is.
-    """
-    supervisor = int(environment.get(SUPERVISOR_VARIABLE, "0"))
-    if not supervisor:
-        return
-    if sys.platform == "linux":
-        request_death_signal(signal.SIGKILL)
-    if os.getppid() != supervisor:
-        os._exit(1)
-    if sys.platform == "linux":
-        return
-
-    def watch() -> None:
-        while os.getppid() == supervisor:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
-
-
-def request_death_signal(number: signal.Signals) -> None:
-    """Ask Linux to send *number* to this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
-    import ctypes
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)

@@ -13,6 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("minisgl", "ops", "pipeline", "stages", "web")
 STAGES = ("stages.tokenize", "stages.generate", "stages.detokenize")
+UNTIL_THE_WORKERS_START = (
+    "pipeline.observe, pipeline.redis_server, pipeline.supervisor, stages.generate.model.checkpoint, "
+    "stages.generate.model.hub, web.listener, ops.shell.foreground"
+)
+"""What `serve` needs before there are workers, which need both cores of a small machine at once."""
 WITH_TORCH = (
     "stages.generate.attention",
     "stages.generate.forward",
@@ -126,6 +131,7 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
         ("stages.detokenize.worker", ("torch", "transformers")),
         ("stages.generate.schedule.schedule", ("torch",)),
         ("stages.generate.model.checkpoint", ("torch", "numpy")),
+        (UNTIL_THE_WORKERS_START, ("torch", "numpy", "redis", "pydantic", "rich")),
         ("ops.shell.command", ("torch", "aiohttp", "prompt_toolkit", "rich", "redis", "pydantic")),
         (
             "ops.shell.chat, ops.shell.keyboard, ops.shell.script",
@@ -139,3 +145,16 @@ def test_a_process_that_needs_no_torch_does_not_load_it(module: str, absent: tup
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )
     assert loaded.stdout.split() == []
+
+
+def test_a_worker_does_not_load_what_only_shows_tracebacks() -> None:
+    program = (
+        "import sys, minisgl\n"
+        "minisgl._stage_run = lambda stage: lambda *_: 0\n"
+        "minisgl.main(['stage', 'detokenize', '--slot', '0', '--redis-url', 'redis://127.0.0.1:1'])\n"
+        "assert 'structlog' in sys.modules and 'redis' in sys.modules\n"
+        "print('rich' in sys.modules)\n"
+        "import rich\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("False\n", "")

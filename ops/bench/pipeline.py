@@ -30,8 +30,9 @@ from pipeline.address import connect, without_password
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable
 from pipeline.names import Names
+from pipeline.redis_check import check_server
 from pipeline.redis_log import RedisLog
-from pipeline.redis_server import EmbeddedRedis, check_server
+from pipeline.redis_server import EmbeddedRedis
 
 ABOUT: Final = """\
 Measures the log and the web process, without a model: each commit in a tight loop; what tokenizer, log and detokenizer

@@ -22,9 +22,10 @@ from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams, StepCompleted, Submitted, new_uid
 from pipeline.log import Inbox, Owner, StepCommitted
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
+from pipeline.parent import SUPERVISOR_VARIABLE
 from pipeline.redis_log import RedisLog
 from pipeline.slots import Place, acquire_slot, read_statuses
-from pipeline.worker import SUPERVISOR_VARIABLE, Stop
+from pipeline.worker import Stop
 from stages.generate.courier import Courier
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan, Computed

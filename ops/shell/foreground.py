@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipeline.errors import ConfigError
+from pipeline.parent import request_death_signal
 from pipeline.supervisor import Supervisor
-from pipeline.worker import request_death_signal
 
 LOG_NAME: Final = "serve.log"
 LINES_SHOWN: Final = 20

@@ -22,9 +22,9 @@ from pipeline import failpoints
 from pipeline.config import Config, arguments_for, parse_command
 from pipeline.names import Names
 from pipeline.observe import configure_logging
+from pipeline.parent import die_with_supervisor
 from pipeline.redis_log import RedisLog
 from pipeline.supervisor import Job, Supervisor
-from pipeline.worker import die_with_supervisor
 
 if TYPE_CHECKING:
     from stages.generate.worker import Loaded
@@ -73,7 +73,7 @@ def supervise(config: Config, program: str = __file__) -> int:
     """As minisgl.run_stage, with the file *program* in the place of minisgl.py."""
     log = RedisLog(config.log.redis_url, Names(config.log.namespace))
     supervisor = Supervisor(
-        log,
+        lambda: log,
         [Job(config.stage, tuple(arguments_for(config, config.stage)))] * config.worker.replicas,
         program=(sys.executable, program),
         environment=minisgl._child_environment(os.environ, config.log.redis_url),

@@ -19,8 +19,8 @@ from pipeline.address import connect
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log import Inbox
 from pipeline.names import Names
+from pipeline.redis_check import check_server
 from pipeline.redis_log import AsyncRedisLog, RedisLog
-from pipeline.redis_server import check_server
 
 NAMES = Names()
 

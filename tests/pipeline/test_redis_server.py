@@ -6,15 +6,17 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import redis
 from redis_servers import until
 
-from pipeline import redis_server
+from pipeline import redis_check, redis_server
 from pipeline.errors import ConfigError
-from pipeline.redis_server import EmbeddedRedis, check_server, find_binary, lock_folder
+from pipeline.redis_check import check_server
+from pipeline.redis_server import EmbeddedRedis, find_binary, lock_folder
 
 
 def wheel_binary() -> str:
@@ -90,6 +92,36 @@ def test_a_redis_that_does_not_start_is_quoted(tmp_path: Path) -> None:
         EmbeddedRedis(tmp_path)
 
 
+LOADING_REDIS = """\
+import socket, sys, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[sys.argv.index("--unixsocket") + 1])
+listener.listen()
+loaded_s = time.monotonic() + 2.5
+while True:
+    connection, _ = listener.accept()
+    assert connection.recv(100) == b"PING\\r\\n"
+    is_loaded = time.monotonic() > loaded_s
+    connection.sendall(b"+PONG\\r\\n" if is_loaded else b"-LOADING Redis is loading the dataset in memory\\r\\n")
+"""
+
+
+def test_a_redis_that_loads_for_longer_than_a_start_may_take_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text(f"#!{sys.executable}\n{LOADING_REDIS}")
+    binary.chmod(0o755)
+    monkeypatch.setattr(redis_server, "find_binary", lambda: str(binary))
+    monkeypatch.setattr(redis_server, "START_TIMEOUT_S", 2.0)
+    began_s = time.monotonic()
+    server = EmbeddedRedis(tmp_path / "data")
+    try:
+        assert time.monotonic() - began_s > 2.5
+    finally:
+        server.stop()
+
+
 def test_an_old_redis_on_the_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = tmp_path / "redis-server"
     old.write_text("#!/bin/sh\necho 'Redis server v=5.0.14 sha=00000000:0 malloc=libc bits=64'\n")
@@ -128,7 +160,7 @@ def test_a_redis_that_evicts_is_refused_with_the_remedy(redis_url: str) -> None:
 
 
 def test_an_old_redis_is_refused_with_its_version(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "OLDEST", (99, 0))
+    monkeypatch.setattr(redis_check, "OLDEST", (99, 0))
     with pytest.raises(ConfigError, match="is needed; upgrade it"):
         check_server(redis_url)
 

@@ -71,7 +71,7 @@ def supervised(folder: Path, url: str, *jobs: Job) -> Iterator[Supervisor]:
     log = RedisLog(url, Names())
     environment = os.environ | {"MINISGL_REDIS_URL": url, "PYTHONPATH": str(Path(__file__).parents[2])}
     supervisor = Supervisor(
-        log,
+        lambda: log,
         jobs,
         program=(sys.executable, str(folder / "worker.py")),
         environment=environment,
@@ -220,7 +220,7 @@ def test_the_children_write_where_they_are_told_to(folder: Path, redis_url: str)
     log = RedisLog(redis_url, Names())
     with (folder / "output").open("wb") as output:
         supervisor = Supervisor(
-            log,
+            lambda: log,
             [job(folder, "generate")],
             program=(sys.executable, str(folder / "worker.py")),
             environment=os.environ,
