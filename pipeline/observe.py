@@ -1,6 +1,8 @@
 """How a process logs: structlog on stderr, for people on a terminal, as JSON lines otherwise.
 
 Events are snake_case facts and values are fields; a request gets one canonical line, at its end, by the frontend.
+
+A process imports this before anything else that logs: elsewhere the first import of structlog brings rich with it.
 """
 
 from __future__ import annotations
