@@ -142,7 +142,6 @@ def _measure_step(
         "logits_ms": 1e3 * logits.total_s,
         "host_ms": 1e3 * logits.host_s,
         "build_ms": 1e3 * build_s,
-        "sample_ms": 1e3 * (step_s - logits.total_s),
     }
     copy_rate, matmul_rate = rates
     if plan.num_decode_rows:
