@@ -1,4 +1,4 @@
-"""How fast today's engine computes a step, eagerly, with random weights in the shapes of Qwen3: and where the time goes.
+"""How fast today's engine computes a step, eagerly, with random weights in the shapes of Qwen3; where its time goes.
 
 Prefill of one prompt, decode of several rows at a context of 512. A decode step has to read the weights and the keys
 and values of its rows; a prefill has to multiply: each is put beside what the device can do.
@@ -164,7 +164,7 @@ def _num_weights(spec: ModelSpec) -> int:
 
 
 def _num_multiplied(spec: ModelSpec) -> int:
-    """Return how many weights every token is multiplied with: embeddings are looked up, unless they are the head too."""
+    """Return how many weights a token is multiplied with: embeddings are looked up, unless they are the head too."""
     embedding = math.prod(tensor_shapes(spec)[EMBEDDING])
     return _num_weights(spec) - (0 if spec.tie_embeddings else embedding)
 

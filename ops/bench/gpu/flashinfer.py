@@ -70,28 +70,31 @@ def run(scale: Scale, report: Report) -> None:
     """Report all that can be said here."""
     if scale.device != "cuda":
         raise Skip("FlashInfer computes on CUDA devices alone")
-    # It calls ninja by name, which a package may have put beside this Python.
-    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    library = import_library(report)
+    find_tools()
+    began_s = time.perf_counter()
+    library = import_library()
+    there = {part: importlib.util.find_spec(part) is not None for part in ("flashinfer_cubin", "flashinfer_jit_cache")}
+    report("import", ok=True, seconds=time.perf_counter() - began_s, version=str(library.__version__), **there)
     report("tools", nvcc=shutil.which("nvcc"), ninja=shutil.which("ninja"), cxx=shutil.which("c++"))
     measure(library, build_all(report), scale, report)
 
 
-def import_library(report: Report) -> Any:
+def find_tools() -> None:
+    """Let FlashInfer find ninja, which it calls by name and which a package may have put beside this Python."""
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+
+
+def import_library() -> Any:
     """Return the imported package.
 
     Raises:
         Skip: It cannot be imported.
     """
-    began_s = time.perf_counter()
     try:
-        library = importlib.import_module("flashinfer")
+        return importlib.import_module("flashinfer")
     except Exception as error:  # an old driver or another part's version raises what it likes
         missing = [part for part in ("flashinfer", *PARTS) if importlib.util.find_spec(part) is None]
-        raise Skip(f"import flashinfer: {type(error).__name__}: {error}; missing: {', '.join(missing) or 'none'}") from error
-    there = {part: importlib.util.find_spec(part) is not None for part in ("flashinfer_cubin", "flashinfer_jit_cache")}
-    report("import", ok=True, seconds=time.perf_counter() - began_s, version=str(library.__version__), **there)
-    return library
+        raise Skip(f"import flashinfer: {type(error).__name__}: {error}; missing: {', '.join(missing)}") from error
 
 
 def build_all(report: Report) -> list[tuple[int, bool]]:
@@ -215,9 +218,7 @@ def plan_prefill(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
 
 def decode_wrapper(library: Any, workspace: Tensor) -> Any:
     """Return what computes decode rows, for batches of any size."""
-    return library.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, kv_layout="HND", use_tensor_cores=True, backend="fa2"
-    )
+    return library.BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout="HND", use_tensor_cores=True, backend="fa2")
 
 
 def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
@@ -34,9 +34,8 @@ class Case:
 
     def expected(self) -> Tensor:
         """Return o_THD in float64."""
-        starts = self.batch.query_starts
-        rows = zip(starts, starts[1:], self.kv_rows_2CKD, strict=False)
-        return torch.cat([dense(self.q_THD[begin:end], kv, self.shape.window) for begin, end, kv in rows])
+        rows = zip(pairwise(self.batch.query_starts), self.kv_rows_2CKD, strict=True)
+        return torch.cat([dense(self.q_THD[slice(*tokens)], kv, self.shape.window) for tokens, kv in rows])
 
     def filled_pages(self) -> Tensor:
         """Return kv_2PKSD as it must be after the step."""
@@ -75,7 +74,7 @@ def make_batch(
 def make_plan(
     rows: Sequence[tuple[int, int]], page_size: int, *, seed: int = 0, vocab_size: int = 100
 ) -> tuple[BatchPlan, PageTables, int]:
-    """Return *rows* of random tokens as a plan whose rows do not sample, empty tables for it, and the number of pages."""
+    """Return *rows* of random tokens as a plan that samples nothing, empty tables for it, and the number of pages."""
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(start + count) // page_size) for start, count in rows]
     num_pages = sum(needed) + 3

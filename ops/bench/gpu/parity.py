@@ -64,7 +64,9 @@ def run(scale: Scale, report: Report) -> None:
     """Report parity of attention, then of each family."""
     device = torch.device(scale.device)
     if device.type == "cuda":
-        report("float32 products", ok=not torch.backends.cuda.matmul.allow_tf32, tf32=torch.backends.cuda.matmul.allow_tf32)
+        report(
+            "float32 products", ok=not torch.backends.cuda.matmul.allow_tf32, tf32=torch.backends.cuda.matmul.allow_tf32
+        )
     for name in _backends(device):
         for dtype in (torch.float32, torch.bfloat16):
             for page_size in (16, 64):

@@ -102,9 +102,7 @@ def _samples(names: Sequence[str], vocab_size: int, seed: int) -> list[Sample]:
     return samples
 
 
-def _compare(
-    report: Report, item: str, kind: str, vocab_size: int, device: torch.device, rounds: int
-) -> None:
+def _compare(report: Report, item: str, kind: str, vocab_size: int, device: torch.device, rounds: int) -> None:
     """Compare all parameter sets: in a batch on the device, alone on it, with the CPU."""
     names = list(PARAMS) * rounds
     logits_RV = LOGITS[kind]((len(names), vocab_size), torch.Generator().manual_seed(vocab_size))

@@ -1,4 +1,4 @@
-"""How long something takes on a device, and how fast the device copies and multiplies. On a CPU the clock is the host's."""
+"""How long something takes on a device, and how fast it copies and multiplies. On a CPU the clock is the host's."""
 
 from __future__ import annotations
 

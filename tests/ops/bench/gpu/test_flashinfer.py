@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+import flashinfer_double
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-import flashinfer_double
 from reported import Reported
+from torch import Tensor
 
 from ops.bench.gpu import flashinfer
 from ops.bench.gpu.capture import Captured
@@ -34,7 +31,7 @@ def test_without_a_gpu_it_is_skipped_with_the_reason() -> None:
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(Skip, match=r"import flashinfer: ModuleNotFoundError.*missing: flashinfer"):
-        flashinfer.import_library(Reported())
+        flashinfer.import_library()
 
 
 def test_right_attention_passes_and_a_cpu_skips_the_graphs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _attend(
     assert isinstance(kv, tuple) and kv[0].shape[2] == page_size
     starts = list(range(len(q_THD) + 1)) if qo_indptr is None else qo_indptr.tolist()
     rows = []
-    for row, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (begin, end) in enumerate(pairwise(starts)):
         pages = indices[indptr[row] : indptr[row + 1]].long()
         length = (len(pages) - 1) * page_size + int(last_page_len[row])
         k_KCD, v_KCD = (side[pages].transpose(0, 1).flatten(1, 2)[:, :length].float() for side in kv)
