@@ -36,7 +36,15 @@ def capture(call: Callable[[], object], device: torch.device) -> Captured:
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        call()
+    first_error: Exception | None = None
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            try:
+                call()
+            except Exception as error:
+                first_error = error
+                raise
+    except Exception as error:  # the end of a broken capture raises too, and says less
+        raise first_error or error from None
     torch.cuda.synchronize(device)
     return Captured(graph.replay)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,8 +36,11 @@ from stages.generate.forward.batch import ForwardBatch
 
 PARTS: Final = ("tvm_ffi", "typing_extensions", "pynvml", "requests", "tqdm", "packaging", "filelock", "jinja2")
 """The modules without which `import flashinfer` of 0.6.13 fails."""
-BUILDS: Final = ((64, False), (128, False), (128, True))
-"""(head_dim, with a window)"""
+Build: TypeAlias = tuple[int, bool]
+"""head_dim, with a window"""
+BUILDS: Final[tuple[Build, ...]] = ((64, False), (128, False))
+WINDOWED_BUILDS: Final[tuple[Build, ...]] = ((128, True),)
+"""Compiled last: where time is short, this is the least."""
 BUILD_TIMEOUT_S: Final = 110.0
 WORKSPACE_BYTES: Final = {"toy": 2**10, "small": 2**20, "full": 256 * 2**20}
 DTYPE: Final = torch.bfloat16
@@ -76,12 +79,17 @@ def run(scale: Scale, report: Report) -> None:
     there = {part: importlib.util.find_spec(part) is not None for part in ("flashinfer_cubin", "flashinfer_jit_cache")}
     report("import", ok=True, seconds=time.perf_counter() - began_s, version=str(library.__version__), **there)
     report("tools", nvcc=shutil.which("nvcc"), ninja=shutil.which("ninja"), cxx=shutil.which("c++"))
-    measure(library, build_all(report), scale, report)
+    built = build_all(BUILDS, report)
+    measure(library, built, scale, report)
+    built = build_all(WINDOWED_BUILDS, report)
+    check_all(library, WINDOWED_BUILDS, built, scale, report)
 
 
 def find_tools() -> None:
-    """Let FlashInfer find ninja, which it calls by name and which a package may have put beside this Python."""
-    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    """Let FlashInfer find ninja, which it calls by name: a package may have put it beside this Python or its modules."""
+    folders = [Path(sys.executable).parent, *(Path(entry) / "bin" for entry in sys.path)]
+    found = [str(folder) for folder in folders if (folder / "ninja").is_file()]
+    os.environ["PATH"] = os.pathsep.join((*found, os.environ.get("PATH", "")))
 
 
 def import_library() -> Any:
@@ -97,13 +105,13 @@ def import_library() -> Any:
         raise Skip(f"import flashinfer: {type(error).__name__}: {error}; missing: {', '.join(missing)}") from error
 
 
-def build_all(report: Report) -> list[tuple[int, bool]]:
-    """Compile all modules at the same time, each in a process of its own; report each, and return what is there."""
-    with ThreadPoolExecutor(len(BUILDS)) as pool:
-        all_found = list(pool.map(lambda build: _build(*build), BUILDS))
-    for (head_dim, windowed), found in zip(BUILDS, all_found, strict=True):
-        report(f"jit head_dim {head_dim}{' with a window' if windowed else ''}", **found)
-    return [build for build, found in zip(BUILDS, all_found, strict=True) if found["ok"]]
+def build_all(builds: Sequence[Build], report: Report) -> list[Build]:
+    """Compile modules at the same time, each in a process of its own; report each, and return those that are there."""
+    with ThreadPoolExecutor(len(builds)) as pool:
+        all_found = list(pool.map(lambda build: _build(*build), builds))
+    for (head_dim, windowed), found in zip(builds, all_found, strict=True):
+        report(f"jit head_dim {head_dim}{' with a window' if windowed else ''}", **found, at_once=len(builds))
+    return [build for build, found in zip(builds, all_found, strict=True) if found["ok"]]
 
 
 def _build(head_dim: int, windowed: bool) -> dict[str, Any]:
@@ -121,7 +129,7 @@ def _build(head_dim: int, windowed: bool) -> dict[str, Any]:
     if done.returncode:
         return {"ok": False, "process_s": seconds, "error": _end_of(done.stdout + done.stderr)}
     figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"ok": True, "process_s": seconds, "beside_others": len(BUILDS) - 1, **figures}
+    return {"ok": True, "process_s": seconds, **figures}
 
 
 def _end_of(text: str) -> str:
@@ -130,19 +138,25 @@ def _end_of(text: str) -> str:
     return ("\n".join(lines[:5])[:ERROR_CHARS] + "\n..\n" + text[-ERROR_CHARS:]).strip()
 
 
-def measure(library: Any, built: Sequence[tuple[int, bool]], scale: Scale, report: Report) -> None:
-    """Report errors, times and graphs of *library*, of which the modules *built* are compiled."""
+def check_all(library: Any, builds: Sequence[Build], built: Sequence[Build], scale: Scale, report: Report) -> None:
+    """Report the errors of the modules *builds*; those that are not among *built* are skipped."""
     device = torch.device(scale.device)
     workspace = torch.zeros(WORKSPACE_BYTES[scale.size], dtype=torch.uint8, device=device)
-    for kind, rows in (("decode", DECODE), ("prefill", PREFILL), ("prefill", DECODE)):
-        for head_dim, windowed in BUILDS:
-            for page_size in (16, 64):
+    for head_dim, windowed in builds:
+        for page_size in (16, 64):
+            for kind, rows in (("decode", DECODE), ("prefill", PREFILL), ("prefill of decode rows", DECODE)):
                 shape = AttentionShape(16, 4, head_dim, page_size, WINDOW if windowed else 0)
-                which = " of decode rows" if kind == "prefill" and rows is DECODE else ""
-                item = f"{kind}{which} head_dim {head_dim}{' windowed' if windowed else ''} pages of {page_size}"
+                item = f"{kind}, head_dim {head_dim}{' windowed' if windowed else ''}, pages of {page_size}"
                 with attempt(report, item):
                     _require((head_dim, windowed), built)
-                    _check(report, item, kind, library, workspace, make_case(shape, rows, DTYPE, device))
+                    _check(report, item, kind == "decode", library, workspace, make_case(shape, rows, DTYPE, device))
+
+
+def measure(library: Any, built: Sequence[Build], scale: Scale, report: Report) -> None:
+    """Report errors, times and graphs of *library*, of which the modules *built* are compiled."""
+    check_all(library, BUILDS, built, scale, report)
+    device = torch.device(scale.device)
+    workspace = torch.zeros(WORKSPACE_BYTES[scale.size], dtype=torch.uint8, device=device)
     copy_rate = float("nan")
     with attempt(report, "copy"):
         copy_rate = copy_bytes_per_s(device, scale.size)
@@ -164,7 +178,7 @@ def measure(library: Any, built: Sequence[tuple[int, bool]], scale: Scale, repor
         _time_prefill(report, item, library, workspace, shape, PREFILL_TOKENS[scale.size], device)
 
 
-def _require(build: tuple[int, bool], built: Sequence[tuple[int, bool]]) -> None:
+def _require(build: Build, built: Sequence[Build]) -> None:
     """Raise Skip where a module is missing: a call would compile it, or fail to, once more."""
     if build not in built:
         raise Skip(f"the module for head_dim {build[0]}{' with a window' if build[1] else ''} was not compiled")
@@ -233,10 +247,10 @@ def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: in
     )
 
 
-def _check(report: Report, item: str, kind: str, library: Any, workspace: Tensor, case: Case) -> None:
+def _check(report: Report, item: str, decodes: bool, library: Any, workspace: Tensor, case: Case) -> None:
     """Compare with float64, and with our reference on the same pages."""
     kv_2PKSD, indices = case.filled_pages(), indices_of(case.batch, case.shape.page_size)
-    if kind == "decode":
+    if decodes:
         wrapper = decode_wrapper(library, workspace)
         plan_decode(wrapper, case.shape, indices)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -39,7 +40,7 @@ def test_right_attention_passes_and_a_cpu_skips_the_graphs() -> None:
     flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
     assert not report.wrong
     assert set(report.skipped) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
-    assert report.items["decode head_dim 128 windowed pages of 64"]["ok"] is True
+    assert report.items["decode, head_dim 128, pages of 64"]["ok"] is True
 
 
 def test_graphs_are_compared_with_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,14 +71,27 @@ def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(flashinfer_double, "_attend", wide)
     report = Reported()
-    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    flashinfer.check_all(flashinfer_double, [(64, True), (64, False)], [(64, True), (64, False)], TOY, report)
     assert report.wrong and all("windowed" in item for item in report.wrong)
 
 
 def test_what_was_not_compiled_is_skipped_by_name() -> None:
     report = Reported()
-    flashinfer.measure(flashinfer_double, [(128, False), (64, False)], TOY, report)
-    assert report.skipped["decode head_dim 128 windowed pages of 16"] == (
-        "the module for head_dim 128 with a window was not compiled"
-    )
-    assert not report.wrong
+    flashinfer.check_all(flashinfer_double, [(64, True)], [], TOY, report)
+    assert set(report.skipped.values()) == {"the module for head_dim 64 with a window was not compiled"}
+    flashinfer.measure(flashinfer_double, [], TOY, report)
+    assert not report.wrong and "prefill of 48 tokens" in report.skipped
+
+
+def test_a_module_that_does_not_compile_is_told_with_the_compilers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        head_dim = command[-2]
+        if head_dim == "64":
+            return subprocess.CompletedProcess(command, 0, 'noise\n{"seconds": 1.5}\n', "")
+        return subprocess.CompletedProcess(command, 1, "", "x.cu(3): error: no such type\n" + "ninja\n" * 999)
+
+    monkeypatch.setattr(subprocess, "run", broken)
+    report = Reported()
+    assert flashinfer.build_all(flashinfer.BUILDS, report) == [(64, False)]
+    assert report.items["jit head_dim 64"]["seconds"] == 1.5
+    assert "no such type" in str(report.wrong["jit head_dim 128"]["error"])
