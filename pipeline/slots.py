@@ -21,10 +21,10 @@ from pydantic import Field, ValidationError
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Value
-from pipeline.log import GUEST, Owner, StreamLog
-from pipeline.measures import Measures
+from pipeline.log.protocol import GUEST, Owner, StreamLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
-from pipeline.parent import RUN_VARIABLE
+from pipeline.process.parent import RUN_VARIABLE
 
 logger = structlog.get_logger()
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
-from pipeline.log import Entry, Inbox, StreamLog
+from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.slots import Place
 
 logger = structlog.get_logger()

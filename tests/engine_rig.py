@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.events import SamplingParams, Submitted, Tokenized, new_uid
-from pipeline.log import Inbox, StreamLog
-from pipeline.measures import Measures
+from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
 from pipeline.slots import Place, acquire_slot
 from pipeline.worker import Stop
-from stages.generate.courier import Courier
 from stages.generate.kvcache.base import PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.log_thread import Courier
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.schedule import Identity, Limits, Schedule
 from stages.generate.worker import GenerateWorker

@@ -10,12 +10,12 @@ from typing import Any
 
 from quart import Quart, Response
 
+from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, Names
-from pipeline.redis_log import AsyncRedisLog, RedisLog
 from web.app import create_app
-from web.frontend import Frontend
 from web.keys import Keys
-from web.ready import Limits
+from web.live.frontend import Frontend
+from web.live.ready import Limits
 
 CHAT = "/v1/chat/completions"
 

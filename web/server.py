@@ -25,17 +25,17 @@ import structlog
 
 from pipeline.config import Config
 from pipeline.errors import LogError
-from pipeline.measures import Measures
+from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import WEB, Names, slot_index
-from pipeline.redis_log import AsyncRedisLog, RedisLog
 from pipeline.slots import Place, acquire_slot
 from web.app import create_app
 from web.connections import Connection, Protocol
-from web.frontend import Frontend
-from web.janitor import Janitor
 from web.keys import Keys, read_keys
 from web.listener import BACKLOG, open_listener, url_to
-from web.ready import Limits
+from web.live.frontend import Frontend
+from web.live.janitor import Janitor
+from web.live.ready import Limits
 
 logger = structlog.get_logger()
 

@@ -20,14 +20,14 @@ from typing import Final
 import minisgl
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams, StepCompleted, Submitted, new_uid
-from pipeline.log import Inbox, Owner, StepCommitted
+from pipeline.log.protocol import Inbox, Owner, StepCommitted
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
-from pipeline.parent import SUPERVISOR_VARIABLE
-from pipeline.redis_log import RedisLog
+from pipeline.process.parent import SUPERVISOR_VARIABLE
 from pipeline.slots import Place, acquire_slot, read_statuses
 from pipeline.worker import Stop
-from stages.generate.courier import Courier
 from stages.generate.kvcache import make_cache
+from stages.generate.log_thread import Courier
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
 from stages.generate.worker import GenerateWorker

@@ -16,8 +16,8 @@ from pipeline.errors import RequestError
 from pipeline.events import SamplingParams, Submitted
 from stages.generate.schedule.schedule import Limits
 from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
-from web.openai.schemas import parse_chat
-from web.submit import chat_events
+from web.wire.openai.schemas import parse_chat
+from web.wire.submit import chat_events
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, by the rules of /v1/chat/completions."""

@@ -18,15 +18,15 @@ from typing import Final, TypeAlias
 
 from pipeline.config import Config
 from pipeline.errors import MiniSGLError
-from pipeline.log import Inbox
-from pipeline.memory_log import MemoryLog
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, parse_id, slot_name
 from pipeline.slots import WATCHDOG_S, Place, acquire_slot, read_statuses
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
 from stages.detokenize.worker import DetokenizeWorker, load_decoder
-from stages.generate.courier import Courier
+from stages.generate.log_thread import Courier
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.resolve import resolve

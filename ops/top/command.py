@@ -17,7 +17,7 @@ from ops.top.screen import as_json, lines_of
 from ops.top.terminal import show
 from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import LogError
-from pipeline.picture import Picture, picture_of
+from pipeline.views.pipeline import Picture, picture_of
 
 ABOUT: Final = """\
 Shows every stage, stream and engine of a server that runs, and its newest requests, from any machine that reaches its

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from pipeline.looks import Peek
-from pipeline.picture import Reading, asks_for, read_on
-from pipeline.redis_log import RedisLog
+from pipeline.log.redis import RedisLog
+from pipeline.log.snapshot import Peek
+from pipeline.views.pipeline import Reading, asks_for, read_on
 
 SCANNED_AT_START: Final = 10_000
 """Keys of the server among which requests are looked for that ended before."""

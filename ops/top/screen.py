@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from ops.connection import one_line
-from pipeline.picture import EnginePicture, Picture, RequestPicture, SlotPicture
+from pipeline.views.pipeline import EnginePicture, Picture, RequestPicture, SlotPicture
 
 WIDE: Final = 110
 """Columns from which on nothing is abbreviated."""

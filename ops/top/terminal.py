@@ -20,7 +20,7 @@ from rich.live import Live
 from ops.top.reader import Reader
 from ops.top.screen import Screenful
 from pipeline.errors import LogError
-from pipeline.picture import Picture, picture_of
+from pipeline.views.pipeline import Picture, picture_of
 
 LEAVE: Final = frozenset(b"qQ\x03")
 """q and Ctrl-C."""

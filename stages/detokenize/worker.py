@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
 from pipeline.events import AnyEvent, Failed, StepCompleted, decode
-from pipeline.failpoints import failpoint
-from pipeline.log import DeadLetter, Entry, Inbox, Produced, StreamLog
-from pipeline.measures import Measures
-from pipeline.metrics import BURIED, COMMIT_SECONDS
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
+from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, Place, acquire_guest, places
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold

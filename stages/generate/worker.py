@@ -18,15 +18,15 @@ import structlog
 from pipeline.config import Config, DefaultsConfig
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
-from pipeline.failpoints import failpoint
-from pipeline.log import Owner, StreamLog
-from pipeline.measures import Measures
+from pipeline.log.protocol import Owner, StreamLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
+from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, Place, places, progress_reporter
 from pipeline.worker import Stop
-from stages.generate.courier import TOKENS_IN_DOUBT, Arrived, Courier, Ended, Flush, Lost, News
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
+from stages.generate.log_thread import TOKENS_IN_DOUBT, Arrived, Courier, Ended, Flush, Lost, News
 from stages.generate.meter import Meter
 from stages.generate.model.checkpoint import check_folder, model_id
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS

@@ -16,11 +16,11 @@ import structlog
 from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Answered, Failed, Submitted, Tokenized, decode
-from pipeline.failpoints import failpoint
-from pipeline.log import DeadLetter, Entry, Inbox, StreamLog
-from pipeline.measures import Measures
-from pipeline.metrics import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE
+from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, Voice, places, read_statuses
 from pipeline.worker import BACKOFF_S, Stop, follow
 from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long

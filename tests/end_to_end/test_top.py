@@ -17,8 +17,8 @@ from screens import terminal
 from servers import ROOT, Server, eventually, serve
 from streams import Stream, body
 
-from pipeline.history import story
 from pipeline.names import GENERATE
+from pipeline.views.history import story
 
 pytestmark = pytest.mark.slow
 

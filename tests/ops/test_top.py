@@ -27,9 +27,10 @@ from minisgl import main
 from ops.top.reader import SCANNED_AT_START, Reader
 from ops.top.screen import Screenful, age, as_json, lines_of, shares
 from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
-from pipeline.looks import RedisFacts
+from pipeline.log.redis import RedisLog
+from pipeline.log.snapshot import RedisFacts
 from pipeline.names import Names
-from pipeline.picture import (
+from pipeline.views.pipeline import (
     MOST_REQUESTS,
     EnginePicture,
     Picture,
@@ -38,7 +39,6 @@ from pipeline.picture import (
     StreamPicture,
     picture_of,
 )
-from pipeline.redis_log import RedisLog
 
 SOON = ("--interval", "0.05")
 EVENT = Submitted(endpoint="/v1/completions", frontend="web-0", prompt="endless", sampling=SamplingParams())

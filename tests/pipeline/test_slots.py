@@ -14,10 +14,10 @@ from redis_servers import until
 from structlog.contextvars import bound_contextvars
 
 from pipeline.errors import LogFull, LogUnavailable, UndecodableEvent
-from pipeline.log import Owner
-from pipeline.measures import Measures, read_snapshot
-from pipeline.memory_log import MemoryLog
-from pipeline.metrics import PROMPT_TOKENS
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Owner
+from pipeline.metrics.counters import Measures, read_snapshot
+from pipeline.metrics.families import PROMPT_TOKENS
 from pipeline.names import Names
 from pipeline.slots import (
     EXIT_STUCK,
@@ -400,7 +400,7 @@ def run_worker(body: str) -> subprocess.CompletedProcess[str]:
     program = """
         import sys, threading, time
         from pipeline import slots
-        from pipeline.memory_log import MemoryLog
+        from pipeline.log.memory import MemoryLog
         from pipeline.names import Names
 
         slots.WATCHDOG_S = 0.2

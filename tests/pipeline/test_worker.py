@@ -11,9 +11,9 @@ from redis_servers import Servers, command, until
 from pipeline import worker
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import Failed, SamplingParams, Submitted, Tokenized, new_uid
-from pipeline.log import Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
 from pipeline.slots import Place, acquire_slot
 from pipeline.worker import MOST_DELIVERIES, Stop, follow
 

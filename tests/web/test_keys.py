@@ -25,12 +25,12 @@ from web_site import CHAT, Site, chat, error_of, site, until
 import web.routes.cache
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log import Quota
+from pipeline.log.protocol import Quota
 from pipeline.names import Names
 from web.keys import Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
-from web.pace import LONGEST_S, Pace
-from web.ready import Limits
+from web.live.ready import Limits
+from web.live.retry_after import LONGEST_S, Pace
 
 ANN, BOB = "sk-ann-0123456789", "sk-bob/+~!"
 

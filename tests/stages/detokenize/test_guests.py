@@ -30,9 +30,9 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log import GUEST, Entry, Inbox, StreamLog
-from pipeline.measures import Measures
-from pipeline.metrics import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
+from pipeline.log.protocol import GUEST, Entry, Inbox, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, slot_name
 from pipeline.slots import Place, acquire_guest, acquire_slot
 from pipeline.worker import MOST_DELIVERIES, Stop

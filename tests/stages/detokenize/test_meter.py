@@ -21,8 +21,8 @@ from pipeline.events import (
     Tokenized,
     TokenRow,
 )
-from pipeline.measures import Measures
-from pipeline.metrics import (
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
     DECODE_SECONDS,
     FIRST_TOKEN_SECONDS,

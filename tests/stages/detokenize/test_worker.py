@@ -25,10 +25,10 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log import Entry, Inbox, Owner
-from pipeline.measures import Measures
-from pipeline.memory_log import MemoryLog
-from pipeline.metrics import (
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry, Inbox, Owner
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
     COMMIT_SECONDS,
     FIRST_TOKEN_SECONDS,

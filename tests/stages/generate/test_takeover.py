@@ -33,16 +33,16 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log import GUEST, Entry, Inbox, Owner, StreamLog
-from pipeline.metrics import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
+from pipeline.log.calls import script_text
+from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
+from pipeline.log.redis import RedisLog
+from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
 from pipeline.names import SEAL, Names, slot_name
-from pipeline.redis_calls import script_text
-from pipeline.redis_log import RedisLog
 from pipeline.slots import Place, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
-from stages.generate.courier import past_of
+from stages.generate.log_thread import past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 from stages.generate.worker import Loaded, run_engine
@@ -54,7 +54,7 @@ SHORT_MS = 60
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have who waits for something new look round more often."""
-    monkeypatch.setattr("stages.generate.courier.BLOCK_MS", 20)
+    monkeypatch.setattr("stages.generate.log_thread.BLOCK_MS", 20)
     monkeypatch.setattr("pipeline.worker.BLOCK_MS", 20)
 
 
@@ -856,7 +856,7 @@ def test_a_log_that_is_away_delays_a_takeover_and_loses_nothing(
     another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each commit and each look fails once: before it is done, or after."""
-    monkeypatch.setattr("stages.generate.courier.BACKOFF_S", 0.001)
+    monkeypatch.setattr("stages.generate.log_thread.BACKOFF_S", 0.001)
     log, courier_log = another_log(), another_log()
     uids = [send(log, start, max_tokens=4) for start in (10, 20)]
     DeadEngine(log, *uids)

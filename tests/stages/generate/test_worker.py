@@ -30,15 +30,15 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import Entry, Inbox, Produced, StreamLog, Taken
-from pipeline.memory_log import MemoryLog
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry, Inbox, Produced, StreamLog, Taken
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
-from pipeline.redis_log import RedisLog
 from pipeline.slots import read_statuses
-from stages.generate.courier import past_of
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
+from stages.generate.log_thread import past_of
 from stages.generate.schedule.schedule import NewRequest
 from stages.generate.worker import sampling_defaults
 

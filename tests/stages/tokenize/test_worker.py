@@ -14,10 +14,10 @@ from structlog.contextvars import bound_contextvars
 from pipeline.config import parse_command
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
-from pipeline.log import Entry, Inbox, StreamLog
-from pipeline.measures import Measures
-from pipeline.memory_log import MemoryLog
-from pipeline.metrics import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import SEAL, TOKENIZED_ID, Names
 from pipeline.slots import WATCHDOG_S, Announcement, Place, Status
 from stages.tokenize.prompts import LONG_TEXT, Rendered
