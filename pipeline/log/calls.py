@@ -47,7 +47,7 @@ from pipeline.log.protocol import (
     SubmittedOnce,
     Taken,
 )
-from pipeline.log.snapshot import Ask, Peek, RedisFacts, SlotLook
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery, RedisFacts, SlotState
 from pipeline.names import (
     JANITOR,
     SEAL,
@@ -556,7 +556,7 @@ def texts_there(keys: Mapping[str, str], values: Sequence[bytes | None]) -> dict
 # A look at the whole log
 
 
-def look(names: Names) -> list[list[str | int]]:
+def snapshot(names: Names) -> list[list[str | int]]:
     """Return the commands that say how the log stands, but for its slots."""
     shared = (Inbox.submitted(names), Inbox.tokenized(names))
     newest: list[list[str | int]] = [["XREVRANGE", each.stream, "+", "-", "COUNT", HELD_PER_LOOK] for each in shared]
@@ -625,7 +625,7 @@ def slot_looks(names: Names, slots: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotLook]:
+def slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotState]:
     """Return what such commands were answered, of the slots that somebody held or speaks for."""
     time_said, owners, leases, statuses, *ttls = replies
     now_ms, seen = clock_ms(time_said), {}
@@ -633,7 +633,7 @@ def slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotLo
         slots, owners, leases, statuses, ttls[: len(slots)], ttls[len(slots) :], strict=True
     ):
         if owner is not None or status is not None:
-            seen[slot] = SlotLook(
+            seen[slot] = SlotState(
                 as_text(owner or b""),
                 lease_of(holder, lease_ms),
                 as_text(status or b""),
@@ -642,7 +642,7 @@ def slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotLo
     return seen
 
 
-def peek(names: Names, uid: str, ask: Ask) -> list[list[str | int]]:
+def peek(names: Names, uid: str, ask: HistoryQuery) -> list[list[str | int]]:
     """Return the three commands that look at the ends of a history."""
     key = names.request(uid)
     nothing: list[str | int] = ["XRANGE", key, "+", "-"]  # Redis answers an interval that is none with no entries
@@ -655,13 +655,13 @@ def peek(names: Names, uid: str, ask: Ask) -> list[list[str | int]]:
     ]
 
 
-def peek_of(exists: int, head: Sequence[Any], last: Sequence[Any]) -> Peek:
+def peek_of(exists: int, head: Sequence[Any], last: Sequence[Any]) -> HistoryEnds:
     """Return what they were answered. A history that is not text is one of an entry of no kind."""
     try:
         lasts = entries_of(last)
-        return Peek(bool(exists), tuple(entries_of(head)), lasts[0] if lasts else None)
+        return HistoryEnds(bool(exists), tuple(entries_of(head)), lasts[0] if lasts else None)
     except UnicodeDecodeError:
-        return Peek(bool(exists), (Entry("0-0", {}),))
+        return HistoryEnds(bool(exists), (Entry("0-0", {}),))
 
 
 def scan_requests(names: Names, cursor: str, max_keys: int) -> list[str | int]:

@@ -41,7 +41,7 @@ from pipeline.log.protocol import (
     SubmittedOnce,
     Taken,
 )
-from pipeline.log.snapshot import Ask, Look, Peek, SlotLook
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, SlotState
 from pipeline.names import DETOKENIZE, GENERATE, Names, slot_index, slot_name
 
 T = TypeVar("T")
@@ -419,11 +419,11 @@ class RedisLog:
 
     # who shows the log
 
-    def look(self) -> Look:
+    def snapshot(self) -> LogSnapshot:
         """Return how the whole log stands now; the work does not grow with what it holds, but with the workers."""
         names = self.names
         shared = (Inbox.submitted(names), Inbox.tokenized(names))
-        now, server, memory, num_dead, num_live, living, *more = self._all(calls.look(names))
+        now, server, memory, num_dead, num_live, living, *more = self._all(calls.snapshot(names))
         newest = [calls.entries_of(raw) for raw in more[:2]]
         submitted, tokenized = (depth or Depth(0, 0) for depth in calls.depths_of(more[2:]))
         slots, steps, pending = self._slots()
@@ -433,7 +433,7 @@ class RedisLog:
         asked = [(inbox, entries) for inbox, entries in zip(shared, newest, strict=True) if entries]
         for (_, entries), reply in zip(asked, self._all([calls.holders(*each) for each in asked]), strict=True):
             held |= calls.held_of(entries, reply)
-        return Look(
+        return LogSnapshot(
             calls.clock_ms(now),
             calls.redis_facts(server, memory),
             Occupancy(submitted, tokenized, steps, num_dead, num_live),
@@ -443,9 +443,9 @@ class RedisLog:
             held,
         )
 
-    def _slots(self) -> tuple[dict[str, SlotLook], dict[str, Depth], dict[str, int]]:
+    def _slots(self) -> tuple[dict[str, SlotState], dict[str, Depth], dict[str, int]]:
         """Return every slot, what waits of the steps of each engine, and what each detokenizer has pending."""
-        slots: dict[str, SlotLook] = {}
+        slots: dict[str, SlotState] = {}
         steps: dict[str, Depth] = {}
         pending: dict[str, int] = {}
         first = 0
@@ -466,7 +466,7 @@ class RedisLog:
             if not seen and not waiting:
                 return slots, steps, pending
 
-    def peek(self, asks: Mapping[str, Ask]) -> dict[str, Peek]:
+    def peek(self, asks: Mapping[str, HistoryQuery]) -> dict[str, HistoryEnds]:
         """Return what is wanted of the histories uid -> ask."""
         commands = [words for uid, ask in asks.items() for words in calls.peek(self.names, uid, ask)]
         replies = self._all(commands) if commands else []

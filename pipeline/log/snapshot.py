@@ -23,7 +23,7 @@ class RedisFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLook:
+class SlotState:
     """One slot, as three keys tell."""
 
     owner: str
@@ -36,14 +36,14 @@ class SlotLook:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LogSnapshot:
     """The log at one moment, but for the requests in it."""
 
     now_ms: int
     """Redis' clock."""
     redis: RedisFacts
     occupancy: Occupancy
-    slots: Mapping[str, SlotLook]
+    slots: Mapping[str, SlotState]
     """Every slot that was ever held, or whose worker speaks."""
     pending: Mapping[str, int]
     """Slot -> entries that its worker has read and not consumed."""
@@ -54,7 +54,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class HistoryQuery:
     """What is wanted of a history."""
 
     after: str
@@ -64,7 +64,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Peek:
+class HistoryEnds:
     """What a history was seen to hold."""
 
     exists: bool

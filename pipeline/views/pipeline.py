@@ -1,4 +1,4 @@
-"""The pipeline as people want to see it: a pure fold of looks at the log into a `Picture`.
+"""The pipeline as people want to see it: a pure fold of looks at the log into a `PipelineView`.
 
 Knows no log, no clock and no screen. A rate is the difference of what a worker said at two moments, by the moments at
 which it said so: who looks more often than workers speak sees no jumps for that.
@@ -27,7 +27,7 @@ from pipeline.events import (
     decode,
 )
 from pipeline.log.protocol import Entry
-from pipeline.log.snapshot import Ask, Look, Peek, RedisFacts, SlotLook
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
 from pipeline.metrics.counters import Counts, Readings, read_snapshot
 from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
@@ -101,7 +101,7 @@ class RequestFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StatusReport:
     """What the worker of a slot said of itself at one moment."""
 
     at_ms: int
@@ -110,18 +110,18 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Observed:
     """What is known of the log after some looks at it."""
 
-    look: Look
-    said: Mapping[str, tuple[Said, Said]]
+    snapshot: LogSnapshot
+    said: Mapping[str, tuple[StatusReport, StatusReport]]
     """Slot -> what its worker said last, before that what it said another time; the same where it spoke once."""
     requests: Mapping[str, RequestFacts]
     """By uid, the newest first."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPicture:
+class SlotView:
     """A numbered place of a stage, and who works there."""
 
     slot: str
@@ -143,7 +143,7 @@ class SlotPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPicture:
+class StreamView:
     """One stream of work."""
 
     stream: str
@@ -153,7 +153,7 @@ class StreamPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePicture:
+class EngineView:
     """An engine. None: it has not said so, or nothing happened between the last two times that it spoke."""
 
     engine: str
@@ -173,7 +173,7 @@ class EnginePicture:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestPicture:
+class RequestView:
     """A request."""
 
     uid: str
@@ -193,18 +193,18 @@ class RequestPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PipelineView:
     """The pipeline at one moment."""
 
     at_ms: int
     """Redis' clock."""
     redis: RedisFacts
-    slots: tuple[SlotPicture, ...]
-    streams: tuple[StreamPicture, ...]
+    slots: tuple[SlotView, ...]
+    streams: tuple[StreamView, ...]
     num_live: int
     num_dead: int
-    engines: tuple[EnginePicture, ...]
-    requests: tuple[RequestPicture, ...]
+    engines: tuple[EngineView, ...]
+    requests: tuple[RequestView, ...]
     """The newest first."""
     error: str = ""
     """Why there is no later picture; empty: the log answers."""
@@ -213,36 +213,36 @@ class Picture:
 # Looks become a reading
 
 
-def asks_for(before: Reading | None, look: Look, found: Iterable[str]) -> dict[str, Ask]:
+def queries_for(before: Observed | None, snapshot: LogSnapshot, found: Iterable[str]) -> dict[str, HistoryQuery]:
     """Return what to read of which requests: the newest of those that live, that were known and that were *found*."""
     known = before.requests if before is not None else {}
-    newest = sorted({*known, *look.living, *found}, reverse=True)[:MOST_REQUESTS]
+    newest = sorted({*known, *snapshot.living, *found}, reverse=True)[:MOST_REQUESTS]
     asks = {}
     for uid in newest:
         facts = known.get(uid, RequestFacts(uid))
         is_over = facts.state in ENDED
-        asks[uid] = Ask(SEAL if is_over else facts.known_to, last=not is_over)
+        asks[uid] = HistoryQuery(SEAL if is_over else facts.known_to, last=not is_over)
     return asks
 
 
-def read_on(before: Reading | None, look: Look, peeks: Mapping[str, Peek]) -> Reading:
+def observe(before: Observed | None, snapshot: LogSnapshot, peeks: Mapping[str, HistoryEnds]) -> Observed:
     """Return what is known after one more look."""
     known = before.requests if before is not None else {}
     requests = {}
     for uid, peek in peeks.items():
         if peek.exists:
             facts = known.get(uid, RequestFacts(uid))
-            requests[uid] = facts if facts.state in ENDED else _heard(facts, look, peek)
-    return Reading(look, _said(before, look), requests)
+            requests[uid] = facts if facts.state in ENDED else _heard(facts, snapshot, peek)
+    return Observed(snapshot, _said(before, snapshot), requests)
 
 
-def _said(before: Reading | None, look: Look) -> dict[str, tuple[Said, Said]]:
+def _said(before: Observed | None, snapshot: LogSnapshot) -> dict[str, tuple[StatusReport, StatusReport]]:
     said = {}
-    for slot, seen in look.slots.items():
+    for slot, seen in snapshot.slots.items():
         status = _status(seen)
         if status is None or not status.metrics:
             continue
-        now = Said(seen.said_ms, status.owner, read_snapshot(status.metrics))
+        now = StatusReport(seen.said_ms, status.owner, read_snapshot(status.metrics))
         earlier, latest = before.said.get(slot, (now, now)) if before is not None else (now, now)
         if latest.owner != now.owner:
             said[slot] = now, now
@@ -253,7 +253,7 @@ def _said(before: Reading | None, look: Look) -> dict[str, tuple[Said, Said]]:
     return said
 
 
-def _heard(facts: RequestFacts, look: Look, peek: Peek) -> RequestFacts:
+def _heard(facts: RequestFacts, snapshot: LogSnapshot, peek: HistoryEnds) -> RequestFacts:
     """Return what is known of a request that had not ended, after a peek at its history."""
     before = facts
     if facts.state == "tokenizing":  # as was true then
@@ -267,16 +267,16 @@ def _heard(facts: RequestFacts, look: Look, peek: Peek) -> RequestFacts:
         return replace(facts, state="unreadable")
     if facts.cached_tokens is not None or facts.output_tokens:
         facts = replace(facts, known_to=SEAL)
-    holder = look.held.get(facts.uid, "")
+    holder = snapshot.held.get(facts.uid, "")
     if holder.startswith(TOKENIZE) and facts.state == "queued":
         facts = replace(facts, state="tokenizing")
     elif holder.startswith(GENERATE):
         facts = replace(facts, engine=holder)
     if facts.state not in ENDED:
-        seconds = (look.now_ms - (before.looked_ms or facts.submitted_ms)) / 1000
+        seconds = (snapshot.now_ms - (before.looked_ms or facts.submitted_ms)) / 1000
         made = facts.output_tokens - before.output_tokens
         facts = replace(facts, tokens_per_s=made / seconds if facts.output_tokens and seconds > 0 else None)
-    return replace(facts, looked_ms=look.now_ms)
+    return replace(facts, looked_ms=snapshot.now_ms)
 
 
 def _after(facts: RequestFacts, entry: Entry) -> RequestFacts:
@@ -331,24 +331,24 @@ def _told(facts: RequestFacts, event: AnyEvent) -> RequestFacts:
 # A reading becomes a picture
 
 
-def picture_of(reading: Reading) -> Picture:
+def view_of(reading: Observed) -> PipelineView:
     """Return what there is to see."""
-    look = reading.look
-    occupancy = look.occupancy
+    snapshot = reading.snapshot
+    occupancy = snapshot.occupancy
     steps = {
         f"steps:{engine}": depth for engine, depth in sorted(occupancy.steps.items(), key=lambda each: _place(each[0]))
     }
     depths = {"submitted": occupancy.submitted, "tokenized": occupancy.tokenized} | steps
-    slots = sorted(look.slots, key=_place)
-    return Picture(
-        at_ms=look.now_ms,
-        redis=look.redis,
+    slots = sorted(snapshot.slots, key=_place)
+    return PipelineView(
+        at_ms=snapshot.now_ms,
+        redis=snapshot.redis,
         slots=tuple(_slot(slot, reading) for slot in slots),
-        streams=tuple(StreamPicture(name, each.length, each.pending, each.lag) for name, each in depths.items()),
+        streams=tuple(StreamView(name, each.length, each.pending, each.lag) for name, each in depths.items()),
         num_live=occupancy.num_live,
         num_dead=occupancy.num_dead,
         engines=tuple(_engine(slot, reading) for slot in slots if slot_stage(slot) == GENERATE),
-        requests=tuple(_request(facts, look.now_ms) for facts in reading.requests.values()),
+        requests=tuple(_request(facts, snapshot.now_ms) for facts in reading.requests.values()),
     )
 
 
@@ -360,7 +360,7 @@ def _place(slot: str) -> tuple[int, int]:
     return _ORDER.index(slot_stage(slot)), slot_index(slot)
 
 
-def _status(seen: SlotLook) -> Status | None:
+def _status(seen: SlotState) -> Status | None:
     """Return what a worker says of itself; None where it says nothing, or is of another version."""
     try:
         return parse_status(seen.status) if seen.status else None
@@ -368,8 +368,8 @@ def _status(seen: SlotLook) -> Status | None:
         return None
 
 
-def _slot(slot: str, reading: Reading) -> SlotPicture:
-    seen = reading.look.slots[slot]
+def _slot(slot: str, reading: Observed) -> SlotView:
+    seen = reading.snapshot.slots[slot]
     status = _status(seen)
     lease = seen.lease
     announced = status is not None and not status.owner  # it asks for the slot once it is ready
@@ -380,7 +380,7 @@ def _slot(slot: str, reading: Reading) -> SlotPicture:
     else:
         phase = "away" if lease.is_free else "held"
     shown = status if status is not None and phase == status.phase else None
-    return SlotPicture(
+    return SlotView(
         slot=slot,
         phase=phase,
         detail=shown.detail if shown is not None else "",
@@ -389,22 +389,22 @@ def _slot(slot: str, reading: Reading) -> SlotPicture:
         pid=status.pid if status is not None else 0,
         epoch=int(seen.owner.partition(":")[0] or 0),
         lease_ms=lease.ttl_ms,
-        pending=reading.look.pending.get(slot, 0),
+        pending=reading.snapshot.pending.get(slot, 0),
         address=status.address if status is not None else "",
         streams_open=int(_number(_latest(slot, reading), STREAMS_OPEN)) if shown is not None else 0,
     )
 
 
-def _engine(slot: str, reading: Reading) -> EnginePicture:
-    seen = reading.look.slots[slot]
+def _engine(slot: str, reading: Observed) -> EngineView:
+    seen = reading.snapshot.slots[slot]
     status = _status(seen)
     model, context = (status.models[0] if status.models else "", status.context) if status is not None else ("", 0)
     if slot not in reading.said or seen.lease.is_free:  # what a dead one said last is not what it does
-        return EnginePicture(slot, model, context)
+        return EngineView(slot, model, context)
     latest = _latest(slot, reading)
     detokenizer = slot_name(DETOKENIZE, slot_index(slot))
     queries = _number(latest, PREFIX_QUERIES)
-    return EnginePicture(
+    return EngineView(
         engine=slot,
         model=model,
         context=context,
@@ -420,7 +420,7 @@ def _engine(slot: str, reading: Reading) -> EnginePicture:
     )
 
 
-def _latest(slot: str, reading: Reading) -> Readings:
+def _latest(slot: str, reading: Observed) -> Readings:
     return reading.said[slot][1].metrics if slot in reading.said else {}
 
 
@@ -430,14 +430,14 @@ def _number(readings: Readings, family: Family) -> float:
     return 0 if isinstance(value, Counts) else value
 
 
-def _rate(slot: str, reading: Reading, family: Family) -> float | None:
+def _rate(slot: str, reading: Observed, family: Family) -> float | None:
     """Return how much a counter grew in a second; None where its worker spoke once, or counts anew."""
     earlier, latest = reading.said[slot]
     grown = _number(latest.metrics, family) - _number(earlier.metrics, family)
     return grown * 1000 / (latest.at_ms - earlier.at_ms) if latest.at_ms > earlier.at_ms and grown >= 0 else None
 
 
-def _median(slot: str, reading: Reading, family: Family) -> float | None:
+def _median(slot: str, reading: Observed, family: Family) -> float | None:
     """Return the median of what a histogram was given between the last two times that its worker spoke."""
     if slot not in reading.said:
         return None
@@ -463,8 +463,8 @@ def median(counts: Sequence[int], bounds: Sequence[float]) -> float | None:
     return bounds[-1]
 
 
-def _request(facts: RequestFacts, now_ms: int) -> RequestPicture:
-    return RequestPicture(
+def _request(facts: RequestFacts, now_ms: int) -> RequestView:
+    return RequestView(
         uid=facts.uid,
         state=facts.state,
         reason=facts.reason,

@@ -36,7 +36,7 @@ class _Times:
     """When it got its last token; 0: it has none."""
 
 
-class Meter:
+class DetokenizeMeter:
     """The requests of one engine."""
 
     def __init__(self, measures: Measures) -> None:

@@ -103,7 +103,7 @@ class _Idle:
     """How many news the engine has taken in; where there are more by now, it is not idle any more."""
 
 
-class Courier:
+class LogThread:
     """Owns the engine's connection to the log. *came_round* tells the watchdog that waiting for Redis is progress."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Courier:
         self._guest: Owner | None = None
         """As whom this engine looks after the slot of a dead one, whose requests it is about to claim."""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="log thread", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

@@ -23,7 +23,7 @@ from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Schedule
 
 
-class Meter:
+class EngineMeter:
     """Looks at each step of one engine on its way."""
 
     def __init__(self, measures: Measures, schedule: Schedule) -> None:

@@ -32,10 +32,10 @@ from pipeline.process.failpoints import failpoint
 from web.live.idempotency import HEADER
 from web.live.loops import run_all
 from web.live.readers import Readers
-from web.live.ready import Limits, Readiness, Say
-from web.live.retry_after import Pace
+from web.live.ready import Readiness, RequestLimits, Say
+from web.live.retry_after import RetryAfter
 from web.live.tail import Listener, Tail, next_of
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.openai.errors import CLIENT_CLOSED, NotNow, error_of
 
 logger = structlog.get_logger()
@@ -98,7 +98,7 @@ class Client:
         """The uids of which no end was heard."""
         return [listener.uid for index, listener in enumerate(self.listeners) if index not in self._ends]
 
-    def has_failed_with(self, heard: Heard) -> bool:
+    def has_failed_with(self, heard: ClientEvent) -> bool:
         """Say whether *heard* is the first failure of all: what its client is told of them."""
         return heard.event is self._failure
 
@@ -106,7 +106,7 @@ class Client:
     def _failure(self) -> Failed | Cancelled | None:
         return next((end for end in self._ends.values() if isinstance(end, Failed | Cancelled)), None)
 
-    async def next(self) -> list[Heard]:
+    async def next(self) -> list[ClientEvent]:
         """As `next_of`."""
         heard = await next_of(self.listeners)
         self._ends |= {each.index: each.event for each in heard if isinstance(each.event, End)}
@@ -210,7 +210,7 @@ class Frontend:
         self,
         name: str,
         log: AsyncRedisLog,
-        limits: Limits,
+        limits: RequestLimits,
         say: Say,
         *,
         disconnect_grace_s: float = 0.0,
@@ -221,7 +221,7 @@ class Frontend:
         self.tail = Tail(log, name, retention_s=limits.retention_s, measures=self.measures)
         self.readers = Readers(log, name)
         self.readiness = Readiness(log, self.tail, limits, self._say_unless_draining, self.measures)
-        self._pace = Pace()
+        self._pace = RetryAfter()
         self.draining = False
         self._log = log
         self.limits = limits

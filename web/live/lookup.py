@@ -17,7 +17,7 @@ AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Lookup:
     """What there is under a uid."""
 
     uids: tuple[str, ...]
@@ -26,14 +26,14 @@ class Known:
     """How it begins, or the first of them; the others have the same frontend and endpoint."""
 
 
-async def find(log: AsyncRedisLog, uid: str) -> Known | None:
+async def find(log: AsyncRedisLog, uid: str) -> Lookup | None:
     """Return the request *uid*, or the siblings that have it in common. Raises as the log does."""
     for first in (uid,) if "." in uid else (uid, sibling_uids(uid, 2)[0]):
         there = await log.entries(first, (SUBMITTED_ID,))
         if there:
             event = decode(there[SUBMITTED_ID].fields)
             assert isinstance(event, Submitted)
-            return Known((uid,) if first == uid else sibling_uids(uid, event.siblings), event)
+            return Lookup((uid,) if first == uid else sibling_uids(uid, event.siblings), event)
     return None
 
 

@@ -48,7 +48,7 @@ PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class LogFacts:
     """What the log said."""
 
     occupancy: Occupancy
@@ -80,7 +80,7 @@ class Exposition:
             await asyncio.sleep(0)  # all of it takes milliseconds, and streams go on meanwhile
         return b"".join(pieces)
 
-    async def _ask(self) -> Heard | None:
+    async def _ask(self) -> LogFacts | None:
         log = self._frontend.log
         try:
             occupancy = await log.occupancy()
@@ -88,10 +88,10 @@ class Exposition:
         except LogError as error:
             logger.warning("metrics_without_log", error=str(error))
             return None
-        return Heard(occupancy, [status for found in texts for status in known_statuses(found)])
+        return LogFacts(occupancy, [status for found in texts for status in known_statuses(found)])
 
 
-def render(heard: Heard | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
+def render(heard: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
     """Yield the text in Prometheus' format, family by family, and before that an empty piece for each process: between
     two pieces others can have their turn.
 
@@ -119,11 +119,11 @@ def _show(shown: Readings, slot: str, model: str, readings: Readings) -> None:
         if slot_stage(slot) not in family.stages:
             continue
         series = dict.fromkeys(_known(family), _nothing(family)) | readings.get(family, {})
-        place = (slot, model) if family.of_model else (slot,)
-        shown.setdefault(family, {}).update({(*place, *labels): reading for labels, reading in series.items()})
+        slot_lease = (slot, model) if family.of_model else (slot,)
+        shown.setdefault(family, {}).update({(*slot_lease, *labels): reading for labels, reading in series.items()})
 
 
-def _show_log(shown: Readings, heard: Heard, served: str) -> None:
+def _show_log(shown: Readings, heard: LogFacts, served: str) -> None:
     """Add what the log holds."""
     occupancy = heard.occupancy
     waiting = occupancy.submitted.length + occupancy.tokenized.lag
@@ -148,8 +148,8 @@ def _nothing(family: Family) -> Reading:
 
 
 def _metric(family: Family, series: Mapping[tuple[str, ...], Reading]) -> Metric:
-    place = (SLOT, MODEL) if family.of_model else (SLOT,)
-    labels = (*(place if family.stages else ()), *family.labels)
+    slot_lease = (SLOT, MODEL) if family.of_model else (SLOT,)
+    labels = (*(slot_lease if family.stages else ()), *family.labels)
     name = PREFIX + family.name
     match family.kind:
         case "counter":

@@ -46,7 +46,7 @@ STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What a request may take."""
 
     timeout_s: float = 600.0
@@ -55,7 +55,7 @@ class Limits:
 
 
 class Say(Protocol):
-    """`Place.say`: publish how this process is."""
+    """`SlotLease.say`: publish how this process is."""
 
     def __call__(self, **changes: object) -> None: ...
 
@@ -70,7 +70,7 @@ class Readiness:
     """What the stages say, as of the last poll."""
 
     def __init__(
-        self, log: AsyncRedisLog, tail: Tail, limits: Limits, say: Say, measures: Measures | None = None
+        self, log: AsyncRedisLog, tail: Tail, limits: RequestLimits, say: Say, measures: Measures | None = None
     ) -> None:
         self._log = log
         self._tail = tail

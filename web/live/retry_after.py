@@ -18,7 +18,7 @@ MOST_ENDS: Final = 64
 LONGEST_S: Final = 30
 
 
-class Pace:
+class RetryAfter:
     """What has begun and ended here."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:

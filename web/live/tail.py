@@ -32,7 +32,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import GAP_FILLS
 from pipeline.names import TOKENIZED_ID, parse_id
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.uids import drawn_ms
 
 logger = structlog.get_logger()
@@ -55,7 +55,7 @@ BEGINNING = "0-0"
 
 T = TypeVar("T")
 
-ClientEvent: TypeAlias = TokensProduced | End
+PublicEvent: TypeAlias = TokensProduced | End
 
 
 class Listener:
@@ -87,7 +87,7 @@ class Listener:
         self._whole = whole  # hears every event, not only those that are for clients
         self._expires_s = expires_s  # from this moment on, a history that is gone has expired
         self._position = parse_id(BEGINNING if whole else TOKENIZED_ID)  # never the prompt: it can be large
-        self._queue: deque[Heard] = deque()
+        self._queue: deque[ClientEvent] = deque()
         self._room = room
         self._tail = tail
         self.wake = wake or asyncio.Event()
@@ -96,7 +96,7 @@ class Listener:
         self._behind = follows
         self._checked_s = self._comforted_s = time.monotonic()
 
-    async def next(self) -> list[Heard]:
+    async def next(self) -> list[ClientEvent]:
         """Wait and return all that came; an empty list when nothing came for 10 s, or after the end.
 
         The first call says that the request was submitted: only then can its history be missed.
@@ -117,13 +117,13 @@ class Listener:
     def has_news(self) -> bool:
         return bool(self._queue)
 
-    def drain(self) -> list[Heard]:
+    def drain(self) -> list[ClientEvent]:
         """Return what has come and was not returned yet."""
         heard = list(self._queue)
         self._queue.clear()
         return heard
 
-    async def __aiter__(self) -> AsyncIterator[Heard]:
+    async def __aiter__(self) -> AsyncIterator[ClientEvent]:
         while self._queue or not self.ended:
             for heard in await self.next():
                 yield heard
@@ -147,7 +147,7 @@ class Listener:
         elif len(self._queue) >= self._room:
             self.fall_behind("slow_client")
         else:
-            self._take(Heard(reply.entry_id, reply.n, reply.event, self.index))
+            self._take(ClientEvent(reply.entry_id, reply.n, reply.event, self.index))
 
     def fall_behind(self, reason: str) -> None:
         """As `check`, for a *reason* of GAP_FILLS: what was said was not heard, or there was no room for it."""
@@ -220,8 +220,8 @@ class Listener:
                 logger.error("history_has_a_hole", uid=self.uid, entry=entry.id, last_n=self.n, count=count)
                 self.fail("log_lost", "The log lost tokens of this request; send it again.")
                 return False
-        if self._whole or isinstance(event, ClientEvent):
-            self._take(Heard(entry.id, n, event, self.index))
+        if self._whole or isinstance(event, PublicEvent):
+            self._take(ClientEvent(entry.id, n, event, self.index))
         return True
 
     def _miss(self) -> None:
@@ -236,9 +236,9 @@ class Listener:
         """End the stream of this client alone, where the log cannot."""
         if not self.ended:
             failed = Failed(n=self.n, status=status, code=code, message=message)
-            self._take(Heard("", self.n, failed, self.index))
+            self._take(ClientEvent("", self.n, failed, self.index))
 
-    def _take(self, heard: Heard) -> None:
+    def _take(self, heard: ClientEvent) -> None:
         self._queue.append(heard)
         self.n = heard.n
         if heard.entry_id:
@@ -248,7 +248,7 @@ class Listener:
         self.wake.set()
 
 
-async def next_of(listeners: Sequence[Listener]) -> list[Heard]:
+async def next_of(listeners: Sequence[Listener]) -> list[ClientEvent]:
     """As Listener.next, for several that share one `wake`: what came for any of them, in their order."""
     for listener in listeners:
         listener.arm()

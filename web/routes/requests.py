@@ -18,7 +18,7 @@ from pipeline.errors import LogError, RequestError, UndecodableEvent
 from pipeline.events import Cancelled
 from pipeline.views.history import story
 from web.live.frontend import UNREACHABLE, Frontend
-from web.live.lookup import Known, cancel, find, living
+from web.live.lookup import Lookup, cancel, find, living
 from web.routes.answers import json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, operation
 from web.wire.sglang.schemas import AbortRequest, parse_abort
@@ -133,7 +133,7 @@ def _uid(name: str) -> str:
     return uid
 
 
-async def _find(frontend: Frontend, uid: str) -> Known:
+async def _find(frontend: Frontend, uid: str) -> Lookup:
     """Return what there is under *uid*. Raises RequestError when there is nothing, and as the log does."""
     known = await find(frontend.log, uid)
     if known is None:

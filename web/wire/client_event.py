@@ -8,7 +8,7 @@ from pipeline.events import AnyEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ClientEvent:
     """One event of a request, as its listener is told."""
 
     entry_id: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.errors import RequestError
 from web.wire import sse
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.openai.errors import error_body
 
 
@@ -14,7 +14,7 @@ class Frames:
     waiting: bytes = sse.WAITING
     """What is sent while there is nothing to say, so that nobody takes the connection for dead."""
 
-    def of(self, heard: Heard) -> bytes:
+    def of(self, heard: ClientEvent) -> bytes:
         """Return the frames of the next event; the last one has its id, where ids are said."""
         raise NotImplementedError
 

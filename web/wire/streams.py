@@ -11,7 +11,7 @@ from pipeline.names import parse_id
 from pipeline.process.failpoints import failpoint
 from web.live.frontend import Client
 from web.wire import sse
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.endpoints import ENDPOINTS
 from web.wire.frames import Frames
 from web.wire.openai.errors import error_of
@@ -20,7 +20,7 @@ from web.wire.openai.errors import error_of
 class EventFrames(Frames):
     """Every event as it is stored, a frame each."""
 
-    def of(self, heard: Heard) -> bytes:
+    def of(self, heard: ClientEvent) -> bytes:
         """As Frames.of."""
         if not heard.entry_id and isinstance(heard.event, Failed):  # no event: this process alone says so
             return self.error(error_of(heard.event))
@@ -34,7 +34,7 @@ def frames_for(uid: str, events: Sequence[Submitted]) -> Frames | None:
 
 
 async def written(
-    client: Client, frames: Frames, first: Sequence[Heard] | None = None, *, after: str = ""
+    client: Client, frames: Frames, first: Sequence[ClientEvent] | None = None, *, after: str = ""
 ) -> AsyncIterator[bytes]:
     """Yield what goes to the socket: all frames that there are at a time in one piece, and [DONE] after the end.
 

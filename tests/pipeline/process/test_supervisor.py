@@ -25,7 +25,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from pipeline.names import Names
 from pipeline.log.redis import RedisLog
-from pipeline.slots import Announcement, Place, acquire_slot
+from pipeline.slots import Announcement, SlotLease, acquire_slot
 
 stage, mode, folder, slot = sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[6])
 with (folder / "starts").open("a") as starts:
@@ -42,21 +42,21 @@ if mode == "announcing":
         announcement.say(phase="loading", detail="weights")
         while announcement.status.slot == f"{stage}-{slot}":
             time.sleep(0.01)
-place = Place(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), acquire_slot(log, stage, 3000, preferred=slot), 3000)
+slot_lease = SlotLease(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), acquire_slot(log, stage, 3000, preferred=slot), 3000)
 if mode == "slow":
-    place.say(phase="loading", detail="weights", progress=0.4)
+    slot_lease.say(phase="loading", detail="weights", progress=0.4)
 else:
-    place.say(phase="ready")
+    slot_lease.say(phase="ready")
 if mode == "crashing":
     until = time.monotonic() + 0.1
     while time.monotonic() < until:
-        place.came_round()
+        slot_lease.came_round()
     os._exit(7)
 while not stop.wait(0.05):
-    place.came_round()
+    slot_lease.came_round()
 with (folder / "ends").open("a") as ends:
     ends.write(f"{stage}\\n")
-place.leave()
+slot_lease.leave()
 """
 
 

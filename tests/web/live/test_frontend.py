@@ -23,7 +23,7 @@ import web.live.tail
 from pipeline.events import Cancelled, Presentation, SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
-from web.live.ready import Limits
+from web.live.ready import RequestLimits
 
 DEAD = "web-9"
 """A frontend that is not there."""
@@ -364,7 +364,7 @@ def test_an_id_that_never_was_is_refused_and_named(redis_url: str, stand_in: Sta
 @pytest.mark.parametrize("suffix", ["", "/events"])
 def test_a_request_that_is_not_there_was_never_or_has_expired(redis_url: str, stand_in: StandIn, suffix: str) -> None:
     async def scenario() -> None:
-        async with site(redis_url, ready=False, limits=Limits(retention_s=100)) as here:
+        async with site(redis_url, ready=False, limits=RequestLimits(retention_s=100)) as here:
 
             async def code(uid: str, method: str = "GET") -> str:
                 path = f"/v1/requests/{uid}{suffix}"

@@ -20,7 +20,7 @@ from pipeline.events import Cancelled, Failed
 from pipeline.log.protocol import Once
 from pipeline.names import Names, tokens_id
 from web.live.idempotency import once_of
-from web.live.ready import Limits
+from web.live.ready import RequestLimits
 
 KEY = {"Idempotency-Key": "a-key"}
 DONE = b"data: [DONE]\n\n"
@@ -232,7 +232,7 @@ def test_what_ended_in_vain_is_computed_anew_once(redis_url: str, stand_in: Stan
 
 def test_a_key_lives_as_long_as_its_request_can_be_opened(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
-        async with site(redis_url, limits=Limits(timeout_s=50, retention_s=70)) as here:
+        async with site(redis_url, limits=RequestLimits(timeout_s=50, retention_s=70)) as here:
             await here.post(chat(), headers=KEY)
             (key,) = command(redis_url, "KEYS", Names().idempotency("*"))
             assert 110_000 < command(redis_url, "PTTL", key) <= 120_000
@@ -243,7 +243,7 @@ def test_a_key_lives_as_long_as_its_request_can_be_opened(redis_url: str, stand_
 
 def test_a_full_server_still_answers_what_it_was_asked_before(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
-        async with site(redis_url, limits=Limits(max_queued=1)) as here:
+        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
             answer = await bytes_of(await here.post(chat(), headers=KEY))
             async with here.connection(chat("silent")):
                 await until(lambda: len(stand_in.requests()) == 2)

@@ -37,7 +37,7 @@ from pipeline.metrics.families import (
 from pipeline.names import Names
 from pipeline.slots import Status
 from web.keys import Keys, read_keys
-from web.live.ready import Limits
+from web.live.ready import RequestLimits
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]
@@ -363,9 +363,9 @@ def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_the_re
             await until(lambda: len(stand_in.requests()) == 2)
             assert (await here.client.delete(f"/v1/requests/{stand_in.requests()[1][0]}")).status_code == 200
             assert (await answer)[0] == 499
-            here.frontend.limits = Limits(timeout_s=0.1)
+            here.frontend.limits = RequestLimits(timeout_s=0.1)
             assert (await error_of(here.post(chat("silent"))))[0] == 504
-            here.frontend.limits = Limits()
+            here.frontend.limits = RequestLimits()
             answer = asyncio.create_task(error_of(here.post(chat("silent"))))
             await until(lambda: len(stand_in.requests()) == 4)
             await here.frontend.drain(0)
@@ -403,7 +403,7 @@ def test_what_a_key_may_not_send_is_counted_with_the_limit(
 
 def test_what_is_not_let_in_is_counted_with_the_reason(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
-        async with site(redis_url, limits=Limits(max_queued=1)) as here:
+        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
             command(redis_url, "CONFIG", "SET", "maxmemory", "1")
             assert (await error_of(here.post(chat())))[0] == 503
             command(redis_url, "CONFIG", "SET", "maxmemory", "0")

@@ -17,7 +17,7 @@ import web.live.ready
 from pipeline.log.protocol import Quota
 from pipeline.names import Names
 from web.keys import Keys, hash_of
-from web.live.ready import Limits
+from web.live.ready import RequestLimits
 
 PATH = "/health_generate"
 
@@ -143,7 +143,7 @@ def test_behind_much_work_the_tokens_of_others_show_that_every_stage_works(
 
 def test_a_server_that_takes_nothing_more_is_not_well(redis_url: str, stand_in: StandIn, always_new: None) -> None:
     async def scenario() -> None:
-        async with site(redis_url, limits=Limits(max_queued=1)) as here, here.connection(chat("silent")):
+        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
             await until(stand_in.requests)
             status, body = await health(here)
             assert (status, body["detail"]) == (503, "too many requests are waiting")

@@ -18,7 +18,7 @@ from pipeline.metrics.families import GAP_FILLS
 from pipeline.names import SEAL, Names, tokens_id
 from web.live.loops import run_all
 from web.live.tail import Listener, Tail
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 
 WEB = "web-0"
 NOBODY = "web-9"
@@ -60,7 +60,7 @@ async def heard(listener: Listener) -> list[tuple[int, str]]:
     return [_short(reply) async for reply in listener]
 
 
-def _short(heard: Heard) -> tuple[int, str]:
+def _short(heard: ClientEvent) -> tuple[int, str]:
     return heard.n, heard.event.text if isinstance(heard.event, TokensProduced) else heard.event.kind
 
 
@@ -361,7 +361,7 @@ def test_a_reader_that_does_not_read_costs_no_reads(redis_url: str, stages: Stag
     asyncio.run(scenario())
 
 
-async def _some(listener: Listener, stages: Stages, uid: str) -> AsyncIterator[Heard]:
+async def _some(listener: Listener, stages: Stages, uid: str) -> AsyncIterator[ClientEvent]:
     await say(stages, uid, 1, tokens(1, "1"), frontend=NOBODY)
     for each in await listener.next():
         yield each

@@ -23,7 +23,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
 from pipeline.names import SEAL, Names
 from web.app import MAX_BODY_BYTES
-from web.live.ready import Limits
+from web.live.ready import RequestLimits
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_stream_is_kept_alive_while_it_waits(
 def test_a_request_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
-            here.frontend.limits = Limits(timeout_s=0.2)
+            here.frontend.limits = RequestLimits(timeout_s=0.2)
             status, error = await error_of(here.post(chat("silent")))
             assert (status, error["code"]) == (504, "timeout")
 
@@ -160,7 +160,7 @@ def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
         stand_in = StandIn(server.url)
         with capture_logs() as lines:
             async with site(server.url) as here:
-                here.frontend.limits = Limits(timeout_s=1)
+                here.frontend.limits = RequestLimits(timeout_s=1)
                 answer = asyncio.create_task(error_of(here.post(chat("silent"))))
                 await until(stand_in.requests)
                 stand_in.close()
@@ -179,7 +179,7 @@ def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
 
 def test_too_many_requests_get_503_and_when_to_come_again(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
-        limits = Limits(max_queued=1)
+        limits = RequestLimits(max_queued=1)
         async with site(redis_url, limits=limits) as here, here.connection(chat("silent")):
             await until(stand_in.requests)
             response = await here.post(chat())

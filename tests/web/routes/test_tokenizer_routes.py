@@ -20,7 +20,7 @@ from pipeline.events import Answered, Cancelled, Failed, Submitted, Templating
 from pipeline.log.protocol import Quota
 from pipeline.names import SEAL, Names
 from web.keys import Keys, hash_of
-from web.live.ready import Limits
+from web.live.ready import RequestLimits
 from web.wire.openai.tokenizer import MOST_TOKENS, TokenizeRequest, parse_detokenize, parse_tokenize
 
 SECRET = "a-word-that-must-not-come-back"
@@ -325,7 +325,7 @@ def test_a_client_that_leaves_cancels_its_request(redis_url: str, stand_in: Stan
 def test_one_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
-            here.frontend.limits = Limits(timeout_s=0.2)
+            here.frontend.limits = RequestLimits(timeout_s=0.2)
             status, error = await error_of(post(here, "/tokenize", {"prompt": "silent"}))
             assert (status, error["code"]) == (504, "timeout")
 
@@ -336,7 +336,7 @@ def test_it_is_refused_like_a_chat_where_there_is_no_room_no_server_or_no_quota(
     redis_url: str, stand_in: StandIn
 ) -> None:
     async def scenario() -> None:
-        async with site(redis_url, limits=Limits(max_queued=1)) as here:
+        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
             async with here.connection(chat("silent")):
                 await until(stand_in.requests)
                 response = await post(here, "/tokenize", {"prompt": "a"})

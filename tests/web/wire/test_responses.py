@@ -30,7 +30,7 @@ from pipeline.events import (
     Usage,
 )
 from pipeline.names import SEAL
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS
 from web.wire.frames import Frames
 from web.wire.openai.answers import choices_for
@@ -51,12 +51,12 @@ def submitted(model: str = "m", endpoint: str = CHAT_ENDPOINT, **shown: Any) -> 
     )
 
 
-def tokens(n: int, text: str, index: int = 0, **more: Any) -> Heard:
-    return Heard(f"{n}-0", n, TokensProduced(count=1, tokens=(5,), text=text, step="1-1", **more), index)
+def tokens(n: int, text: str, index: int = 0, **more: Any) -> ClientEvent:
+    return ClientEvent(f"{n}-0", n, TokensProduced(count=1, tokens=(5,), text=text, step="1-1", **more), index)
 
 
-def ended(event: End, index: int = 0) -> Heard:
-    return Heard(SEAL, 0, event, index)
+def ended(event: End, index: int = 0) -> ClientEvent:
+    return ClientEvent(SEAL, 0, event, index)
 
 
 def whole(events: Sequence[Submitted], *texts: str, reason: FinishReason = "stop", **more: Any) -> bytes:
@@ -128,7 +128,7 @@ def test_tokens_without_text_make_no_frame_but_the_first_one_that_there_is() -> 
 
 def test_what_is_not_for_clients_makes_no_frame() -> None:
     admitted = Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f")
-    assert frames_of().of(Heard("0-3", 0, admitted)) == b""
+    assert frames_of().of(ClientEvent("0-3", 0, admitted)) == b""
 
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\u0085b", "\u2028\u0085\u2029", "é…—漢字🙂", "\x00\r\n"])

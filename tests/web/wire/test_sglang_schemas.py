@@ -29,7 +29,7 @@ from pipeline.events import (
     Usage,
 )
 from pipeline.names import SEAL, sibling_uids
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.endpoints import ENDPOINTS, GENERATE_ENDPOINT
 from web.wire.openai.answers import choices_for
 from web.wire.sglang.schemas import SGLangRequest, SGLangSampling, TextRequest, parse_generate
@@ -306,12 +306,12 @@ def finished(reason: FinishReason = "length", n: int = 2, stop_string: str = "")
     return Finished(n=n, reason=reason, stop_string=stop_string, usage=usage, timings=timings)
 
 
-def tokens(n: int, text: str, index: int = 0, **more: Any) -> Heard:
-    return Heard(f"{n}-0", n, TokensProduced(count=1, tokens=(100 + n,), text=text, step="1-1", **more), index)
+def tokens(n: int, text: str, index: int = 0, **more: Any) -> ClientEvent:
+    return ClientEvent(f"{n}-0", n, TokensProduced(count=1, tokens=(100 + n,), text=text, step="1-1", **more), index)
 
 
-def ended(event: End, index: int = 0) -> Heard:
-    return Heard(SEAL, 0, event, index)
+def ended(event: End, index: int = 0) -> ClientEvent:
+    return ClientEvent(SEAL, 0, event, index)
 
 
 def score(token: int, text: str, logprob: float, *top: tuple[int, str, float]) -> ToldScore:
@@ -335,7 +335,7 @@ ANSWER = (
 )
 
 
-def whole(body: dict[str, Any], *heard: Heard) -> Any:
+def whole(body: dict[str, Any], *heard: ClientEvent) -> Any:
     """Return the body of an answer for which so much was heard."""
     events = submitted(body)
     choices = choices_for(events)
@@ -348,7 +348,7 @@ def whole(body: dict[str, Any], *heard: Heard) -> Any:
     return json.loads(ENDPOINTS[GENERATE_ENDPOINT].body(UID, events, choices))
 
 
-def streamed(body: dict[str, Any], *heard: Heard, uid: str = UID, events: list[Submitted] | None = None) -> bytes:
+def streamed(body: dict[str, Any], *heard: ClientEvent, uid: str = UID, events: list[Submitted] | None = None) -> bytes:
     frames = ENDPOINTS[GENERATE_ENDPOINT].frames(uid, submitted(body) if events is None else events)
     return b"".join(frames.of(each) for each in heard)
 
@@ -477,7 +477,7 @@ def test_the_stream_of_several_says_whose_each_frame_is() -> None:
 def test_one_of_several_is_read_by_its_own_uid_with_the_frames_that_it_had_among_them() -> None:
     events = submitted({"text": ["a", "b"], "stream": True})
     heard = [tokens(1, "b", 1), ended(finished(n=1), 1)]
-    alone = [Heard(each.entry_id, each.n, each.event) for each in heard]
+    alone = [ClientEvent(each.entry_id, each.n, each.event) for each in heard]
     assert streamed({}, *alone, uid=f"{UID}.1", events=events[1:]) == streamed({}, *heard, events=events)
 
 
@@ -488,7 +488,7 @@ def test_an_end_that_is_no_success_is_the_error_of_every_endpoint() -> None:
 
 
 def test_what_is_not_for_clients_makes_no_frame() -> None:
-    admitted = Heard("0-3", 0, Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f"))
+    admitted = ClientEvent("0-3", 0, Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f"))
     assert streamed({"text": "a"}, admitted) == streamed({"prompt": "a"}, admitted) == b""
 
 

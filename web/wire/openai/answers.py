@@ -10,7 +10,7 @@ from pipeline.events import Finished, FinishReason, Presentation, Submitted, Tok
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPart:
     """What one event adds to an answer, as far as its client is told of it."""
 
     text: str
@@ -40,15 +40,15 @@ class Choice:
         assert self.finished is not None
         return "length" if self.shown.prompt_only else self.finished.reason
 
-    def hear(self, event: TokensProduced) -> Piece:
+    def hear(self, event: TokensProduced) -> AnswerPart:
         """Take tokens in, and return what of them is shown."""
         self.prompt = self.prompt or event.prompt
         if self.shown.prompt_only:
-            return Piece("")
+            return AnswerPart("")
         self.texts.append(event.text)
         self.token_ids += event.tokens
         self.scores += event.scores
-        return Piece(event.text, event.tokens, event.scores)
+        return AnswerPart(event.text, event.tokens, event.scores)
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's counts as far as they are known: while it runs by what was heard, at the end by the log."""

@@ -13,9 +13,9 @@ import orjson
 
 from pipeline.events import Cancelled, Failed, Finished, FinishReason, Submitted, TokensProduced
 from web.wire import sse
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.frames import Frames
-from web.wire.openai.answers import Choice, Piece, choices_for, usage_of
+from web.wire.openai.answers import AnswerPart, Choice, choices_for, usage_of
 from web.wire.openai.errors import error_of
 from web.wire.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from web.wire.uids import drawn_ms, family_of, index_of
@@ -47,7 +47,7 @@ class Style:
         """Return the part of a body's choice that has its text."""
         raise NotImplementedError
 
-    def logprobs(self, choice: Choice, piece: Piece, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
         """Return what is told of the probability of a *piece*, which begins at *offset*; *first* with the prompt."""
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class ChatStyle(Style):
     def message(self, choice: Choice) -> Mapping[str, Any]:
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
-    def logprobs(self, choice: Choice, piece: Piece, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
         return chat_logprobs(piece.scores) if piece.scores else None
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -101,7 +101,7 @@ class CompletionStyle(Style):
     def message(self, choice: Choice) -> Mapping[str, Any]:
         return {"text": self._echoed(choice) + choice.text}
 
-    def logprobs(self, choice: Choice, piece: Piece, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
         prompt = choice.prompt if choice.shown.echo and first else None
         if not piece.scores and not (prompt is not None and prompt.first):
             return None
@@ -131,7 +131,7 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
     for choice in choices:
         for_all, within = style.of_prompt(choice)
         beside |= for_all
-        piece = Piece(choice.text, tuple(choice.token_ids), tuple(choice.scores))
+        piece = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
         token_ids = {"token_ids": choice.token_ids} if choice.shown.token_ids else {}
         logprobs = {"logprobs": style.logprobs(choice, piece, 0, first=True), "finish_reason": choice.reason}
         told.append({"index": choice.index, **style.message(choice), **logprobs, **token_ids, **within})
@@ -158,7 +158,7 @@ class ChunkFrames(Frames):
             _ChoiceChunks(style, choice, self._start, include_usage=self._include_usage) for choice in choices
         ]
 
-    def of(self, heard: Heard) -> bytes:
+    def of(self, heard: ClientEvent) -> bytes:
         """Return the frames of the next event, none for what clients do not see; the last one has the event's id."""
         chunks = self._chunks[heard.index]
         entry_id = heard.entry_id if self._says_ids else ""
@@ -216,9 +216,9 @@ class _ChoiceChunks:
     def finish(self, finished: Finished) -> list[bytes]:
         """Return the chunk that says why the choice ended."""
         self.choice.finished = finished
-        return [*self._begin(Piece("")), self._chunk(self.style.closing(), reason=self.choice.reason)]
+        return [*self._begin(AnswerPart("")), self._chunk(self.style.closing(), reason=self.choice.reason)]
 
-    def _begin(self, piece: Piece) -> list[bytes]:
+    def _begin(self, piece: AnswerPart) -> list[bytes]:
         """Return the chunk before the first event: who speaks, or the prompt; for tokens without text too."""
         if self.speaks:
             return []
@@ -228,7 +228,7 @@ class _ChoiceChunks:
         if opening is None and self.choice.shown.echo:
             prompt = Choice(self.choice.index, self.choice.shown, prompt=self.choice.prompt)
             opening = self.style.message(prompt)
-            logprobs = self.style.logprobs(prompt, Piece(""), 0, first=True)
+            logprobs = self.style.logprobs(prompt, AnswerPart(""), 0, first=True)
             return [self._chunk(opening, logprobs, choice_more=within, beside=beside)]
         if opening is None and not within:
             return []

@@ -13,7 +13,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced, ToldCandidate, ToldScore, ToldToken
 from pipeline.names import sibling_uids
 from web.wire import sse
-from web.wire.client_event import Heard
+from web.wire.client_event import ClientEvent
 from web.wire.frames import Frames
 from web.wire.openai.answers import Choice, choices_for
 from web.wire.openai.errors import error_body, error_of
@@ -27,7 +27,7 @@ class TextFrames(Frames):
     def __init__(self) -> None:
         self._ended_in_return = False  # then a newline at the beginning of the next text is the rest of one line break
 
-    def of(self, heard: Heard) -> bytes:
+    def of(self, heard: ClientEvent) -> bytes:
         """As Frames.of."""
         match heard.event:
             case TokensProduced(text=text) if text:
@@ -58,7 +58,7 @@ class WholeTextFrames(Frames):
             choices[0].index = index_of(uid)
         self._answers = _answers(uid, events, choices)
 
-    def of(self, heard: Heard) -> bytes:
+    def of(self, heard: ClientEvent) -> bytes:
         """As Frames.of."""
         answer = self._answers[heard.index]
         match heard.event:

@@ -13,13 +13,13 @@ from pipeline.events import Cancelled, Preempted, Submitted, decode
 from pipeline.log.calls import HEAD_ENTRIES, LIVING_PER_LOOK, SLOTS_PER_LOOK
 from pipeline.log.protocol import GUEST, Depth, Inbox, Occupancy, Owner
 from pipeline.log.redis import RedisLog
-from pipeline.log.snapshot import Ask, Peek
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery
 from pipeline.names import JANITOR, SEAL, Names, slot_name
 from pipeline.slots import Status
 
 NAMES = Names("a*[b]-^c\\")
 """What must be taken literally where keys are looked for by a pattern."""
-ALL = Ask("", last=True)
+ALL = HistoryQuery("", last=True)
 
 
 @pytest.fixture
@@ -47,13 +47,14 @@ def speak(log: RedisLog, owner: Owner) -> str:
 
 
 def test_a_log_that_nobody_used_has_nothing_to_see_but_redis(log: RedisLog) -> None:
-    look = log.look()
-    assert look.occupancy == Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0)
-    assert (look.slots, look.pending, look.living, look.held) == ({}, {}, (), {})
-    assert look.redis.version.count(".") == 2 and look.redis.used_bytes > 100_000 and look.redis.max_bytes == 0
+    snapshot = log.snapshot()
+    assert snapshot.occupancy == Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0)
+    assert (snapshot.slots, snapshot.pending, snapshot.living, snapshot.held) == ({}, {}, (), {})
+    facts = snapshot.redis
+    assert facts.version.count(".") == 2 and facts.used_bytes > 100_000 and facts.max_bytes == 0
     seconds, _ = command(log.url, "TIME")
-    assert int(seconds) - 10 < look.now_ms / 1000 < int(seconds) + 1
-    assert log.peek({"a": ALL}) == {"a": Peek(False)}
+    assert int(seconds) - 10 < snapshot.now_ms / 1000 < int(seconds) + 1
+    assert log.peek({"a": ALL}) == {"a": HistoryEnds(False)}
     assert log.peek({}) == {}
     assert log.requests("0", 100) == ("0", [])
 
@@ -61,9 +62,9 @@ def test_a_log_that_nobody_used_has_nothing_to_see_but_redis(log: RedisLog) -> N
 def test_a_slot_is_seen_with_its_owner_its_lease_and_what_it_said_and_when(log: RedisLog) -> None:
     owner = own(log, "generate-1")
     said = speak(log, owner)
-    before_ms = log.look().now_ms
+    before_ms = log.snapshot().now_ms
     command(log.url, "PEXPIRE", NAMES.status("generate-1"), 4000)
-    slot = log.look().slots["generate-1"]
+    slot = log.snapshot().slots["generate-1"]
     assert (slot.owner, slot.lease.holder, slot.status) == (str(owner), str(owner), said)
     assert MINUTE_MS - 5000 < slot.lease.ttl_ms <= MINUTE_MS
     assert abs(before_ms - 6000 - slot.said_ms) < 5000
@@ -74,7 +75,7 @@ def test_a_slot_that_nobody_has_any_more_is_seen_and_one_that_nobody_ever_had_is
     speak(log, owner)
     assert log.release(owner)
     assert log.announce("detokenize-2", "{}")
-    slots = log.look().slots
+    slots = log.snapshot().slots
     assert set(slots) == {"tokenize-0", "detokenize-2"}
     assert slots["tokenize-0"].lease.is_free and slots["tokenize-0"].lease.ttl_ms == 0
     assert (slots["tokenize-0"].owner, slots["tokenize-0"].status) == (str(owner), "")
@@ -87,10 +88,10 @@ def test_slots_beyond_the_first_look_the_janitor_and_guests_are_seen(log: RedisL
         log.prepare(Inbox.steps(NAMES, slot_name("generate", index)))
     own(log, slot_name(JANITOR, 0))
     guest = own(log, "detokenize-0", GUEST + "1")
-    look = log.look()
-    assert len(look.slots) == SLOTS_PER_LOOK + 4
-    assert look.slots["detokenize-0"].lease.holder == str(guest)
-    assert set(look.occupancy.steps) == {slot_name("generate", index) for index in range(SLOTS_PER_LOOK + 2)}
+    snapshot = log.snapshot()
+    assert len(snapshot.slots) == SLOTS_PER_LOOK + 4
+    assert snapshot.slots["detokenize-0"].lease.holder == str(guest)
+    assert set(snapshot.occupancy.steps) == {slot_name("generate", index) for index in range(SLOTS_PER_LOOK + 2)}
 
 
 def test_what_each_worker_has_pending_and_who_has_a_request_are_seen(lived: LivedRequests) -> None:
@@ -101,34 +102,34 @@ def test_what_each_worker_has_pending_and_who_has_a_request_are_seen(lived: Live
     assert [entry.fields["uid"] for entry in log.take(engine, 1, control_cursor="0-0").entries] == [running]
     read, waiting = lived.submitted(), lived.submitted()
     log.read(Inbox.submitted(log.names), "tokenize-4", max_entries=1, block_ms=0)
-    look = log.look()
-    assert look.pending == {"generate-3": 1, "tokenize-4": 1}
-    assert look.held == {running: "generate-3", read: "tokenize-4"}
-    assert look.occupancy.submitted == Depth(2, 1) and look.occupancy.tokenized == Depth(1, 1)
-    assert set(look.living) == {running, read, waiting} and look.occupancy.num_live == 3
+    snapshot = log.snapshot()
+    assert snapshot.pending == {"generate-3": 1, "tokenize-4": 1}
+    assert snapshot.held == {running: "generate-3", read: "tokenize-4"}
+    assert snapshot.occupancy.submitted == Depth(2, 1) and snapshot.occupancy.tokenized == Depth(1, 1)
+    assert set(snapshot.living) == {running, read, waiting} and snapshot.occupancy.num_live == 3
 
 
 def test_of_many_that_live_the_latest_are_seen_and_all_are_counted(log: RedisLog) -> None:
     pairs = [word for number in range(LIVING_PER_LOOK + 5) for word in (number, f"uid{number}")]
     command(log.url, "ZADD", NAMES.live, *pairs)
-    look = log.look()
-    assert look.occupancy.num_live == LIVING_PER_LOOK + 5
-    assert look.living[0] == f"uid{LIVING_PER_LOOK + 4}" and look.living[-1] == "uid5"
+    snapshot = log.snapshot()
+    assert snapshot.occupancy.num_live == LIVING_PER_LOOK + 5
+    assert snapshot.living[0] == f"uid{LIVING_PER_LOOK + 4}" and snapshot.living[-1] == "uid5"
 
 
 def test_dead_letters_are_counted(lived: LivedRequests) -> None:
     assert isinstance(lived.log, RedisLog)
     lived.dead()
-    assert lived.log.look().occupancy.num_dead == 1
+    assert lived.log.snapshot().occupancy.num_dead == 1
 
 
 def test_a_key_of_another_type_is_an_error(log: RedisLog) -> None:
     command(log.url, "SET", NAMES.dead, "no stream")
     with pytest.raises(LogError, match="WRONGTYPE"):
-        log.look()
+        log.snapshot()
 
 
-def kinds(peek: Peek) -> list[str]:
+def kinds(peek: HistoryEnds) -> list[str]:
     return [entry.fields["kind"] for entry in (*peek.head, *((peek.last,) if peek.last is not None else ()))]
 
 
@@ -161,9 +162,10 @@ def test_a_peek_brings_what_is_asked_for_and_nothing_twice(lived: LivedRequests)
     for _ in range(HEAD_ENTRIES):
         lived.mark(uid, 0, Preempted(engine="generate-0", epoch=1, step=3))
     lived.tokens(uid, "a")
-    assert kinds(log.peek({uid: Ask("0-2", last=False)})[uid]) == ["admitted", *["preempted"] * (HEAD_ENTRIES - 1)]
-    assert kinds(log.peek({uid: Ask(SEAL, last=True)})[uid]) == ["tokens"]
-    assert log.peek({uid: Ask(SEAL, last=False)})[uid] == Peek(True)
+    seen = log.peek({uid: HistoryQuery("0-2", last=False)})
+    assert kinds(seen[uid]) == ["admitted", *["preempted"] * (HEAD_ENTRIES - 1)]
+    assert kinds(log.peek({uid: HistoryQuery(SEAL, last=True)})[uid]) == ["tokens"]
+    assert log.peek({uid: HistoryQuery(SEAL, last=False)})[uid] == HistoryEnds(True)
 
 
 def test_a_history_that_is_no_text_costs_no_other_one(lived: LivedRequests) -> None:

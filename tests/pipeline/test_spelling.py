@@ -9,7 +9,7 @@ import pytest
 from checkpoints import TEXT, train_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pipeline.pieces import Spelling, text_of
+from pipeline.spelling import Spelling, text_of
 
 
 def byte_level() -> Tokenizer:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import orjson
 from tokenizers import Tokenizer
 
-from pipeline.pieces import Spelling, text_of
+from pipeline.spelling import Spelling, text_of
 
-Piece = Callable[[int], str]
-"""Token id -> its text, as `pipeline.pieces.text_of` writes it."""
+TokenText = Callable[[int], str]
+"""Token id -> its text, as `pipeline.spelling.text_of` writes it."""
 
 
-def pieces_of(tokenizer: Tokenizer) -> Piece:
+def token_text_of(tokenizer: Tokenizer) -> TokenText:
     """Return the texts of the tokens of *tokenizer*. A token that there is not has none."""
     added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     spelling = Spelling.of(None if tokenizer.decoder is None else orjson.loads(tokenizer.decoder.__getstate__()))
