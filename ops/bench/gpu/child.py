@@ -53,8 +53,8 @@ class Written:
 
     def __call__(self, item: str, *, ok: bool | None = None, **figures: object) -> None:
         """See `Report`."""
-        texts = {name: str(figures.pop(name)) for name in ("error", "skipped") if name in figures}
-        self.line({"item": item, "ok": ok, **texts, "figures": plain(figures)})
+        texts: dict[str, object] = {name: str(figures.pop(name)) for name in ("error", "skipped") if name in figures}
+        self.line(texts | {"item": item, "ok": ok, "figures": plain(figures)})
 
     def line(self, value: Mapping[str, object]) -> None:
         self._file.write(json.dumps(value, allow_nan=False) + "\n")

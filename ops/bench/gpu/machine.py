@@ -34,7 +34,7 @@ def run(scale: Scale, report: Report) -> None:
     with attempt(report, "triton"):
         report("triton", version=version("triton"))
     with attempt(report, "flashinfer"):
-        report("flashinfer", **{name.replace("-", "_"): version(name) for name in FLASHINFER_PARTS})
+        report("flashinfer", versions={name: version(name) for name in FLASHINFER_PARTS})
     with attempt(report, "dependencies"):
         _dependencies(report)
     with attempt(report, "redis server"):
@@ -67,7 +67,7 @@ def _torch(report: Report) -> None:
         "torch",
         version=torch.__version__,
         cuda=torch.version.cuda,
-        cudnn=torch.backends.cudnn.version(),
+        cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         nccl=nccl,
         architectures=torch.cuda.get_arch_list(),
     )
@@ -114,14 +114,14 @@ def _nvcc(report: Report) -> None:
         raise Skip("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda")
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
     found = re.search(r"release (\S+), V(\S+)", said)
-    tools = {name: shutil.which(name) for name in ("ninja", "c++")}
-    report("nvcc", path=path, version=found[2] if found else said.strip()[-80:], **tools)
+    seen = found[2] if found else said.strip()[-80:]
+    report("nvcc", path=path, version=seen, ninja=shutil.which("ninja"), compiler=shutil.which("c++"))
 
 
 def _dependencies(report: Report) -> None:
     """Report the version of each package that pyproject.toml asks for; missing or too old is wrong."""
     missing: list[str] = []
-    versions: dict[str, object] = {}
+    versions: dict[str, str | None] = {}
     for requirement in requirements():
         name = re.match(r"[A-Za-z0-9._-]+", requirement)
         assert name is not None, requirement
@@ -129,7 +129,7 @@ def _dependencies(report: Report) -> None:
         if why := unmet(requirement):
             missing.append(why)
     report("dependencies", ok=not missing, missing=missing)
-    report("their versions", **versions)
+    report("their versions", versions=versions)
 
 
 def requirements() -> Iterator[str]:

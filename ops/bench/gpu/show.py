@@ -23,7 +23,7 @@ def table(document: Document, console: Console | None = None) -> None:
     console = Console(file=console.file, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
     rows = Table(box=SIMPLE_HEAD, pad_edge=False, width=console.width)
     rows.add_column("phase", no_wrap=True)
-    rows.add_column("item", max_width=34)
+    rows.add_column("item", max_width=40)
     rows.add_column("", no_wrap=True)
     rows.add_column("found", ratio=1)
     for phase in document.phases:
@@ -71,7 +71,7 @@ def found(item: Item) -> str:
 def _flat(figures: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
     for name, value in figures.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
+            yield from _flat(value, "" if name == "versions" else f"{above}{name}.")
         else:
             yield above + name, value
 
