@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve bench test chaos clients containers lint types format clean
+.PHONY: venv serve bench test chaos clients containers lint types format clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
@@ -23,6 +23,18 @@ bench: venv
 
 test: venv
 	$(BIN)/python -m pytest $(ARGS)
+
+# With WHEELS=folder it needs no venv and no network, only a python3 that has torch, numpy, transformers, safetensors.
+ifdef WHEELS
+gpu-check:
+	@$(PYTHON) -m ops.bench.gpu --wheels '$(WHEELS)' $(ARGS)
+else
+gpu-check: venv
+	@$(BIN)/python -m ops.bench.gpu $(ARGS)
+endif
+
+gpu-wheels: venv
+	@$(BIN)/python -m ops.bench.gpu.wheels '$(or $(DIR),wheels)'
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)
