@@ -279,7 +279,7 @@ def _try(
         reference_BE = model.decoder.forward(which, ReferenceAttention(model.shape).plan(which), model.kv_L2PKSD)
         distance = float((eager[-1] - reference_BE).double().norm() / reference_BE.double().norm())
         error = distance if distance != distance else max(error, distance)
-    figures: dict[str, object] = {"error": error if error == error else None}
+    figures: dict[str, object] = {"distance_from_reference": error if error == error else None}
     right = error <= TOLERANCE[reference_BE.dtype]
     load(static)
     eager_s = median_s(step, device, rounds=ROUNDS)
