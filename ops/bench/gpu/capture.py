@@ -28,7 +28,7 @@ def capture(call: Callable[[], object], device: torch.device) -> Captured:
     """
     if device.type != "cuda":
         raise Skip("a CPU has no CUDA graphs")
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(WARM_CALLS):

@@ -86,7 +86,7 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def find_tools() -> None:
-    """Let FlashInfer find ninja, which it calls by name: a package may put it beside this Python or its modules."""
+    """Let FlashInfer find ninja, which it calls by name: it may lie beside this Python, or beside its modules."""
     folders = [Path(sys.executable).parent, *(Path(entry) / "bin" for entry in sys.path)]
     found = [str(folder) for folder in folders if (folder / "ninja").is_file()]
     os.environ["PATH"] = os.pathsep.join((*found, os.environ.get("PATH", "")))

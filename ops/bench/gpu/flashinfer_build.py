@@ -4,6 +4,7 @@ own, so that several compile at the same time.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -14,9 +15,8 @@ import torch
 
 def spec_of(head_dim: int, windowed: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return what FlashInfer compiles for prefill, and for decode with tensor cores."""
-    from flashinfer.jit import gen_batch_prefill_module
-
-    return gen_batch_prefill_module(
+    jit = importlib.import_module("flashinfer.jit")
+    return jit.gen_batch_prefill_module(
         "fa2",
         dtype,
         dtype,

@@ -133,7 +133,8 @@ class StaticAttention:
         q_BKGD = q_BHD.reshape(len(q_BHD), shape.num_kv_heads, -1, shape.head_dim)
         scores_BKGC = (q_BKGD @ k_BKCD.transpose(2, 3)).float() * shape.head_dim**-0.5
         p_BKGC = scores_BKGC.masked_fill(~seen_B11C, float("-inf")).softmax(-1).to(q_BHD.dtype)
-        return (p_BKGC @ v_BKCD).view(q_BHD.shape)
+        o_BKGD: Tensor = p_BKGC @ v_BKCD
+        return o_BKGD.view(q_BHD.shape)
 
     def _gather(self, pages_PKSD: Tensor) -> Tensor:
         """Return a row's slots one after the other; what nobody wrote is 0 instead of, perhaps, NaN."""

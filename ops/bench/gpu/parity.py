@@ -78,7 +78,7 @@ def run(scale: Scale, report: Report) -> None:
 
         from ops.bench.checkpoints import FAMILIES
 
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         for family in FAMILIES[-NUM_FAMILIES[scale.size] :]:
             with attempt(report, f"{family} checkpoint"):
                 folder = _make(Path(parent), family)
@@ -230,7 +230,7 @@ def _greedy_of_transformers(
 def _model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the default one multiplies in some dtypes alone
     return model.to(device).eval()

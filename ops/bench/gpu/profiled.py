@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ops.bench.gpu.timing import wait
@@ -54,13 +53,13 @@ def profiled(call: Callable[[], object], device: torch.device) -> Profile:
         call()
         wait(device)
     # The events as kineto gives them: torch makes a tree of Python objects of them, which takes minutes for 100,000.
-    results: Any = found.profiler.kineto_results  # type: ignore[union-attr]
-    wanted = DeviceType.CUDA if is_cuda else DeviceType.CPU
+    results: Any = found.profiler.kineto_results
+    wanted = "CUDA" if is_cuda else "CPU"
     return summary(
         [
             (event.name(), event.start_ns(), event.duration_ns())
             for event in results.events()
-            if event.device_type() == wanted
+            if event.device_type().name == wanted
         ]
     )
 

@@ -84,10 +84,10 @@ def _round_s(call: Callable[[], object], device: torch.device, inner: int) -> fl
         for _ in range(inner):
             call()
         return time.perf_counter() - began_s
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(inner):
         call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return float(begin.elapsed_time(end)) / 1000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import flashinfer_double
 import pytest
@@ -66,8 +67,8 @@ def test_a_graph_that_keeps_the_first_lengths_is_found_out(monkeypatch: pytest.M
 def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = flashinfer_double._attend
 
-    def wide(*arguments: object) -> Tensor:
-        return attend(*arguments[:-1], arguments[-1] + 1 if arguments[-1] >= 0 else -1)  # type: ignore[operator,arg-type]
+    def wide(*arguments: Any) -> Tensor:
+        return attend(*arguments[:-1], arguments[-1] + 1 if arguments[-1] >= 0 else -1)
 
     monkeypatch.setattr(flashinfer_double, "_attend", wide)
     report = Reported()

@@ -10,9 +10,11 @@ import torch
 from reported import Reported
 from torch import Tensor
 
-from ops.bench.gpu import graphs
+from ops.bench.gpu import flashinfer, graphs
 from ops.bench.gpu.capture import Captured
 from ops.bench.gpu.phase import Scale
+from stages.generate.attention import Attend
+from stages.generate.forward.batch import ForwardBatch
 
 TOY = Scale("cpu", "toy")
 
@@ -25,8 +27,8 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(graphs, "capture", fake_capture)
     monkeypatch.setattr(graphs, "_library", lambda shape, device: flashinfer_double)
-    monkeypatch.setattr(graphs.fi, "DTYPE", torch.float32)
-    monkeypatch.setitem(graphs.fi.WORKSPACE_BYTES, "full", 1024)
+    monkeypatch.setattr(flashinfer, "DTYPE", torch.float32)
+    monkeypatch.setitem(flashinfer.WORKSPACE_BYTES, "full", 1024)
 
 
 def test_a_cpu_compares_attention_and_says_that_it_has_no_graphs() -> None:
@@ -51,7 +53,7 @@ def test_replays_are_compared_with_eager_steps_at_two_lengths() -> None:
 @pytest.mark.usefixtures("with_graphs")
 def test_attention_that_keeps_its_first_lengths_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(graphs.StaticAttention):
-        def load(self, batch: graphs.ForwardBatch) -> graphs.Attend:
+        def load(self, batch: ForwardBatch) -> Attend:
             kept = self._lengths_B.clone()
             attend = super().load(batch)
             if bool((kept > 1).any()):
