@@ -287,7 +287,8 @@ def _prefill_and_decode(engine: Engine, prompt: Sequence[int]) -> Tensor:
 def _distance(logits_RV: Tensor, exact_RV: Tensor) -> Tensor:
     """Return, for each row, ||logits - exact|| / ||exact||."""
     exact_RV = exact_RV.double()
-    return (logits_RV.double() - exact_RV).norm(dim=-1) / exact_RV.norm(dim=-1)
+    distance_R: Tensor = (logits_RV.double() - exact_RV).norm(dim=-1) / exact_RV.norm(dim=-1)
+    return distance_R
 
 
 def _number(errors_R: Tensor) -> float | None:

@@ -65,7 +65,7 @@ def test_a_graph_that_keeps_the_first_lengths_is_found_out(monkeypatch: pytest.M
 
 
 def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = flashinfer_double._attend
+    attend: Callable[..., Tensor] = flashinfer_double._attend
 
     def wide(*arguments: Any) -> Tensor:
         return attend(*arguments[:-1], arguments[-1] + 1 if arguments[-1] >= 0 else -1)
