@@ -123,13 +123,13 @@ def main(arguments: Sequence[str]) -> int:
     same = torch.equal(frame.cpu(), torch.arange(FRAME_NUMBERS, dtype=torch.int32))
     tell("broadcast of 4 KB", ok=same, us=median_us(lambda: dist.broadcast(frame, 0)))
 
-    for dtype in (torch.bfloat16, torch.float32):
+    for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
         for hidden in HIDDEN[: 1 if size == "toy" else None]:
             figures = {}
             for rows in ROWS:
                 values = torch.zeros(rows, hidden, dtype=dtype, device=device)
                 figures[f"rows_{rows}_us"] = median_us(lambda values=values: dist.all_reduce(values))  # type: ignore[misc]
-            tell(f"all-reduce {str(dtype).removeprefix('torch.')} x {hidden}", ok=None, **figures)
+            tell(f"all-reduce {name} x {hidden}", ok=None, **figures)
     dist.destroy_process_group()
     return 0
 

@@ -62,6 +62,7 @@ def run(scale: Scale, report: Report) -> None:
             flags += ["--threads", "1"]  # a test shares its cores, and threads that wait for each other would spin
         with our_server(data, flags) as (served, ready_s):
             report("ready", s=ready_s)
+            engine_counts(served.url, 1.0)  # the token that showed that it is ready
             for name, concurrency in (("one request", 1), (f"{NUM_REQUESTS} requests at once", NUM_REQUESTS)):
                 with attempt(report, name):
                     _measure(report, served, prompts, sizes, name, concurrency)

@@ -23,9 +23,9 @@ def table(document: Document, console: Console | None = None) -> None:
     console = Console(file=console.file, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
     rows = Table(box=SIMPLE_HEAD, pad_edge=False, width=console.width)
     rows.add_column("phase", no_wrap=True)
-    rows.add_column("item", max_width=40)
+    rows.add_column("item", max_width=36)
     rows.add_column("", no_wrap=True)
-    rows.add_column("found", ratio=1)
+    rows.add_column("found", ratio=1, overflow="fold")
     for phase in document.phases:
         style = "bold red" if phase.status in BAD else "bold"
         rows.add_row(Text(phase.name, style=style), Text(outcome(phase, reason=False)), "", Text(phase.reason))

@@ -98,7 +98,7 @@ def installed(wanted: Sequence[Requirement]) -> dict[str, Package]:
     Raises:
         Unsatisfied: One is not installed.
     """
-    found = {}
+    found: dict[str, Package] = {}
     for one in wanted:
         try:
             there = metadata.distribution(one.name)
@@ -160,7 +160,7 @@ def stays(environment: Mapping[str, str]) -> set[str]:
     found = installed([Requirement(name) for name in THERE])
     required = [Requirement(line) for package in found.values() for line in package.requires]
     names = {one.name for one in required if one.marker is None or one.marker.evaluate({**environment, "extra": ""})}
-    return {canonicalize_name(name) for name in {*THERE, *names}} - set(NEWER)
+    return {str(canonicalize_name(name)) for name in {*THERE, *names}} - set(NEWER)
 
 
 def target_environment() -> dict[str, str]:
