@@ -35,7 +35,7 @@ def test_a_stream_that_redis_6_has_begun_is_finished(redis_servers: Servers, tmp
         assert events.text.endswith("data: [DONE]\n\n")
         with server.log() as log:
             lived = events_of(log, stream.uid)
-            assert log.look().redis.name == "Valkey"
+            assert log.snapshot().redis.name == "Valkey"
         tokens = [event for event in lived if isinstance(event, TokensProduced)]
         assert [event.count for event in tokens] == [1] * LONG
         assert len({event.step.partition("-")[0] for event in tokens}) == 2, "an epoch before and one after"

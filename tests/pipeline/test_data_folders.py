@@ -54,13 +54,13 @@ def test_requests_that_another_version_has_begun_are_finished(
         lived.finished(done, 2)
         lived.tokens(running, "b", after=1)
         before = log.histories([done, running, waiting])
-        held = log.look()
+        held = log.snapshot()
         server.process.kill()
         server.process.wait()
     with closing(log), embedded(tmp_path) as server_now:
         assert server_now.url == server.url
         assert log.histories([done, running, waiting]) == before
-        now = log.look()
+        now = log.snapshot()
         assert now.redis.name == "Valkey"
         assert (now.occupancy, now.pending, set(now.living)) == (held.occupancy, held.pending, {running, waiting})
         lived.tokens(running, "c", after=2)
