@@ -42,7 +42,7 @@ from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
-from stages.generate.log_thread import past_of
+from stages.generate.past import past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 from stages.generate.worker import Loaded, run_engine

@@ -38,7 +38,7 @@ from pipeline.slots import read_statuses
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
-from stages.generate.log_thread import past_of
+from stages.generate.past import past_of
 from stages.generate.schedule.schedule import NewRequest
 from stages.generate.worker import sampling_defaults
 
