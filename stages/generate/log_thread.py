@@ -23,7 +23,7 @@ from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import acquire_guest
 from stages.generate.past import Past, past_of
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.schedule.request import NewRequest
 
 logger = structlog.get_logger()
 

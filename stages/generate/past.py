@@ -9,7 +9,7 @@ from pipeline.errors import UndecodableEvent
 from pipeline.events import Admitted, Failed, Submitted, TakenOver, Tokenized, TokensProduced, decode
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, parse_id
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.schedule.request import NewRequest
 
 TOKENS_IN_DOUBT = 3
 """An engine that dies may have computed two steps that are not in the log: one was on its way, one waited behind it.

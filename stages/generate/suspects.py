@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from stages.generate.past import TOKENS_IN_DOUBT
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.schedule.request import NewRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
 from stages.generate.resolve import Settings, resolve
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule
 from stages.generate.suspects import Suspects
 
 logger = structlog.get_logger()

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.events import SamplingParams
 from stages.generate.past import TOKENS_IN_DOUBT
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.schedule.request import NewRequest
 from stages.generate.suspects import Suspects, Trial
 
 

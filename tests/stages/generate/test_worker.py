@@ -39,7 +39,7 @@ from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.past import past_of
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.schedule.request import NewRequest
 from stages.generate.worker import sampling_defaults
 
 
