@@ -87,14 +87,14 @@ class Schedule:
                 status=400,
                 code="invalid_token",
                 message=f"The prompt has token {strange}, but the model's vocabulary has {self._limits.vocab_size}; "
-                "tokenizer and weights do not belong together, or the text has a token that was added later.",
+                "the tokenizer does not fit the weights, or the text uses a token that was added to it later.",
             )
         if length + 1 > self._limits.context:
             return Failed(
                 status=400,
                 code="context_length_exceeded",
-                message=f"This model's maximum context length is {self._limits.context} tokens, of which one at least "
-                f"is for the answer. However, the prompt has {length} tokens; shorten it.",
+                message=f"This model's maximum context length is {self._limits.context} tokens. However, the prompt "
+                f"has {length} tokens, and the answer needs at least one; shorten the prompt.",
             )
         limit = self._limits.context
         if new.sampling.max_tokens is not None:

@@ -1,4 +1,4 @@
-"""The engine's loop and its courier, with an engine that counts instead of computing, on both logs."""
+"""The engine's loop and its log thread, with an engine that counts instead of computing, on both logs."""
 
 from __future__ import annotations
 
