@@ -28,6 +28,7 @@ from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable
+from pipeline.log import calls as redis_calls
 from pipeline.log.address import connect, without_password
 from pipeline.log.check import check_server
 from pipeline.log.redis import RedisLog
@@ -315,10 +316,13 @@ def server_of(url: str) -> dict[str, Any]:
     with connect(url) as client:
         info = client.info()
         assert isinstance(info, dict)
-        kept = {
-            name: info.get(name) for name in ("redis_version", "os", "process_id", "aof_enabled", "io_threads_active")
-        }
-        return kept | {"over": "unix socket" if url.startswith("unix://") else "TCP"}
+        named = dict(zip(("server", "version"), redis_calls.server_of(info), strict=True))
+        wanted = ("redis_version", "os", "process_id", "aof_enabled", "io_threads_active")
+        return (
+            named
+            | {name: info.get(name) for name in wanted}
+            | {"over": "unix socket" if url.startswith("unix://") else "TCP"}
+        )
 
 
 def options_of(config: PipelineConfig) -> dict[str, Any]:
@@ -336,7 +340,8 @@ def print_figures(
 ) -> None:
     """Print the tables."""
     console = Console(highlight=False)
-    console.print(commit_table(commits, f"Commits in a tight loop, Redis {server['redis_version']}, {server['over']}"))
+    title = f"Commits in a tight loop, {server['server']} {server['version']}, {server['over']}"
+    console.print(commit_table(commits, title))
     console.print(
         "p50 / p99 in us, and how many in a second. submit, tokenized and end are one request each, step and produced "
         "all rows at once; a take brings up to 8.\n"

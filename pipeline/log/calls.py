@@ -111,8 +111,8 @@ _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): @user_script: ?\
 """What Redis 6.2 puts before an error inside a script, which makes each a plain ResponseError; 7 leaves it as it is."""
 
 
-_FORBIDDEN = "The user executing the script can't"
-"""What Redis says when a script may not do what it does; at the call itself it is NOPERM."""
+_FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
+"""What Redis says when a script may not do what it does, to 7.0 and since; at the call itself it is NOPERM."""
 
 
 def translate(error: errors.RedisError) -> LogError:
@@ -127,7 +127,7 @@ def translate(error: errors.RedisError) -> LogError:
         return LogUnavailable(text)
     if code in ("MISCONF", "BUSY"):
         return LogUnavailable(text)
-    if isinstance(error, errors.NoPermissionError) or _FORBIDDEN in text:
+    if isinstance(error, errors.NoPermissionError) or any(words in text for words in _FORBIDDEN):
         return LogUnavailable(f"{text}; give the user the rights that ops/redis/users.acl has for its role")
     if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
         return GroupLost(text)
@@ -590,12 +590,23 @@ def pending_of(reply: Sequence[Any] | None) -> dict[str, int]:
     return {as_text(name): int(count) for name, count in (reply[3] if reply else None) or ()}
 
 
+def info_of(reply: bytes) -> dict[str, str]:
+    """Return what INFO says."""
+    return dict(line.split(":", 1) for line in as_text(reply).splitlines() if ":" in line)
+
+
+def server_of(info: Mapping[str, Any]) -> tuple[str, str]:
+    """Return name and version of the server that says *info*. In `redis_version` any Valkey says 7.2.4."""
+    if "valkey_version" in info:
+        return "Valkey", str(info["valkey_version"])
+    return "Redis", str(info.get("redis_version", "?"))
+
+
 def redis_facts(server: bytes, memory: bytes) -> RedisFacts:
     """Return what two sections of INFO say."""
-    lines = (as_text(server) + as_text(memory)).splitlines()
-    told = dict(line.split(":", 1) for line in lines if ":" in line)
+    told = info_of(server + memory)
     return RedisFacts(
-        told.get("redis_version", "?"),
+        *server_of(told),
         int(told.get("uptime_in_seconds", 0)),
         int(told.get("used_memory", 0)),
         int(told.get("maxmemory", 0)),

@@ -656,6 +656,11 @@ class AsyncRedisLog:
             if not there:
                 return found
 
+    async def server(self) -> tuple[str, str]:
+        """Return name and version of the server."""
+        (info,) = await self._all([["INFO", "server"]])
+        return calls.server_of(calls.info_of(info))
+
     async def occupancy(self) -> Occupancy:
         """Return how much the log holds."""
         names = self.names

@@ -186,7 +186,7 @@ def who_ran(engine: CountingEngine) -> list[set[int]]:
 
 
 def only_in_the_log_thread(log: StreamLog, name: str, instead: Callable[..., Any]) -> None:
-    """Let the log thread, and no other thread, call *instead*, with the original method *name* as its first argument."""
+    """Let the log thread alone call *instead*, with the original method *name* as its first argument."""
     work = getattr(log, name)
 
     def either(*arguments: Any, **options: Any) -> Any:
@@ -412,7 +412,7 @@ def test_nothing_is_taken_over_from_a_slot_that_is_free_for_less_than_a_lease(
 
 
 def test_a_claim_whose_reply_was_lost_loses_nothing(redis_servers: Servers, tmp_path: Path) -> None:
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     command(url, "SCRIPT", "LOAD", script_text("claim"))
     proxy = LossyProxy(url, tmp_path)
     with contextlib.ExitStack() as stack:

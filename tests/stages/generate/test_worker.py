@@ -228,7 +228,7 @@ def test_an_engine_that_lost_its_slot_stops_and_writes_nothing_more(another_log:
 def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: Servers) -> None:
     from redis_servers import command
 
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log = RedisLog(url, Names())
     steps = Steps(log)
     bad, good = send(log, 1, max_tokens=2), send(log, 1, max_tokens=2)
@@ -245,7 +245,7 @@ def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: 
 def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
     from redis_servers import command
 
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log = RedisLog(url, Names())
     steps = Steps(log)
     with running(lambda: RedisLog(url, Names()), pace_s=0.05):  # three seconds for the whole context
