@@ -28,7 +28,8 @@ from pipeline.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import LogThread
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.generate.worker import GenerateWorker
 
 PROMPT: Final = "A prompt of thirty-two letters!!"

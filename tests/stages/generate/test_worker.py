@@ -1,4 +1,4 @@
-"""The engine's loop and its courier, with an engine that counts instead of computing, on both logs."""
+"""The engine's loop and its log thread, with an engine that counts instead of computing, on both logs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from pipeline.slots import read_statuses
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
-from stages.generate.log_thread import past_of
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.past import past_of
+from stages.generate.schedule.request import NewRequest
 from stages.generate.worker import sampling_defaults
 
 
