@@ -22,7 +22,7 @@ from rich.status import Status
 from rich.table import Table
 
 from ops.bench import nonsense, report
-from ops.bench.pipeline_commits import COMMITS, Lives
+from ops.bench.pipeline_commits import COMMITS, LIMITS, Lives
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
@@ -195,7 +195,7 @@ def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
 def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[CommitFigures]:
     """Time every commit at every number of rows."""
     figures = []
-    with contextlib.closing(RedisLog(url, names)) as log:
+    with contextlib.closing(RedisLog(url, names, LIMITS)) as log:
         for rows in config.rows:
             runs = []
             for run in range(config.runs):

@@ -42,9 +42,10 @@ from pipeline.log.protocol import (
     Produced,
     Quota,
     Reply,
+    RequestLimits,
     StepCommitted,
     Submission,
-    SubmittedOnce,
+    SubmitResult,
     Taken,
 )
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, RedisFacts, SlotState
@@ -201,34 +202,33 @@ def submit(
     names: Names,
     uid: str,
     events: Sequence[Submitted],
+    once: Once | None,
     *,
-    timeout_ms: int,
-    retention_ms: int,
-    max_queued: int,
-    once: Once | None = None,
-    quota: Quota | None = None,
-    minute: int = 0,
-) -> Call[SubmittedOnce]:
+    limits: RequestLimits,
+    quota: Quota | None,
+    minute: int,
+) -> Call[SubmitResult]:
     """*minute* is about the one that Redis has, whose clock decides in which one a quota counts. Raises OtherMinute."""
     uids = sibling_uids(uid, len(events))
     digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
     key = [names.idempotency(once.key)] if once else []
     counted: list[str] = []
-    limits: list[str | int] = ["", "", ""]
+    allowed: list[str | int] = ["", "", ""]
     if quota is not None and (quota.requests_per_minute or quota.concurrent_requests):
         first = minute - 1
         counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
-        limits = [quota.requests_per_minute, quota.concurrent_requests, first]
-    args = [uid, len(events), timeout_ms, retention_ms, max_queued, digest, instead_of, *limits]
+        allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
+    args: list[str | int] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
+    args += [digest, instead_of, *allowed]
     for sibling, event in zip(uids, events, strict=True):
         fields = submitted_fields(event, len(events))
         args += [sibling, event.frontend, 2 * len(fields), *_flat(fields)]
 
-    def parse(reply: Any) -> SubmittedOnce:
+    def parse(reply: Any) -> SubmitResult:
         outcome, whose, number = reply
         if outcome == b"MINUTE":
             raise OtherMinute(number)
-        return SubmittedOnce(Submission(as_text(outcome)), as_text(whose), number)
+        return SubmitResult(Submission(as_text(outcome)), as_text(whose), number)
 
     return Call(
         "submit",

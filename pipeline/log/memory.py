@@ -20,6 +20,7 @@ from pipeline.errors import Fenced, GroupLost
 from pipeline.events import End, StepCompleted, Submitted, Tokenized, encode
 from pipeline.log import calls
 from pipeline.log.protocol import (
+    DEFAULT_LIMITS,
     GUEST,
     DeadLetter,
     Entry,
@@ -30,9 +31,10 @@ from pipeline.log.protocol import (
     Produced,
     Quota,
     Reply,
+    RequestLimits,
     StepCommitted,
     Submission,
-    SubmittedOnce,
+    SubmitResult,
     Taken,
 )
 from pipeline.names import (
@@ -99,8 +101,9 @@ class _Stream:
 class MemoryLog:
     """StreamLog under one condition: every append wakes whoever waits. Any number of threads may share it."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self.names = names
+        self.limits = limits
         self._changed = threading.Condition()
         self._streams: dict[str, _Stream] = {}
         self._sweep_at = 1000  # number of streams at which the expired ones are dropped
@@ -117,34 +120,22 @@ class MemoryLog:
 
     # requests
 
-    def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
-        return self.submit_once(
-            uid, [event], None, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
-        ).submission
-
-    def submit_once(
-        self,
-        uid: str,
-        events: Sequence[Submitted],
-        once: Once | None,
-        *,
-        timeout_ms: int,
-        retention_ms: int,
-        max_queued: int,
-        quota: Quota | None = None,
-    ) -> SubmittedOnce:
+    def submit(
+        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    ) -> SubmitResult:
         uids = sibling_uids(uid, len(events))
         with self._changed:
             if any(self._stream(self.names.request(sibling)) is not None for sibling in uids):
-                return SubmittedOnce(Submission.DUPLICATE, uid)
+                return SubmitResult(Submission.DUPLICATE, uid)
             refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
             if refused:
                 return refused
             backlog = self._length(self.names.submitted) + self._length(self.names.tokenized)
-            if backlog + len(events) > max_queued:
-                return SubmittedOnce(Submission.BUSY, uid)
+            if backlog + len(events) > self.limits.max_queued:
+                return SubmitResult(Submission.BUSY, uid)
             self._sweep()
-            now_ms, gone_s = _now_ms(), _in_s(timeout_ms + retention_ms)
+            now_ms, timeout_ms = _now_ms(), self.limits.timeout_ms
+            gone_s = _in_s(timeout_ms + self.limits.retention_ms)
             for sibling, event in zip(uids, events, strict=True):
                 history = self.names.request(sibling)
                 moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
@@ -159,29 +150,29 @@ class MemoryLog:
             if quota is not None:
                 self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
                 self._running.setdefault(quota.key, set()).update(uids)
-            return SubmittedOnce(Submission.ACCEPTED, uid)
+            return SubmitResult(Submission.ACCEPTED, uid)
 
-    def _held(self, once: Once) -> SubmittedOnce | None:
+    def _held(self, once: Once) -> SubmitResult | None:
         """Say which other request has the idempotency key."""
         other, digest, expires_s = self._once.get(once.key, ("", "", 0.0))
         if _over(expires_s):
             return None
         if digest != once.digest:
-            return SubmittedOnce(Submission.MISMATCH, other)
-        return SubmittedOnce(Submission.ATTACH, other) if other != once.instead_of else None
+            return SubmitResult(Submission.MISMATCH, other)
+        return SubmitResult(Submission.ATTACH, other) if other != once.instead_of else None
 
-    def _used_up(self, quota: Quota, uid: str) -> SubmittedOnce | None:
+    def _used_up(self, quota: Quota, uid: str) -> SubmitResult | None:
         """Say what of the quota is used up for now."""
         minute, ms = divmod(_now_ms(), calls.MINUTE_MS)
         if minute != self._minute:
             self._minute = minute
             self._accepted.clear()
         if 0 < quota.requests_per_minute <= self._accepted.get(quota.key, 0):
-            return SubmittedOnce(Submission.TOO_FAST, uid, calls.MINUTE_MS - ms)
+            return SubmitResult(Submission.TOO_FAST, uid, calls.MINUTE_MS - ms)
         running = self._running.setdefault(quota.key, set())
         running &= self._live.keys()
         if 0 < quota.concurrent_requests <= len(running):
-            return SubmittedOnce(Submission.TOO_MANY, uid)
+            return SubmitResult(Submission.TOO_MANY, uid)
         return None
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
@@ -200,7 +191,6 @@ class MemoryLog:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         consume: Entry | None = None,
         dead: DeadLetter | None = None,
     ) -> bool:
@@ -214,7 +204,7 @@ class MemoryLog:
             fields = _stamped(encode(event) | {"n": str(history.last[0])})
             if not self._append(self.names.request(uid), SEAL, fields):
                 return False
-            history.expires_s = _in_s(retention_ms)
+            history.expires_s = _in_s(self.limits.retention_ms)
             self._append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=calls.REPLY_CAP)
             self._tell_engines(uid)
             if dead is not None:
@@ -229,7 +219,6 @@ class MemoryLog:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         once: Once | None = None,
         attached: bool = False,
     ) -> bool:
@@ -241,7 +230,7 @@ class MemoryLog:
                 if once is not None and self._once.get(once.key, ("",))[0] == base:
                     self._left.add(base)
                 return False
-            return self.end(uid, event, frontend=frontend, retention_ms=retention_ms)
+            return self.end(uid, event, frontend=frontend)
 
     def reading(self, uids: Sequence[str], who: str) -> None:
         with self._changed:
@@ -368,9 +357,7 @@ class MemoryLog:
 
     # detokenizers
 
-    def produced(
-        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
-    ) -> bool:
+    def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
         with self._changed:
             self._fence(owner)
             if not self._consume(Inbox.steps(self.names, engine), entry.id):
@@ -381,7 +368,7 @@ class MemoryLog:
                     self._live.pop(item.uid, None)
                 history = self.names.request(item.uid)
                 if self._append(history, item.entry_id, _stamped(encode(item.event))) and ends:
-                    self._streams[history].expires_s = _in_s(retention_ms)
+                    self._streams[history].expires_s = _in_s(self.limits.retention_ms)
                     if item.tell_engine:
                         self._tell_engines(item.uid)
             for frontend, payload in calls.reply_payloads(events).items():

@@ -25,6 +25,7 @@ from pipeline.events import End, StepCompleted, Submitted, Tokenized
 from pipeline.log import calls
 from pipeline.log.address import parse_address
 from pipeline.log.protocol import (
+    DEFAULT_LIMITS,
     DeadLetter,
     Depth,
     Entry,
@@ -36,9 +37,9 @@ from pipeline.log.protocol import (
     Produced,
     Quota,
     Reply,
+    RequestLimits,
     StepCommitted,
-    Submission,
-    SubmittedOnce,
+    SubmitResult,
     Taken,
 )
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, SlotState
@@ -61,9 +62,10 @@ def _raw(client: C) -> C:
 class RedisLog:
     """StreamLog over synchronous connections. One instance per thread."""
 
-    def __init__(self, url: str, names: Names) -> None:
+    def __init__(self, url: str, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self.url = url
         self.names = names
+        self.limits = limits
         address = parse_address(url)
         retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
         self._redis = _raw(address.client(socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
@@ -75,7 +77,7 @@ class RedisLog:
 
     def another(self) -> RedisLog:
         """Return a log on connections of its own, for another thread."""
-        return RedisLog(self.url, self.names)
+        return RedisLog(self.url, self.names, self.limits)
 
     def _failed(self, error: redis.exceptions.RedisError) -> LogError:
         """Return our exception for *error*. After a failover another server may be found under the same address."""
@@ -127,37 +129,13 @@ class RedisLog:
 
     # requests
 
-    def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
-        return self._run(
-            calls.submit(
-                self.names, uid, [event], timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
+    def submit(
+        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    ) -> SubmitResult:
+        def submit(minute: int) -> SubmitResult:
+            return self._run(
+                calls.submit(self.names, uid, events, once, limits=self.limits, quota=quota, minute=minute)
             )
-        ).submission
-
-    def submit_once(
-        self,
-        uid: str,
-        events: Sequence[Submitted],
-        once: Once | None,
-        *,
-        timeout_ms: int,
-        retention_ms: int,
-        max_queued: int,
-        quota: Quota | None = None,
-    ) -> SubmittedOnce:
-        def submit(minute: int) -> SubmittedOnce:
-            call = calls.submit(
-                self.names,
-                uid,
-                events,
-                timeout_ms=timeout_ms,
-                retention_ms=retention_ms,
-                max_queued=max_queued,
-                once=once,
-                quota=quota,
-                minute=minute,
-            )
-            return self._run(call)
 
         try:
             return submit(calls.this_minute())
@@ -173,12 +151,19 @@ class RedisLog:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         consume: Entry | None = None,
         dead: DeadLetter | None = None,
     ) -> bool:
         return self._run(
-            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=consume, dead=dead)
+            calls.end(
+                self.names,
+                uid,
+                event,
+                frontend=frontend,
+                retention_ms=self.limits.retention_ms,
+                consume=consume,
+                dead=dead,
+            )
         )
 
     def abandon(
@@ -187,13 +172,18 @@ class RedisLog:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         once: Once | None = None,
         attached: bool = False,
     ) -> bool:
         return self._run(
             calls.abandon(
-                self.names, uid, event, frontend=frontend, retention_ms=retention_ms, once=once, attached=attached
+                self.names,
+                uid,
+                event,
+                frontend=frontend,
+                retention_ms=self.limits.retention_ms,
+                once=once,
+                attached=attached,
             )
         )
 
@@ -297,10 +287,8 @@ class RedisLog:
 
     # detokenizers
 
-    def produced(
-        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
-    ) -> bool:
-        call = calls.produced(self.names, owner, entry, engine, events, retention_ms=retention_ms)
+    def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
+        call = calls.produced(self.names, owner, entry, engine, events, retention_ms=self.limits.retention_ms)
         return self._run(call, retry=False)
 
     # consumer groups
@@ -482,8 +470,9 @@ class RedisLog:
 class AsyncRedisLog:
     """The part of the log that a frontend needs, for asyncio."""
 
-    def __init__(self, url: str, names: Names) -> None:
+    def __init__(self, url: str, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self.names = names
+        self.limits = limits
         address = parse_address(url)
         self._redis = _raw(
             address.bounded_async_client(
@@ -520,54 +509,32 @@ class AsyncRedisLog:
         return call.parse(reply)
 
     async def submit(
-        self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int
-    ) -> Submission:
+        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    ) -> SubmitResult:
         """As StreamLog.submit."""
-        done = await self._run(
-            calls.submit(
-                self.names, uid, [event], timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
-            )
-        )
-        return done.submission
 
-    async def submit_once(
-        self,
-        uid: str,
-        events: Sequence[Submitted],
-        once: Once | None,
-        *,
-        timeout_ms: int,
-        retention_ms: int,
-        max_queued: int,
-        quota: Quota | None = None,
-    ) -> SubmittedOnce:
-        """As StreamLog.submit_once."""
-
-        async def submit(minute: int) -> SubmittedOnce:
-            call = calls.submit(
-                self.names,
-                uid,
-                events,
-                timeout_ms=timeout_ms,
-                retention_ms=retention_ms,
-                max_queued=max_queued,
-                once=once,
-                quota=quota,
-                minute=minute,
+        async def submit(minute: int) -> SubmitResult:
+            return await self._run(
+                calls.submit(self.names, uid, events, once, limits=self.limits, quota=quota, minute=minute)
             )
-            return await self._run(call)
 
         try:
             return await submit(calls.this_minute())
         except calls.OtherMinute as other:
             return await submit(other.minute)
 
-    async def end(
-        self, uid: str, event: End, *, frontend: str, retention_ms: int, dead: DeadLetter | None = None
-    ) -> bool:
+    async def end(self, uid: str, event: End, *, frontend: str, dead: DeadLetter | None = None) -> bool:
         """As StreamLog.end."""
         return await self._run(
-            calls.end(self.names, uid, event, frontend=frontend, retention_ms=retention_ms, consume=None, dead=dead)
+            calls.end(
+                self.names,
+                uid,
+                event,
+                frontend=frontend,
+                retention_ms=self.limits.retention_ms,
+                consume=None,
+                dead=dead,
+            )
         )
 
     async def abandon(
@@ -576,14 +543,19 @@ class AsyncRedisLog:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         once: Once | None = None,
         attached: bool = False,
     ) -> bool:
         """As StreamLog.abandon."""
         return await self._run(
             calls.abandon(
-                self.names, uid, event, frontend=frontend, retention_ms=retention_ms, once=once, attached=attached
+                self.names,
+                uid,
+                event,
+                frontend=frontend,
+                retention_ms=self.limits.retention_ms,
+                once=once,
+                attached=attached,
             )
         )
 

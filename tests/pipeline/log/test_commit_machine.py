@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 import pytest
-from commit_grounds import NAMES, NUM_SLOTS, DurableGround, Ground, MemoryGround, RedisGround
+from commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, Ground, MemoryGround, RedisGround
 from commit_model import CommitModel, State, certified_token, history_problems, who_lives, without_clock
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -214,7 +214,7 @@ class Story(RuleBasedStateMachine):
         super().__init__()
         ground.begin()
         self.ground = ground
-        self.model = CommitModel(NAMES)
+        self.model = CommitModel(NAMES, LIMITS)
         self.tokenizers: list[Tokenizer] = []
         self.engines: list[Engine] = []
         self.detokenizers: list[Detokenizer] = []
@@ -435,11 +435,7 @@ class Story(RuleBasedStateMachine):
             Submitted(endpoint="/v1/completions", frontend=frontend, prompt=each, sampling=SamplingParams(seed=1))
             for each in uids
         ]
-        limits = {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": 20}
-        if once is None and quota is None and siblings == 1:
-            became = self.say(lambda log: log.submit(uid, events[0], **limits))
-        else:
-            became = self.say(lambda log: log.submit_once(uid, events, once, **limits, quota=quota)).submission
+        became = self.say(lambda log: log.submit(uid, events, once, quota=quota)).submission
         if became is Submission.ACCEPTED:
             for each in uids:
                 self.clients[each] = Client(once, is_deaf=NAMES.replies(frontend) not in self.seen.streams)
@@ -451,13 +447,11 @@ class Story(RuleBasedStateMachine):
             event = Cancelled(by="client")
         dead = DeadLetter(GENERATE, {"uid": uid}, 3, "It was killed.") if how == "dead" else None
         frontend = self.frontends[uid]
-        return self.say(lambda log: log.end(uid, event, frontend=frontend, retention_ms=LONG_MS, dead=dead))
+        return self.say(lambda log: log.end(uid, event, frontend=frontend, dead=dead))
 
     def abandon(self, uid: str, *, attached: bool) -> bool:
         once, frontend, event = self.clients[uid].once, self.frontends[uid], Cancelled(by="client")
-        return self.say(
-            lambda log: log.abandon(uid, event, frontend=frontend, retention_ms=LONG_MS, once=once, attached=attached)
-        )
+        return self.say(lambda log: log.abandon(uid, event, frontend=frontend, once=once, attached=attached))
 
     def siblings_of(self, uid: str) -> list[str]:
         """Return whatever was submitted together with *uid*, which is one of them, in order."""
@@ -487,7 +481,7 @@ class Story(RuleBasedStateMachine):
             if action == "refuse":
                 refusal = Failed(status=400, code="no", message="No.")
                 uid, frontend = entry.fields["uid"], entry.fields["frontend"]
-                self.say(lambda log: log.end(uid, refusal, frontend=frontend, retention_ms=LONG_MS, consume=entry))
+                self.say(lambda log: log.end(uid, refusal, frontend=frontend, consume=entry))
             else:
                 prompt = (next(self.numbers), 7)
                 event = Tokenized(token_ids=prompt, fingerprint="f", by=worker.owner.slot)
@@ -662,7 +656,7 @@ class Story(RuleBasedStateMachine):
             self.take_stranded(worker)
             entry = worker.in_hand[0]
             said = self.said_in(entry, stops)
-            self.say(lambda log: log.produced(worker.owner, entry, worker.engine, said, retention_ms=LONG_MS))
+            self.say(lambda log: log.produced(worker.owner, entry, worker.engine, said))
             if not lost:
                 worker.in_hand.pop(0)
 
@@ -961,7 +955,7 @@ class Story(RuleBasedStateMachine):
     def nobody_ends_again(self) -> None:
         def end_all(log: Log) -> list[bool]:
             event = Cancelled(by="client")
-            return [log.end(uid, event, frontend="web-0", retention_ms=LONG_MS) for uid in self.clients]
+            return [log.end(uid, event, frontend="web-0") for uid in self.clients]
 
         assert not any(self.say_once(end_all))
 
