@@ -46,7 +46,7 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import calls
+from pipeline.log.entries import replies_of
 from pipeline.log.protocol import (
     GUEST,
     DeadLetter,
@@ -88,8 +88,15 @@ MOST_WORKERS: Final = 3
 MOST_TAKEN: Final = 8
 LONG_MS: Final = 600_000
 """Nothing runs out by itself while a story lasts; what runs out is made to."""
-SHORT_LIVED: Final = ("STATUS_TTL_MS", "REPLIES_TTL_MS", "READER_TTL_MS")
-"""Times to live that are no argument of a commit; on a busy machine a story may outlast them."""
+SHORT_LIVED: Final = (
+    "operations.workers.STATUS_TTL_MS",
+    "operations.frontends.REPLIES_TTL_MS",
+    "operations.requests.READER_TTL_MS",
+    "memory.STATUS_TTL_MS",
+    "memory.REPLIES_TTL_MS",
+    "memory.READER_TTL_MS",
+)
+"""Times to live that nobody sets; on a busy machine a story may outlast them."""
 NUM_STORIES: Final = int(os.environ.get("STORIES", "50"))
 """How many are told; a night has time for thousands."""
 STORIES: Final = settings(
@@ -778,9 +785,7 @@ class Story(RuleBasedStateMachine):
             if replies and replies[-1].id != self.heard[frontend]:
                 new = [entry for entry in replies if parse_id(entry.id) > parse_id(self.heard[frontend])]
                 self.heard[frontend] = replies[-1].id
-                problems += [
-                    self.hears(reply.uid, reply.entry_id, reply.n, reply.event) for reply in calls.replies_of(new)
-                ]
+                problems += [self.hears(reply.uid, reply.entry_id, reply.n, reply.event) for reply in replies_of(new)]
         return [problem for problem in problems if problem]
 
     def hears(self, uid: str, entry_id: str, n: int, event: TokensProduced | End) -> str:
@@ -1030,7 +1035,7 @@ def pick(items: Sequence[T], which: int) -> T:
 @pytest.fixture(autouse=True)
 def nothing_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SHORT_LIVED:
-        monkeypatch.setattr(calls, name, LONG_MS)
+        monkeypatch.setattr(f"pipeline.log.{name}", LONG_MS)
 
 
 @pytest.fixture(params=["memory", *PLACES])

@@ -34,7 +34,7 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log.calls import REPLY_CAP
+from pipeline.log.entries import REPLY_CAP
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import (
     GUEST,

@@ -22,7 +22,8 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.calls import script_text, translate
+from pipeline.log.drivers import translate
+from pipeline.log.operation import script_text
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner, Produced, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import LASTING, SEAL, Names, slot_name, tokens_id
@@ -32,13 +33,14 @@ SUBMITTED = Inbox.submitted(NAMES)
 TOKENIZED = Inbox.tokenized(NAMES)
 STEPS = Inbox.steps(NAMES, "generate-0")
 LONG_MS = 60_000
+LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=100)
 CANCELLED = Cancelled(by="client")
 COMMITS = [path.stem for path in Path("pipeline/log/commits").resolve().glob("*.lua") if path.stem != "lib"]
 
 
 @pytest.fixture
 def log(each_redis_url: str) -> Iterator[RedisLog]:
-    with_groups = RedisLog(each_redis_url, NAMES)
+    with_groups = RedisLog(each_redis_url, NAMES, LIMITS)
     prepare(with_groups)
     yield with_groups
     with_groups.close()

@@ -11,7 +11,9 @@ from redis_servers import LossyProxy, command
 
 from pipeline.errors import LogError, LogUnavailable
 from pipeline.events import Cancelled, Failed, SamplingParams, StepCompleted, Submitted, Tokenized
-from pipeline.log.calls import HISTORY_ENTRIES, SLOTS_PER_LOOK, script_text
+from pipeline.log.operation import script_text
+from pipeline.log.operations.requests import HISTORY_ENTRIES
+from pipeline.log.operations.workers import SLOTS_PER_LOOK
 from pipeline.log.protocol import DeadLetter, Depth, Inbox, Occupancy, Once, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names

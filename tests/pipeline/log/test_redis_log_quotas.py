@@ -13,8 +13,8 @@ from redis_servers import LossyProxy, command
 
 from pipeline.errors import LogFull
 from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log import calls
-from pipeline.log.calls import script_text
+from pipeline.log.operation import script_text
+from pipeline.log.operations import requests
 from pipeline.log.protocol import Inbox, Once, Quota, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import Names
@@ -110,7 +110,7 @@ def test_a_clock_that_is_wrong_counts_in_the_minute_of_redis_all_the_same(
             await front.close()
 
     quota = Quota("key", requests_per_minute=10, concurrent_requests=10)
-    monkeypatch.setattr(calls, "this_minute", lambda: int(time.time()) // 60 + minutes)
+    monkeypatch.setattr(requests, "this_minute", lambda: int(time.time()) // 60 + minutes)
     before = minute_of(log)
     assert submit(log, "a", quota, Once("k", "body")) == SubmitResult(ACCEPTED, "a")
     assert asyncio.run(from_a_frontend()) == SubmitResult(ACCEPTED, "b")

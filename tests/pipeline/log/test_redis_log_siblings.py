@@ -18,7 +18,7 @@ from redis_servers import PLACES, LossyProxy, Servers, command
 
 from pipeline.errors import LogFull
 from pipeline.events import Cancelled, SamplingParams, Submitted, decode
-from pipeline.log.calls import script_text
+from pipeline.log.operation import script_text
 from pipeline.log.protocol import Inbox, Once, Quota, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import LASTING, Names, sibling_uids

@@ -33,7 +33,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.calls import script_text
+from pipeline.log.operation import script_text
 from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
