@@ -136,7 +136,7 @@ def test_a_mutation_is_noticed(tmp_path: Path, server: str, mutation: Mutation) 
     tests = on(server, mutation.caught_by)
     ran = run(tmp_path, tests)
     elsewhere = {name: path for name, path in ran.modules.items() if not Path(path).is_relative_to(tmp_path)}
-    assert elsewhere == {} and "pipeline.redis_log" in ran.modules, "the tests ran on other files than the mutated ones"
+    assert elsewhere == {} and "pipeline.log.redis" in ran.modules, "the tests ran on other files than the mutated ones"
     assert set(ran.messages) == {test.rpartition("::")[2] for test in tests}, ran.output
     unnoticed = [name for name, message in ran.messages.items() if not message.startswith(NOTICED)]
     assert unnoticed == [], ran.output

@@ -30,7 +30,7 @@ from stages.generate.forward.engine import Engine
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 
 pytestmark = pytest.mark.slow
 
@@ -382,7 +382,7 @@ def generated_here(asked: Asked, prompts: Sequence[Sequence[int]], change: Chang
         threads=1,
     )
     engine.kv_L2PKSD.zero_()  # a wrong page is a page of somebody else, not whatever the memory held
-    limits = Limits(
+    limits = ScheduleLimits(
         256,
         max_prefill_length=2048,
         mixed_prefill_length=16,

@@ -25,7 +25,7 @@ WHY: Final = "why"
 
 def main(arguments: Sequence[str]) -> int:
     """Run the phase; return 0, SKIPPED or RAISED."""
-    from pipeline.parent import request_death_signal
+    from pipeline.process.parent import request_death_signal
 
     if sys.platform == "linux":
         request_death_signal(signal.SIGTERM)

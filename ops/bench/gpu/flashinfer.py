@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -45,7 +46,8 @@ BUILD_TIMEOUT_S: Final = 110.0
 WORKSPACE_BYTES: Final = {"toy": 2**10, "small": 2**20, "full": 256 * 2**20}
 DTYPE: Final = torch.bfloat16
 TOLERANCE: Final = 2e-2
-ERROR_CHARS: Final = 1500
+LINE_CHARS: Final = 300
+ERROR_CHARS: Final = 1000
 """Of the end of what a compiler printed."""
 
 DECODE: Final = ((70, 1), (3, 1), (0, 1), (15, 1), (16, 1), (300, 1))
@@ -133,9 +135,9 @@ def _build(head_dim: int, windowed: bool) -> dict[str, Any]:
 
 
 def _end_of(text: str) -> str:
-    """Return the lines with an error, and the end."""
-    lines = [line for line in text.splitlines() if "error" in line.lower()]
-    return ("\n".join(lines[:5])[:ERROR_CHARS] + "\n..\n" + text[-ERROR_CHARS:]).strip()
+    """Return the first lines with an error, and the end; a compiler's command is a line of thousands of letters."""
+    lines = [line[:LINE_CHARS] for line in text.splitlines() if re.search(r"\berror\b|not found|No such file", line)]
+    return "\n".join((*lines[:5], "..", text[-ERROR_CHARS:].strip()))
 
 
 def check_all(library: Any, builds: Sequence[Build], built: Sequence[Build], scale: Scale, report: Report) -> None:

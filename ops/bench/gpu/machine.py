@@ -164,7 +164,7 @@ def version(package: str) -> str | None:
 
 
 def _redis(report: Report) -> None:
-    from pipeline.redis_server import find_binary
+    from pipeline.process.redis_server import find_binary
 
     binary = find_binary()
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout

@@ -26,7 +26,7 @@ from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 
 if TYPE_CHECKING:
     from ops.bench.checkpoints import Family
@@ -181,7 +181,7 @@ def _greedy(
 ) -> list[list[int]]:
     """Return what the engine's own schedule and forward pass make of *prompts*, prefilled *budget* tokens at a time."""
     engine = _engine(folder, name, torch.float32, device)
-    limits = Limits(CONTEXT, budget, min(budget, 16), 8, vocab_size=check_folder(folder).vocab_size)
+    limits = ScheduleLimits(CONTEXT, budget, min(budget, 16), 8, vocab_size=check_folder(folder).vocab_size)
     schedule = Schedule(make_cache("radix", NUM_PAGES, PAGE_SIZE), limits, [], Identity("generate-0", 1, "f"))
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for number, prompt in enumerate(prompts):
@@ -287,7 +287,8 @@ def _prefill_and_decode(engine: Engine, prompt: Sequence[int]) -> Tensor:
 def _distance(logits_RV: Tensor, exact_RV: Tensor) -> Tensor:
     """Return, for each row, ||logits - exact|| / ||exact||."""
     exact_RV = exact_RV.double()
-    return (logits_RV.double() - exact_RV).norm(dim=-1) / exact_RV.norm(dim=-1)
+    distance_R: Tensor = (logits_RV.double() - exact_RV).norm(dim=-1) / exact_RV.norm(dim=-1)
+    return distance_R
 
 
 def _number(errors_R: Tensor) -> float | None:

@@ -82,7 +82,8 @@ def llm(folder: Path) -> Iterator[WatchedLLM]:
 
 
 def threads_of_ours() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("minisgl", "courier", "lease"))}
+    names = {thread.name for thread in threading.enumerate()}
+    return {name for name in names if name.startswith(("minisgl", "log thread", "lease"))}
 
 
 # what it writes
