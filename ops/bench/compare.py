@@ -26,8 +26,8 @@ from ops.bench.models import CheckpointConfig
 from ops.bench.peers import Run, Served, Side, our_server, served_at, transformers_process
 from ops.bench.processes import interrupt_on_sigterm
 from ops.bench.prompts import Prompts, Workload
-from pipeline.config import at_least, flag, parse_flags
 from pipeline.errors import ConfigError
+from pipeline.flags import at_least, flag, parse_flags
 
 ABOUT: Final = """\
 Compares minisgl with transformers, or with the server at --peer-url, on the same checkpoint and requests: output

@@ -20,8 +20,8 @@ from ops.bench import datasets, report
 from ops.bench.datasets import Session, Span, Writer, span
 from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Client, Form, Load, Measured, ServerRefused, calibrate
 from ops.bench.report import Objective
-from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import ConfigError
+from pipeline.flags import at_least, flag, parse_flags, seconds
 
 ABOUT: Final = """\
 Measures an OpenAI server under load: with a fixed concurrency (--concurrency), random arrivals (--rate), or the times

@@ -13,14 +13,15 @@ from typing import Any, Self
 
 import structlog
 
-from minisgl import model_folder
 from ops.offline.call import Call, Completion
 from ops.offline.progress import progress_bar
 from ops.offline.prompts import Prompt, checked_requests
 from ops.offline.stages import Stages, Wrap
-from pipeline.config import Config, EngineConfig, flags_of, parse_command
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams
+from pipeline.flags import flags_of, parse_config
+from stages.generate.config import EngineConfig, GenerateConfig
+from stages.generate.model.folder import model_folder
 from stages.generate.resolve import Settings
 
 
@@ -47,7 +48,7 @@ class LLM:
         """
         _quieten_logs()
         config = _config(fspath(model), options)
-        self.folder = model_folder(config)
+        self.folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
         """Where the model is."""
         self._stages = Stages(config, self.folder, wrap_engine)
         self._end = weakref.finalize(self, self._stages.stop_soon)
@@ -110,15 +111,15 @@ def _close(stages: weakref.ref[Stages]) -> None:
         left.close()
 
 
-def _config(model: str, options: Mapping[str, Any]) -> Config:
-    """Return the config of the server that --model *model* and *options* would start."""
+def _config(model: str, options: Mapping[str, Any]) -> GenerateConfig:
+    """Return the config of the engine that --model *model* and *options* would start."""
     known = {item.name: item.metadata["flags"][0] for item in flags_of([EngineConfig])}
-    arguments = ["serve", *(["--model", model] if model else [])]
+    arguments = ["--model", model] if model else []
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"LLM() has no option {name!r}; it has {', '.join(known)}")
         arguments += [known[name], str(value)]
-    return parse_command(arguments, {})
+    return parse_config("stage generate", GenerateConfig, arguments, {})
 
 
 def _quieten_logs() -> None:

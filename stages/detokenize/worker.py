@@ -10,7 +10,6 @@ from pathlib import Path
 import structlog
 from tokenizers import Tokenizer
 
-from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
 from pipeline.events import AnyEvent, Failed, StepCompleted, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
@@ -20,6 +19,7 @@ from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, SlotLease, acquire_guest, slot_leases
 from pipeline.worker import Stop, follow
+from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
 from stages.detokenize.text import Decoder
@@ -198,7 +198,7 @@ def serve(
     follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one detokenizer until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
     lease_ms = int(config.log.lease_s * 1000)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ops.bench.models import CheckpointConfig
-from pipeline.config import at_least, build_parser, flag
 from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.flags import at_least, build_parser, flag
 
 C = TypeVar("C")
 

@@ -52,8 +52,8 @@ from ops.bench.load import CHAT_PROMPT, CONNECT_TIMEOUT_S, PATHS, Arrival, Form,
 from ops.bench.peers import READY_TIMEOUT_S, SILENCE_TIMEOUT_S, Served, SideFailed, our_server
 from ops.bench.processes import interrupt_on_sigterm, last_line
 from ops.bench.prompts import Prompt, Prompts, Workload
-from pipeline.config import at_least, flag, seconds
 from pipeline.errors import ConfigError
+from pipeline.flags import at_least, flag, seconds
 from pipeline.log.address import connect
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog

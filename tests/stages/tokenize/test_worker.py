@@ -11,15 +11,16 @@ import pytest
 from measured import count_of
 from structlog.contextvars import bound_contextvars
 
-from pipeline.config import parse_command
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
+from pipeline.flags import parse_config
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import SEAL, TOKENIZED_ID, Names
 from pipeline.slots import WATCHDOG_S, Announcement, SlotLease, Status
+from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import LONG_TEXT, Rendered
 from stages.tokenize.worker import LOAD_TIMEOUT_S, LONGEST_BATCH_S, TokenizeWorker, run
 
@@ -368,5 +369,5 @@ def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeyp
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     log = MemoryLog(Names())
     with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
-        run(parse_command(["stage", "tokenize"], {}), lambda: log, tmp_path)
+        run(parse_config("stage tokenize", TokenizeConfig, [], {}), lambda: log, tmp_path)
     assert given_s == [LOAD_TIMEOUT_S]
