@@ -79,7 +79,8 @@ class Top:
 
 
 @pytest.fixture
-def top(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Top:
+def top(redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Top:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a terminal that the tests are run from may have set it
     return Top(redis_url, capsys)
 
 
