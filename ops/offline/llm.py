@@ -49,7 +49,7 @@ class LLM:
         _quieten_logs()
         config = _config(fspath(model), options)
         self.folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
-        """Where the model is."""
+        """The model's folder."""
         self._stages = Stages(config, self.folder, wrap_engine)
         self._end = weakref.finalize(self, self._stages.stop_soon)
         self._end.atexit = False  # then there is time to wait for the threads
@@ -57,12 +57,12 @@ class LLM:
 
     @property
     def settings(self) -> Settings:
-        """What the options became on this machine."""
+        """The options as resolved on this machine."""
         return self._stages.loaded.settings
 
     @property
     def fingerprint(self) -> str:
-        """Which weights compute, in which dtype."""
+        """Identifies weights and dtype."""
         return self._stages.loaded.fingerprint
 
     def generate(
@@ -89,11 +89,11 @@ class LLM:
             return Call(self._stages, requests).run(report)
 
     def flush_cache(self) -> None:
-        """Forget the prefixes that no running request uses: what comes next is computed from its first token on."""
+        """Clear the prefix cache, except prefixes of running requests."""
         self._stages.flush_cache()
 
     def close(self) -> None:
-        """End the threads and free the memory. A second time does nothing."""
+        """End the threads and free the memory. A second call does nothing."""
         self._end()
         self._stages.close()
 
@@ -123,7 +123,7 @@ def _config(model: str, options: Mapping[str, Any]) -> GenerateConfig:
 
 
 def _quieten_logs() -> None:
-    """Let only warnings through, to stderr, unless the program has said what becomes of its logs."""
+    """Log only warnings, to stderr, unless the program has configured structlog."""
     if not structlog.is_configured():
         structlog.configure(
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),

@@ -38,23 +38,23 @@ from stages.tokenize.worker import TokenizeWorker
 
 LEASE_MS: Final = 3000
 LIMITS: Final = RequestLimits(timeout_s=365 * 24 * 3600, retention_s=24 * 3600, max_queued=sys.maxsize)
-"""The longest that a history is kept; it is forgotten as soon as its completion is made."""
+"""Practically no timeout. A history is dropped as soon as its completion is made, at the latest after the retention."""
 POLL_S: Final = 0.005
 ASK_AGAIN_S: Final = 1.0
 
 Wrap: TypeAlias = Callable[[Forward], Forward]
-"""Puts something around the engine, such as a clock."""
+"""Wraps the engine, for example with a clock."""
 
 
 class UnwatchedSlot(SlotLease):
-    """A slot whose watchdog never barks: it would end the caller's process."""
+    """A slot without a watchdog, which would end the caller's process."""
 
     def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
         super().came_round(patience_s=math.inf)
 
 
 class Stages:
-    """One model's tokenize, generate and detokenize, each in a thread; and what a caller needs to talk to them."""
+    """The three stages of one model, each in a thread."""
 
     def __init__(self, config: GenerateConfig, folder: Path, wrap: Wrap) -> None:
         """Start them, and wait until the model is loaded.
@@ -65,7 +65,7 @@ class Stages:
         self.log = MemoryLog(Names(), LIMITS)
         self.encoder = PromptEncoder(folder)
         self.error: BaseException | None = None
-        """What ended a thread; then all of them end."""
+        """The error that ended a thread; then all threads end."""
         self._stop = Stop()
         for inbox in self._inboxes():
             self.log.prepare(inbox)
@@ -83,19 +83,19 @@ class Stages:
             raise
 
     def close(self) -> None:
-        """Stop the threads and wait for them. A call that still waits for tokens hears of it."""
+        """Stop the threads and wait for them. A running call fails."""
         self.stop_soon()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def stop_soon(self) -> None:
-        """Tell the threads to stop, and wait for nobody: a garbage collector may call this in any of them."""
+        """Ask the threads to stop, without waiting: a garbage collector may call this in any of them."""
         self.error = self.error or MiniSGLError("it was closed")
         self._stop.set()
 
     def flush_cache(self) -> None:
-        """Have the engine forget the prefixes that no running request uses, and wait until it has.
+        """Let the engine clear the prefix cache, except prefixes of running requests, and wait for it.
 
         Raises:
             MiniSGLError: The engine has ended.
@@ -142,7 +142,7 @@ class Stages:
             slot_lease.leave()
 
     def _generate(self, config: GenerateConfig, folder: Path, wrap: Wrap, loaded: Future[Loaded]) -> None:
-        """Load here: how many threads torch uses is a matter of the thread that asks."""
+        """Load in this thread: torch sets its number of threads per calling thread."""
         with self._slot_lease(GENERATE) as slot_lease:
             try:
                 model = load(unhurried(config, folder), folder, _say_nothing)
@@ -180,7 +180,7 @@ class Stages:
 
 
 def _say_nothing(progress: float) -> None:
-    """Tell nobody how far a load is: whoever made the LLM waits for it."""
+    """Report no load progress: the caller waits for the load."""
 
 
 def unhurried(config: GenerateConfig, folder: Path) -> GenerateConfig:

@@ -22,8 +22,8 @@ from pipeline.flags import parse_flags
 from pipeline.views.pipeline import PipelineView, view_of
 
 ABOUT: Final = """\
-Shows every stage, stream and engine of a server that runs, and its newest requests, from any machine that reaches its
-Redis. q leaves, space pauses. Where the output is no terminal, one picture is printed.
+Shows every stage, stream and engine of a running server, and its newest requests, from any machine that reaches its
+Redis. q quits, space pauses. If the output is not a terminal, it prints one snapshot and ends.
 """
 FLAGS: Final = (ConnectConfig, TopConfig, PrintConfig)
 

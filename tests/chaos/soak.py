@@ -420,4 +420,4 @@ def _as_plain(row: Row, requests: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(exit_code(main, sys.argv[1:]))

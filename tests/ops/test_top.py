@@ -149,8 +149,8 @@ def test_running_stages_are_shown_as_they_are(redis_url: str, log: RedisLog, top
 def test_another_namespace_is_another_log(lived: LivedRequests, top: Top) -> None:
     lived.submitted()
     lines = top.lines("--once", "--namespace", "blue")
-    assert "nobody works here: no stage has, under this --namespace" in lines
-    assert "no requests: none is kept" in lines
+    assert "no workers: none has registered under this --namespace" in lines
+    assert "no requests" in lines
 
 
 def test_of_many_that_live_the_newest_are_shown(lived: LivedRequests, top: Top) -> None:
@@ -368,13 +368,13 @@ def watched(redis_url: str) -> Callable[..., Any]:
 
 def is_whole(screen: Terminal) -> None:
     """See that each part is there once, in its place."""
-    screen.shows("q leaves")
+    screen.shows("q quits")
     lines = screen.lines
     assert "Valkey 9." in lines[0] or "Redis has not answered" in lines[0]
     assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in HEADS] == list(HEADS)
     last = next(index for index in reversed(range(len(lines))) if lines[index])
-    assert lines[last].startswith("q leaves  space pauses")
-    assert sum("q leaves" in line for line in lines) == 1
+    assert lines[last].startswith("q quits  space pauses")
+    assert sum("q quits" in line for line in lines) == 1
 
 
 HEADS = ("stage", "stream", "engine", "request")
@@ -413,7 +413,7 @@ def test_space_holds_the_picture_and_lets_it_go_on(lived: LivedRequests, watched
     with watched() as screen:
         screen.shows("no requests", "space pauses")
         screen.press(" ")
-        screen.shows("paused", "space goes on")
+        screen.shows("paused", "space continues")
         uid = lived.submitted()
         held = screen.lines
         deadline_s = time.monotonic() + 0.5  # many pictures long
@@ -426,7 +426,7 @@ def test_space_holds_the_picture_and_lets_it_go_on(lived: LivedRequests, watched
 @pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "Ctrl-C"])
 def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: str) -> None:
     with watched() as screen:
-        screen.shows("q leaves")
+        screen.shows("q quits")
         assert not screen.process.getecho()
         assert (
             not termios.tcgetattr(screen.process.child_fd)[3] & termios.ISIG
@@ -437,7 +437,7 @@ def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: s
 
 def test_sigterm_leaves_the_terminal_as_it_was(watched: Callable[..., Any]) -> None:
     with watched() as screen:
-        screen.shows("q leaves")
+        screen.shows("q quits")
         screen.process.kill(15)
         assert screen.ends(check=lambda: screen.process.getecho()) == 143
         assert screen.sent.rstrip().endswith(b"\x1b[?1049l")
