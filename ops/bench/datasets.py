@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from pipeline.config import flag
 from pydantic import BaseModel, Field, ValidationError
 
-from pipeline.config import flag
 from pipeline.errors import ConfigError
 
 _VOCABULARY: Final = (
