@@ -1,8 +1,10 @@
 # Needs nothing but Python >= 3.11 and make, and Docker for `containers`. Every target sets up what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that run tests. One more than cores: the slow tests mostly wait.
+TESTERS ?= 3
 
-.PHONY: venv serve bench test chaos clients containers lint types format clean
+.PHONY: venv serve bench test night chaos clients containers lint types format clean
 
 venv: .venv/.ready
 
@@ -22,7 +24,10 @@ bench: venv
 	@$(BIN)/minisgl bench compare $(ARGS)
 
 test: venv
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup --no-loadscope-reorder --durations=15 $(ARGS)
+
+night:
+	@.ci/night
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)

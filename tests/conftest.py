@@ -1,14 +1,16 @@
-"""The Redis servers that any test may use."""
+"""The Redis servers that any test may use, and how the tests of a run are chosen and dealt out."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from redis_servers import PLACES, Servers
+from selection import chosen, rest_at_night
 
 from pipeline.log import StreamLog
 from pipeline.memory_log import MemoryLog
@@ -19,6 +21,24 @@ from pipeline.redis_log import RedisLog
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the night what is its own, and begin with what is slow."""
+    items[:], left = chosen(items)
+    config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Deal out whole files, since their tests share servers and models; files of one `xdist_group` to one process."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return str(super()._split_scope(nodeid)).partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +55,9 @@ def redis_url(redis_servers: Servers) -> str:
     return redis_servers.url("wheel")
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=rest_at_night(PLACES))
 def each_redis_url(request: pytest.FixtureRequest, redis_servers: Servers) -> str:
-    """The address of an empty Redis, once for each version."""
+    """The address of an empty Redis, once for each version: the oldest on every change, all at night."""
     return redis_servers.url(request.param)
 
 
