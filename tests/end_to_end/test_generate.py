@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from event_stream import events_in
-from servers import Server, eventually, serve
+from servers import Server, eventually
 from transformers import PreTrainedTokenizerFast
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
 TEXT = "She sells sea shells by the sea shore; 你好, Grüße 🙂"
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("server"), "--model", str(llama3), "--dtype", "float32") as server:
-        yield server
+def server(llama3_server: Server) -> Server:
+    return llama3_server
 
 
 @pytest.fixture(scope="module")
