@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from redis_servers import PLACES, Servers
-from selection import chosen, rest_at_night
+from selection import chosen
 
 from pipeline.log import StreamLog
 from pipeline.memory_log import MemoryLog
@@ -55,9 +55,9 @@ def redis_url(redis_servers: Servers) -> str:
     return redis_servers.url("wheel")
 
 
-@pytest.fixture(params=rest_at_night(PLACES))
+@pytest.fixture(params=PLACES)
 def each_redis_url(request: pytest.FixtureRequest, redis_servers: Servers) -> str:
-    """The address of an empty Redis, once for each version: the oldest on every change, all at night."""
+    """The address of an empty Redis, once for each version."""
     return redis_servers.url(request.param)
 
 

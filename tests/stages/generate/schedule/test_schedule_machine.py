@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from selection import by_night
 
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import make_cache
@@ -23,7 +24,7 @@ EOS = 9
 LETTERS = st.integers(0, 2)
 """Few tokens, so that prefixes are shared."""
 WHICH = st.integers(0, 99)
-STORIES = settings(max_examples=200, stateful_step_count=40, deadline=None)
+STORIES = settings(max_examples=by_night(60, 200), stateful_step_count=40, deadline=None)
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
