@@ -1,8 +1,25 @@
-"""How the application is set up, where a test of what it does would take a minute."""
+"""How the application is set up, where a test of what comes of it would take a minute: that one waits for the night."""
 
 from __future__ import annotations
 
-from pipeline.memory_log import MemoryLog
-from web.app import MAX_BODY_BYTES, create_app
+import asyncio
+
+from pipeline.names import Names
+from pipeline.redis_log import AsyncRedisLog
+from web.app import create_app
 from web.frontend import Frontend
 from web.ready import Limits
+
+
+def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
+    """The stream of more than a minute is in `test_raw_sockets.py`."""
+
+    async def scenario() -> None:
+        log = AsyncRedisLog(redis_url, Names())
+        try:
+            app = create_app(Frontend("web-0", log, Limits(), lambda **_: None))
+            assert app.config["RESPONSE_TIMEOUT"] is None and app.config["BODY_TIMEOUT"] is None
+        finally:
+            await log.close()
+
+    asyncio.run(scenario())
