@@ -5,7 +5,7 @@ BIN := .venv/bin
 # a Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
-.PHONY: venv serve bench test night chaos clients containers lint types format clean
+.PHONY: venv serve bench test night chaos clients containers lint types format clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
@@ -29,6 +29,18 @@ test: venv
 
 night:
 	@.ci/night
+
+# With WHEELS=folder it needs no venv and no network, only a python3 that has torch, numpy, transformers, safetensors.
+ifdef WHEELS
+gpu-check:
+	@$(PYTHON) -m ops.bench.gpu --wheels '$(WHEELS)' $(ARGS)
+else
+gpu-check: venv
+	@$(BIN)/python -m ops.bench.gpu $(ARGS)
+endif
+
+gpu-wheels: venv
+	@$(BIN)/python -m ops.bench.gpu.wheels '$(or $(DIR),wheels)'
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)

@@ -28,8 +28,8 @@ from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 if TYPE_CHECKING:
     from ops.offline import LLM as LLM
     from pipeline.events import SamplingParams as SamplingParams
-    from pipeline.redis_log import RedisLog
-    from pipeline.supervisor import Job, Supervisor
+    from pipeline.log.redis import RedisLog
+    from pipeline.process.supervisor import Job, Supervisor
 
 USAGE = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
@@ -38,7 +38,7 @@ usage: minisgl serve [flags]                everything on this machine; `python 
        minisgl trace UID [flags]            what happened to a request of a server that runs
        minisgl top [flags]                  all of a server that runs, live in the terminal
        minisgl dead ACTION [flags]          requests that killed their workers: ls, show, requeue or drop
-       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, recovery or soak
+       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, recovery, soak or gpu
        minisgl --version
 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.
@@ -131,7 +131,7 @@ def _hide_secrets() -> None:
 
 def serve(config: Config) -> int:
     """Start Redis, where none is given, and every stage; stay until a signal comes."""
-    from pipeline.observe import configure_logging
+    from pipeline.process.observe import configure_logging
     from web.listener import open_listener
 
     configure_logging()
@@ -168,13 +168,13 @@ def serve(config: Config) -> int:
 
 def run_stage(config: Config) -> int:
     """Start the workers of one stage against a Redis that is there; stay until a signal comes."""
-    from pipeline.observe import configure_logging
+    from pipeline.process.observe import configure_logging
 
     configure_logging()
 
     import structlog
 
-    from pipeline.redis_check import check_server
+    from pipeline.log.check import check_server
     from web.listener import open_listener
 
     if not config.log.redis_url:
@@ -201,15 +201,15 @@ def run_stage(config: Config) -> int:
 
 def run_worker(config: Config) -> int:
     """Be one worker of a stage: a process that a supervisor started, or a container."""
-    from pipeline.observe import configure_logging
-    from pipeline.parent import die_with_supervisor
+    from pipeline.process.observe import configure_logging
+    from pipeline.process.parent import die_with_supervisor
 
     die_with_supervisor(os.environ)
     configure_logging(stage=config.stage)
     gc.disable()  # nothing that is imported is garbage, and looking for it takes a tenth of the time
 
-    from pipeline import failpoints
-    from pipeline.redis_log import RedisLog
+    from pipeline.log.redis import RedisLog
+    from pipeline.process import failpoints
 
     failpoints.arm(os.environ)
     if config.stage == WEB:
@@ -275,7 +275,7 @@ def _with_model(config: Config, folder: Path) -> Config:
 
 
 def _job(config: Config, stage: str, *extra: str, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> Job:
-    from pipeline.supervisor import Job
+    from pipeline.process.supervisor import Job
 
     return Job(stage, (*arguments_for(config, stage), *extra), fds, drain_s)
 
@@ -293,12 +293,12 @@ def _check_keys(config: Config) -> None:
 def _redis(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     """Give the URL of the Redis to use and what keeps it alive; end it afterwards if it is ours."""
     if config.log.redis_url:
-        from pipeline.redis_check import check_server
+        from pipeline.log.check import check_server
 
         check_server(config.log.redis_url)
         yield config.log.redis_url, _nothing
         return
-    from pipeline.redis_server import EmbeddedRedis
+    from pipeline.process.redis_server import EmbeddedRedis
 
     server = EmbeddedRedis(config.data_dir)
     try:
@@ -312,8 +312,8 @@ def _supervise_with_shell(
 ) -> int:
     """Run *jobs* until the shell before them ends, or a SIGTERM comes; return the exit code."""
     from ops.shell.foreground import Foreground
-    from pipeline.observe import configure_logging
-    from pipeline.supervisor import StartFailed
+    from pipeline.process.observe import configure_logging
+    from pipeline.process.supervisor import StartFailed
     from stages.generate.model.checkpoint import is_demo
     from web.listener import url_here
 
@@ -362,12 +362,12 @@ def _supervise(
 
     They write to *output*, where it is given, and *show* is told who is not ready yet.
     """
-    from pipeline.supervisor import ChildFailed, Supervisor
+    from pipeline.process.supervisor import ChildFailed, Supervisor
 
     logs = contextlib.ExitStack()
 
     def open_log() -> RedisLog:
-        from pipeline.redis_log import RedisLog
+        from pipeline.log.redis import RedisLog
 
         return logs.enter_context(contextlib.closing(RedisLog(url, Names(config.log.namespace))))
 
@@ -404,7 +404,7 @@ def _child_environment(
     """Return the environment of a worker: flags come by its command line, *secrets* and the URL, which may hold a
     password, here.
     """
-    from pipeline import failpoints
+    from pipeline.process import failpoints
 
     tests = (failpoints.VARIABLE, failpoints.FOLDER_VARIABLE)
     kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_") or name in tests}

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.config import ConnectConfig
 from pipeline.errors import ConfigError, LogUnavailable, MiniSGLError
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
-from pipeline.redis_server import socket_of, url_of
-from web.uids import uid_of
+from pipeline.process.redis_server import socket_of, url_of
+from web.wire.uids import uid_of
 
 
 class NotThere(MiniSGLError):

@@ -13,8 +13,8 @@ from ops.trace import as_json, lines_of, read_history, told_of, when
 from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, decode, new_uid
-from pipeline.history import copied_history
-from pipeline.log import Entry, StreamLog, Submission
+from pipeline.log.protocol import Entry, StreamLog, Submission
+from pipeline.views.history import copied_history
 
 USAGE: Final = """\
 usage: minisgl dead ls [flags]                   the requests that killed their workers, the newest first

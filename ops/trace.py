@@ -14,9 +14,9 @@ from ops.connection import NotThere, columns, named_first, one_line, running_log
 from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import UndecodableEvent
 from pipeline.events import SamplingParams
-from pipeline.history import story
-from pipeline.log import Entry, StreamLog
-from web.uids import drawn_ms, uid_of
+from pipeline.log.protocol import Entry, StreamLog
+from pipeline.views.history import story
+from web.wire.uids import drawn_ms, uid_of
 
 ABOUT: Final = """\
 Shows what happened to a request. UID is what the answer's header x-minisgl-uid says; the answer's id will do too.

@@ -21,10 +21,10 @@ from pydantic import Field, ValidationError
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Value
-from pipeline.log import GUEST, Owner, StreamLog
-from pipeline.measures import Measures
+from pipeline.log.protocol import GUEST, Owner, StreamLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
-from pipeline.parent import RUN_VARIABLE
+from pipeline.process.parent import RUN_VARIABLE
 
 logger = structlog.get_logger()
 
@@ -117,7 +117,7 @@ def acquire_guest(log: StreamLog, slot: str, lease_ms: int) -> Owner | None:
     return log.acquire(slot, GUEST + secrets.token_hex(4), lease_ms)
 
 
-def places(
+def slot_leases(
     log: StreamLog,
     lease_log: StreamLog,
     stage: str,
@@ -126,7 +126,7 @@ def places(
     preferred: int | None,
     stop: Ends,
     measures: Measures | None = None,
-) -> Generator[Place, None, None]:
+) -> Generator[SlotLease, None, None]:
     """Give a held slot, and after each loss another one, until *stop*; the one before is left by then.
 
     While the log cannot be reached it is tried again: a process that is ready waits, it does not end.
@@ -139,12 +139,12 @@ def places(
             stop.wait(AGAIN_S)
             continue
         structlog.contextvars.bind_contextvars(slot=owner.slot)
-        place = Place(lease_log, owner, lease_ms, measures)
+        slot_lease = SlotLease(lease_log, owner, lease_ms, measures)
         try:
-            yield place
+            yield slot_lease
         finally:
-            place.leave()
-        if place.lost.is_set():
+            slot_lease.leave()
+        if slot_lease.lost.is_set():
             logger.warning("slot_lost", slot=owner.slot, epoch=owner.epoch)
         preferred = slot_index(owner.slot)
 
@@ -261,7 +261,7 @@ class Announcement(Voice):
         self.leave()
 
 
-class Place(Voice):
+class SlotLease(Voice):
     """A held slot: renews the lease, publishes the status, watches the loop."""
 
     def __init__(self, log: StreamLog, owner: Owner, lease_ms: int, measures: Measures | None = None) -> None:
@@ -289,7 +289,7 @@ class Place(Voice):
             self.lost.set()
 
 
-def progress_reporter(place: Voice, detail: str) -> Callable[[float], None]:
+def progress_reporter(slot_lease: Voice, detail: str) -> Callable[[float], None]:
     """Return a function that publishes how far a load is, in steps of 5 %."""
     said = -1.0
 
@@ -297,6 +297,6 @@ def progress_reporter(place: Voice, detail: str) -> Callable[[float], None]:
         nonlocal said
         if progress - said >= 0.05 or progress >= 1:
             said = progress
-            place.say(phase="loading", detail=detail, progress=round(progress, 2))
+            slot_lease.say(phase="loading", detail=detail, progress=round(progress, 2))
 
     return report

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
-from pipeline.log import Entry, Inbox, StreamLog
-from pipeline.slots import Place
+from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.slots import SlotLease
 
 logger = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class Stop:
 def follow(
     log: StreamLog,
     inbox: Inbox,
-    place: Place,
+    slot_lease: SlotLease,
     handle: Handle,
     bury: Bury,
     stop: Stop,
@@ -73,10 +73,10 @@ def follow(
 
     *forget* is called when the log could not be reached: it may come back without what it had said yes to.
     """
-    reader = _Reader(log, inbox, place, bury, max_entries)
+    reader = _Reader(log, inbox, slot_lease, bury, max_entries)
     group_lost = True  # or not there yet
-    while not stop and not place.lost.is_set():
-        place.came_round()
+    while not stop and not slot_lease.lost.is_set():
+        slot_lease.came_round()
         try:
             if group_lost:
                 log.prepare(inbox)
@@ -96,16 +96,16 @@ def follow(
             stop.wait(BACKOFF_S)
         except Fenced as error:
             logger.warning("fenced", error=str(error))
-            place.lost.set()
+            slot_lease.lost.set()
 
 
 class _Reader:
     """Decides where the next entries come from."""
 
-    def __init__(self, log: StreamLog, inbox: Inbox, place: Place, bury: Bury, max_entries: int) -> None:
+    def __init__(self, log: StreamLog, inbox: Inbox, slot_lease: SlotLease, bury: Bury, max_entries: int) -> None:
         self._log = log
         self._inbox = inbox
-        self._place = place
+        self._slot_lease = slot_lease
         self._bury = bury
         self._max_entries = max_entries
         self._own: list[Entry] | None = None  # None: to be looked up
@@ -118,7 +118,7 @@ class _Reader:
         self._own = None
 
     def next(self) -> list[Entry]:
-        owner = self._place.owner
+        owner = self._slot_lease.owner
         if self._own is None:
             self._own = self._log.pending(self._inbox, owner.slot)
         if not self._own and time.monotonic() - self._looked_s > CLAIM_EVERY_S:
@@ -141,7 +141,7 @@ class _Reader:
         if not self._suspect:
             return True
         if entry.id not in self._tries:
-            self._tries[entry.id] = self._log.retry(self._inbox, self._place.owner, entry)
+            self._tries[entry.id] = self._log.retry(self._inbox, self._slot_lease.owner, entry)
         times = self._tries[entry.id]
         if times > MOST_DELIVERIES:
             logger.error("buried", stream=self._inbox.stream, id=entry.id, deaths=times - 1)

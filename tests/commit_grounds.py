@@ -15,10 +15,10 @@ import redis
 from commit_model import State
 from redis_servers import until
 
-from pipeline.log import Entry, StreamLog
-from pipeline.memory_log import MemoryLog
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry, StreamLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, slot_name
-from pipeline.redis_log import RedisLog
 
 NAMES: Final = Names("story")
 NUM_SLOTS: Final = 2

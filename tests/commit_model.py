@@ -27,7 +27,7 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import (
+from pipeline.log.protocol import (
     DeadLetter,
     Entry,
     Inbox,

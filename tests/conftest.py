@@ -12,10 +12,10 @@ from hypothesis import settings
 from redis_servers import PLACES, Servers
 from selection import chosen
 
-from pipeline.log import StreamLog
-from pipeline.memory_log import MemoryLog
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import StreamLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
 
 # Tests in the background of a script ignore Ctrl-C, and what they start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.events import SamplingParams, Submitted, Tokenized, new_uid
-from pipeline.log import Inbox, StreamLog
-from pipeline.measures import Measures
+from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
-from pipeline.slots import Place, acquire_slot
+from pipeline.slots import SlotLease, acquire_slot
 from pipeline.worker import Stop
-from stages.generate.courier import Courier
 from stages.generate.kvcache.base import PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
+from stages.generate.log_thread import LogThread
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.schedule.schedule import Identity, Limits, Schedule
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.generate.worker import GenerateWorker
 
 LEASE_MS = 3000
@@ -25,7 +25,13 @@ RETENTION_MS = 60_000
 CONTEXT = 64
 POISON = 150
 """A token on which the engine raises."""
-LIMITS = Limits(context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200)
+LIMITS = ScheduleLimits(
+    context=CONTEXT,
+    max_prefill_length=64,
+    mixed_prefill_length=16,
+    max_running_requests=8,
+    vocab_size=200,
+)
 
 
 class CountingEngine:
@@ -56,8 +62,8 @@ class Running:
     """An engine's loop in a thread."""
 
     worker: GenerateWorker
-    courier: Courier
-    place: Place
+    log_thread: LogThread
+    slot_lease: SlotLease
     engine: CountingEngine
     schedule: Schedule
     stop: Stop
@@ -70,7 +76,7 @@ class Running:
         except BaseException as error:
             self.errors.append(error)
         finally:
-            self.courier.stop()
+            self.log_thread.stop()
 
 
 @contextlib.contextmanager
@@ -79,7 +85,7 @@ def running(
     *,
     slot: int = 0,
     engine: CountingEngine | None = None,
-    limits: Limits = LIMITS,
+    limits: ScheduleLimits = LIMITS,
     num_pages: int = 64,
     pace_s: float = 0.0,
     heard: bool = True,
@@ -91,27 +97,27 @@ def running(
     """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends."""
     log = another_log()
     owner = acquire_slot(log, "generate", lease_ms, preferred=slot)
-    place = Place(another_log(), owner, lease_ms)
+    slot_lease = SlotLease(another_log(), owner, lease_ms)
     log.prepare(Inbox.steps(log.names, owner.slot))
     if heard:
         log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)
     identity = Identity(owner.slot, owner.epoch, "counting")
     schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
     measures = Measures()
-    courier = Courier(
+    log_thread = LogThread(
         courier_log or another_log(),
         owner,
         lease_ms=lease_ms,
         retention_ms=RETENTION_MS,
-        came_round=place.came_round,
+        came_round=slot_lease.came_round,
         measures=measures,
     )
     engine = engine or CountingEngine(pace_s)
     engine.broken = broken
-    worker = GenerateWorker(engine, schedule, courier, place, measures)
-    item = Running(worker, courier, place, engine, schedule, Stop(), measures)
+    worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures)
+    item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
     thread = threading.Thread(target=item.run)
-    courier.start()
+    log_thread.start()
     thread.start()
     try:
         yield item
@@ -119,7 +125,7 @@ def running(
         item.engine.gate.set()
         item.stop.set()
         thread.join(30)
-        place.leave()
+        slot_lease.leave()
         assert not thread.is_alive()
 
 

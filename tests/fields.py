@@ -1,6 +1,6 @@
 """Every field of a request that is honoured: what it takes, and a request that shows what it does.
 
-The rows are run against a server by `tests/end_to_end/test_fields.py`, what they refuse by `tests/web/test_fields.py`.
+`tests/end_to_end/test_fields.py` runs the rows against a server, `tests/web/wire/test_fields.py` what they refuse.
 The README's table is made of them: `python tests/fields.py` prints it.
 """
 

@@ -22,7 +22,7 @@ from pipeline.events import (
     Usage,
     new_uid,
 )
-from pipeline.log import DeadLetter, Inbox, Produced, StreamLog, Submission
+from pipeline.log.protocol import DeadLetter, Inbox, Produced, StreamLog, Submission
 from pipeline.names import SEAL, tokens_id
 
 MINUTE_MS = 60_000

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.measures import Counts, Measures, read_snapshot
-from pipeline.metrics import PREFIX, Family
+from pipeline.metrics.counters import Counts, Measures, read_snapshot
+from pipeline.metrics.families import PREFIX, Family
 
 
 def count_of(measures: Measures, family: Family, *labels: str) -> float:

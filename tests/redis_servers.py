@@ -20,7 +20,7 @@ import pytest
 import redis
 from servers import free_port
 
-from pipeline.address import parse_address
+from pipeline.log.address import parse_address
 
 OLDEST = (6, 2)
 SERVICE_URL = os.environ.get("MINISGL_TEST_REDIS_URL", "")

@@ -19,8 +19,8 @@ import httpx
 import psutil
 
 from ops.bench import nonsense
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
 
 ROOT = Path(__file__).resolve().parent.parent
 READY_TIMEOUT_S = 90.0

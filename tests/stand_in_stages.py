@@ -32,9 +32,9 @@ from pipeline.events import (
     Usage,
     decode,
 )
-from pipeline.log import Entry, Inbox, Owner, Produced
+from pipeline.log.protocol import Entry, Inbox, Owner, Produced
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, Names, slot_name, tokens_id
-from pipeline.redis_log import RedisLog
 from pipeline.slots import Phase, Status
 
 MODELS = ("org/demo", "demo")

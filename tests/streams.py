@@ -13,7 +13,7 @@ import psutil
 from servers import Command, Server
 
 from pipeline.events import AnyEvent, decode
-from pipeline.redis_log import RedisLog
+from pipeline.log.redis import RedisLog
 
 LONG = 400
 """Tokens of an answer that is long enough to be disturbed."""

@@ -20,10 +20,10 @@ from web.listener import open_listener
 
 PROGRAM = """
 import asyncio, os, sys
-import web.app, web.connections, web.frontend, web.server
+import web.app, web.connections, web.live.frontend, web.server
 from pipeline.config import parse_command
 
-web.server.DRAIN_S = web.server.HARD_EXIT_S = web.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
+web.server.DRAIN_S = web.server.HARD_EXIT_S = web.live.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
 web.app.BODY_TIMEOUT_S = web.connections.LINGER_S = float(sys.argv.pop(1))
 create_app = web.server.create_app
 deaf_ones = set()

@@ -10,12 +10,12 @@ from typing import Any
 
 from quart import Quart, Response
 
+from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, Names
-from pipeline.redis_log import AsyncRedisLog, RedisLog
 from web.app import create_app
-from web.frontend import Frontend
 from web.keys import Keys
-from web.ready import Limits
+from web.live.frontend import Frontend
+from web.live.ready import RequestLimits
 
 CHAT = "/v1/chat/completions"
 
@@ -30,7 +30,7 @@ class Site:
     def __init__(
         self,
         url: str,
-        limits: Limits,
+        limits: RequestLimits,
         name: str = "web-0",
         *,
         disconnect_grace_s: float = 0.0,
@@ -86,12 +86,12 @@ async def site(
     name: str = "web-0",
     *,
     ready: bool = True,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     disconnect_grace_s: float = 0.0,
     keys: Keys | None = None,
 ) -> AsyncIterator[Site]:
     """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over."""
-    site = Site(url, limits or Limits(), name, disconnect_grace_s=disconnect_grace_s, keys=keys)
+    site = Site(url, limits or RequestLimits(), name, disconnect_grace_s=disconnect_grace_s, keys=keys)
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):

@@ -13,11 +13,10 @@ from quart import Quart, Request, Response, g, request
 from werkzeug.exceptions import HTTPException, RequestTimeout
 
 from pipeline.errors import RequestError
-from pipeline.metrics import HTTP_REQUESTS, HTTP_RESPONSES
-from web.answers import error_response
-from web.frontend import Frontend
+from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from web.keys import Keys
-from web.openai.errors import CODES
+from web.live.frontend import Frontend
+from web.routes.answers import error_response
 from web.routes.cache import cache_routes
 from web.routes.docs import docs_routes
 from web.routes.generations import generation_routes
@@ -27,6 +26,7 @@ from web.routes.models import model_routes
 from web.routes.requests import request_routes
 from web.routes.tokenizer import tokenizer_routes
 from web.routes.unsupported import unsupported_routes
+from web.wire.openai.errors import CODES
 
 logger = structlog.get_logger()
 

@@ -29,7 +29,7 @@ from hypercorn.protocol.h11 import H11Protocol
 
 from pipeline.errors import RequestError
 from web.app import BODY_TIMEOUT_S, MAX_BODY_BYTES
-from web.openai.errors import error_body
+from web.wire.openai.errors import error_body
 
 logger = structlog.get_logger()
 

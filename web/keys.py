@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipeline.errors import ConfigError
-from pipeline.log import Quota
+from pipeline.log.protocol import Quota
 
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,255}")
 _EXPECTED: Final = "must be 1 to 255 visible ASCII characters, without a space"

@@ -25,17 +25,17 @@ import structlog
 
 from pipeline.config import Config
 from pipeline.errors import LogError
-from pipeline.measures import Measures
+from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import WEB, Names, slot_index
-from pipeline.redis_log import AsyncRedisLog, RedisLog
-from pipeline.slots import Place, acquire_slot
+from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
 from web.connections import Connection, Protocol
-from web.frontend import Frontend
-from web.janitor import Janitor
 from web.keys import Keys, read_keys
 from web.listener import BACKLOG, open_listener, url_to
-from web.ready import Limits
+from web.live.frontend import Frontend
+from web.live.janitor import Janitor
+from web.live.ready import RequestLimits
 
 logger = structlog.get_logger()
 
@@ -86,36 +86,36 @@ class Seat:
         self._lease_ms = lease_ms
         self._said: dict[str, object] = {}
         self.measures = measures
-        self.place = self._take(preferred)
+        self.slot_lease = self._take(preferred)
 
     def __enter__(self) -> Seat:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.place.leave()
+        self.slot_lease.leave()
         self._log.close()
         self._lease_log.close()
 
     @property
     def slot(self) -> str:
-        return self.place.owner.slot
+        return self.slot_lease.owner.slot
 
     def say(self, **changes: object) -> None:
-        """As Place.say."""
+        """As SlotLease.say."""
         self._said |= changes
-        self.place.say(**changes)
+        self.slot_lease.say(**changes)
 
     def retake(self) -> None:
         """Take a slot again, the one that was lost where it is free. Raises as the log does."""
-        logger.warning("slot_lost", slot=self.slot, epoch=self.place.owner.epoch)
-        before, self.place = self.place, self._take(slot_index(self.slot))
+        logger.warning("slot_lost", slot=self.slot, epoch=self.slot_lease.owner.epoch)
+        before, self.slot_lease = self.slot_lease, self._take(slot_index(self.slot))
         before.leave()
-        self.place.say(**self._said)
+        self.slot_lease.say(**self._said)
 
-    def _take(self, preferred: int | None) -> Place:
+    def _take(self, preferred: int | None) -> SlotLease:
         owner = acquire_slot(self._log, WEB, self._lease_ms, preferred=preferred)
         structlog.contextvars.bind_contextvars(slot=owner.slot)
-        return Place(self._lease_log, owner, self._lease_ms, self.measures)
+        return SlotLease(self._lease_log, owner, self._lease_ms, self.measures)
 
 
 def _address(listener: socket.socket) -> str:
@@ -127,7 +127,7 @@ async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     seat.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace))
-    limits = Limits(
+    limits = RequestLimits(
         timeout_s=config.requests.request_timeout_s,
         retention_s=config.log.retention_s,
         max_queued=config.requests.max_queued_requests,
@@ -193,8 +193,8 @@ async def _listen(frontend: Frontend, keys: Keys, listener: socket.socket, stop:
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
     """Tell the watchdog that the loop is alive; take a slot again when it is lost, and listen under its name."""
     while True:
-        seat.place.came_round()
-        if seat.place.lost.is_set():
+        seat.slot_lease.came_round()
+        if seat.slot_lease.lost.is_set():
             try:
                 await asyncio.to_thread(seat.retake)
                 frontend.rename(seat.slot)

@@ -8,7 +8,7 @@ from typing import Final, cast
 
 from pipeline.errors import ConfigError
 
-KINDS: Final = ("offline", "serve", "pipeline", "compare", "recovery", "soak")
+KINDS: Final = ("offline", "serve", "pipeline", "compare", "recovery", "soak", "gpu")
 USAGE: Final = """\
 usage: minisgl bench offline [flags]      the engine alone, in this process: tokens/s beside the machine's limits
        minisgl bench serve [flags]        any OpenAI server: TTFT, TPOT, ITL, E2E under load
@@ -16,6 +16,7 @@ usage: minisgl bench offline [flags]      the engine alone, in this process: tok
        minisgl bench compare [flags]      MiniSGL and transformers, or any server, in turn on the same requests
        minisgl bench recovery [flags]     the engine is killed under many streams: how long they pause, and why
        minisgl bench soak [flags]         thousands of short requests: what grows in the processes and in Redis
+       minisgl bench gpu [flags]          what works on a GPU, and how fast: phases within a budget of seconds
 
 Each explains its flags with --help.
 """

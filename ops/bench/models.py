@@ -27,7 +27,7 @@ SYLLABLES: Final = tuple(consonant + vowel for consonant in "bcdfghjklmnprstvwxy
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 with tied embeddings."""
+    """A Qwen3."""
 
     hidden_size: int
     num_layers: int
@@ -38,12 +38,15 @@ class Shape:
     vocab_size: int
     rope_theta: float
     max_positions: int
+    tie_embeddings: bool = True
 
 
 SHAPES: Final[Mapping[str, Shape]] = {
     "95m": Shape(768, 12, 12, 4, 64, 2304, 16_000, 10_000.0, 8192),
     "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 1_000_000.0, 40_960),  # that of Qwen3-0.6B
 }
+SHAPE_8B: Final = Shape(4096, 36, 32, 8, 128, 12_288, 151_936, 1_000_000.0, 40_960, tie_embeddings=False)
+"""That of Qwen3-8B, for weights that no file holds."""
 
 
 def ensure(name: str, parent: Path) -> Path:
@@ -73,6 +76,20 @@ def write(shape: Shape, folder: Path) -> None:
     from stages.generate.model.spec import read_spec, tensor_shapes
 
     tokens = _write_tokenizer(shape.vocab_size, folder)
+    write_config(shape, folder, tokens[STOP])
+    _write_json(folder / "generation_config.json", {"eos_token_id": [tokens[STOP], tokens[END]]})
+    generator = torch.Generator().manual_seed(SEED)
+    weights = {
+        name: torch.ones(size, dtype=torch.bfloat16)
+        if "norm" in name
+        else torch.empty(size, dtype=torch.bfloat16).normal_(std=SCALE, generator=generator)
+        for name, size in tensor_shapes(read_spec(folder)).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_config(shape: Shape, folder: Path, eos_id: int = 0) -> None:
+    """Write config.json into *folder*: all that an engine with random weights needs."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -88,20 +105,11 @@ def write(shape: Shape, folder: Path) -> None:
         "max_position_embeddings": shape.max_positions,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tie_embeddings,
         "attention_bias": False,
-        "eos_token_id": tokens[STOP],
+        "eos_token_id": eos_id,
     }
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {"eos_token_id": [tokens[STOP], tokens[END]]})
-    generator = torch.Generator().manual_seed(SEED)
-    weights = {
-        name: torch.ones(size, dtype=torch.bfloat16)
-        if "norm" in name
-        else torch.empty(size, dtype=torch.bfloat16).normal_(std=SCALE, generator=generator)
-        for name, size in tensor_shapes(read_spec(folder)).items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_tokenizer(vocab_size: int, folder: Path) -> dict[str, int]:

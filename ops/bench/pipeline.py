@@ -26,13 +26,13 @@ from ops.bench.pipeline_commits import COMMITS, Lives
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
-from pipeline.address import connect, without_password
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable
+from pipeline.log.address import connect, without_password
+from pipeline.log.check import check_server
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_check import check_server
-from pipeline.redis_log import RedisLog
-from pipeline.redis_server import EmbeddedRedis
+from pipeline.process.redis_server import EmbeddedRedis
 
 ABOUT: Final = """\
 Measures the log and the web process, without a model: each commit in a tight loop; what tokenizer, log and detokenizer

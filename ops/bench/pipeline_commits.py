@@ -18,7 +18,7 @@ from pipeline.events import (
     TokensProduced,
     new_uid,
 )
-from pipeline.log import Entry, Inbox, Owner, Produced, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner, Produced, StreamLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, slot_name, tokens_id
 
 COMMITS: Final = ("submit", "tokenized", "take", "step", "produced", "end")

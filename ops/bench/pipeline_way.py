@@ -20,16 +20,16 @@ from typing import Final
 import minisgl
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams, StepCompleted, Submitted, new_uid
-from pipeline.log import Inbox, Owner, StepCommitted
+from pipeline.log.protocol import Inbox, Owner, StepCommitted
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
-from pipeline.parent import SUPERVISOR_VARIABLE
-from pipeline.redis_log import RedisLog
-from pipeline.slots import Place, acquire_slot, read_statuses
+from pipeline.process.parent import SUPERVISOR_VARIABLE
+from pipeline.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.worker import Stop
-from stages.generate.courier import Courier
 from stages.generate.kvcache import make_cache
+from stages.generate.log_thread import LogThread
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 from stages.generate.worker import GenerateWorker
 
 PROMPT: Final = "A prompt of thirty-two letters!!"
@@ -178,7 +178,7 @@ class Way:
         return WayTimes(alone_us, engine.intervals_us(num_rows), commits_us, uids)
 
     @contextlib.contextmanager
-    def _engine_place(self) -> Iterator[tuple[Place, TimedLog]]:
+    def _engine_place(self) -> Iterator[tuple[SlotLease, TimedLog]]:
         """Hold the engine's slot, with a log for its loop and all streams that it reads."""
         log = TimedLog(self._url, self._names)
         with contextlib.closing(log), self._place() as place:
@@ -188,10 +188,10 @@ class Way:
 
     @contextlib.contextmanager
     def _loop(
-        self, place: Place, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
+        self, place: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
     ) -> Iterator[threading.Thread]:
         schedule = _schedule(num_rows, num_tokens, place.owner.slot, place.owner.epoch)
-        courier = Courier(log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
+        courier = LogThread(log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
         with _running(GenerateWorker(engine, schedule, courier, place), courier) as thread:
             yield thread
 
@@ -206,10 +206,10 @@ class Way:
         return uids
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[Place]:
+    def _place(self) -> Iterator[SlotLease]:
         """Hold the engine's slot, under a new epoch each time."""
         with contextlib.closing(self._log.another()) as lease_log:
-            place = Place(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
+            place = SlotLease(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
             try:
                 place.came_round(patience_s=READY_TIMEOUT_S)
                 place.say(phase="ready", models=("bench",), context=4096)
@@ -249,7 +249,7 @@ class Way:
 
 
 @contextlib.contextmanager
-def _running(worker: GenerateWorker, courier: Courier) -> Iterator[threading.Thread]:
+def _running(worker: GenerateWorker, courier: LogThread) -> Iterator[threading.Thread]:
     """Run an engine's loop in a thread until the block ends."""
     stop, errors = Stop(), list[BaseException]()
 
@@ -274,7 +274,7 @@ def _running(worker: GenerateWorker, courier: Courier) -> Iterator[threading.Thr
 
 def _schedule(num_rows: int, num_tokens: int, slot: str, epoch: int) -> Schedule:
     length = len(PROMPT) + num_tokens + 1
-    limits = Limits(
+    limits = ScheduleLimits(
         context=length,
         max_prefill_length=8192,
         mixed_prefill_length=512,

@@ -63,13 +63,13 @@ from ops.bench.recovery_figures import (
     what_is_wrong,
 )
 from ops.bench.serve import span
-from pipeline.address import connect
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import ConfigError
-from pipeline.log import Entry
+from pipeline.log.address import connect
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, Names
-from pipeline.redis_log import RedisLog
-from pipeline.redis_server import EmbeddedRedis, socket_of, url_of
+from pipeline.process.redis_server import EmbeddedRedis, socket_of, url_of
 from pipeline.slots import Status, parse_status, read_statuses
 
 ABOUT: Final = """\

@@ -24,7 +24,7 @@ from ops.bench.peers import SideFailed
 from ops.bench.report import KINDS_OF_FAILURE_SHOWN
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced, decode
-from pipeline.log import Entry
+from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, parse_id
 
 SLACK_S: Final = 0.5

@@ -27,12 +27,12 @@ from rich.status import Status as Shown
 from ops.bench import compare, models, report
 from ops.bench.compare import CompareConfig, Prompts
 from ops.bench.peers import Served, Workload, our_server
-from pipeline.address import connect
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.log.address import connect
+from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES, Names
-from pipeline.redis_log import RedisLog
-from pipeline.redis_server import socket_of, url_of
+from pipeline.process.redis_server import socket_of, url_of
 from pipeline.slots import read_statuses
 
 ABOUT: Final = """\

@@ -24,7 +24,7 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log import Entry, Submission
+from pipeline.log.protocol import Entry, Submission
 
 ENDPOINT: Final = "offline"
 BLOCK_MS: Final = 200

@@ -14,10 +14,10 @@ import orjson
 
 from pipeline.errors import RequestError
 from pipeline.events import SamplingParams, Submitted
-from stages.generate.schedule.schedule import Limits
+from stages.generate.schedule.schedule import ScheduleLimits
 from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
-from web.openai.schemas import parse_chat
-from web.submit import chat_events
+from web.wire.openai.schemas import parse_chat
+from web.wire.submit import chat_events
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, by the rules of /v1/chat/completions."""
@@ -41,7 +41,7 @@ def checked_requests(
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     encoder: PromptEncoder,
-    limits: Limits,
+    limits: ScheduleLimits,
 ) -> list[Request]:
     """Return a request for each prompt, in order.
 
@@ -77,7 +77,7 @@ def _is_conversation(prompt: Sequence[object]) -> TypeGuard[Sequence[Message]]:
     return all(isinstance(item, Mapping) for item in prompt)
 
 
-def _rendered(place: int, prompt: object, encoder: PromptEncoder, limits: Limits) -> Rendered:
+def _rendered(place: int, prompt: object, encoder: PromptEncoder, limits: ScheduleLimits) -> Rendered:
     if not isinstance(prompt, str) and (isinstance(prompt, bytes) or not isinstance(prompt, Sequence)):
         raise ValueError(f"prompts[{place}]: got {_kind(prompt)}, expected {EXPECTED}")
     if not prompt:
@@ -124,7 +124,7 @@ def _encode_one(place: int, prompt: Rendered, encoder: PromptEncoder) -> tuple[i
         raise ValueError(f"prompts[{place}]: could not be tokenized: {error}") from error
 
 
-def _check_tokens(place: int, token_ids: Sequence[int], limits: Limits) -> None:
+def _check_tokens(place: int, token_ids: Sequence[int], limits: ScheduleLimits) -> None:
     if not token_ids:
         raise ValueError(f"prompts[{place}]: has no tokens; pass some text")
     if len(token_ids) + 1 > limits.context:

@@ -18,15 +18,15 @@ from typing import Final, TypeAlias
 
 from pipeline.config import Config
 from pipeline.errors import MiniSGLError
-from pipeline.log import Inbox
-from pipeline.memory_log import MemoryLog
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, parse_id, slot_name
-from pipeline.slots import WATCHDOG_S, Place, acquire_slot, read_statuses
+from pipeline.slots import WATCHDOG_S, SlotLease, acquire_slot, read_statuses
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
 from stages.detokenize.worker import DetokenizeWorker, load_decoder
-from stages.generate.courier import Courier
+from stages.generate.log_thread import LogThread
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.resolve import resolve
@@ -45,7 +45,7 @@ Wrap: TypeAlias = Callable[[Forward], Forward]
 """Puts something around the engine, such as a clock."""
 
 
-class UnwatchedPlace(Place):
+class UnwatchedPlace(SlotLease):
     """A slot whose watchdog never barks: it would end the caller's process."""
 
     def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
@@ -132,7 +132,7 @@ class Stages:
         return thread
 
     @contextlib.contextmanager
-    def _place(self, stage: str) -> Iterator[Place]:
+    def _place(self, stage: str) -> Iterator[SlotLease]:
         place = UnwatchedPlace(self.log, acquire_slot(self.log, stage, LEASE_MS), LEASE_MS)
         place.came_round()
         try:
@@ -155,7 +155,7 @@ class Stages:
                 context=model.settings.limits.context,
                 fingerprint=model.fingerprint,
             )
-            courier = Courier(
+            courier = LogThread(
                 self.log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round
             )
             courier.start()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from pipeline.errors import ConfigError
-from pipeline.parent import request_death_signal
-from pipeline.supervisor import Supervisor
+from pipeline.process.parent import request_death_signal
+from pipeline.process.supervisor import Supervisor
 
 LOG_NAME: Final = "serve.log"
 LINES_SHOWN: Final = 20

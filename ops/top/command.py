@@ -17,7 +17,7 @@ from ops.top.screen import as_json, lines_of
 from ops.top.terminal import show
 from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import LogError
-from pipeline.picture import Picture, picture_of
+from pipeline.views.pipeline import PipelineView, view_of
 
 ABOUT: Final = """\
 Shows every stage, stream and engine of a server that runs, and its newest requests, from any machine that reaches its
@@ -36,16 +36,16 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         with running_log(connect) as log:
             reader = Reader(log)
-            first = picture_of(reader.read())
+            first = view_of(reader.read())
             console = Console(highlight=False)
             has_screen = console.is_terminal and not console.is_dumb_terminal
             if top.once or not (prints.as_json or has_screen):
                 time.sleep(top.interval_s)
-                picture = picture_of(reader.read())
-                _print_json(picture) if prints.as_json else _print_text(picture, console, environment)
+                view = view_of(reader.read())
+                _print_json(view) if prints.as_json else _print_text(view, console, environment)
             elif prints.as_json:
-                for picture in _pictures(reader, first, top.interval_s):
-                    _print_json(picture)
+                for view in _pictures(reader, first, top.interval_s):
+                    _print_json(view)
             else:
                 show(reader, top.interval_s, first, console)
     except KeyboardInterrupt:
@@ -55,24 +55,24 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return 0
 
 
-def _print_text(picture: Picture, console: Console, environment: Mapping[str, str]) -> None:
+def _print_text(view: PipelineView, console: Console, environment: Mapping[str, str]) -> None:
     width = console.width if console.is_terminal or "COLUMNS" in environment else 0
-    for line in lines_of(picture, width):
+    for line in lines_of(view, width):
         line.rstrip()
         console.print(line, soft_wrap=True)
 
 
-def _print_json(picture: Picture) -> None:
-    sys.stdout.write(as_json(picture).decode())
+def _print_json(view: PipelineView) -> None:
+    sys.stdout.write(as_json(view).decode())
     sys.stdout.flush()
 
 
-def _pictures(reader: Reader, last: Picture, interval_s: float) -> Iterator[Picture]:
+def _pictures(reader: Reader, last: PipelineView, interval_s: float) -> Iterator[PipelineView]:
     """Yield a picture after each interval; while the log cannot be read, the last one with the reason."""
     while True:
         time.sleep(interval_s)
         try:
-            last = picture_of(reader.read())
+            last = view_of(reader.read())
         except LogError as error:
             last = replace(last, error=str(error) or type(error).__name__)
         yield last

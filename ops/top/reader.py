@@ -1,12 +1,12 @@
-"""Reads a running server's log, again and again, into one `Reading`: a bounded piece of work each time."""
+"""Reads a running server's log, again and again, into one `Observed`: a bounded piece of work each time."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from pipeline.looks import Peek
-from pipeline.picture import Reading, asks_for, read_on
-from pipeline.redis_log import RedisLog
+from pipeline.log.redis import RedisLog
+from pipeline.log.snapshot import HistoryEnds
+from pipeline.views.pipeline import Observed, observe, queries_for
 
 SCANNED_AT_START: Final = 10_000
 """Keys of the server among which requests are looked for that ended before."""
@@ -21,22 +21,22 @@ class Reader:
 
     def __init__(self, log: RedisLog) -> None:
         self._log = log
-        self._reading: Reading | None = None
+        self._reading: Observed | None = None
         self._cursor = "0"
 
-    def read(self) -> Reading:
+    def read(self) -> Observed:
         """Look once more.
 
         Raises:
             LogError: The log cannot be read; the next look goes on from what was known.
         """
         found = self._search(SCANNED_LATER if self._reading is not None else SCANNED_AT_START)
-        look = self._log.look()
-        asks = list(asks_for(self._reading, look, found).items())
-        peeks: dict[str, Peek] = {}
+        snapshot = self._log.snapshot()
+        asks = list(queries_for(self._reading, snapshot, found).items())
+        peeks: dict[str, HistoryEnds] = {}
         for first in range(0, len(asks), PEEKED_AT_ONCE):
             peeks |= self._log.peek(dict(asks[first : first + PEEKED_AT_ONCE]))
-        self._reading = read_on(self._reading, look, peeks)
+        self._reading = observe(self._reading, snapshot, peeks)
         return self._reading
 
     def _search(self, max_keys: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""A `Picture` as lines of text, for a terminal of any size, a pipe or a program. Knows no log and no clock."""
+"""A `PipelineView` as lines of text, for a terminal of any size, a pipe or a program. Knows no log and no clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from ops.connection import one_line
-from pipeline.picture import EnginePicture, Picture, RequestPicture, SlotPicture
+from pipeline.views.pipeline import EngineView, PipelineView, RequestView, SlotView
 
 WIDE: Final = 110
 """Columns from which on nothing is abbreviated."""
@@ -65,7 +65,7 @@ class Section:
 class Screenful:
     """A picture on a whole screen."""
 
-    picture: Picture
+    view: PipelineView
     silent_s: float = 0.0
     """For how long there has been no later one, though one was due."""
     paused: bool = False
@@ -80,42 +80,42 @@ class Screenful:
 
     def lines(self, width: int, height: int) -> list[Text]:
         """Return so many lines at most, none of them wider."""
-        head, *body = lines_of(self.picture, width, height - 1, silent_s=self.silent_s, paused=self.paused)
-        if self.silent_s or self.picture.error:
+        head, *body = lines_of(self.view, width, height - 1, silent_s=self.silent_s, paused=self.paused)
+        if self.silent_s or self.view.error:
             for line in body:
                 line.stylize("dim")
         return [head, *body, self._foot(width)][:height]
 
     def _foot(self, width: int) -> Text:
         keys = f"q leaves{GAP}space {'goes on' if self.paused else 'pauses'}{GAP}every {self.interval_s:g} s"
-        said = one_line(self.picture.error)
+        said = one_line(self.view.error)
         line = Text(_cut(f"{keys}{GAP}{said}" if said else keys, width), "dim")
         if said:
             line.stylize("not dim red", len(keys))
         return line
 
 
-def as_json(picture: Picture) -> bytes:
+def as_json(view: PipelineView) -> bytes:
     """Return *picture* as one line."""
-    return orjson.dumps(picture, option=orjson.OPT_APPEND_NEWLINE)
+    return orjson.dumps(view, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def lines_of(
-    picture: Picture, width: int = 0, height: int = 0, *, silent_s: float = 0.0, paused: bool = False
+    view: PipelineView, width: int = 0, height: int = 0, *, silent_s: float = 0.0, paused: bool = False
 ) -> list[Text]:
     """Return *picture* in lines, the first is the head; 0: as wide, or as many, as there is to show."""
     is_wide = not width or width >= WIDE
     sections = [
-        _slots(picture),
-        _streams(picture),
-        _engines(picture.engines, is_wide),
-        _requests(picture.requests, width),
+        _slots(view),
+        _streams(view),
+        _engines(view.engines, is_wide),
+        _requests(view.requests, width),
     ]
     num_free = len(sections) if not height or height >= ROOMY else 0
     rooms = [len(section.rows) or 1 for section in sections]
     if height:
         rooms = shares(max(height - 1 - len(sections) - num_free, 0), rooms)
-    lines = [_head(picture, width, silent_s, paused)]
+    lines = [_head(view, width, silent_s, paused)]
     for section, room in zip(sections, rooms, strict=True):
         lines += [Text()] if num_free else []
         lines += _table(section, width, room)
@@ -194,9 +194,9 @@ def _fit(line: Text, width: int, style: str = "") -> Text:
 # What each part says
 
 
-def _head(picture: Picture, width: int, silent_s: float, paused: bool) -> Text:
-    addresses = [slot.address for slot in picture.slots if slot.address]
-    served = next((engine for engine in picture.engines if engine.model), None)
+def _head(view: PipelineView, width: int, silent_s: float, paused: bool) -> Text:
+    addresses = [slot.address for slot in view.slots if slot.address]
+    served = next((engine for engine in view.engines if engine.model), None)
     more = f" +{len(addresses) - 1}" if len(addresses) > 1 else ""
     is_wide = not width or width >= WIDE
     left = [f"{addresses[0]}{more}" if addresses else "no server listens"]
@@ -204,13 +204,13 @@ def _head(picture: Picture, width: int, silent_s: float, paused: bool) -> Text:
         left = [left[0].removeprefix("http://")]
     if served is not None:
         left += [served.model, f"{'context' if is_wide else 'ctx'} {served.context:,}"]
-    redis = picture.redis
+    redis = view.redis
     limit = f" of {_bytes(redis.max_bytes)}" if redis.max_bytes else ""
     up = f" up {age(redis.up_s * 1000)}" if is_wide else ""
     state = f"Redis {redis.version} {_bytes(redis.used_bytes)}{limit}{up}"
-    if silent_s or picture.error:
+    if silent_s or view.error:
         state = f"Redis has not answered for {silent_s:.0f} s"
-    when = f"{datetime.fromtimestamp(picture.at_ms / 1000):%H:%M:%S}"
+    when = f"{datetime.fromtimestamp(view.at_ms / 1000):%H:%M:%S}"
     right = one_line(GAP.join([*(["paused"] if paused else []), state, when]))
     said = one_line(GAP.join(left))
     if width:
@@ -218,25 +218,23 @@ def _head(picture: Picture, width: int, silent_s: float, paused: bool) -> Text:
         said = set_cell_size(_cut(said, room), room)
     line = Text(said, "bold")
     line.append(GAP)
-    line.append(right, "bold red" if silent_s or picture.error else "bold yellow" if paused else "")
+    line.append(right, "bold red" if silent_s or view.error else "bold yellow" if paused else "")
     return _fit(line, width)
 
 
-def _slots(picture: Picture) -> Section:
+def _slots(view: PipelineView) -> Section:
     return Section(
         names=("stage", "phase", "host:pid", "epoch", "lease", "pending", ""),
         widths=(12, 11, 8, 5, 8, 7, 0),
         aligns="<<<>>><",
         yields=(6, 2),
-        rows=[_slot(slot) for slot in picture.slots],
+        rows=[_slot(slot) for slot in view.slots],
         instead="nobody works here: no stage has, under this --namespace",
-        lesser=frozenset(
-            index for index, slot in enumerate(picture.slots) if slot.phase == "away" and not slot.pending
-        ),
+        lesser=frozenset(index for index, slot in enumerate(view.slots) if slot.phase == "away" and not slot.pending),
     )
 
 
-def _slot(slot: SlotPicture) -> list[Cell]:
+def _slot(slot: SlotView) -> list[Cell]:
     is_away = slot.phase == "away"
     phase = f"{slot.phase} {slot.progress:.0%}" if slot.phase == "loading" and slot.progress else slot.phase
     where = f"{slot.host}:{slot.pid}" if slot.pid else ""
@@ -254,28 +252,28 @@ def _slot(slot: SlotPicture) -> list[Cell]:
     ]
 
 
-def _streams(picture: Picture) -> Section:
+def _streams(view: PipelineView) -> Section:
     rows: list[list[Cell]] = [
         [(each.stream, ""), (f"{each.length:,}", ""), (f"{each.pending:,}", ""), (f"{each.lag:,}", ""), ("", "")]
-        for each in picture.streams
+        for each in view.streams
     ]
     totals = [
-        (f"live requests {picture.num_live:,}", ""),
-        (f"dead letters {picture.num_dead:,}", "bold red" if picture.num_dead else ""),
+        (f"live requests {view.num_live:,}", ""),
+        (f"dead letters {view.num_dead:,}", "bold red" if view.num_dead else ""),
     ]
     for row, total in zip(rows, totals, strict=False):
         row[-1] = total
     return Section(("stream", "length", "pending", "lag", ""), (16, 6, 7, 5, 0), "<>>><", (4, 0), rows)
 
 
-def _engines(engines: Sequence[EnginePicture], is_wide: bool) -> Section:
+def _engines(engines: Sequence[EngineView], is_wide: bool) -> Section:
     names = ("engine", "running", "waiting", "preempted", "cache", "hits", "tok/s in", "out", "TTFT p50", "ITL p50")
     short = ("engine", "run", "wait", "preempt", "cache", "hits", "tok/s in", "out", "TTFT p50", "ITL p50")
     rows = [_engine(engine) for engine in engines]
     return Section(names if is_wide else short, (10, 3, 4, 7, 5, 5, 8, 6, 8, 7), "<" + ">" * 9, (0,), rows, "no engine")
 
 
-def _engine(engine: EnginePicture) -> list[Cell]:
+def _engine(engine: EngineView) -> list[Cell]:
     texts = [
         _count(engine.running),
         _count(engine.waiting),
@@ -290,7 +288,7 @@ def _engine(engine: EnginePicture) -> list[Cell]:
     return [(engine.engine, ""), *((text, "" if text != "-" else "dim") for text in texts)]
 
 
-def _requests(requests: Sequence[RequestPicture], width: int) -> Section:
+def _requests(requests: Sequence[RequestView], width: int) -> Section:
     said = "no requests: none is kept", "and older ones"
     names: tuple[str, ...]
     widths: tuple[int, ...]
@@ -308,7 +306,7 @@ def _requests(requests: Sequence[RequestPicture], width: int) -> Section:
     return Section((*names, "endpoint"), (*widths, 0), "<<>>>>>><<", (1,), rows, *said)
 
 
-def _request(request: RequestPicture, *, took: bool, engine: str) -> list[Cell]:
+def _request(request: RequestView, *, took: bool, engine: str) -> list[Cell]:
     state = f"{request.state} {request.reason}".rstrip()
     until_end = age(request.took_ms) if request.took_ms is not None else "-"
     return [

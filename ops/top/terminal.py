@@ -20,7 +20,7 @@ from rich.live import Live
 from ops.top.reader import Reader
 from ops.top.screen import Screenful
 from pipeline.errors import LogError
-from pipeline.picture import Picture, picture_of
+from pipeline.views.pipeline import PipelineView, view_of
 
 LEAVE: Final = frozenset(b"qQ\x03")
 """q and Ctrl-C."""
@@ -36,10 +36,10 @@ EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 class Watch:
     """A thread that makes pictures, and wakes who waits for them."""
 
-    def __init__(self, reader: Reader, interval_s: float, first: Picture) -> None:
+    def __init__(self, reader: Reader, interval_s: float, first: PipelineView) -> None:
         self._reader = reader
         self._interval_s = interval_s
-        self.picture = first
+        self.view = first
         """The last one; where the log does not answer any more, with the reason."""
         self.made_s = time.monotonic()
         """When the log answered last."""
@@ -64,17 +64,17 @@ class Watch:
         try:
             while not self._stopped.wait(self._interval_s):
                 try:
-                    self.picture = picture_of(self._reader.read())
+                    self.view = view_of(self._reader.read())
                     self.made_s = time.monotonic()
                 except LogError as error:
-                    self.picture = replace(self.picture, error=str(error) or type(error).__name__)
+                    self.view = replace(self.view, error=str(error) or type(error).__name__)
                 os.write(self._wake, b".")
         except BaseException as error:
             self.broke = error
             os.write(self._wake, b".")
 
 
-def show(reader: Reader, interval_s: float, first: Picture, console: Console) -> None:
+def show(reader: Reader, interval_s: float, first: PipelineView, console: Console) -> None:
     """Show pictures until a key says to leave."""
     with (
         _keys() as keys,
@@ -82,14 +82,14 @@ def show(reader: Reader, interval_s: float, first: Picture, console: Console) ->
         Live(console=console, screen=True, auto_refresh=False) as live,
         _ended_by_sigterm(),
     ):
-        paused: Picture | None = None
+        paused: PipelineView | None = None
         listened = [watch.wakes, *keys]
         shown: object = None
         while watch.broke is None:
             silent_s = time.monotonic() - watch.made_s
-            is_silent = bool(watch.picture.error) or silent_s > interval_s + LATE_S
-            picture = watch.picture if paused is None else replace(paused, error=watch.picture.error)
-            screenful = Screenful(picture, round(silent_s) if is_silent else 0, paused is not None, interval_s)
+            is_silent = bool(watch.view.error) or silent_s > interval_s + LATE_S
+            view = watch.view if paused is None else replace(paused, error=watch.view.error)
+            screenful = Screenful(view, round(silent_s) if is_silent else 0, paused is not None, interval_s)
             if shown != (screenful, console.size):
                 shown = screenful, console.size
                 live.update(screenful, refresh=True)
@@ -100,7 +100,7 @@ def show(reader: Reader, interval_s: float, first: Picture, console: Console) ->
                 if key in LEAVE:
                     return
                 if key == PAUSE:
-                    paused = watch.picture if paused is None else None
+                    paused = watch.view if paused is None else None
     if watch.broke is not None:
         raise watch.broke
 

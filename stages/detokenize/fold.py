@@ -30,7 +30,7 @@ from pipeline.events import (
     ToldToken,
     Usage,
 )
-from pipeline.log import Produced
+from pipeline.log.protocol import Produced
 from pipeline.names import SEAL, parse_id, tokens_id
 from stages.detokenize.text import Decoder, IncrementalText, StopStrings
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.events import AnyEvent, Failed, Finished, StepCompleted, Submitted, TokensProduced
-from pipeline.log import Produced
-from pipeline.measures import Measures
-from pipeline.metrics import (
+from pipeline.log.protocol import Produced
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
     DECODE_SECONDS,
     FIRST_TOKEN_SECONDS,
@@ -36,7 +36,7 @@ class _Times:
     """When it got its last token; 0: it has none."""
 
 
-class Meter:
+class DetokenizeMeter:
     """The requests of one engine."""
 
     def __init__(self, measures: Measures) -> None:

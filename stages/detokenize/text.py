@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stages.detokenize.pieces import Piece
+from stages.detokenize.token_text import TokenText
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text; bytes that are no UTF-8 become U+FFFD."""
@@ -21,7 +21,7 @@ class Decoder:
     """Without special tokens."""
     special: Decode
     """With them."""
-    piece: Piece
+    piece: TokenText
     """Of a single one."""
 
 

@@ -13,17 +13,17 @@ from tokenizers import Tokenizer
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
 from pipeline.events import AnyEvent, Failed, StepCompleted, decode
-from pipeline.failpoints import failpoint
-from pipeline.log import DeadLetter, Entry, Inbox, Produced, StreamLog
-from pipeline.measures import Measures
-from pipeline.metrics import BURIED, COMMIT_SECONDS
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
-from pipeline.slots import Announcement, Place, acquire_guest, places
+from pipeline.process.failpoints import failpoint
+from pipeline.slots import Announcement, SlotLease, acquire_guest, slot_leases
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.meter import Meter
-from stages.detokenize.pieces import pieces_of
+from stages.detokenize.meter import DetokenizeMeter
 from stages.detokenize.text import Decoder
+from stages.detokenize.token_text import token_text_of
 
 logger = structlog.get_logger()
 
@@ -40,19 +40,19 @@ class DetokenizeWorker:
     def __init__(
         self,
         log: StreamLog,
-        place: Place,
+        slot_lease: SlotLease,
         fold: DetokenizeFold,
         engine: str,
         retention_ms: int,
         measures: Measures | None = None,
     ) -> None:
         self._log = log
-        self._place = place
+        self._slot_lease = slot_lease
         self._fold = fold
         self._engine = engine
         self._retention_ms = retention_ms
         self._measures = measures or Measures()
-        self._meter = Meter(self._measures)
+        self._meter = DetokenizeMeter(self._measures)
         self._last = (0, 0)
         """Epoch and number of the last step."""
 
@@ -104,11 +104,11 @@ class DetokenizeWorker:
 
         A worker that was stopped for long, and does not know yet that it lost this slot, may have read it.
         """
-        mine = self._log.pending(Inbox.steps(self._log.names, self._engine), self._place.owner.slot)
+        mine = self._log.pending(Inbox.steps(self._log.names, self._engine), self._slot_lease.owner.slot)
         return [earlier for earlier in mine if parse_id(earlier.id) < parse_id(entry.id)]
 
     def _handle(self, entry: Entry) -> None:
-        self._place.came_round()
+        self._slot_lease.came_round()
         try:
             step = self._step(entry)
         except UndecodableEvent as error:  # whose tokens it had is seen at the hole that they leave
@@ -157,7 +157,7 @@ class DetokenizeWorker:
     def _commit(self, entry: Entry, produced: Sequence[Produced]) -> bool:
         """Consume a step; False when that was done before."""
         began_s = time.perf_counter()
-        owner, retention_ms = self._place.owner, self._retention_ms
+        owner, retention_ms = self._slot_lease.owner, self._retention_ms
         done = self._log.produced(owner, entry, self._engine, produced, retention_ms=retention_ms)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
@@ -184,17 +184,22 @@ def load_decoder(folder: Path) -> Decoder:
     def special(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    return Decoder(plain, special, pieces_of(tokenizer))
+    return Decoder(plain, special, token_text_of(tokenizer))
 
 
 def serve(
-    log: StreamLog, place: Place, decoder: Decoder, retention_ms: int, stop: Stop, measures: Measures | None = None
+    log: StreamLog,
+    slot_lease: SlotLease,
+    decoder: Decoder,
+    retention_ms: int,
+    stop: Stop,
+    measures: Measures | None = None,
 ) -> None:
     """Serve the engine of the slot that *place* holds, until *stop* or until somebody else has the slot."""
-    engine = slot_name(GENERATE, slot_index(place.owner.slot))
-    worker = DetokenizeWorker(log, place, DetokenizeFold(decoder), engine, retention_ms, measures)
+    engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
+    worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, retention_ms, measures)
     inbox = Inbox.steps(log.names, engine)
-    follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
+    follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
 
 def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
@@ -213,10 +218,10 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
         daemon=True,
     )
     guests.start()
-    for place in places(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
-        place.say(phase="ready")
-        _say_whom_it_waits_for(log, slot_name(GENERATE, slot_index(place.owner.slot)))
-        serve(log, place, decoder, retention_ms, stop, measures)
+    for slot_lease in slot_leases(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
+        slot_lease.say(phase="ready")
+        _say_whom_it_waits_for(log, slot_name(GENERATE, slot_index(slot_lease.owner.slot)))
+        serve(log, slot_lease, decoder, retention_ms, stop, measures)
     guests.join()
     return 0
 
@@ -255,11 +260,11 @@ def look_after_others(
         if owner is None:
             return  # another is faster
         logger.info("guest", slot=slot, epoch=owner.epoch)
-        place = Place(lease_log, owner, lease_ms)
+        slot_lease = SlotLease(lease_log, owner, lease_ms)
         try:
-            serve(log, place, decoder, retention_ms, stop, measures)
+            serve(log, slot_lease, decoder, retention_ms, stop, measures)
         finally:
-            place.leave()
+            slot_lease.leave()
 
     while not stop.wait(LOOK_EVERY_S):
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.events import Admitted, EventRow, Preempted, StepCompleted, StepRow, TakenOver, TokenRow
-from pipeline.measures import Measures
-from pipeline.metrics import (
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import (
     GENERATION_TOKENS,
     KV_CACHE_USAGE,
     NUM_PREEMPTIONS,
@@ -23,7 +23,7 @@ from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Schedule
 
 
-class Meter:
+class EngineMeter:
     """Looks at each step of one engine on its way."""
 
     def __init__(self, measures: Measures, schedule: Schedule) -> None:

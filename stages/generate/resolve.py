@@ -12,7 +12,7 @@ from pipeline.config import EngineConfig
 from pipeline.errors import ConfigError
 from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
 from stages.generate.model.spec import ModelSpec
-from stages.generate.schedule.schedule import Limits
+from stages.generate.schedule.schedule import ScheduleLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Settings:
     threads: int
     page_size: int
     num_pages: int
-    limits: Limits
+    limits: ScheduleLimits
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
@@ -63,7 +63,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         available_bytes=available_memory_bytes(device),
     )
     max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
-    limits = Limits(
+    limits = ScheduleLimits(
         context=min(wanted, num_pages * page_size),
         max_prefill_length=max_prefill_length,
         mixed_prefill_length=config.mixed_prefill_length or min(512 if cuda else 16, max_prefill_length),

@@ -18,16 +18,16 @@ import structlog
 from pipeline.config import Config, DefaultsConfig
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
-from pipeline.failpoints import failpoint
-from pipeline.log import Owner, StreamLog
-from pipeline.measures import Measures
+from pipeline.log.protocol import Owner, StreamLog
+from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
-from pipeline.slots import Announcement, Place, places, progress_reporter
+from pipeline.process.failpoints import failpoint
+from pipeline.slots import Announcement, SlotLease, progress_reporter, slot_leases
 from pipeline.worker import Stop
-from stages.generate.courier import TOKENS_IN_DOUBT, Arrived, Courier, Ended, Flush, Lost, News
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
-from stages.generate.meter import Meter
+from stages.generate.log_thread import TOKENS_IN_DOUBT, Arrived, Ended, Flush, LogThread, Lost, News
+from stages.generate.meter import EngineMeter
 from stages.generate.model.checkpoint import check_folder, model_id
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
@@ -60,12 +60,17 @@ class GenerateWorker:
     """One engine's loop."""
 
     def __init__(
-        self, engine: Forward, schedule: Schedule, courier: Courier, place: Place, measures: Measures | None = None
+        self,
+        engine: Forward,
+        schedule: Schedule,
+        log_thread: LogThread,
+        slot_lease: SlotLease,
+        measures: Measures | None = None,
     ) -> None:
         self._engine = engine
         self._schedule = schedule
-        self._courier = courier
-        self._place = place
+        self._log_thread = log_thread
+        self._slot_lease = slot_lease
         self._let_go: list[str] = []
         """Uids that ended elsewhere; the next step says so."""
         self._rows: list[StepRow] = []
@@ -80,12 +85,12 @@ class GenerateWorker:
         """Who runs alone now, and how many tokens it had before."""
         self._next_check = 0
         """Number of the step from which on the books are looked at again."""
-        self._meter = Meter(measures or Measures(), schedule)
+        self._meter = EngineMeter(measures or Measures(), schedule)
 
     def run(self, stop: Stop) -> None:
         """Work until *stop* is set or the slot is lost."""
-        while not stop and not self._place.lost.is_set():
-            self._place.came_round(patience_s=STEP_TIMEOUT_S)
+        while not stop and not self._slot_lease.lost.is_set():
+            self._slot_lease.came_round(patience_s=STEP_TIMEOUT_S)
             self._take_in()
             self._try_suspects()
             planned = self._schedule.plan()
@@ -107,7 +112,7 @@ class GenerateWorker:
             elif self._let_go or self._rows:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
             else:
-                self._courier.idle(self._schedule.room)
+                self._log_thread.idle(self._schedule.room)
                 self._check_books()
                 self._wait_for_news(stop)
         if self._schedule.num_running:
@@ -129,9 +134,9 @@ class GenerateWorker:
             self._meter.computed(plan)
             return rows
         errors: dict[str, tuple[int, Exception]] = {}
-        for place, row in enumerate(plan.rows):
+        for slot_lease, row in enumerate(plan.rows):
             try:
-                self._engine.forward(BatchPlan(plan.step, (row,), int(place < plan.num_decode_rows)))
+                self._engine.forward(BatchPlan(plan.step, (row,), int(slot_lease < plan.num_decode_rows)))
             except Exception as error:
                 uid, n = self._schedule.holder(row.table)
                 errors[uid] = n, error
@@ -146,13 +151,13 @@ class GenerateWorker:
         return [*self._schedule.start_over(), *failed]
 
     def _take_in(self) -> None:
-        while (news := self._courier.hear()) is not None:
+        while (news := self._log_thread.hear()) is not None:
             self._fold(news)
 
     def _wait_for_news(self, stop: Stop) -> None:
-        while not stop and not self._place.lost.is_set():
-            self._place.came_round()
-            news = self._courier.hear(timeout_s=0.2)
+        while not stop and not self._slot_lease.lost.is_set():
+            self._slot_lease.came_round()
+            news = self._log_thread.hear(timeout_s=0.2)
             if news is not None:
                 self._fold(news)
                 return
@@ -170,14 +175,14 @@ class GenerateWorker:
         except Exception as error:  # books so wrong that they cannot be read
             problems = [f"the check failed: {error!r}"]
         if problems:
-            times = self._place.status.books_wrong + 1
+            times = self._slot_lease.status.books_wrong + 1
             logger.error("books_wrong", problems=problems, times=times)
-            self._place.say(books_wrong=times)
+            self._slot_lease.say(books_wrong=times)
 
     def _flush(self, control_id: str) -> None:
         pages = self._schedule.flush()
         logger.info("flushed", pages=pages)
-        self._place.say(flushed=control_id, flushed_pages=self._place.status.flushed_pages + pages)
+        self._slot_lease.say(flushed=control_id, flushed_pages=self._slot_lease.status.flushed_pages + pages)
 
     def _fold(self, news: News) -> None:
         match news:
@@ -270,7 +275,7 @@ class GenerateWorker:
             ),
         )
         self._meter.committed(event)
-        self._courier.commit(number, event, [*ended, *self._refused, *self._let_go], schedule.room, settled=settled)
+        self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], schedule.room, settled=settled)
         self._rows, self._let_go, self._refused = [], [], []
 
 
@@ -329,18 +334,18 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
         announcement.say(phase="loading", detail="torch")
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
     defaults = sampling_defaults(config.defaults, folder)
-    for place in places(log, lease_log, GENERATE, lease_ms, preferred=wanted, stop=stop, measures=measures):
+    for slot_lease in slot_leases(log, lease_log, GENERATE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         failpoint("generate.after_lease")
-        courier = Courier(
+        log_thread = LogThread(
             log,
-            place.owner,
+            slot_lease.owner,
             lease_ms=lease_ms,
             retention_ms=retention_ms,
-            came_round=functools.partial(place.came_round, patience_s=STEP_TIMEOUT_S),
+            came_round=functools.partial(slot_lease.came_round, patience_s=STEP_TIMEOUT_S),
             measures=measures,
         )
-        courier.start()
-        place.say(
+        log_thread.start()
+        slot_lease.say(
             phase="ready",
             models=config.names.served_model_name or (model_id(folder),),
             context=loaded.settings.limits.context,
@@ -348,12 +353,12 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
             fingerprint=loaded.fingerprint,
         )
         try:
-            GenerateWorker(loaded.engine, loaded.schedule(place.owner), courier, place, measures).run(stop)
+            GenerateWorker(loaded.engine, loaded.schedule(slot_lease.owner), log_thread, slot_lease, measures).run(stop)
         except Fenced as error:
             logger.warning("fenced", error=str(error))
-            place.lost.set()
+            slot_lease.lost.set()
         finally:
-            courier.stop()
+            log_thread.stop()
     return 0
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import SamplingParams, Submitted
-from pipeline.pieces import Spelling, text_of
+from pipeline.spelling import Spelling, text_of
 from stages.tokenize.description import description
 from stages.tokenize.templates import conversation_text
 

@@ -16,12 +16,12 @@ import structlog
 from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Answered, Failed, Submitted, Tokenized, decode
-from pipeline.failpoints import failpoint
-from pipeline.log import DeadLetter, Entry, Inbox, StreamLog
-from pipeline.measures import Measures
-from pipeline.metrics import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE
-from pipeline.slots import Announcement, Voice, places, read_statuses
+from pipeline.process.failpoints import failpoint
+from pipeline.slots import Announcement, Voice, read_statuses, slot_leases
 from pipeline.worker import BACKOFF_S, Stop, follow
 from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long
 
@@ -58,10 +58,15 @@ class TokenizeWorker:
     """The fold of the stage, between two commits of the log."""
 
     def __init__(
-        self, log: StreamLog, place: Voice, encoder: PromptEncoder, retention_ms: int, measures: Measures | None = None
+        self,
+        log: StreamLog,
+        slot_lease: Voice,
+        encoder: PromptEncoder,
+        retention_ms: int,
+        measures: Measures | None = None,
     ) -> None:
         self._log = log
-        self.place = place
+        self.slot_lease = slot_lease
         self._encoder = encoder
         self._retention_ms = retention_ms
         self._measures = measures or Measures()
@@ -73,7 +78,7 @@ class TokenizeWorker:
         """Tokenize and commit; what is wrong with one request fails that request alone."""
         failpoint("tokenize.after_read")
         began_s = time.perf_counter()
-        self.place.came_round(patience_s=LONGEST_BATCH_S)
+        self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
         self.learn_context()
         work: list[_Work] = []
         for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
@@ -86,7 +91,7 @@ class TokenizeWorker:
         for each in work:
             if each.is_brief:
                 continue
-            self.place.came_round(patience_s=LONGEST_BATCH_S)
+            self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
             if each.prompt is None:
                 self._answer_without_prompt(each)
             else:
@@ -162,7 +167,7 @@ class TokenizeWorker:
                 event = Tokenized(
                     token_ids=token_ids,
                     fingerprint=self._encoder.fingerprint,
-                    by=self.place.status.slot,
+                    by=self.slot_lease.status.slot,
                     bad_words=prompt.bad_words,
                 )
                 failpoint("tokenize.before_commit")
@@ -200,7 +205,7 @@ class TokenizeWorker:
     def _answer_with_tokens(self, work: _Work, token_ids: tuple[int, ...]) -> None:
         def answer() -> Answered:
             pieces = self._encoder.pieces(token_ids) if work.submitted.return_pieces else ()
-            return Answered(token_ids=token_ids, pieces=pieces, by=self.place.status.slot)
+            return Answered(token_ids=token_ids, pieces=pieces, by=self.slot_lease.status.slot)
 
         self._answer(work, answer)
 
@@ -208,7 +213,7 @@ class TokenizeWorker:
         def answer() -> Answered:
             describes = work.submitted.task == "describe"
             text = self._encoder.describe() if describes else self._encoder.decode(work.submitted)
-            return Answered(text=text, by=self.place.status.slot)
+            return Answered(text=text, by=self.slot_lease.status.slot)
 
         self._answer(work, answer)
 
@@ -265,18 +270,18 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
         encoder = PromptEncoder(folder)
         worker = TokenizeWorker(log, announcement, encoder, int(config.log.retention_s * 1000), measures)
         _wait_for_context(worker, announcement, stop)
-    for place in places(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
-        worker.place = place
-        place.say(phase="ready", fingerprint=encoder.fingerprint)
-        follow(log, inbox, place, worker.handle, worker.bury, stop, max_entries=MOST_READ)
+    for slot_lease in slot_leases(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
+        worker.slot_lease = slot_lease
+        slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
+        follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ)
     return 0
 
 
-def _wait_for_context(worker: TokenizeWorker, place: Voice, stop: Stop) -> None:
+def _wait_for_context(worker: TokenizeWorker, slot_lease: Voice, stop: Stop) -> None:
     """Wait for an engine, which alone knows how long a prompt may be."""
     said = False
     while not stop and not worker.context:
-        place.came_round()
+        slot_lease.came_round()
         try:
             worker.learn_context()
         except LogUnavailable as error:
@@ -284,6 +289,6 @@ def _wait_for_context(worker: TokenizeWorker, place: Voice, stop: Stop) -> None:
         if not worker.context:
             if not said:
                 logger.info("waiting_for", stages=[GENERATE], reason="it says how long a prompt may be")
-                place.say(phase="waiting", detail=GENERATE)
+                slot_lease.say(phase="waiting", detail=GENERATE)
                 said = True
             stop.wait(BACKOFF_S / 4)

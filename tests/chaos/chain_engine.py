@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from chaos.chain_model import ChainEngine
 
 import minisgl
-from pipeline import failpoints
 from pipeline.config import Config, arguments_for, parse_command
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.observe import configure_logging
-from pipeline.parent import die_with_supervisor
-from pipeline.redis_log import RedisLog
-from pipeline.supervisor import Job, Supervisor
+from pipeline.process import failpoints
+from pipeline.process.observe import configure_logging
+from pipeline.process.parent import die_with_supervisor
+from pipeline.process.supervisor import Job, Supervisor
 
 if TYPE_CHECKING:
     from stages.generate.worker import Loaded

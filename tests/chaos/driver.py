@@ -36,9 +36,9 @@ from servers import eventually
 
 from pipeline.errors import LogError, UndecodableEvent
 from pipeline.events import Submitted, decode
-from pipeline.log import Entry
+from pipeline.log.protocol import Entry
 from pipeline.names import GENERATE, SEAL, STAGES, TOKENIZE, parse_id
-from web.endpoints import CHAT_ENDPOINT
+from web.wire.endpoints import CHAT_ENDPOINT
 
 Action = Literal["kill", "stop"]
 ACTIONS: Final[tuple[Action, Action]] = ("kill", "stop")

@@ -78,7 +78,7 @@ def applied(mutation: Mutation) -> Iterator[None]:
 def forget(path: Path) -> None:
     """Drop what this process has of *path*: a commit's text, or all of our modules."""
     if path.suffix == ".lua":
-        calls = importlib.import_module("pipeline.redis_calls")
+        calls = importlib.import_module("pipeline.log.calls")
         calls.script_text.cache_clear()
         calls.script_sha.cache_clear()
         return

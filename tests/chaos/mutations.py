@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-COMMITS: Final = "pipeline/commits"
-CONTRACT: Final = "tests/pipeline/test_log_contract.py::"
-REDIS: Final = "tests/pipeline/test_redis_log.py::"
+COMMITS: Final = "pipeline/log/commits"
+CONTRACT: Final = "tests/pipeline/log/test_log_contract.py::"
+REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
 TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
 MACHINE: Final = (
-    "tests/pipeline/test_commit_machine.py"
+    "tests/pipeline/log/test_commit_machine.py"
     "::test_whatever_workers_do_every_request_ends_once_and_as_the_model_says[{server}]"
 )
 """Random stories beside a model, with a fixed seed here."""
 ZOMBIE: Final = (
-    "tests/pipeline/test_commit_machine.py"
+    "tests/pipeline/log/test_commit_machine.py"
     "::test_a_zombie_that_writes_between_the_fold_and_the_next_step_breaks_no_chain[{server}]"
 )
 
@@ -318,7 +318,7 @@ end
     ),
     Mutation(
         "a take whose reply was lost is done again",
-        "pipeline/redis_log.py",
+        "pipeline/log/redis.py",
         "calls.take(self.names, owner, max_entries, control_cursor), retry=False)",
         "calls.take(self.names, owner, max_entries, control_cursor))",
         (f"{REDIS}test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending[{{server}}]",),
@@ -332,14 +332,14 @@ end
     ),
     Mutation(
         "an engine goes on with its predecessor's requests before that one's last steps are in the histories",
-        "stages/generate/courier.py",
+        "stages/generate/log_thread.py",
         "while entries and self._log.backlog(",
         "while False and self._log.backlog(",
         ("tests/stages/generate/test_worker.py::test_an_engine_waits_for_the_steps_of_its_predecessor[memory]",),
     ),
     Mutation(
         "an engine takes over from a dead one before that one's last steps are in the histories",
-        "stages/generate/courier.py",
+        "stages/generate/log_thread.py",
         "if guest is None or self._log.backlog(Inbox.steps(self._log.names, guest.slot)):",
         "if guest is None:",
         (f"{TAKEOVER}test_an_engine_waits_for_the_steps_of_a_dead_one_and_serves_its_own_meanwhile[memory]",),

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from chaos.chain_engine import supervise
 
 from pipeline.config import Config, parse_command
+from pipeline.log.redis import RedisLog
 from pipeline.names import GENERATE, Names
-from pipeline.observe import configure_logging
-from pipeline.parent import die_with_supervisor
-from pipeline.redis_log import RedisLog
+from pipeline.process.observe import configure_logging
+from pipeline.process.parent import die_with_supervisor
 from stages.detokenize.worker import load_decoder
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.worker import Forward, Loaded, load, run_engine

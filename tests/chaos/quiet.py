@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Finished, SamplingParams, Submitted, Tokenized, TokensProduced, decode
-from pipeline.log import Entry
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names, parse_id
-from pipeline.redis_log import RedisLog
 from stages.generate.forward.sampler import sample
 from stages.generate.schedule.plan import Sample
 

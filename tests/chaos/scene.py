@@ -16,10 +16,10 @@ import psutil
 import redis
 from servers import ROOT, Command, free_port, run_command, wait_until_ready
 
-from pipeline.log import Entry
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names, parse_id
-from pipeline.redis_log import RedisLog
-from pipeline.redis_server import EmbeddedRedis
+from pipeline.process.redis_server import EmbeddedRedis
 from pipeline.slots import Status, read_statuses
 
 REDIS: Final = "redis"

@@ -16,7 +16,7 @@ from stages.detokenize.worker import load_decoder
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import BatchPlan, PlanRow
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 from stages.tokenize.prompts import PromptEncoder
 
 PAGE_SIZE = 4
@@ -35,7 +35,7 @@ def generate(
     asked: Sequence[tuple[int, ...]], *, num_pages: int = 400, damage: Damage = lambda plan: plan
 ) -> tuple[list[list[int]], int]:
     """Run *asked* through the schedule and the engine; return their tokens, and how often one was preempted."""
-    limits = Limits(
+    limits = ScheduleLimits(
         context=num_pages * PAGE_SIZE,
         max_prefill_length=16,
         mixed_prefill_length=5,

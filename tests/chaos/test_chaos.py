@@ -37,7 +37,7 @@ from pipeline.events import (
     Usage,
     encode,
 )
-from pipeline.log import Entry
+from pipeline.log.protocol import Entry
 from pipeline.names import GENERATE, SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
 
 SMALL = Settings(requests=110, turns=2)

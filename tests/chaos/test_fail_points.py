@@ -22,8 +22,8 @@ from selection import rest_at_night
 from servers import eventually
 
 from pipeline.errors import LogError
-from pipeline.failpoints import FOLDER_VARIABLE, LOSES_A_REPLY, POINTS, VARIABLE
 from pipeline.names import GENERATE, STAGES, WEB
+from pipeline.process.failpoints import FOLDER_VARIABLE, LOSES_A_REPLY, POINTS, VARIABLE
 
 pytestmark = pytest.mark.slow
 

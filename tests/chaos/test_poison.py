@@ -19,11 +19,11 @@ from redis_servers import running_server
 from selection import rest_at_night
 from servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
-from pipeline.history import copied_history, story
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
-from pipeline.redis_log import RedisLog
-from pipeline.redis_server import find_binary
+from pipeline.process.redis_server import find_binary
+from pipeline.views.history import copied_history, story
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from redis_servers import Servers, until
 
-from pipeline.address import connect, parse_address
 from pipeline.config import OWNERS, flags_of, parse_command
-from pipeline.redis_check import check_server
+from pipeline.log.address import connect, parse_address
+from pipeline.log.check import check_server
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -16,7 +16,7 @@ from streams import events_of
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.events import Finished, Submitted, TokensProduced
-from pipeline.redis_log import RedisLog
+from pipeline.log.redis import RedisLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 

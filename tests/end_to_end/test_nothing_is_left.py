@@ -29,7 +29,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
 from pipeline.names import LASTING, SEAL, Names
 
 pytestmark = pytest.mark.slow

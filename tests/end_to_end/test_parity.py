@@ -46,7 +46,7 @@ from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 from stages.tokenize.prompts import PromptEncoder
 
 pytestmark = pytest.mark.slow
@@ -439,7 +439,7 @@ def run_here(
         threads=1,
     )
     engine.kv_L2PKSD.zero_()  # a wrong page is a page of somebody else, not whatever the memory held
-    limits = Limits(
+    limits = ScheduleLimits(
         context,
         max_prefill_length=int(options.get("--max-prefill-length", "2048")),
         mixed_prefill_length=16,

@@ -10,8 +10,8 @@ from servers import Server, eventually, serve
 from streams import events_of
 
 from pipeline.events import Finished, SamplingParams, Submitted, new_uid
-from pipeline.log import Submission
-from pipeline.redis_log import RedisLog
+from pipeline.log.protocol import Submission
+from pipeline.log.redis import RedisLog
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from streams import LONG, PROMPTS, Stream, ask_all, body, events_of, family_of, 
 
 from ops.bench import nonsense
 from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
 
 pytestmark = pytest.mark.slow

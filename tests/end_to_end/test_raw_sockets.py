@@ -15,7 +15,7 @@ from raw_client import Client, connect, request
 from servers import Server, eventually, serve
 
 from pipeline.events import AnyEvent, Cancelled, Failed, Finished, TokensProduced, decode
-from pipeline.redis_log import RedisLog
+from pipeline.log.redis import RedisLog
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ from servers import Server, eventually, serve
 from streams import Stream, events_of, family_of, is_gone
 
 from pipeline.events import Admitted, AnyEvent, Finished, Preempted, TakenOver, TokensProduced
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import GENERATE
-from pipeline.redis_log import RedisLog
-from stages.generate.courier import TOKENS_IN_DOUBT
+from stages.generate.log_thread import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from servers import Server, eventually, serve
 from streams import LONG, PROMPTS, Stream, ask_all, body, events_of
 
 from pipeline.events import Cancelled, Finished, TakenOver, TokensProduced
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES, TOKENIZE
-from pipeline.redis_log import RedisLog
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ from servers import Command, Server, eventually, run_command, serve
 
 from ops.bench import nonsense
 from pipeline.events import Finished, Submitted, Tokenized, decode
-from pipeline.log import Entry, Inbox
+from pipeline.log.protocol import Entry, Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import TOKENIZE
-from pipeline.redis_log import RedisLog
 from pipeline.slots import read_statuses
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ from streams import LONG, PROMPTS, Stream, events_of
 
 from ops.bench import nonsense
 from pipeline.events import Finished, TakenOver, TokensProduced
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
-from pipeline.redis_log import RedisLog
 from pipeline.slots import Status, read_statuses
 
 pytestmark = pytest.mark.slow

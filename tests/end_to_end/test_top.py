@@ -17,8 +17,8 @@ from screens import terminal
 from servers import ROOT, Server, eventually, serve
 from streams import Stream, body
 
-from pipeline.history import story
 from pipeline.names import GENERATE
+from pipeline.views.history import story
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield server
 
 
-def picture(server: Server) -> dict[str, Any]:
+def view(server: Server) -> dict[str, Any]:
     """Run it for one picture, over two statuses of each worker."""
     words = ("top", "--once", "--json", "--redis-url", server.redis_url, "--interval", "1.2")
     done = subprocess.run([sys.executable, str(ROOT / "minisgl.py"), *words], capture_output=True, check=True)
@@ -53,7 +53,7 @@ def test_what_it_shows_is_what_metrics_and_the_histories_say(server: Server) -> 
     shown: dict[str, Any] = {}
 
     def is_still() -> bool:
-        shown.update(picture(server))
+        shown.update(view(server))
         (engine,) = shown["engines"]
         return engine["prefix_hits"] and engine["output_tokens_per_s"] == 0 and not engine["between_tokens_p50_s"]
 
@@ -115,7 +115,7 @@ def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
         streams = [Stream(server, f"Number {number}.", max_tokens=400) for number in range(3)]
         try:
             eventually(lambda: all(stream.num_frames for stream in streams), "all of them run")
-            shown = picture(server)
+            shown = view(server)
         finally:
             for stream in streams:
                 stream.leave()

@@ -12,10 +12,10 @@ from redis_servers import command
 
 from minisgl import main
 from pipeline.events import Submitted, decode
-from pipeline.history import copied_history, story
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
+from pipeline.views.history import copied_history, story
 
 ACTIONS = ("show", "requeue", "drop")
 

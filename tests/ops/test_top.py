@@ -27,18 +27,18 @@ from minisgl import main
 from ops.top.reader import SCANNED_AT_START, Reader
 from ops.top.screen import Screenful, age, as_json, lines_of, shares
 from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
-from pipeline.looks import RedisFacts
+from pipeline.log.redis import RedisLog
+from pipeline.log.snapshot import RedisFacts
 from pipeline.names import Names
-from pipeline.picture import (
+from pipeline.views.pipeline import (
     MOST_REQUESTS,
-    EnginePicture,
-    Picture,
-    RequestPicture,
-    SlotPicture,
-    StreamPicture,
-    picture_of,
+    EngineView,
+    PipelineView,
+    RequestView,
+    SlotView,
+    StreamView,
+    view_of,
 )
-from pipeline.redis_log import RedisLog
 
 SOON = ("--interval", "0.05")
 EVENT = Submitted(endpoint="/v1/completions", frontend="web-0", prompt="endless", sampling=SamplingParams())
@@ -71,11 +71,11 @@ class Top:
         assert said.err == ""
         return said.out.splitlines()
 
-    def picture(self, *arguments: str) -> dict[str, Any]:
+    def view(self, *arguments: str) -> dict[str, Any]:
         """Run it; return the one picture that it printed."""
         (line,) = self.lines("--once", "--json", *arguments)
-        picture: dict[str, Any] = json.loads(line)
-        return picture
+        view: dict[str, Any] = json.loads(line)
+        return view
 
 
 @pytest.fixture
@@ -112,15 +112,15 @@ def test_as_json_it_is_one_object_on_one_line(lived: LivedRequests, top: Top) ->
     failed, cancelled = sorted((lived.submitted(), lived.submitted()))  # two of one millisecond have any order
     lived.ended(failed, Failed(status=500, code="oops", message="It broke."))
     lived.ended(cancelled, Cancelled(by="client"))
-    picture = top.picture()
-    assert [(each["uid"], each["state"], each["reason"]) for each in picture["requests"]] == [
+    view = top.view()
+    assert [(each["uid"], each["state"], each["reason"]) for each in view["requests"]] == [
         (cancelled, "cancelled", "by client"),
         (failed, "failed", "oops"),
     ]
-    assert [slot["slot"] for slot in picture["slots"]] == ["generate-0", "detokenize-0"]
-    assert [each["stream"] for each in picture["streams"]] == ["submitted", "tokenized", "steps:generate-0"]
-    assert picture["redis"]["version"].startswith("6.2.") and picture["error"] == ""
-    assert [engine["output_tokens_per_s"] for engine in picture["engines"]] == [None]
+    assert [slot["slot"] for slot in view["slots"]] == ["generate-0", "detokenize-0"]
+    assert [each["stream"] for each in view["streams"]] == ["submitted", "tokenized", "steps:generate-0"]
+    assert view["redis"]["version"].startswith("6.2.") and view["error"] == ""
+    assert [engine["output_tokens_per_s"] for engine in view["engines"]] == [None]
 
 
 def test_running_stages_are_shown_as_they_are(redis_url: str, log: RedisLog, top: Top) -> None:
@@ -129,18 +129,18 @@ def test_running_stages_are_shown_as_they_are(redis_url: str, log: RedisLog, top
         uids = [f"{number:032x}" for number in range(3)]
         for uid in uids:
             log.submit(uid, EVENT, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
-        picture: dict[str, Any] = {}
-        while len([each for each in picture.get("requests", []) if each["tokens_per_s"]]) < 3:
-            picture = top.picture()
+        view: dict[str, Any] = {}
+        while len([each for each in view.get("requests", []) if each["tokens_per_s"]]) < 3:
+            view = top.view()
     finally:
         stand_in.close()
-    by_slot = {slot["slot"]: slot for slot in picture["slots"]}
+    by_slot = {slot["slot"]: slot for slot in view["slots"]}
     assert {slot: (each["phase"], each["host"]) for slot, each in by_slot.items()} == dict.fromkeys(
         ("tokenize-0", "generate-0", "detokenize-0"), ("ready", "here")
     )
-    assert by_slot["generate-0"]["pending"] == 3 and picture["num_live"] == 3
-    assert [(each["model"], each["context"]) for each in picture["engines"]] == [("org/demo", 128)]
-    seen = [(each["uid"], each["state"], each["engine"], each["prompt_tokens"]) for each in picture["requests"]]
+    assert by_slot["generate-0"]["pending"] == 3 and view["num_live"] == 3
+    assert [(each["model"], each["context"]) for each in view["engines"]] == [("org/demo", 128)]
+    seen = [(each["uid"], each["state"], each["engine"], each["prompt_tokens"]) for each in view["requests"]]
     assert seen == [(uid, "running", "generate-0", 5) for uid in reversed(uids)]
 
 
@@ -153,9 +153,9 @@ def test_another_namespace_is_another_log(lived: LivedRequests, top: Top) -> Non
 
 def test_of_many_that_live_the_newest_are_shown(lived: LivedRequests, top: Top) -> None:
     uids = sorted((lived.submitted() for _ in range(MOST_REQUESTS + 30)), reverse=True)
-    picture = top.picture()
-    assert [each["uid"] for each in picture["requests"]] == uids[:MOST_REQUESTS]
-    assert picture["num_live"] == len(uids)
+    view = top.view()
+    assert [each["uid"] for each in view["requests"]] == uids[:MOST_REQUESTS]
+    assert view["num_live"] == len(uids)
 
 
 def test_a_request_that_came_and_went_between_two_looks_is_found(lived: LivedRequests, log: RedisLog) -> None:
@@ -164,7 +164,7 @@ def test_a_request_that_came_and_went_between_two_looks_is_found(lived: LivedReq
     uid = lived.running()
     lived.tokens(uid, "a")
     lived.finished(uid, 1)
-    assert [(each.uid, each.state) for each in picture_of(reader.read()).requests] == [(uid, "finished")]
+    assert [(each.uid, each.state) for each in view_of(reader.read()).requests] == [(uid, "finished")]
 
 
 def test_a_long_prompt_is_read_once_and_the_tokens_of_an_answer_are_not(lived: LivedRequests, log: RedisLog) -> None:
@@ -174,7 +174,7 @@ def test_a_long_prompt_is_read_once_and_the_tokens_of_an_answer_are_not(lived: L
 
     def read() -> int:
         before = sent()
-        (shown,) = picture_of(reader.read()).requests
+        (shown,) = view_of(reader.read()).requests
         assert shown.output_tokens == 300
         return sent() - before
 
@@ -219,13 +219,13 @@ def test_as_json_it_says_that_redis_does_not_answer_and_goes_on(redis_servers: S
     with running_server(binary, tmp_path) as server:
         process = subprocess.Popen(program(server.url, "--json"), stdout=subprocess.PIPE)
         assert process.stdout is not None
-        pictures = (json.loads(line) for line in process.stdout)
-        first = next(pictures)
+        views = (json.loads(line) for line in process.stdout)
+        first = next(views)
         assert first["error"] == ""
-    silent = next(picture for picture in pictures if picture["error"])
+    silent = next(view for view in views if view["error"])
     assert silent["redis"] == first["redis"]
     with running_server(binary, tmp_path):
-        assert next(picture for picture in pictures if not picture["error"])["at_ms"] > silent["at_ms"]
+        assert next(view for view in views if not view["error"])["at_ms"] > silent["at_ms"]
         process.terminate()
         process.wait(20)
         process.stdout.close()
@@ -258,19 +258,19 @@ def test_a_command_line_that_cannot_work_ends_with_2(
 # what stands on a screen
 
 HOSTILE = "\x1b[2J\n漢字" * 9
-PICTURE = Picture(
+PICTURE = PipelineView(
     at_ms=1,
     redis=RedisFacts("7.0.15", 90_000, 3_200_000, 10**10),
     slots=tuple(
-        SlotPicture(f"generate-{index}", "away" if index % 2 else "loading", "d", 0.5, "h" * 30, 7, 1, 0, 0, "", 0)
+        SlotView(f"generate-{index}", "away" if index % 2 else "loading", "d", 0.5, "h" * 30, 7, 1, 0, 0, "", 0)
         for index in range(30)
     ),
-    streams=tuple(StreamPicture(f"steps:generate-{index}", 1, 1, 0) for index in range(30)),
+    streams=tuple(StreamView(f"steps:generate-{index}", 1, 1, 0) for index in range(30)),
     num_live=1,
     num_dead=2,
-    engines=tuple(EnginePicture(f"generate-{index}", "m", 128) for index in range(30)),
+    engines=tuple(EngineView(f"generate-{index}", "m", 128) for index in range(30)),
     requests=tuple(
-        RequestPicture(f"{index:032}.{index}", "running", "", "/v1", 1, None, 1, 0, 1, 0.5, "generate-0")
+        RequestView(f"{index:032}.{index}", "running", "", "/v1", 1, None, 1, 0, 1, 0.5, "generate-0")
         for index in range(50)
     ),
 )
@@ -279,16 +279,16 @@ SPOILT = replace(
     error=HOSTILE,
     redis=replace(PICTURE.redis, version=HOSTILE),
     slots=tuple(replace(slot, detail=HOSTILE, host=HOSTILE, address=HOSTILE) for slot in PICTURE.slots),
-    engines=(EnginePicture("generate-0", HOSTILE, 128),),
+    engines=(EngineView("generate-0", HOSTILE, 128),),
     requests=tuple(replace(each, uid=HOSTILE, reason=HOSTILE, endpoint=HOSTILE) for each in PICTURE.requests),
 )
 EMPTY = replace(PICTURE, slots=(), streams=(), engines=(), requests=())
 
 
-@pytest.mark.parametrize("picture", [PICTURE, SPOILT, EMPTY], ids=["full", "spoilt", "empty"])
-def test_a_screenful_is_never_larger_than_its_terminal_and_sends_it_nothing_but_text(picture: Picture) -> None:
+@pytest.mark.parametrize("view", [PICTURE, SPOILT, EMPTY], ids=["full", "spoilt", "empty"])
+def test_a_screenful_is_never_larger_than_its_terminal_and_sends_it_nothing_but_text(view: PipelineView) -> None:
     for width, height in itertools.product((1, 20, 80, 110, 200, 400), (1, 2, 5, 10, 24, 40, 300)):
-        lines = [line.plain for line in Screenful(picture, silent_s=3, paused=True).lines(width, height)]
+        lines = [line.plain for line in Screenful(view, silent_s=3, paused=True).lines(width, height)]
         assert len(lines) <= height
         assert max(map(cell_len, lines)) <= width
         assert all(line.isprintable() for line in lines)
@@ -345,8 +345,8 @@ def test_a_span_of_time_is_short() -> None:
 
 def test_a_uid_is_whole_at_80_columns_so_that_trace_takes_it(lived: LivedRequests, log: RedisLog) -> None:
     uid = lived.submitted()
-    picture = picture_of(Reader(log).read())
-    assert any(line.plain.split()[:1] == [uid] for line in Screenful(picture).lines(80, 24))
+    view = view_of(Reader(log).read())
+    assert any(line.plain.split()[:1] == [uid] for line in Screenful(view).lines(80, 24))
 
 
 # on a terminal

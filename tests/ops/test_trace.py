@@ -24,11 +24,11 @@ from pipeline.events import (
     encode,
     new_uid,
 )
-from pipeline.history import story
-from pipeline.log import Entry
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
-from pipeline.redis_server import SOCKET_PATH_LIMIT, EmbeddedRedis
+from pipeline.process.redis_server import SOCKET_PATH_LIMIT, EmbeddedRedis
+from pipeline.views.history import story
 
 
 @pytest.fixture

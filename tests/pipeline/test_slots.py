@@ -14,23 +14,23 @@ from redis_servers import until
 from structlog.contextvars import bound_contextvars
 
 from pipeline.errors import LogFull, LogUnavailable, UndecodableEvent
-from pipeline.log import Owner
-from pipeline.measures import Measures, read_snapshot
-from pipeline.memory_log import MemoryLog
-from pipeline.metrics import PROMPT_TOKENS
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Owner
+from pipeline.metrics.counters import Measures, read_snapshot
+from pipeline.metrics.families import PROMPT_TOKENS
 from pipeline.names import Names
 from pipeline.slots import (
     EXIT_STUCK,
     Announcement,
-    Place,
+    SlotLease,
     Status,
     acquire_guest,
     acquire_slot,
     known_statuses,
     parse_status,
-    places,
     progress_reporter,
     read_statuses,
+    slot_leases,
 )
 from pipeline.worker import Stop
 
@@ -67,8 +67,8 @@ def log() -> CountingLog:
 
 
 @pytest.fixture
-def place(log: CountingLog) -> Iterator[Place]:
-    held = Place(log, acquire_slot(log, "generate", SHORT_MS), SHORT_MS)
+def slot_lease(log: CountingLog) -> Iterator[SlotLease]:
+    held = SlotLease(log, acquire_slot(log, "generate", SHORT_MS), SHORT_MS)
     yield held
     held.leave()
 
@@ -97,26 +97,26 @@ def test_a_preferred_slot_is_waited_for_when_its_holder_is_dead(log: CountingLog
     assert (owner.slot, owner.epoch) == ("generate-1", 2)
 
 
-def test_a_preferred_slot_is_not_waited_for_when_its_holder_lives(log: CountingLog, place: Place) -> None:
+def test_a_preferred_slot_is_not_waited_for_when_its_holder_lives(log: CountingLog, slot_lease: SlotLease) -> None:
     owner = acquire_slot(log, "generate", SHORT_MS, preferred=0)
     assert owner.slot == "generate-1"
-    assert log.lease("generate-0").holder == str(place.owner)
+    assert log.lease("generate-0").holder == str(slot_lease.owner)
 
 
-def test_a_place_keeps_its_lease(log: CountingLog, place: Place) -> None:
+def test_a_place_keeps_its_lease(log: CountingLog, slot_lease: SlotLease) -> None:
     renewed(log, times=8)  # a third of the lease apart
-    assert log.lease("generate-0").holder == str(place.owner)
-    assert place.owner.epoch == 1
-    assert not place.lost.is_set()
+    assert log.lease("generate-0").holder == str(slot_lease.owner)
+    assert slot_lease.owner.epoch == 1
+    assert not slot_lease.lost.is_set()
 
 
-def test_a_place_publishes_what_its_worker_says(log: CountingLog, place: Place) -> None:
+def test_a_place_publishes_what_its_worker_says(log: CountingLog, slot_lease: SlotLease) -> None:
     recommended = {"temperature": 0.6, "top_k": 20, "top_p": 1.0}
-    place.say(phase="ready", models=("a", "b"), context=4096, sampling_defaults=recommended)
+    slot_lease.say(phase="ready", models=("a", "b"), context=4096, sampling_defaults=recommended)
     until(lambda: read_statuses(log, "generate")[0].phase == "ready")
     (status,) = read_statuses(log, "generate")
-    assert status == place.status
-    assert (status.slot, status.owner) == ("generate-0", str(place.owner))
+    assert status == slot_lease.status
+    assert (status.slot, status.owner) == ("generate-0", str(slot_lease.owner))
     assert (status.models, status.context) == (("a", "b"), 4096)
     assert status.sampling_defaults == recommended
     assert [type(value) for value in status.sampling_defaults.values()] == [float, int, float]
@@ -136,20 +136,20 @@ def test_a_place_publishes_what_its_process_has_measured_at_each_renewal(log: Co
         assert isinstance(tokens, int)
         return tokens
 
-    place = Place(log, acquire_slot(log, "generate", SHORT_MS), SHORT_MS, measures)
+    slot_lease = SlotLease(log, acquire_slot(log, "generate", SHORT_MS), SHORT_MS, measures)
     renewed(log, times=2)
     assert published() == 0
     for tokens in (3, 5):
         measures.add(PROMPT_TOKENS, amount=tokens)
         renewed(log, times=2)
         assert published() == 8 - 5 * (tokens == 3)
-    assert place.status.metrics == ""  # what was said before is not said again by whoever changes something else
-    place.leave()
+    assert slot_lease.status.metrics == ""  # what was said before is not said again by whoever changes something else
+    slot_lease.leave()
 
 
 def test_what_a_process_has_measured_is_told_from_each_of_its_places(log: CountingLog, stop: Stop) -> None:
     measures = Measures()
-    held = places(log, log, "generate", SHORT_MS, preferred=0, stop=stop, measures=measures)
+    held = slot_leases(log, log, "generate", SHORT_MS, preferred=0, stop=stop, measures=measures)
     first = next(held)
     measures.add(PROMPT_TOKENS, amount=3)
     lose(log, first, lease_ms=SHORT_MS)
@@ -160,38 +160,38 @@ def test_what_a_process_has_measured_is_told_from_each_of_its_places(log: Counti
     held.close()
 
 
-def test_a_place_says_that_it_is_lost_after_the_acquire_of_another(log: CountingLog, place: Place) -> None:
+def test_a_place_says_that_it_is_lost_after_the_acquire_of_another(log: CountingLog, slot_lease: SlotLease) -> None:
     log.cut_off = True
     until(lambda: log.lease("generate-0").holder == "")
     owner = log.acquire("generate-0", "another", LONG_MS)
     assert owner is not None
-    assert not place.lost.is_set()
+    assert not slot_lease.lost.is_set()
     log.cut_off = False
-    assert place.lost.wait(10)
-    place.leave()
+    assert slot_lease.lost.wait(10)
+    slot_lease.leave()
     assert log.lease("generate-0").holder == str(owner)
 
 
-def test_a_place_takes_its_lease_again_when_nobody_else_did(log: CountingLog, place: Place) -> None:
+def test_a_place_takes_its_lease_again_when_nobody_else_did(log: CountingLog, slot_lease: SlotLease) -> None:
     log.cut_off = True
     until(lambda: log.lease("generate-0").holder == "")
     log.cut_off = False
-    until(lambda: log.lease("generate-0").holder == str(place.owner))
-    assert not place.lost.is_set()
+    until(lambda: log.lease("generate-0").holder == str(slot_lease.owner))
+    assert not slot_lease.lost.is_set()
 
 
-def test_a_place_that_is_left_is_free_and_silent(log: CountingLog, place: Place) -> None:
+def test_a_place_that_is_left_is_free_and_silent(log: CountingLog, slot_lease: SlotLease) -> None:
     renewed(log)
-    place.leave()
+    slot_lease.leave()
     assert log.lease("generate-0").holder == ""
     assert log.statuses("generate") == {}
     assert acquire_slot(log, "generate", LONG_MS).slot == "generate-0"
 
 
-def test_a_place_can_be_left_without_a_log(log: CountingLog, place: Place) -> None:
+def test_a_place_can_be_left_without_a_log(log: CountingLog, slot_lease: SlotLease) -> None:
     log.cut_off = True
-    place.leave()
-    assert log.lease("generate-0").holder == str(place.owner)
+    slot_lease.leave()
+    assert log.lease("generate-0").holder == str(slot_lease.owner)
 
 
 # who has no slot yet
@@ -223,10 +223,10 @@ def test_a_place_says_how_its_worker_is_where_that_had_announced_itself(log: Cou
     with Announcement(log, "generate", SHORT_MS) as announcement:
         announcement.say(phase="loading")
         until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["loading"])
-    place = Place(log, acquire_slot(log, "generate", SHORT_MS, preferred=0), SHORT_MS)
-    place.say(phase="ready")
+    slot_lease = SlotLease(log, acquire_slot(log, "generate", SHORT_MS, preferred=0), SHORT_MS)
+    slot_lease.say(phase="ready")
     until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["ready"])
-    place.leave()
+    slot_lease.leave()
     assert log.statuses("generate") == {}
 
 
@@ -250,18 +250,18 @@ def test_an_announcement_outlives_a_log_that_is_away(log: CountingLog, monkeypat
 
 @pytest.fixture
 def stop() -> Iterator[Stop]:
-    with bound_contextvars(slot=""):  # `places` binds it for the lines of its process
+    with bound_contextvars(slot=""):  # `slot_leases` binds it for the lines of its process
         yield Stop()
 
 
-def lose(log: CountingLog, place: Place, *, lease_ms: int) -> Owner:
+def lose(log: CountingLog, slot_lease: SlotLease, *, lease_ms: int) -> Owner:
     """Have somebody else take the slot of *place*, for so long, while that cannot reach the log."""
     log.cut_off = True
-    until(lambda: log.lease(place.owner.slot).holder == "")
-    owner = log.acquire(place.owner.slot, "another", lease_ms)
+    until(lambda: log.lease(slot_lease.owner.slot).holder == "")
+    owner = log.acquire(slot_lease.owner.slot, "another", lease_ms)
     assert owner is not None
     log.cut_off = False
-    assert place.lost.wait(10)
+    assert slot_lease.lost.wait(10)
     return owner
 
 
@@ -273,7 +273,7 @@ def lease_threads(before: Sequence[threading.Thread]) -> list[str]:
 
 def test_who_lost_a_slot_gets_it_again_in_the_same_process_once_it_is_free(log: CountingLog, stop: Stop) -> None:
     before = threading.enumerate()
-    held = places(log, log, "generate", SHORT_MS, preferred=1, stop=stop)
+    held = slot_leases(log, log, "generate", SHORT_MS, preferred=1, stop=stop)
     first = next(held)
     another = lose(log, first, lease_ms=SHORT_MS)
     second = next(held)
@@ -284,8 +284,8 @@ def test_who_lost_a_slot_gets_it_again_in_the_same_process_once_it_is_free(log: 
 
 
 def test_who_lost_a_slot_to_a_living_worker_gets_the_lowest_free_one(log: CountingLog, stop: Stop) -> None:
-    held = places(log, log, "generate", SHORT_MS, preferred=1, stop=stop)
-    another = Place(log, lose(log, next(held), lease_ms=10 * SHORT_MS), 10 * SHORT_MS)
+    held = slot_leases(log, log, "generate", SHORT_MS, preferred=1, stop=stop)
+    another = SlotLease(log, lose(log, next(held), lease_ms=10 * SHORT_MS), 10 * SHORT_MS)
     assert next(held).owner.slot == "generate-0"
     assert log.lease("generate-1").holder == str(another.owner)
     held.close()
@@ -294,7 +294,7 @@ def test_who_lost_a_slot_to_a_living_worker_gets_the_lowest_free_one(log: Counti
 
 def test_who_was_given_no_preference_prefers_the_slot_that_it_had(log: CountingLog, stop: Stop) -> None:
     other = acquire_slot(log, "generate", LONG_MS)
-    held = places(log, log, "generate", SHORT_MS, preferred=None, stop=stop)
+    held = slot_leases(log, log, "generate", SHORT_MS, preferred=None, stop=stop)
     first = next(held)
     log.release(other)
     lose(log, first, lease_ms=SHORT_MS)
@@ -315,7 +315,7 @@ def test_a_slot_is_waited_for_while_the_log_is_away(
         return acquire(slot, nonce, lease_ms)
 
     monkeypatch.setattr(log, "acquire", away)
-    held = places(log, log, "generate", SHORT_MS, preferred=0, stop=stop)
+    held = slot_leases(log, log, "generate", SHORT_MS, preferred=0, stop=stop)
     assert next(held).owner.slot == "generate-0" and errors == []
     held.close()
 
@@ -326,13 +326,13 @@ def test_a_stop_ends_the_wait_for_a_slot(log: CountingLog, stop: Stop, monkeypat
         raise LogUnavailable("connection refused")
 
     monkeypatch.setattr(log, "acquire", away)
-    assert list(places(log, log, "generate", SHORT_MS, preferred=0, stop=stop)) == []
+    assert list(slot_leases(log, log, "generate", SHORT_MS, preferred=0, stop=stop)) == []
 
 
 def test_a_stop_ends_the_places_and_the_last_one_is_free(log: CountingLog, stop: Stop) -> None:
     given, before = [], threading.enumerate()
-    for place in places(log, log, "generate", SHORT_MS, preferred=0, stop=stop):
-        given.append(place.owner.epoch)
+    for slot_lease in slot_leases(log, log, "generate", SHORT_MS, preferred=0, stop=stop):
+        given.append(slot_lease.owner.epoch)
         renewed(log)
         stop.set()
     assert given == [1] and lease_threads(before) == []
@@ -345,19 +345,19 @@ def test_a_stop_ends_the_places_and_the_last_one_is_free(log: CountingLog, stop:
 def test_a_guest_looks_after_a_slot_that_nobody_holds_and_says_nothing_there(log: CountingLog) -> None:
     owner = acquire_guest(log, "generate-0", SHORT_MS)
     assert owner is not None and owner.is_guest
-    place = Place(log, owner, SHORT_MS)
+    slot_lease = SlotLease(log, owner, SHORT_MS)
     renewed(log, times=8)
     assert log.lease("generate-0").holder == str(owner)
     assert log.statuses("generate") == {} and set(log.published) == {""}
     assert acquire_guest(log, "generate-0", SHORT_MS) is None
-    place.leave()
+    slot_lease.leave()
     assert log.lease("generate-0").holder == ""
 
 
 def test_a_worker_gets_its_slot_from_a_guest_at_once_and_the_guest_learns_it(log: CountingLog) -> None:
     owner = acquire_guest(log, "generate-0", LONG_MS)
     assert owner is not None
-    guest = Place(log, owner, SHORT_MS)
+    guest = SlotLease(log, owner, SHORT_MS)
     worker = acquire_slot(log, "generate", LONG_MS, preferred=0)
     assert (worker.slot, worker.epoch) == ("generate-0", 2)
     assert guest.lost.wait(10)
@@ -365,10 +365,10 @@ def test_a_worker_gets_its_slot_from_a_guest_at_once_and_the_guest_learns_it(log
     assert log.lease("generate-0").holder == str(worker)
 
 
-def test_a_guest_gets_no_slot_of_a_worker(log: CountingLog, place: Place) -> None:
+def test_a_guest_gets_no_slot_of_a_worker(log: CountingLog, slot_lease: SlotLease) -> None:
     assert acquire_guest(log, "generate-0", SHORT_MS) is None
     renewed(log)
-    assert not place.lost.is_set()
+    assert not slot_lease.lost.is_set()
 
 
 # what is said
@@ -384,10 +384,10 @@ def test_a_status_comes_back_as_it_was() -> None:
     assert parse_status(status.model_dump_json()) == status
 
 
-def test_progress_is_published_in_steps(log: CountingLog, place: Place) -> None:
+def test_progress_is_published_in_steps(log: CountingLog, slot_lease: SlotLease) -> None:
     said: list[float] = []
-    place.say = lambda **changes: said.append(float(str(changes["progress"])))  # type: ignore[method-assign]
-    report = progress_reporter(place, "weights")
+    slot_lease.say = lambda **changes: said.append(float(str(changes["progress"])))  # type: ignore[method-assign]
+    report = progress_reporter(slot_lease, "weights")
     for percent in range(101):
         report(percent / 100)
     assert said[0] == 0
@@ -400,12 +400,12 @@ def run_worker(body: str) -> subprocess.CompletedProcess[str]:
     program = """
         import sys, threading, time
         from pipeline import slots
-        from pipeline.memory_log import MemoryLog
+        from pipeline.log.memory import MemoryLog
         from pipeline.names import Names
 
         slots.WATCHDOG_S = 0.2
         log = MemoryLog(Names("test"))
-        place = slots.Place(log, slots.acquire_slot(log, "generate", 60), 60)
+        slot_lease = slots.SlotLease(log, slots.acquire_slot(log, "generate", 60), 60)
     """
     text = textwrap.dedent(program) + textwrap.dedent(body)
     return subprocess.run(
@@ -423,7 +423,7 @@ def test_the_watchdog_leaves_a_process_alone_whose_loop_comes_round() -> None:
     done = run_worker("""
         until_s = time.monotonic() + 0.6
         while time.monotonic() < until_s:
-            place.came_round(patience_s=0.2)
+            slot_lease.came_round(patience_s=0.2)
             time.sleep(0.01)
         sys.exit(7)
     """)
@@ -432,7 +432,7 @@ def test_the_watchdog_leaves_a_process_alone_whose_loop_comes_round() -> None:
 
 def test_the_watchdog_has_the_patience_that_it_was_asked_for() -> None:
     done = run_worker("""
-        place.came_round(patience_s=30)
+        slot_lease.came_round(patience_s=30)
         time.sleep(0.6)
         sys.exit(7)
     """)

@@ -11,22 +11,22 @@ from redis_servers import Servers, command, until
 from pipeline import worker
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import Failed, SamplingParams, Submitted, Tokenized, new_uid
-from pipeline.log import Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
-from pipeline.slots import Place, acquire_slot
+from pipeline.slots import SlotLease, acquire_slot
 from pipeline.worker import MOST_DELIVERIES, Stop, follow
 
 LEASE_MS = 3000
 
 
 @contextlib.contextmanager
-def place_in(another_log: Callable[[], StreamLog], lease_ms: int = LEASE_MS) -> Iterator[Place]:
-    place = Place(another_log(), acquire_slot(another_log(), "tokenize", lease_ms), lease_ms)
+def place_in(another_log: Callable[[], StreamLog], lease_ms: int = LEASE_MS) -> Iterator[SlotLease]:
+    slot_lease = SlotLease(another_log(), acquire_slot(another_log(), "tokenize", lease_ms), lease_ms)
     try:
-        yield place
+        yield slot_lease
     finally:
-        place.leave()
+        slot_lease.leave()
 
 
 def submit(log: StreamLog, count: int) -> list[str]:
@@ -68,8 +68,8 @@ def test_one_read_brings_a_batch(another_log: Callable[[], StreamLog]) -> None:
     log.prepare(inbox)
     uids = submit(log, 5)
     stage = Stage(log, stop, 5)
-    with place_in(another_log) as place:
-        follow(log, inbox, place, stage, no_burial, stop, max_entries=4)
+    with place_in(another_log) as slot_lease:
+        follow(log, inbox, slot_lease, stage, no_burial, stop, max_entries=4)
     assert stage.batches == [uids[:4], uids[4:]]
 
 
@@ -78,10 +78,10 @@ def test_what_the_slot_had_read_before_comes_first_and_one_by_one(another_log: C
     inbox = Inbox.submitted(log.names)
     log.prepare(inbox)
     uids = submit(log, 5)
-    with place_in(another_log) as place:
-        assert len(log.read(inbox, place.owner.slot, max_entries=3, block_ms=100)) == 3
+    with place_in(another_log) as slot_lease:
+        assert len(log.read(inbox, slot_lease.owner.slot, max_entries=3, block_ms=100)) == 3
         stage = Stage(log, stop, 5)
-        follow(log, inbox, place, stage, no_burial, stop, max_entries=4)
+        follow(log, inbox, slot_lease, stage, no_burial, stop, max_entries=4)
     assert stage.batches == [[uids[0]], [uids[1]], [uids[2]], uids[3:]]
 
 
@@ -92,8 +92,8 @@ def test_an_unacknowledged_entry_of_a_dead_slot_reaches_a_living_one(another_log
     uids = submit(log, 2)
     log.read(inbox, "tokenize-7", max_entries=2, block_ms=100)  # nobody holds its lease
     stage = Stage(log, stop, 2)
-    with place_in(another_log) as place:
-        follow(log, inbox, place, stage, no_burial, stop, max_entries=4)
+    with place_in(another_log) as slot_lease:
+        follow(log, inbox, slot_lease, stage, no_burial, stop, max_entries=4)
     assert stage.batches == [[uids[0]], [uids[1]]]
 
 
@@ -111,8 +111,8 @@ def test_an_entry_whose_commit_failed_is_given_again(another_log: Callable[[], S
             raise LogUnavailable("the reply was lost")
         stage(entries)
 
-    with place_in(another_log) as place:
-        follow(log, inbox, place, fails_once, no_burial, stop, max_entries=4)
+    with place_in(another_log) as slot_lease:
+        follow(log, inbox, slot_lease, fails_once, no_burial, stop, max_entries=4)
     assert seen == [uids, [uids[0]], [uids[1]]]
 
 
@@ -130,8 +130,8 @@ def test_a_stream_that_vanished_is_made_again(redis_servers: Servers) -> None:
             command(url, "FLUSHALL")
             submit(log, 1)
 
-    with place_in(lambda: RedisLog(url, Names())) as place:
-        follow(log, inbox, place, then_lose_everything, no_burial, stop, max_entries=4)
+    with place_in(lambda: RedisLog(url, Names())) as slot_lease:
+        follow(log, inbox, slot_lease, then_lose_everything, no_burial, stop, max_entries=4)
     assert [len(batch) for batch in stage.batches] == [1, 1]
     log.close()
 
@@ -140,10 +140,10 @@ def test_a_worker_whose_slot_was_taken_leaves_its_loop(another_log: Callable[[],
     log = another_log()
     inbox = Inbox.submitted(log.names)
     log.prepare(inbox)
-    with place_in(another_log) as place:
-        place.lost.set()
-        follow(log, inbox, place, lambda entries: None, no_burial, Stop(), max_entries=4)
-        assert place.lost.is_set()
+    with place_in(another_log) as slot_lease:
+        slot_lease.lost.set()
+        follow(log, inbox, slot_lease, lambda entries: None, no_burial, Stop(), max_entries=4)
+        assert slot_lease.lost.is_set()
 
 
 def test_what_a_fenced_commit_raised_ends_the_loop_and_not_the_process(another_log: Callable[[], StreamLog]) -> None:
@@ -157,9 +157,9 @@ def test_what_a_fenced_commit_raised_ends_the_loop_and_not_the_process(another_l
         tries.append(uids_of(entries))
         raise Fenced("tokenize-0 has another owner")
 
-    with place_in(another_log) as place:
-        follow(log, inbox, place, fenced, no_burial, Stop(), max_entries=1)
-        assert place.lost.is_set() and len(tries) == 1
+    with place_in(another_log) as slot_lease:
+        follow(log, inbox, slot_lease, fenced, no_burial, Stop(), max_entries=1)
+        assert slot_lease.lost.is_set() and len(tries) == 1
 
 
 # what killed its workers
@@ -205,8 +205,8 @@ def test_an_entry_that_killed_its_workers_is_buried_once_and_the_loop_goes_on(
     poison, innocent = read_by_the_dead(log, inbox, MOST_DELIVERIES, MOST_DELIVERIES - 1)
     new = submit(log, 1)
     stage, cemetery = Stage(log, stop, 2), Cemetery(log, stop, 9)
-    with place_in(another_log) as place:
-        follow(log, inbox, place, stage, cemetery, stop, max_entries=4)
+    with place_in(another_log) as slot_lease:
+        follow(log, inbox, slot_lease, stage, cemetery, stop, max_entries=4)
     assert cemetery.buried == [(poison, MOST_DELIVERIES)]
     assert stage.batches == [[innocent], new]
     assert log.pending(inbox, "tokenize-0") == []
@@ -226,8 +226,8 @@ def test_each_start_counts_and_the_fifth_buries(another_log: Callable[[], Stream
         raise Killed
 
     while not cemetery.buried:
-        with place_in(another_log) as place, contextlib.suppress(Killed):
-            follow(log, inbox, place, dies, cemetery, stop, max_entries=4)
+        with place_in(another_log) as slot_lease, contextlib.suppress(Killed):
+            follow(log, inbox, slot_lease, dies, cemetery, stop, max_entries=4)
             deaths -= 1
         deaths += 1
     assert deaths == MOST_DELIVERIES == 4
@@ -253,23 +253,23 @@ def test_a_burial_that_the_log_did_not_take_is_done_again_and_the_entry_is_not_t
         stop.set()
         pytest.fail(f"{uids_of(entries)} was tried again")
 
-    with place_in(another_log) as place:
-        follow(log, inbox, place, never, bury, stop, max_entries=4)
+    with place_in(another_log) as slot_lease:
+        follow(log, inbox, slot_lease, never, bury, stop, max_entries=4)
     assert (refused, cemetery.buried) == ([MOST_DELIVERIES], [(poison, MOST_DELIVERIES)])
 
 
 class Tries(Stage):
     """Also says how often each entry was worked on by now."""
 
-    def __init__(self, log: StreamLog, inbox: Inbox, place: Place, stop: Stop, count: int) -> None:
+    def __init__(self, log: StreamLog, inbox: Inbox, slot_lease: SlotLease, stop: Stop, count: int) -> None:
         super().__init__(log, stop, count)
         self.inbox = inbox
-        self.place = place
+        self.slot_lease = slot_lease
         self.times: list[int] = []
 
     def __call__(self, entries: Sequence[Entry]) -> None:
         for entry in entries:  # a retry counts itself, too
-            self.times.append(self.log.retry(self.inbox, self.place.owner, entry) - 1)
+            self.times.append(self.log.retry(self.inbox, self.slot_lease.owner, entry) - 1)
         super().__call__(entries)
 
 
@@ -280,9 +280,9 @@ def test_what_another_died_of_is_counted_before_it_is_tried(another_log: Callabl
     read_by_the_dead(log, inbox, 1, 2)
     submit(log, 1)
     log.read(inbox, "tokenize-7", max_entries=1, block_ms=100)  # nobody holds its lease
-    with place_in(another_log) as place:
-        tries = Tries(log, inbox, place, stop, 3)
-        follow(log, inbox, place, tries, no_burial, stop, max_entries=4)
+    with place_in(another_log) as slot_lease:
+        tries = Tries(log, inbox, slot_lease, stop, 3)
+        follow(log, inbox, slot_lease, tries, no_burial, stop, max_entries=4)
     assert tries.times == [2, 3, 2]
 
 
@@ -297,8 +297,8 @@ def test_an_entry_whose_commit_fails_again_and_again_is_not_buried(
     read_by_the_dead(log, inbox, MOST_DELIVERIES - 1)
     submit(log, 1)
     failures: list[list[str]] = []
-    with place_in(another_log) as place:
-        tries = Tries(log, inbox, place, stop, 2)
+    with place_in(another_log) as slot_lease:
+        tries = Tries(log, inbox, slot_lease, stop, 2)
 
         def fails_first(entries: Sequence[Entry]) -> None:
             if len(failures) % 8 != 7:
@@ -307,7 +307,7 @@ def test_an_entry_whose_commit_fails_again_and_again_is_not_buried(
             failures.append([])
             tries(entries)
 
-        follow(log, inbox, place, fails_first, no_burial, stop, max_entries=4)
+        follow(log, inbox, slot_lease, fails_first, no_burial, stop, max_entries=4)
     assert tries.times == [MOST_DELIVERIES, 1] and len(failures) == 16
 
 
@@ -328,9 +328,9 @@ def test_entries_of_a_read_whose_reply_was_lost_are_found_and_count_as_no_death(
         return entries
 
     monkeypatch.setattr(log, "read", loses_the_first)
-    with place_in(another_log) as place:
-        tries = Tries(log, inbox, place, stop, 2)
-        follow(log, inbox, place, tries, no_burial, stop, max_entries=4)
+    with place_in(another_log) as slot_lease:
+        tries = Tries(log, inbox, slot_lease, stop, 2)
+        follow(log, inbox, slot_lease, tries, no_burial, stop, max_entries=4)
     assert lost == uids and tries.batches == [[uids[0]], [uids[1]]]
     assert tries.times == [1, 1]
 
@@ -363,14 +363,14 @@ def test_what_another_died_of_is_counted_also_when_it_was_hard_to_find(
 
     monkeypatch.setattr(log, "pending", shaky_pending)
     monkeypatch.setattr(log, "claim", shaky_claim)
-    with place_in(another_log) as place:
-        tries = Tries(log, inbox, place, stop, 3)
+    with place_in(another_log) as slot_lease:
+        tries = Tries(log, inbox, slot_lease, stop, 3)
 
         def shaky(entries: Sequence[Entry]) -> None:
             fail_once("commit")
             tries(entries)
 
-        follow(log, inbox, place, shaky, no_burial, stop, max_entries=4)
+        follow(log, inbox, slot_lease, shaky, no_burial, stop, max_entries=4)
     assert failed == {"pending", "claim", "commit"}
     assert tries.times == [2, 2, 2]
 
@@ -384,16 +384,16 @@ def test_what_a_former_owner_of_the_slot_reads_is_found_also_when_nothing_else_c
     log.prepare(inbox)
     (first,) = submit(log, 1)
     stranded: list[str] = []
-    with place_in(another_log) as place:
-        tries = Tries(log, inbox, place, stop, 2)
+    with place_in(another_log) as slot_lease:
+        tries = Tries(log, inbox, slot_lease, stop, 2)
 
         def meanwhile(entries: Sequence[Entry]) -> None:
             tries(entries)
             if not stranded:
                 stranded.extend(submit(log, 1))
-                assert uids_of(zombie.read(inbox, place.owner.slot, max_entries=4, block_ms=100)) == stranded
+                assert uids_of(zombie.read(inbox, slot_lease.owner.slot, max_entries=4, block_ms=100)) == stranded
 
-        follow(log, inbox, place, meanwhile, no_burial, stop, max_entries=4)
+        follow(log, inbox, slot_lease, meanwhile, no_burial, stop, max_entries=4)
     assert tries.batches == [[first], stranded]
     assert tries.times == [1, 1]
 

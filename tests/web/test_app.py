@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import Names
-from pipeline.redis_log import AsyncRedisLog
 from web.app import create_app
-from web.frontend import Frontend
-from web.ready import Limits
+from web.live.frontend import Frontend
+from web.live.ready import RequestLimits
 
 
 def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
@@ -17,7 +17,7 @@ def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
     async def scenario() -> None:
         log = AsyncRedisLog(redis_url, Names())
         try:
-            app = create_app(Frontend("web-0", log, Limits(), lambda **_: None))
+            app = create_app(Frontend("web-0", log, RequestLimits(), lambda **_: None))
             assert app.config["RESPONSE_TIMEOUT"] is None and app.config["BODY_TIMEOUT"] is None
         finally:
             await log.close()

@@ -25,12 +25,12 @@ from web_site import CHAT, Site, chat, error_of, site, until
 import web.routes.cache
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log import Quota
+from pipeline.log.protocol import Quota
 from pipeline.names import Names
 from web.keys import Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
-from web.pace import LONGEST_S, Pace
-from web.ready import Limits
+from web.live.ready import RequestLimits
+from web.live.retry_after import LONGEST_S, RetryAfter
 
 ANN, BOB = "sk-ann-0123456789", "sk-bob/+~!"
 
@@ -424,12 +424,12 @@ def test_what_was_refused_for_another_reason_is_not_counted(redis_url: str, stan
             async def act() -> list[int]:
                 forget_counts(redis_url)
                 statuses = []
-                here.frontend.limits = Limits(max_queued=1)
+                here.frontend.limits = RequestLimits(max_queued=1)
                 async with here.connection(chat("silent"), bearer(BOB)):
                     await until(lambda: command(redis_url, "ZCARD", Names().live))
                     statuses.append((await here.post(chat(), headers=bearer())).status_code)
                 await until(lambda: not here.frontend.is_busy)
-                here.frontend.limits = Limits()
+                here.frontend.limits = RequestLimits()
                 command(redis_url, "CONFIG", "SET", "maxmemory", "1")
                 statuses.append((await here.post(chat(), headers=bearer())).status_code)
                 command(redis_url, "CONFIG", "SET", "maxmemory", "0")
@@ -576,7 +576,7 @@ class Clock:
 
 def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = RetryAfter(clock)
     assert pace.retry_after_s() == 1  # nothing runs here
     for request in range(100):
         pace.begun(request)
@@ -595,7 +595,7 @@ def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
 
 def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = RetryAfter(clock)
     for request in range(4):
         pace.begun(request)
     pace.ended(0)
@@ -608,7 +608,7 @@ def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> Non
 
 def test_what_was_before_a_pause_does_not_count() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = RetryAfter(clock)
     pace.begun("a")
     clock.now_s += 20
     pace.ended("a")
@@ -621,7 +621,7 @@ def test_what_was_before_a_pause_does_not_count() -> None:
 
 def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = RetryAfter(clock)
     for request in range(1000):
         pace.begun(request)
     for request in range(900):
@@ -639,11 +639,11 @@ def test_a_server_without_room_says_when_there_is_some(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     async def scenario() -> None:
-        async with site(redis_url, limits=Limits(max_queued=1)) as here, here.connection(chat("silent")):
+        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
             await until(lambda: here.frontend._pace._running)
             if full == "log":
                 command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-            monkeypatch.setattr(Pace, "retry_after_s", lambda self: 17)
+            monkeypatch.setattr(RetryAfter, "retry_after_s", lambda self: 17)
             status, kind, code, again_s = await refused(await here.post(chat()))
             assert (status, kind, code, again_s) == (503, "service_unavailable", "overloaded", 17)
 

@@ -11,12 +11,12 @@ import structlog
 from quart import Blueprint, Response
 
 from pipeline.errors import LogError, RequestError
+from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import GENERATE, parse_id
-from pipeline.redis_log import AsyncRedisLog
 from pipeline.slots import Status, known_statuses
-from web.answers import json_response
-from web.frontend import Frontend
-from web.operations import operation
+from web.live.frontend import Frontend
+from web.routes.answers import json_response
+from web.routes.operations import operation
 
 logger = structlog.get_logger()
 

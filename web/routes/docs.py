@@ -6,9 +6,9 @@ from importlib.resources import files
 
 from quart import Blueprint, Response, current_app
 
-from web.answers import json_response
-from web.openapi import openapi
-from web.operations import operation
+from web.routes.answers import json_response
+from web.routes.openapi import openapi
+from web.routes.operations import operation
 
 
 def docs_routes() -> Blueprint:

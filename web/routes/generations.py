@@ -12,19 +12,19 @@ from quart import Blueprint, Response, g, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
-from pipeline.failpoints import failpoint
-from pipeline.log import Quota
-from web.answers import error_response, json_response, name_unknown, stream_response
-from web.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS, GENERATE_ENDPOINT
-from web.frontend import Frontend, OpenRequest
-from web.idempotency import HEADER, SCHEMA, once_of
-from web.native.schemas import SGLangRequest, TextRequest, parse_generate
-from web.openai.answers import choices_for
-from web.openai.errors import error_of
-from web.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from web.operations import EVENTS, JSON, operation
-from web.streams import frames_for, written
-from web.submit import Defaults, chat_events, completion_events, generate_events
+from pipeline.log.protocol import Quota
+from pipeline.process.failpoints import failpoint
+from web.live.frontend import Frontend, OpenRequest
+from web.live.idempotency import HEADER, SCHEMA, once_of
+from web.routes.answers import error_response, json_response, name_unknown, stream_response
+from web.routes.operations import EVENTS, JSON, operation
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS, GENERATE_ENDPOINT
+from web.wire.openai.answers import choices_for
+from web.wire.openai.errors import error_of
+from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
+from web.wire.streams import frames_for, written
+from web.wire.submit import Defaults, chat_events, completion_events, generate_events
 
 logger = structlog.get_logger()
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 from quart import Blueprint, Response
 
 from pipeline import VERSION
-from web.answers import json_response
-from web.frontend import Frontend
-from web.operations import operation
-from web.ready import PROBE
+from web.live.frontend import Frontend
+from web.live.ready import PROBE
+from web.routes.answers import json_response
+from web.routes.operations import operation
 
 
 def health_routes(frontend: Frontend) -> Blueprint:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quart import Blueprint, Response
 
-from web.frontend import Frontend
-from web.metrics import CONTENT_TYPE, Exposition
-from web.operations import operation
+from web.live.frontend import Frontend
+from web.live.metrics import CONTENT_TYPE, Exposition
+from web.routes.operations import operation
 
 
 def metrics_routes(frontend: Frontend) -> Blueprint:

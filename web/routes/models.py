@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quart import Blueprint, Response
 
-from web.answers import json_response
-from web.frontend import Frontend
-from web.operations import operation
+from web.live.frontend import Frontend
+from web.routes.answers import json_response
+from web.routes.operations import operation
 
 
 def model_routes(frontend: Frontend, created_s: int) -> Blueprint:

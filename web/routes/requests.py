@@ -16,14 +16,14 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import LogError, RequestError, UndecodableEvent
 from pipeline.events import Cancelled
-from pipeline.history import story
-from web.answers import json_response, name_unknown, stream_response
-from web.frontend import UNREACHABLE, Frontend
-from web.known import Known, cancel, find, living
-from web.native.schemas import AbortRequest, parse_abort
-from web.operations import EVENTS, operation
-from web.streams import EventFrames, frames_for, written
-from web.uids import drawn_ms, uid_of
+from pipeline.views.history import story
+from web.live.frontend import UNREACHABLE, Frontend
+from web.live.lookup import Lookup, cancel, find, living
+from web.routes.answers import json_response, name_unknown, stream_response
+from web.routes.operations import EVENTS, operation
+from web.wire.sglang.schemas import AbortRequest, parse_abort
+from web.wire.streams import EventFrames, frames_for, written
+from web.wire.uids import drawn_ms, uid_of
 
 logger = structlog.get_logger()
 
@@ -133,7 +133,7 @@ def _uid(name: str) -> str:
     return uid
 
 
-async def _find(frontend: Frontend, uid: str) -> Known:
+async def _find(frontend: Frontend, uid: str) -> Lookup:
     """Return what there is under *uid*. Raises RequestError when there is nothing, and as the log does."""
     known = await find(frontend.log, uid)
     if known is None:

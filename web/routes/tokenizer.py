@@ -7,12 +7,14 @@ from typing import Final
 from quart import Blueprint, Response
 
 from pipeline.events import Answered, Cancelled, Failed, Submitted
-from pipeline.failpoints import failpoint
-from web.answers import error_response, json_response
-from web.frontend import Frontend, OpenRequest
-from web.idempotency import HEADER, SCHEMA
-from web.openai.errors import error_of
-from web.openai.tokenizer import (
+from pipeline.process.failpoints import failpoint
+from web.live.frontend import Frontend, OpenRequest
+from web.live.idempotency import HEADER, SCHEMA
+from web.routes.answers import error_response, json_response
+from web.routes.generations import Parse, answer
+from web.routes.operations import operation
+from web.wire.openai.errors import error_of
+from web.wire.openai.tokenizer import (
     DESCRIBE_ENDPOINT,
     DETOKENIZE_ENDPOINT,
     TOKENIZE_ENDPOINT,
@@ -24,9 +26,7 @@ from web.openai.tokenizer import (
     text_body,
     tokens_body,
 )
-from web.operations import operation
-from web.routes.generations import Parse, answer
-from web.submit import Defaults
+from web.wire.submit import Defaults
 
 Asked = TokenizeRequest | DetokenizeRequest | DescribeRequest
 V1: Final = "/v1"

@@ -7,7 +7,7 @@ from typing import Final
 from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
-from web.answers import error_response
+from web.routes.answers import error_response
 
 PATHS: Final = (
     "/v1/audio/<path:rest>",

@@ -35,7 +35,7 @@ MOST_TAKEN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ScheduleLimits:
     """What bounds a plan; lengths are in tokens."""
 
     context: int
@@ -131,7 +131,7 @@ def _order(request: _Running) -> tuple[int, int]:
 class Schedule:
     """Waiting and running requests of one engine, and the pages they hold."""
 
-    def __init__(self, cache: PrefixCache, limits: Limits, eos_ids: Sequence[int], identity: Identity) -> None:
+    def __init__(self, cache: PrefixCache, limits: ScheduleLimits, eos_ids: Sequence[int], identity: Identity) -> None:
         assert limits.context <= cache.num_pages * cache.page_size, "the served context is what the cache holds"
         self.identity = identity
         self._cache = cache

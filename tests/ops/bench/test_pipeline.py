@@ -21,8 +21,8 @@ from ops.bench.pipeline_way import IdleEngine, WayTimes, step_times_alone
 from ops.bench.pipeline_web import WebTimes, cpu_s
 from ops.bench.report import Spread, spread_of
 from pipeline.events import SamplingParams
-from pipeline.log import Inbox
-from pipeline.memory_log import MemoryLog
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Inbox
 from pipeline.names import Names
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 

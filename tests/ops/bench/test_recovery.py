@@ -40,7 +40,7 @@ from pipeline.events import (
     Usage,
     encode,
 )
-from pipeline.log import Entry
+from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 
 TIMINGS = Timings(admitted_ms=20, first_token_ms=100, total_ms=1701)

@@ -18,9 +18,9 @@ from servers import ROOT, run_command
 from ops.bench import soak
 from ops.bench.soak import Memory, Process, Redis, Snapshot
 from pipeline.errors import MiniSGLError
-from pipeline.log import Inbox
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.redis_log import RedisLog
 
 SOAK = (sys.executable, str(ROOT / "minisgl.py"), "bench", "soak")
 MIB = 2**20

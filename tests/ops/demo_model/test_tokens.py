@@ -22,7 +22,7 @@ from ops.demo_model.tokens import (
     render,
     write_tokenizer,
 )
-from pipeline.pieces import Spelling
+from pipeline.spelling import Spelling
 from stages.generate.model.checkpoint import check_tokenizer
 
 

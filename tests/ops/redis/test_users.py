@@ -12,11 +12,11 @@ from lived_requests import LivedRequests
 from redis_servers import Servers, running_server
 
 from minisgl import main
-from pipeline.address import connect
 from pipeline.errors import LogUnavailable
-from pipeline.log import Inbox
+from pipeline.log.address import connect
+from pipeline.log.protocol import Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB, Names
-from pipeline.redis_log import RedisLog
 
 ROOT = Path(__file__).resolve().parents[3]
 ACL = (ROOT / "ops" / "redis" / "users.acl").read_text()

@@ -23,8 +23,8 @@ from terminal import Terminal, on_a_terminal
 from ops.bench import nonsense
 from ops.shell.conversation import Conversation, Turn, save
 from pipeline.events import AnyEvent, Cancelled, Finished, Submitted, TokensProduced, decode
+from pipeline.log.redis import RedisLog
 from pipeline.names import WEB, Names
-from pipeline.redis_log import RedisLog
 
 pytestmark = pytest.mark.slow
 

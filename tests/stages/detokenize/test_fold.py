@@ -29,7 +29,7 @@ from pipeline.events import (
     TokensProduced,
     ToldToken,
 )
-from pipeline.log import Produced
+from pipeline.log.protocol import Produced
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decoder

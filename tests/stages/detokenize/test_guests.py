@@ -30,11 +30,11 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.log import GUEST, Entry, Inbox, StreamLog
-from pipeline.measures import Measures
-from pipeline.metrics import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
+from pipeline.log.protocol import GUEST, Entry, Inbox, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, slot_name
-from pipeline.slots import Place, acquire_guest, acquire_slot
+from pipeline.slots import SlotLease, acquire_guest, acquire_slot
 from pipeline.worker import MOST_DELIVERIES, Stop
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decoder
@@ -124,8 +124,8 @@ class Detokenizer:
         owner = acquire_guest(self.log, slot, LEASE_MS) if guest else self.log.acquire(slot, new_uid(), LEASE_MS)
         assert owner is not None
         self.owner = owner
-        self.place = Place(another_log(), owner, LEASE_MS)
-        self.worker = DetokenizeWorker(self.log, self.place, DetokenizeFold(DECODER), engine.slot, RETENTION_MS)
+        self.slot_lease = SlotLease(another_log(), owner, LEASE_MS)
+        self.worker = DetokenizeWorker(self.log, self.slot_lease, DetokenizeFold(DECODER), engine.slot, RETENTION_MS)
 
     def read(self, max_entries: int = 100) -> list[Entry]:
         return self.log.read(self.inbox, self.owner.slot, max_entries=max_entries, block_ms=0)
@@ -135,27 +135,27 @@ class Detokenizer:
 
     def lose(self) -> None:
         """Stand still for so long that the slot is free; what it has read it goes on with when a test has it."""
-        self.place.leave()
+        self.slot_lease.leave()
 
     def leave(self) -> None:
-        self.place.leave()
+        self.slot_lease.leave()
 
 
 @contextlib.contextmanager
 def serving(
     another_log: Callable[[], StreamLog], index: int, lease_ms: int = LEASE_MS, *, measures: Measures | None = None
-) -> Iterator[Place]:
+) -> Iterator[SlotLease]:
     """Run a detokenizer's worker in its slot, until the block ends."""
     log, stop = another_log(), Stop()
-    place = Place(another_log(), acquire_slot(log, "detokenize", lease_ms, preferred=index), lease_ms)
-    thread = threading.Thread(target=serve, args=(log, place, DECODER, RETENTION_MS, stop, measures))
+    slot_lease = SlotLease(another_log(), acquire_slot(log, "detokenize", lease_ms, preferred=index), lease_ms)
+    thread = threading.Thread(target=serve, args=(log, slot_lease, DECODER, RETENTION_MS, stop, measures))
     thread.start()
     try:
-        yield place
+        yield slot_lease
     finally:
         stop.set()
         thread.join(30)
-        place.leave()
+        slot_lease.leave()
         assert not thread.is_alive()
 
 
@@ -194,12 +194,12 @@ def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(
         until(lambda: engine.text(uid) == "abc")
         assert f":{GUEST}" in engine.log.lease("detokenize-1").holder and guests() == ["guest detokenize-1"]
         assert engine.log.statuses("detokenize") == {}
-        with serving(another_log, 1) as place:
-            assert engine.log.lease("detokenize-1").holder == str(place.owner)
+        with serving(another_log, 1) as slot_lease:
+            assert engine.log.lease("detokenize-1").holder == str(slot_lease.owner)
             until(lambda: guests() == [])
             engine.says(uid, "def", first=4)
             until(lambda: engine.text(uid) == "abcdef")
-            assert not place.lost.is_set()
+            assert not slot_lease.lost.is_set()
         engine.says(uid, "ghi", first=7, last=True)  # it is away again
         until(lambda: engine.text(uid) == "abcdefghi")
     assert engine.replies(uid) == list(range(1, 10)) and isinstance(engine.history(uid)[-1], Finished)
@@ -471,7 +471,7 @@ def test_a_detokenizer_keeps_no_request_of_an_engine_that_is_gone(another_log: C
     uids = [engine.send() for _ in range(3)]
     worker = Detokenizer(another_log, engine)
     fold = DetokenizeFold(DECODER)
-    worker.worker = DetokenizeWorker(worker.log, worker.place, fold, engine.slot, RETENTION_MS)
+    worker.worker = DetokenizeWorker(worker.log, worker.slot_lease, fold, engine.slot, RETENTION_MS)
     engine.step(*(TokenRow(uid=uid, n=1, token=97) for uid in uids))
     worker.handle()
     assert fold.num_known == 3

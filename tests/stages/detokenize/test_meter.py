@@ -21,8 +21,8 @@ from pipeline.events import (
     Tokenized,
     TokenRow,
 )
-from pipeline.measures import Measures
-from pipeline.metrics import (
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
     DECODE_SECONDS,
     FIRST_TOKEN_SECONDS,
@@ -38,7 +38,7 @@ from pipeline.metrics import (
 )
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.meter import Meter
+from stages.detokenize.meter import DetokenizeMeter
 from stages.detokenize.text import Decoder
 
 BEGAN_MS = 10_000
@@ -64,7 +64,7 @@ class Rig:
     def restart(self) -> None:
         """Let another worker go on."""
         self.fold = DetokenizeFold(Decoder(characters, characters, chr))
-        self.meter = Meter(self.measures)
+        self.meter = DetokenizeMeter(self.measures)
 
     def submit(self, uid: str, at_ms: int, prompt_tokens: int = 3, **sampling: object) -> None:
         params = SamplingParams.model_validate(sampling)

@@ -25,17 +25,17 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log import Entry, Inbox, Owner
-from pipeline.measures import Measures
-from pipeline.memory_log import MemoryLog
-from pipeline.metrics import (
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry, Inbox, Owner
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import (
     BETWEEN_TOKENS_SECONDS,
     COMMIT_SECONDS,
     FIRST_TOKEN_SECONDS,
     REQUEST_SUCCESS,
 )
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
-from pipeline.slots import WATCHDOG_S, Announcement, Place
+from pipeline.slots import WATCHDOG_S, Announcement, SlotLease
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decode, Decoder
 from stages.detokenize.worker import LOAD_TIMEOUT_S, DetokenizeWorker, run
@@ -59,7 +59,7 @@ class Rig:
         self.log.open_replies("web-0")
         self.submit(UID)
         self.engine = self.acquire("generate-0")
-        self.place = Place(self.log, self.acquire("detokenize-0"), LEASE_MS)
+        self.slot_lease = SlotLease(self.log, self.acquire("detokenize-0"), LEASE_MS)
         self.measures = Measures()
         self.worker = self.another_worker()
 
@@ -76,7 +76,7 @@ class Rig:
 
     def another_worker(self) -> DetokenizeWorker:
         fold = DetokenizeFold(Decoder(characters, characters, chr))
-        return DetokenizeWorker(self.log, self.place, fold, "generate-0", 60_000, self.measures)
+        return DetokenizeWorker(self.log, self.slot_lease, fold, "generate-0", 60_000, self.measures)
 
     def counted(self) -> tuple[float, ...]:
         """Return how often there was a first token, another one, a commit, and an end in time and in error."""
@@ -117,14 +117,14 @@ def test_a_step_reaches_the_history_and_the_frontend_in_one_commit(rig: Rig) -> 
     assert [reply.n for reply in replies] == [1, 2, 2] and isinstance(replies[-1].event, Finished)
     assert rig.counted() == (1, 1, 2, 1, 0)
     assert rig.log.alive([UID]) == set()
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 def test_a_successor_continues_from_the_histories(rig: Rig) -> None:
     rig.worker.handle([rig.step(1, row(1, "a"))])
     rig.another_worker().handle([rig.step(2, row(2, "b"))])
     assert rig.text() == "ab" and rig.counted() == (1, 1, 2, 0, 0)
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 def test_a_step_whose_commit_was_lost_on_the_way_is_said_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_step_whose_commit_was_lost_on_the_way_is_said_once(rig: Rig, monkeypa
     rig.worker.handle([rig.step(2, row(2, "b"))])
     assert rig.text() == "ab"
     assert rig.counted()[:2] == (0, 0), "what somebody else may have counted is not counted again"
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 def test_a_step_whose_commit_never_took_place_is_not_lost(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_step_whose_commit_never_took_place_is_not_lost(rig: Rig, monkeypatch:
     monkeypatch.undo()
     rig.worker.handle(rig.log.pending(rig.inbox, "detokenize-0"))
     assert rig.text() == "a" and rig.counted() == (1, 0, 1, 0, 0)
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_an_entry_that_is_no_step_is_named_and_consumed(rig: Rig, fields: dict[s
     assert (line["log_level"], line["engine"], line["id"]) == ("error", "generate-0", damaged.id)
     assert words in line["error"]
     assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 def test_the_tokens_of_a_step_that_was_lost_end_their_request(rig: Rig) -> None:
@@ -190,7 +190,7 @@ def test_the_tokens_of_a_step_that_was_lost_end_their_request(rig: Rig) -> None:
     assert rig.text() == "a" and isinstance(event, Failed) and event.code == "log_lost"
     assert rig.counted()[-2:] == (0, 1)
     assert rig.log.alive([UID]) == set() and rig.log.backlog(rig.inbox) == 0
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 @pytest.mark.parametrize("damaged", [SUBMITTED_ID, TOKENIZED_ID])
@@ -219,7 +219,7 @@ def test_a_history_that_does_not_decode_fails_its_request_alone(
     assert rig.text() == "" and rig.text(other) == "b" and rig.log.alive([UID, other]) == {other}
     assert rig.counted()[-2:] == (0, 1)
     assert rig.log.backlog(rig.inbox) == 0
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 def test_a_damaged_history_that_names_no_frontend_ends_too(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_a_damaged_history_that_names_no_frontend_ends_too(rig: Rig, monkeypatch
     rig.worker.handle([rig.step(1, row(1, "a"))])
     monkeypatch.undo()
     assert rig.log.histories([UID])[0][-1].id == SEAL and rig.log.alive([UID]) == set()
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from measured import count_of, total_of
 from redis_servers import until
 
 from pipeline.events import Cancelled, EventRow, Preempted, StepCompleted, decode
-from pipeline.log import Inbox, StreamLog
-from pipeline.metrics import (
+from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.metrics.families import (
     COMMIT_SECONDS,
     GENERATION_TOKENS,
     KV_CACHE_USAGE,

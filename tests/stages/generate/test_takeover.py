@@ -33,16 +33,16 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log import GUEST, Entry, Inbox, Owner, StreamLog
-from pipeline.metrics import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
+from pipeline.log.calls import script_text
+from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
+from pipeline.log.redis import RedisLog
+from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
 from pipeline.names import SEAL, Names, slot_name
-from pipeline.redis_calls import script_text
-from pipeline.redis_log import RedisLog
-from pipeline.slots import Place, Status, acquire_slot, read_statuses
+from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
-from stages.generate.courier import past_of
+from stages.generate.log_thread import past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 from stages.generate.worker import Loaded, run_engine
@@ -54,7 +54,7 @@ SHORT_MS = 60
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have who waits for something new look round more often."""
-    monkeypatch.setattr("stages.generate.courier.BLOCK_MS", 20)
+    monkeypatch.setattr("stages.generate.log_thread.BLOCK_MS", 20)
     monkeypatch.setattr("pipeline.worker.BLOCK_MS", 20)
 
 
@@ -69,16 +69,16 @@ LETTERS = Decoder(letters, letters, chr)
 def detokenizing(another_log: Callable[[], StreamLog], index: int) -> Iterator[None]:
     """Run the detokenizer of engine *index*, where a token is a character."""
     log, stop = another_log(), Stop()
-    place = Place(another_log(), acquire_slot(log, "detokenize", LEASE_MS, preferred=index), LEASE_MS)
+    slot_lease = SlotLease(another_log(), acquire_slot(log, "detokenize", LEASE_MS, preferred=index), LEASE_MS)
 
-    thread = threading.Thread(target=serve, args=(log, place, LETTERS, RETENTION_MS, stop))
+    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, RETENTION_MS, stop))
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join(30)
-        place.leave()
+        slot_lease.leave()
 
 
 def drain(another_log: Callable[[], StreamLog]) -> None:
@@ -190,7 +190,7 @@ def only_in_the_courier(log: StreamLog, name: str, instead: Callable[..., Any]) 
     work = getattr(log, name)
 
     def either(*arguments: Any, **options: Any) -> Any:
-        if threading.current_thread().name != "courier":
+        if threading.current_thread().name != "log thread":
             return work(*arguments, **options)
         return instead(work, *arguments, **options)
 
@@ -236,7 +236,7 @@ def test_another_engine_goes_on_with_what_a_dead_one_had_in_hand(another_log: Ca
     assert counted == [2, 4 + 2, 0], "the dead one computed the prompts"
     for uid in (first, second):
         ((n, event),) = takeovers(log, uid)
-        assert (n, event.engine, event.epoch, event.alone) == (2, "generate-1", peer.place.owner.epoch, False)
+        assert (n, event.engine, event.epoch, event.alone) == (2, "generate-1", peer.slot_lease.owner.epoch, False)
         assert isinstance(history(log, uid)[-1], Finished)
     assert engine.plans[0].rows[0].token_ids == (10, 11, 12)
 
@@ -295,7 +295,7 @@ def test_an_engine_that_was_stopped_for_long_wakes_up_to_find_its_requests_elsew
     another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = another_log()
-    monkeypatch.setattr("pipeline.slots.Place._speak", unless_stopped(Place._speak, "generate-0"))
+    monkeypatch.setattr("pipeline.slots.SlotLease._speak", unless_stopped(SlotLease._speak, "generate-0"))
     engine = CountingEngine()
     engine.closes_after = 3
     with (
@@ -305,7 +305,7 @@ def test_an_engine_that_was_stopped_for_long_wakes_up_to_find_its_requests_elsew
     ):
         uid = send(log, 10, max_tokens=30)
         until(lambda: len(tokens(log, uid)) >= 1)
-        until(lambda: not stopped.place.lost.is_set() and log.lease("generate-0").holder == "")
+        until(lambda: not stopped.slot_lease.lost.is_set() and log.lease("generate-0").holder == "")
         with running(another_log, slot=1, heard=False, lease_ms=SHORT_MS) as peer:
             until(lambda: has_ended(log, uid))
             assert not peer.errors
@@ -316,16 +316,16 @@ def test_an_engine_that_was_stopped_for_long_wakes_up_to_find_its_requests_elsew
     assert [event.engine for _, event in takeovers(log, uid)] == ["generate-1"]
 
 
-def unless_stopped(speak: Callable[[Place, Status], None], slot: str) -> Callable[[Place, Status], None]:
+def unless_stopped(speak: Callable[[SlotLease, Status], None], slot: str) -> Callable[[SlotLease, Status], None]:
     """Return *speak* of a place as it is where the process of *slot* stands still after its first words."""
     said: list[str] = []
 
-    def speaks(place: Place, status: Status) -> None:
-        if place.owner.slot == slot and not place.owner.is_guest:
+    def speaks(slot_lease: SlotLease, status: Status) -> None:
+        if slot_lease.owner.slot == slot and not slot_lease.owner.is_guest:
             said.append(slot)
             if len(said) > 1:
                 return
-        speak(place, status)
+        speak(slot_lease, status)
 
     return speaks
 
@@ -365,13 +365,13 @@ def test_a_restarted_engine_takes_its_slot_back_from_the_one_that_looks_after_it
     ):
         until(lambda: f":{GUEST}" in log.lease("generate-0").holder)
         with running(another_log, slot=0, heard=False) as restarted, detokenizing(another_log, 0):
-            assert restarted.place.owner.slot == "generate-0"
+            assert restarted.slot_lease.owner.slot == "generate-0"
             until(lambda: has_ended(log, uid))
-            assert not restarted.errors and not restarted.place.lost.is_set()
+            assert not restarted.errors and not restarted.slot_lease.lost.is_set()
         assert peer.engine.plans == [] and not peer.errors
-    assert dead.owner.epoch < restarted.place.owner.epoch - 1  # that of the guest lies between
+    assert dead.owner.epoch < restarted.slot_lease.owner.epoch - 1  # that of the guest lies between
     assert [(event.engine, event.epoch) for _, event in takeovers(log, uid)] == [
-        ("generate-0", restarted.place.owner.epoch)
+        ("generate-0", restarted.slot_lease.owner.epoch)
     ]
     assert tokens(log, uid) == [11, 12, 13, 14, 15, 16]
 
@@ -464,7 +464,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log, stops, loads, standstill = another_log(), list[Stop](), list[Path](), threading.Event()
-    engine, speak = CountingEngine(), Place._speak
+    engine, speak = CountingEngine(), SlotLease._speak
 
     def on_signals(stop: Stop) -> Stop:
         stops.append(stop)
@@ -476,12 +476,12 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
         settings = Settings(cpu, kind, "reference", "naive", threads=1, page_size=4, num_pages=64, limits=LIMITS)
         return Loaded(engine, settings, (), "counting")
 
-    def unless_standing_still(place: Place, status: Status) -> None:
-        if not standstill.is_set() or place.owner.slot != "generate-0":
-            speak(place, status)
+    def unless_standing_still(slot_lease: SlotLease, status: Status) -> None:
+        if not standstill.is_set() or slot_lease.owner.slot != "generate-0":
+            speak(slot_lease, status)
 
     monkeypatch.setattr(Stop, "on_signals", on_signals)
-    monkeypatch.setattr(Place, "_speak", unless_standing_still)
+    monkeypatch.setattr(SlotLease, "_speak", unless_standing_still)
     monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
     config = parse_command(["stage", "generate", "--lease", "0.2", "--slot", "0"], {})
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
@@ -856,7 +856,7 @@ def test_a_log_that_is_away_delays_a_takeover_and_loses_nothing(
     another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each commit and each look fails once: before it is done, or after."""
-    monkeypatch.setattr("stages.generate.courier.BACKOFF_S", 0.001)
+    monkeypatch.setattr("stages.generate.log_thread.BACKOFF_S", 0.001)
     log, courier_log = another_log(), another_log()
     uids = [send(log, start, max_tokens=4) for start in (10, 20)]
     DeadEngine(log, *uids)
@@ -873,8 +873,8 @@ def test_a_log_that_is_away_delays_a_takeover_and_loses_nothing(
         only_in_the_courier(courier_log, name, fails_once)
 
     names = ("forsaken", "acquire", "backlog", "claim_from", "histories", "step", "take", "release", "alive")
-    for place, name in enumerate(names):
-        shaky(name, is_done=bool(place % 2))
+    for slot_lease, name in enumerate(names):
+        shaky(name, is_done=bool(slot_lease % 2))
     with (
         detokenizing(another_log, 0),
         detokenizing(another_log, 1),

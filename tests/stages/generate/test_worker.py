@@ -30,15 +30,15 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import Entry, Inbox, Produced, StreamLog, Taken
-from pipeline.memory_log import MemoryLog
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry, Inbox, Produced, StreamLog, Taken
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
-from pipeline.redis_log import RedisLog
 from pipeline.slots import read_statuses
-from stages.generate.courier import past_of
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
+from stages.generate.log_thread import past_of
 from stages.generate.schedule.schedule import NewRequest
 from stages.generate.worker import sampling_defaults
 
@@ -199,7 +199,7 @@ def test_an_engine_waits_for_the_steps_of_its_predecessor(another_log: Callable[
     steps.look()
     waiting = len(steps.seen)
     with running(another_log) as engine:
-        until(lambda: engine.place.status.phase == "starting")
+        until(lambda: engine.slot_lease.status.phase == "starting")
         assert engine.engine.plans == []
         assert len(steps.look()) == waiting
         last = write_histories(log, steps)
@@ -214,12 +214,12 @@ def test_an_engine_that_lost_its_slot_stops_and_writes_nothing_more(another_log:
         uid = send(log, 1, max_tokens=40)
         until(lambda: len(steps.tokens(uid)) >= 1)
         engine.engine.gate.clear()
-        log.release(engine.place.owner)
+        log.release(engine.slot_lease.owner)
         successor = log.acquire("generate-0", "other", LEASE_MS)
         engine.engine.gate.set()
         if successor is None:  # its lease thread was faster; then it must be stopped by hand
             pytest.fail("the lease was renewed between release and acquire")
-        until(lambda: bool(engine.errors) or engine.place.lost.is_set())
+        until(lambda: bool(engine.errors) or engine.slot_lease.lost.is_set())
         until(lambda: not engine.errors or isinstance(engine.errors[0], Fenced))
     epochs = {entry.id.split("-")[0] for entry, _ in steps.seen}
     assert epochs == {"1"}
@@ -390,13 +390,13 @@ def test_a_flush_forgets_the_prefixes_and_the_status_says_so(another_log: Callab
     with running(another_log, cache=RadixCache(64, 4)) as engine:
         assert [cached_tokens(), cached_tokens()] == [0, 8]
         flush = log.flush("web-0")
-        until(lambda: engine.place.status.flushed == flush)
-        assert engine.place.status.flushed_pages == 3
+        until(lambda: engine.slot_lease.status.flushed == flush)
+        assert engine.slot_lease.status.flushed_pages == 3
         until(lambda: read_statuses(log, "generate")[0].flushed == flush)
         assert [cached_tokens(), cached_tokens()] == [0, 8]
         flush = log.flush("web-0")
-        until(lambda: engine.place.status.flushed == flush)
-        assert engine.place.status.flushed_pages == 6
+        until(lambda: engine.slot_lease.status.flushed == flush)
+        assert engine.slot_lease.status.flushed_pages == 6
 
 
 def test_a_flush_while_requests_run_harms_none_of_them(another_log: Callable[[], StreamLog]) -> None:
@@ -406,8 +406,8 @@ def test_a_flush_while_requests_run_harms_none_of_them(another_log: Callable[[],
         uid = send(log, *range(10, 30), max_tokens=30)
         until(lambda: len(steps.tokens(uid)) > 1)
         flush = log.flush("web-0")
-        until(lambda: engine.place.status.flushed == flush)
-        assert engine.place.status.flushed_pages == 0
+        until(lambda: engine.slot_lease.status.flushed == flush)
+        assert engine.slot_lease.status.flushed_pages == 0
         until(lambda: steps.tokens(uid)[-1].end is not None)
         assert [row.token for row in steps.tokens(uid)] == list(range(30, 60))
         assert not engine.errors and engine.schedule.problems() == []
@@ -461,12 +461,12 @@ def test_books_that_do_not_add_up_are_reported_and_the_engine_goes_on(
     log = another_log()
     steps = Steps(log)
     with capture_logs() as lines, running(another_log, cache=WrongBooks(unreadable=unreadable)) as engine:
-        until(lambda: engine.place.status.books_wrong == 1)  # an engine looks when it has nothing to do yet
+        until(lambda: engine.slot_lease.status.books_wrong == 1)  # an engine looks when it has nothing to do yet
         for times in (1, 2, 3):
             uid = send(log, 1, max_tokens=CONTEXT - 1)
             until(lambda uid=uid: len(steps.tokens(uid)) == CONTEXT - 1)  # type: ignore[misc]  # bound at once
-            assert engine.place.status.books_wrong <= times
-        until(lambda: engine.place.status.books_wrong == 2)  # once more: a hundred steps later
+            assert engine.slot_lease.status.books_wrong <= times
+        until(lambda: engine.slot_lease.status.books_wrong == 2)  # once more: a hundred steps later
         until(lambda: read_statuses(log, "generate")[0].books_wrong == 2)
         assert not engine.errors
     reports = [line for line in lines if line["event"] == "books_wrong"]
@@ -481,5 +481,5 @@ def test_books_that_add_up_are_not_spoken_of(another_log: Callable[[], StreamLog
         for number in range(4):
             uid = send(log, number, max_tokens=CONTEXT - 1)
             until(lambda uid=uid: len(steps.tokens(uid)) == CONTEXT - 1)  # type: ignore[misc]  # bound at once
-        assert engine.place.status.books_wrong == 0 and not engine.errors
+        assert engine.slot_lease.status.books_wrong == 0 and not engine.errors
     assert not [line for line in lines if line["event"] == "books_wrong"]

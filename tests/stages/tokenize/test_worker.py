@@ -14,12 +14,12 @@ from structlog.contextvars import bound_contextvars
 from pipeline.config import parse_command
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
-from pipeline.log import Entry, Inbox, StreamLog
-from pipeline.measures import Measures
-from pipeline.memory_log import MemoryLog
-from pipeline.metrics import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry, Inbox, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import SEAL, TOKENIZED_ID, Names
-from pipeline.slots import WATCHDOG_S, Announcement, Place, Status
+from pipeline.slots import WATCHDOG_S, Announcement, SlotLease, Status
 from stages.tokenize.prompts import LONG_TEXT, Rendered
 from stages.tokenize.worker import LOAD_TIMEOUT_S, LONGEST_BATCH_S, TokenizeWorker, run
 
@@ -103,11 +103,11 @@ class Rig:
         assert engine is not None and owner is not None
         status = Status(slot="generate-0", owner=str(engine), pid=1, host="here", phase="ready", context=CONTEXT)
         self.log.renew(engine, 60_000, status.model_dump_json())
-        self.place = Place(open_log(), owner, 60_000)
+        self.slot_lease = SlotLease(open_log(), owner, 60_000)
         self.encoder = LetterEncoder()
         encoder: Any = self.encoder
         self.measures = Measures()
-        self.worker = TokenizeWorker(self.log, self.place, encoder, 60_000, self.measures)
+        self.worker = TokenizeWorker(self.log, self.slot_lease, encoder, 60_000, self.measures)
 
     def submit(self, *prompts: str) -> list[str]:
         return [self.ask(prompt=prompt) for prompt in prompts]
@@ -135,7 +135,7 @@ class Rig:
 def rig(another_log: Callable[[], StreamLog]) -> Iterator[Rig]:
     rig = Rig(another_log)
     yield rig
-    rig.place.leave()
+    rig.slot_lease.leave()
 
 
 def test_each_request_of_a_batch_goes_on_with_its_tokens(rig: Rig) -> None:
@@ -321,7 +321,7 @@ def test_what_is_long_waits_for_what_is_brief_and_has_the_watchdogs_patience_for
     def came_round(*, patience_s: float = WATCHDOG_S) -> None:
         given_s.append((len(rig.encoder.encoded), patience_s))
 
-    monkeypatch.setattr(rig.place, "came_round", came_round)
+    monkeypatch.setattr(rig.slot_lease, "came_round", came_round)
     long, book = "x" * (LONG_TEXT + 1), "y" * (LONG_TEXT + 2)
     rig.ask("tokenize", prompt=long)
     rig.submit("ab")

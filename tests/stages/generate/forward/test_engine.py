@@ -23,7 +23,7 @@ from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.resolve import resolve_dtype
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 
 PAGE_SIZE, NUM_PAGES, MAX_SEQ_LEN = 4, 128, 160
 GREEDY = SamplingParams(temperature=0)
@@ -239,7 +239,7 @@ def test_greedy_output_without_bad_words_is_that_of_transformers(tmp_path: Path)
         assert smallest_gap > 1e-3 and expected != before
     bad_words += [(PROMPT[-1], expected[0]), (*PROMPT[-2:], *expected[:3])]
     params = SamplingParams(temperature=0, max_tokens=16)
-    limits = Limits(MAX_SEQ_LEN, 32, 16, 4, vocab_size=512)
+    limits = ScheduleLimits(MAX_SEQ_LEN, 32, 16, 4, vocab_size=512)
     schedule = Schedule(make_cache("radix", NUM_PAGES, PAGE_SIZE), limits, [], Identity("generate-0", 1, "f"))
     schedule.add(NewRequest("a", tuple(PROMPT), (), params, bad_words=tuple(bad_words)))
     engine, tokens = make_engine(folder), []

@@ -17,7 +17,7 @@ from stages.generate.forward.scores import LEAST, scores_of
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import RowScores
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 
 PROMPT = random.Random(3).choices(range(4, 480), k=61)
 OTHER = random.Random(4).choices(range(4, 480), k=23)
@@ -63,7 +63,7 @@ def assert_equal(scores: list[Score], logprobs_NV: torch.Tensor, token_ids: list
 
 def run(engine: Engine, budget: int, **requests: tuple[list[int], SamplingParams]) -> dict[str, dict[str, list[Score]]]:
     """Run requests through a schedule; return the scores of each one's prompt and answer, and its tokens."""
-    limits = Limits(CONTEXT, budget, budget, max_running_requests=4, vocab_size=512)
+    limits = ScheduleLimits(CONTEXT, budget, budget, max_running_requests=4, vocab_size=512)
     cache = make_cache("radix", NUM_PAGES, PAGE_SIZE)
     schedule = Schedule(cache, limits, (), Identity("generate-0", 1, "f"))
     said: dict[str, dict[str, list[Score]]] = {uid: {"prompt": [], "answer": [], "tokens": []} for uid in requests}
@@ -104,7 +104,7 @@ def test_the_scores_of_an_answer_are_of_the_models_own_logits_however_its_tokens
 def test_a_prompt_with_scores_reads_no_page_of_the_cache(engine: Engine, folder: Path) -> None:
     plain = SamplingParams(temperature=0, max_tokens=1)
     asked = plain.model_copy(update={"prompt_logprobs": 0})
-    limits = Limits(CONTEXT, 64, 64, max_running_requests=4, vocab_size=512)
+    limits = ScheduleLimits(CONTEXT, 64, 64, max_running_requests=4, vocab_size=512)
     schedule = Schedule(make_cache("radix", NUM_PAGES, PAGE_SIZE), limits, (), Identity("generate-0", 1, "f"))
     starts: list[list[int]] = []
     for uid, sampling in (("first", plain), ("again", plain), ("asked", asked), ("last", plain)):
@@ -119,7 +119,7 @@ def test_a_prompt_with_scores_reads_no_page_of_the_cache(engine: Engine, folder:
 
 
 def test_a_prompt_that_was_preempted_before_its_first_token_is_scored_once() -> None:
-    limits = Limits(CONTEXT, 8, 8, max_running_requests=4, vocab_size=512)
+    limits = ScheduleLimits(CONTEXT, 8, 8, max_running_requests=4, vocab_size=512)
     schedule = Schedule(make_cache("radix", NUM_PAGES, PAGE_SIZE), limits, (), Identity("generate-0", 1, "f"))
     sampling = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
     schedule.add(NewRequest("a", tuple(PROMPT[:12]), (), sampling))

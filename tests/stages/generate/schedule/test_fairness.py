@@ -9,7 +9,7 @@ import pytest
 from pipeline.events import EventRow, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import CACHES, make_cache
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 
 LONG = 2000
 MIXED, PREFILL = 16, 2048
@@ -17,7 +17,7 @@ STREAMS = 8
 
 
 def make_schedule(cache: str, *, num_pages: int = 1000, page_size: int = 64, running: int = 32) -> Schedule:
-    limits = Limits(
+    limits = ScheduleLimits(
         context=min(4096, num_pages * page_size),
         max_prefill_length=PREFILL,
         mixed_prefill_length=MIXED,
@@ -96,9 +96,9 @@ def test_an_important_prompt_is_through_before_a_long_one_that_came_first_and_st
 def test_the_budget_beside_streams_grows_with_the_requests_where_that_is_wanted(
     streams: int, requests: int, budget: int
 ) -> None:
-    limits = Limits(4096, 100, MIXED, 64, 10, mixed_prefill_per_request=2)
+    limits = ScheduleLimits(4096, 100, MIXED, 64, 10, mixed_prefill_per_request=2)
     assert limits.prefill_budget(streams, requests) == budget
-    assert Limits(4096, 100, MIXED, 64, 10).prefill_budget(streams, requests) == (MIXED if streams else 100)
+    assert ScheduleLimits(4096, 100, MIXED, 64, 10).prefill_budget(streams, requests) == (MIXED if streams else 100)
 
 
 @pytest.mark.parametrize("cache", sorted(CACHES))

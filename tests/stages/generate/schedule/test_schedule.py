@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
 
 EOS = 99
 PAGE_SIZE = 4
@@ -27,7 +27,7 @@ def make_schedule(
     running: int = 16,
     cache: str = "naive",
 ) -> Schedule:
-    limits = Limits(
+    limits = ScheduleLimits(
         context=context,
         max_prefill_length=prefill,
         mixed_prefill_length=mixed,

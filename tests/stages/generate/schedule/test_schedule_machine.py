@@ -18,7 +18,7 @@ from selection import by_night
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan, PlanRow
-from stages.generate.schedule.schedule import MOST_TAKEN, Identity, Limits, NewRequest, Schedule
+from stages.generate.schedule.schedule import MOST_TAKEN, Identity, NewRequest, Schedule, ScheduleLimits
 
 EOS = 9
 LETTERS = st.integers(0, 2)
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         self, page_size: int, num_pages: int, context: int, prefill: int, mixed: int, per_request: int, running: int
     ) -> None:
         self.num_pages = num_pages
-        self.limits = Limits(
+        self.limits = ScheduleLimits(
             context=min(context, num_pages * page_size),
             max_prefill_length=prefill,
             mixed_prefill_length=mixed,

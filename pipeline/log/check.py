@@ -1,0 +1,85 @@
+"""The checks that a Redis which somebody else runs must pass before a server uses it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import redis
+import redis.exceptions
+import redis.sentinel
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from pipeline.errors import ConfigError
+from pipeline.log.address import Address, parse_address
+from pipeline.process.redis_server import OLDEST
+
+CHECK_TIMEOUT_S = 5.0
+
+
+def check_server(url: str) -> None:
+    """Make sure that the Redis at *url* can hold the log.
+
+    Raises:
+        ConfigError: It cannot be reached, does not let us in, is older than 6.2, or may evict keys; the message has the
+            remedy.
+    """
+    address = parse_address(url)
+    try:
+        # Asked for by their names: less than everything is enough to answer, and less to be allowed.
+        with address.client(retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
+            info = client.info("server") | client.info("memory")
+    except redis.exceptions.RedisError as error:
+        raise ConfigError(f"--redis-url {address.shown}: {_why_not(error, address)}") from error
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < OLDEST:
+        raise ConfigError(f"Redis {info['redis_version']} at {address.shown}: 6.2 or newer is needed; upgrade it")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"Redis at {address.shown} has maxmemory-policy {policy} and would evict live requests; "
+            "run: redis-cli CONFIG SET maxmemory-policy noeviction"
+        )
+
+
+def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:
+    """Return why a server cannot be used, and what to do."""
+    text = str(error)
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return f"{text}; give the user the rights that ops/redis/users.acl has for its role"
+    if isinstance(error, redis.exceptions.AuthenticationError) or "NOAUTH" in text:
+        return f"{text}; put user and password into the URL, or the password into a file: ?password_file=FILE"
+    for part, remedy in _TLS_REMEDIES.items():
+        if part in text:
+            return f"no TLS connection ({text}); {remedy}"
+    if isinstance(error, redis.sentinel.MasterNotFoundError):
+        return f"{text}; name the service as they do, and Sentinels that run (sentinel_password= where they want one)"
+    if any(part in text for part in _HUNG_UP):
+        if address.tls is None:
+            return f"it hangs up ({text}); if the server speaks TLS there, use rediss://"
+        if "ssl_certfile" not in address.tls:
+            return f"it hangs up ({text}); if it wants a client's certificate: ?ssl_certfile=FILE&ssl_keyfile=FILE"
+        return f"it hangs up ({text}); does it know the CA of the client's certificate (its tls-ca-cert-file)?"
+    if address.tls is not None and isinstance(error, redis.exceptions.TimeoutError):
+        return f"no TLS connection ({text}); if the server speaks no TLS at this port, use redis://"
+    return (
+        f"cannot be reached ({text}); start a redis-server there, or leave the flag out of `serve` for an embedded one"
+    )
+
+
+_HUNG_UP: Final = (
+    "Connection closed by server",
+    "Connection reset by peer",
+    "EOF occurred",
+    "CERTIFICATE_REQUIRED",
+    "UNKNOWN_CA",
+    "Broken pipe",
+)
+"""What is said of a connection that the other side closed, sometimes with a reason."""
+_TLS_REMEDIES: Final = {
+    "Hostname mismatch": "use a name of the server that is in its certificate",
+    "IP address mismatch": "use a name of the server that is in its certificate",
+    "CERTIFICATE_VERIFY_FAILED": "name the CA that signed the server's certificate: ?ssl_ca_certs=FILE",
+    "WRONG_VERSION_NUMBER": "the server speaks no TLS at this port: use redis://",
+}
+"""What OpenSSL says -> what to do; the first that fits counts."""

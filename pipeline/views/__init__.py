@@ -1,0 +1,1 @@
+"""Views on the log for people: pure folds into plain data. No clock, no log, no layout."""

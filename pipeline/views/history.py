@@ -1,0 +1,220 @@
+"""The story of a request: a pure fold of its history into plain data, for people and for the pages that show it.
+
+Knows the vocabulary and the ids of a history; no clock, no log, no text layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import orjson
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import (
+    Admitted,
+    Answered,
+    AnyEvent,
+    Cancelled,
+    End,
+    Failed,
+    Finished,
+    Preempted,
+    StepCompleted,
+    Submitted,
+    TakenOver,
+    Tokenized,
+    TokensProduced,
+    as_plain,
+    decode,
+)
+from pipeline.log.protocol import Entry
+from pipeline.names import parse_id
+
+State: TypeAlias = Literal["queued", "tokenized", "running", "finished", "failed", "cancelled"]
+
+TOLD_ELSEWHERE = frozenset(
+    {"kind", "v", "n"}  # of the moment itself
+    | {"frontend", "by", "engine", "epoch"}  # who
+    | {"endpoint", "model", "messages", "prompt", "prompt_ids", "sampling", "deadline_ms", "labels"}  # of the request
+    | {"token_ids", "pieces", "tokens", "text", "usage", "timings"}
+)
+"""Fields of events that a moment does not repeat; all others, also those that an event may gain, it shows."""
+
+
+def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
+    """Fold a history into plain data: what was asked, what came of it, and every moment in order.
+
+    A moment has `at_ms` (since submit), `id`, `what` (the event's kind), `who`, `n` (tokens there were then) and the
+    event's other fields. Token events in a row, of one engine under one epoch, are one moment: `first_n` to `n`,
+    `id` to `last_id`, with `count`, `last_at_ms` and the `longest_pause_ms` between two of them. Where tokens are not
+    there is a moment `missing`. `finish_reason`, `usage` and `timings`, or `error`, are there after such an end only. A
+    copy of a history that lacks its beginning is told from its first entry on.
+
+    Raises:
+        UndecodableEvent: There are no entries, or one does not decode.
+    """
+    if not history:
+        raise UndecodableEvent(f"the history of {uid} has no entries")
+    events = [(entry.id, decode(entry.fields)) for entry in history]
+    told = _Story(uid, state_of(history), events[0][1].ms)
+    for entry_id, event in events:
+        told.hear(entry_id, event)
+    return told.plain()
+
+
+def state_of(history: Sequence[Entry]) -> State:
+    """Return how far the request has come, from the kinds of its events alone.
+
+    Raises:
+        UndecodableEvent: There are no entries.
+    """
+    if not history:
+        raise UndecodableEvent("the history has no entries")
+    state: State = "queued"
+    for entry in history:
+        state = _STATES.get(entry.fields.get("kind", ""), state)
+    return state
+
+
+def copied_history(letter: Entry) -> list[Entry]:
+    """Return the history that a dead letter holds a copy of; where it was cut, the first entry and the last ones.
+
+    Raises:
+        UndecodableEvent: The copy is none.
+    """
+    try:
+        copies = orjson.loads(letter.fields["history"])
+        if not all(isinstance(copy, list) and all(isinstance(part, str) for part in copy) for copy in copies):
+            raise ValueError("expected lists of an id, names and values")
+        return [Entry(entry_id, dict(zip(parts[::2], parts[1::2], strict=True))) for entry_id, *parts in copies]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UndecodableEvent(f"the history in the dead letter {letter.id} does not decode: {error!r}") from error
+
+
+_STATES: dict[str, State] = {
+    "submitted": "queued",
+    "tokenized": "tokenized",
+    "admitted": "running",
+    "preempted": "running",
+    "taken_over": "running",
+    "tokens": "running",
+    "finished": "finished",
+    "answered": "finished",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
+
+
+class _Story:
+    """What is known after each event."""
+
+    def __init__(self, uid: str, state: State, began_ms: int) -> None:
+        self._began_ms = began_ms
+        self._engine = ""
+        """Who was said last to compute it; tokens name the epoch alone."""
+        self._n = 0
+        self._texts: list[str] = []
+        self._moments: list[dict[str, Any]] = []
+        self._end: dict[str, Any] = {}
+        self._known: dict[str, Any] = {
+            "uid": uid,
+            "state": state,
+            "endpoint": "",
+            "model": "",
+            "submitted_ms": began_ms,
+            "deadline_ms": 0,
+            "labels": {},
+            "sampling": {},
+            "prompt_tokens": None,
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """Return the story so far."""
+        return (
+            self._known
+            | {"completion_tokens": self._n, "text": "".join(self._texts)}
+            | self._end
+            | {"moments": self._moments}
+        )
+
+    def hear(self, entry_id: str, event: AnyEvent) -> None:
+        """Take in the next event."""
+        match event:
+            case Submitted():
+                self._known |= {
+                    "endpoint": event.endpoint,
+                    "model": event.model,
+                    "deadline_ms": event.deadline_ms,
+                    "labels": event.labels,
+                    "sampling": event.sampling.model_dump(mode="json"),
+                }
+                self._tell(entry_id, event, event.frontend)
+            case Tokenized():
+                self._known["prompt_tokens"] = len(event.token_ids)
+                self._tell(entry_id, event, event.by, prompt_tokens=len(event.token_ids))
+            case TokensProduced():
+                self._take_tokens(entry_id, event)
+            case Admitted() | Preempted() | TakenOver():
+                self._engine = event.engine
+                self._tell(entry_id, event, f"{event.engine} epoch {event.epoch}")
+            case Finished():
+                self._known["prompt_tokens"] = event.usage.prompt_tokens
+                self._end = {
+                    "finish_reason": event.reason,
+                    "usage": event.usage.model_dump(mode="json"),
+                    "timings": event.timings.model_dump(mode="json"),
+                }
+                self._tell(entry_id, event, "")
+            case Failed():
+                self._end = {"error": {"code": event.code, "message": event.message, "status": event.status}}
+                if event.param:
+                    self._end["error"]["param"] = event.param
+                self._tell(entry_id, event, "")
+            case Cancelled():
+                self._tell(entry_id, event, event.by)
+            case Answered():
+                self._texts.append(event.text)
+                if event.token_ids:
+                    self._known["prompt_tokens"] = len(event.token_ids)
+                self._tell(entry_id, event, event.by)
+            case StepCompleted():
+                raise UndecodableEvent(f"entry {entry_id} is a step, which no history holds")
+
+    def _tell(self, entry_id: str, event: AnyEvent, who: str, **details: Any) -> None:
+        n = parse_id(entry_id)[0]
+        if isinstance(event, End):
+            n = max(event.n, self._n)
+        self._expect(n, entry_id, event.ms)
+        shown = {name: value for name, value in as_plain(event).items() if name not in TOLD_ELSEWHERE}
+        self._moments.append(self._moment(event.ms, entry_id, event.kind, who, n) | details | shown)
+
+    def _moment(self, ms: int, entry_id: str, what: str, who: str, n: int) -> dict[str, Any]:
+        return {"at_ms": ms - self._began_ms, "id": entry_id, "what": what, "who": who, "n": n}
+
+    def _expect(self, n: int, entry_id: str, ms: int) -> None:
+        """Say which tokens are missing where there should be *n* before an event."""
+        if n > self._n:
+            missing = self._moment(ms, entry_id, "missing", "", n)
+            self._moments.append(missing | {"first_n": self._n + 1, "count": n - self._n})
+            self._n = n
+
+    def _take_tokens(self, entry_id: str, event: TokensProduced) -> None:
+        n = parse_id(entry_id)[0]
+        first_n = n - event.count + 1
+        who = f"{self._engine} epoch {event.step.partition('-')[0]}".strip()
+        self._expect(first_n - 1, entry_id, event.ms)
+        self._n = n
+        self._texts.append(event.text)
+        last = self._moments[-1] if self._moments else {}
+        if last.get("what") == "tokens" and last["who"] == who:
+            at_ms = event.ms - self._began_ms
+            last["longest_pause_ms"] = max(last["longest_pause_ms"], at_ms - last["last_at_ms"])
+            last |= {"n": n, "last_id": entry_id, "count": last["count"] + event.count, "last_at_ms": at_ms}
+            last["chunks"] += event.chunks
+        else:
+            moment = self._moment(event.ms, entry_id, "tokens", who, n)
+            moment |= {"first_n": first_n, "last_id": entry_id, "count": event.count}
+            self._moments.append(
+                moment | {"last_at_ms": moment["at_ms"], "longest_pause_ms": 0, "chunks": event.chunks}
+            )

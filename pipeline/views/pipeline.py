@@ -1,0 +1,479 @@
+"""The pipeline as people want to see it: a pure fold of looks at the log into a `PipelineView`.
+
+Knows no log, no clock and no screen. A rate is the difference of what a worker said at two moments, by the moments at
+which it said so: who looks more often than workers speak sees no jumps for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, TypeAlias
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import (
+    Admitted,
+    Answered,
+    AnyEvent,
+    Cancelled,
+    Failed,
+    Finished,
+    Preempted,
+    StepCompleted,
+    Submitted,
+    TakenOver,
+    Tokenized,
+    TokensProduced,
+    decode,
+)
+from pipeline.log.protocol import Entry
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
+from pipeline.metrics.counters import Counts, Readings, read_snapshot
+from pipeline.metrics.families import (
+    BETWEEN_TOKENS_SECONDS,
+    FIRST_TOKEN_SECONDS,
+    GENERATION_TOKENS,
+    KV_CACHE_USAGE,
+    NUM_PREEMPTIONS,
+    NUM_RUNNING,
+    NUM_WAITING,
+    PREFIX_HITS,
+    PREFIX_QUERIES,
+    PROMPT_TOKENS,
+    STREAMS_OPEN,
+    Family,
+)
+from pipeline.names import (
+    DETOKENIZE,
+    GENERATE,
+    JANITOR,
+    SEAL,
+    STAGES,
+    TOKENIZE,
+    WEB,
+    parse_id,
+    slot_index,
+    slot_name,
+    slot_stage,
+)
+from pipeline.slots import Status, parse_status
+
+MOST_REQUESTS: Final = 50
+"""How many requests a picture shows, the newest."""
+APART_MS: Final = 100
+"""A status that was said so much later than another one is a new one; below that, it may be how long the look took."""
+
+RequestState: TypeAlias = Literal[
+    "queued",  # no tokenizer has read it
+    "tokenizing",
+    "waiting",  # for an engine, or in one for pages
+    "running",
+    "preempted",
+    "finished",
+    "failed",
+    "cancelled",
+    "unreadable",
+]
+ENDED: Final = frozenset({"finished", "failed", "cancelled", "unreadable"})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What is known of one request so far."""
+
+    uid: str
+    known_to: str = ""
+    """The last id that was read of what happened before its first token; SEAL: nothing more is wanted of that."""
+    state: RequestState = "queued"
+    reason: str = ""
+    """Of its end."""
+    endpoint: str = ""
+    submitted_ms: int = 0
+    ended_ms: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+    engine: str = ""
+    epoch: int = 0
+    tokens_per_s: float | None = None
+    """While it runs, since the look before, or since its submit; after that, from its first token to its last."""
+    looked_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StatusReport:
+    """What the worker of a slot said of itself at one moment."""
+
+    at_ms: int
+    owner: str
+    metrics: Readings
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What is known of the log after some looks at it."""
+
+    snapshot: LogSnapshot
+    said: Mapping[str, tuple[StatusReport, StatusReport]]
+    """Slot -> what its worker said last, before that what it said another time; the same where it spoke once."""
+    requests: Mapping[str, RequestFacts]
+    """By uid, the newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A numbered place of a stage, and who works there."""
+
+    slot: str
+    phase: str
+    """As its worker says; `away` where nobody has the slot, `guest` where another worker looks after it, `held` where
+    somebody has it and says nothing, as the janitor never does."""
+    detail: str
+    progress: float
+    host: str
+    pid: int
+    """0: unknown."""
+    epoch: int
+    lease_ms: int
+    """What is left of the lease; 0: nobody holds it."""
+    pending: int
+    address: str
+    streams_open: int
+    """Clients of a frontend that are being streamed to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamView:
+    """One stream of work."""
+
+    stream: str
+    length: int
+    pending: int
+    lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """An engine. None: it has not said so, or nothing happened between the last two times that it spoke."""
+
+    engine: str
+    model: str
+    context: int
+    running: int | None = None
+    waiting: int | None = None
+    preemptions: int | None = None
+    cache_used: float | None = None
+    """Share of its pages."""
+    prefix_hits: float | None = None
+    """Share of the prompt tokens since it started."""
+    prompt_tokens_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    first_token_p50_s: float | None = None
+    between_tokens_p50_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request."""
+
+    uid: str
+    state: RequestState
+    reason: str
+    endpoint: str
+    age_ms: int
+    """Since its submit."""
+    took_ms: int | None
+    """Until its end."""
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int
+    tokens_per_s: float | None
+    engine: str
+    """Empty while no engine has it, or where it is not known any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineView:
+    """The pipeline at one moment."""
+
+    at_ms: int
+    """Redis' clock."""
+    redis: RedisFacts
+    slots: tuple[SlotView, ...]
+    streams: tuple[StreamView, ...]
+    num_live: int
+    num_dead: int
+    engines: tuple[EngineView, ...]
+    requests: tuple[RequestView, ...]
+    """The newest first."""
+    error: str = ""
+    """Why there is no later picture; empty: the log answers."""
+
+
+# Looks become a reading
+
+
+def queries_for(before: Observed | None, snapshot: LogSnapshot, found: Iterable[str]) -> dict[str, HistoryQuery]:
+    """Return what to read of which requests: the newest of those that live, that were known and that were *found*."""
+    known = before.requests if before is not None else {}
+    newest = sorted({*known, *snapshot.living, *found}, reverse=True)[:MOST_REQUESTS]
+    asks = {}
+    for uid in newest:
+        facts = known.get(uid, RequestFacts(uid))
+        is_over = facts.state in ENDED
+        asks[uid] = HistoryQuery(SEAL if is_over else facts.known_to, last=not is_over)
+    return asks
+
+
+def observe(before: Observed | None, snapshot: LogSnapshot, peeks: Mapping[str, HistoryEnds]) -> Observed:
+    """Return what is known after one more look."""
+    known = before.requests if before is not None else {}
+    requests = {}
+    for uid, peek in peeks.items():
+        if peek.exists:
+            facts = known.get(uid, RequestFacts(uid))
+            requests[uid] = facts if facts.state in ENDED else _heard(facts, snapshot, peek)
+    return Observed(snapshot, _said(before, snapshot), requests)
+
+
+def _said(before: Observed | None, snapshot: LogSnapshot) -> dict[str, tuple[StatusReport, StatusReport]]:
+    said = {}
+    for slot, seen in snapshot.slots.items():
+        status = _status(seen)
+        if status is None or not status.metrics:
+            continue
+        now = StatusReport(seen.said_ms, status.owner, read_snapshot(status.metrics))
+        earlier, latest = before.said.get(slot, (now, now)) if before is not None else (now, now)
+        if latest.owner != now.owner:
+            said[slot] = now, now
+        elif now.at_ms - latest.at_ms >= APART_MS:
+            said[slot] = latest, now
+        else:
+            said[slot] = earlier, latest
+    return said
+
+
+def _heard(facts: RequestFacts, snapshot: LogSnapshot, peek: HistoryEnds) -> RequestFacts:
+    """Return what is known of a request that had not ended, after a peek at its history."""
+    before = facts
+    if facts.state == "tokenizing":  # as was true then
+        facts = replace(facts, state="queued")
+    try:
+        for entry in peek.head:
+            facts = replace(_after(facts, entry), known_to=entry.id)
+        if peek.last is not None:
+            facts = _after(facts, peek.last)
+    except UndecodableEvent:
+        return replace(facts, state="unreadable")
+    if facts.cached_tokens is not None or facts.output_tokens:
+        facts = replace(facts, known_to=SEAL)
+    holder = snapshot.held.get(facts.uid, "")
+    if holder.startswith(TOKENIZE) and facts.state == "queued":
+        facts = replace(facts, state="tokenizing")
+    elif holder.startswith(GENERATE):
+        facts = replace(facts, engine=holder)
+    if facts.state not in ENDED:
+        seconds = (snapshot.now_ms - (before.looked_ms or facts.submitted_ms)) / 1000
+        made = facts.output_tokens - before.output_tokens
+        facts = replace(facts, tokens_per_s=made / seconds if facts.output_tokens and seconds > 0 else None)
+    return replace(facts, looked_ms=snapshot.now_ms)
+
+
+def _after(facts: RequestFacts, entry: Entry) -> RequestFacts:
+    event = decode(entry.fields)
+    if isinstance(event, Finished | Failed | Cancelled | Answered):
+        facts = replace(facts, ended_ms=event.ms)
+    else:
+        facts = replace(facts, output_tokens=max(parse_id(entry.id)[0], facts.output_tokens))
+    return _told(facts, event)
+
+
+def _told(facts: RequestFacts, event: AnyEvent) -> RequestFacts:
+    match event:
+        case Submitted():
+            return replace(facts, state="queued", endpoint=event.endpoint, submitted_ms=event.ms)
+        case Tokenized():
+            return replace(facts, state="waiting", prompt_tokens=len(event.token_ids))
+        case Admitted():
+            cached = event.cached_tokens if facts.cached_tokens is None else facts.cached_tokens
+            return replace(facts, state="running", engine=event.engine, epoch=event.epoch, cached_tokens=cached)
+        case Preempted():
+            return replace(facts, state="preempted", engine=event.engine, epoch=event.epoch)
+        case TakenOver():
+            return replace(facts, state="running", engine=event.engine, epoch=event.epoch)
+        case TokensProduced():  # it names the epoch alone, and epochs are counted for each slot
+            epoch = int(event.step.partition("-")[0] or 0)
+            engine = facts.engine if epoch == facts.epoch else ""
+            return replace(facts, state="running", engine=engine, epoch=epoch)
+        case Finished():
+            made_ms = event.timings.total_ms - event.timings.first_token_ms
+            return replace(
+                facts,
+                state="finished",
+                reason=event.reason,
+                prompt_tokens=event.usage.prompt_tokens,
+                cached_tokens=event.usage.cached_tokens,
+                output_tokens=event.n,
+                tokens_per_s=(event.n - 1) * 1000 / made_ms if made_ms > 0 else None,
+            )
+        case Failed():
+            return replace(facts, state="failed", reason=event.code, output_tokens=event.n, tokens_per_s=None)
+        case Cancelled():
+            reason = f"by {event.by}"
+            return replace(facts, state="cancelled", reason=reason, output_tokens=event.n, tokens_per_s=None)
+        case Answered():
+            counted = len(event.token_ids) or facts.prompt_tokens
+            return replace(facts, state="finished", reason=f"by {event.by}", prompt_tokens=counted)
+        case StepCompleted():
+            raise UndecodableEvent("a step, which no history holds")
+
+
+# A reading becomes a picture
+
+
+def view_of(reading: Observed) -> PipelineView:
+    """Return what there is to see."""
+    snapshot = reading.snapshot
+    occupancy = snapshot.occupancy
+    steps = {
+        f"steps:{engine}": depth for engine, depth in sorted(occupancy.steps.items(), key=lambda each: _place(each[0]))
+    }
+    depths = {"submitted": occupancy.submitted, "tokenized": occupancy.tokenized} | steps
+    slots = sorted(snapshot.slots, key=_place)
+    return PipelineView(
+        at_ms=snapshot.now_ms,
+        redis=snapshot.redis,
+        slots=tuple(_slot(slot, reading) for slot in slots),
+        streams=tuple(StreamView(name, each.length, each.pending, each.lag) for name, each in depths.items()),
+        num_live=occupancy.num_live,
+        num_dead=occupancy.num_dead,
+        engines=tuple(_engine(slot, reading) for slot in slots if slot_stage(slot) == GENERATE),
+        requests=tuple(_request(facts, snapshot.now_ms) for facts in reading.requests.values()),
+    )
+
+
+_ORDER: Final = (WEB, *(stage for stage in STAGES if stage != WEB), JANITOR)
+"""The way of a request."""
+
+
+def _place(slot: str) -> tuple[int, int]:
+    return _ORDER.index(slot_stage(slot)), slot_index(slot)
+
+
+def _status(seen: SlotState) -> Status | None:
+    """Return what a worker says of itself; None where it says nothing, or is of another version."""
+    try:
+        return parse_status(seen.status) if seen.status else None
+    except UndecodableEvent:
+        return None
+
+
+def _slot(slot: str, reading: Observed) -> SlotView:
+    seen = reading.snapshot.slots[slot]
+    status = _status(seen)
+    lease = seen.lease
+    announced = status is not None and not status.owner  # it asks for the slot once it is ready
+    if lease.holder and lease.is_free and not announced:
+        phase = "guest"
+    elif status is not None and (announced or not lease.is_free):
+        phase = status.phase
+    else:
+        phase = "away" if lease.is_free else "held"
+    shown = status if status is not None and phase == status.phase else None
+    return SlotView(
+        slot=slot,
+        phase=phase,
+        detail=shown.detail if shown is not None else "",
+        progress=shown.progress if shown is not None else 0.0,
+        host=status.host if status is not None else "",
+        pid=status.pid if status is not None else 0,
+        epoch=int(seen.owner.partition(":")[0] or 0),
+        lease_ms=lease.ttl_ms,
+        pending=reading.snapshot.pending.get(slot, 0),
+        address=status.address if status is not None else "",
+        streams_open=int(_number(_latest(slot, reading), STREAMS_OPEN)) if shown is not None else 0,
+    )
+
+
+def _engine(slot: str, reading: Observed) -> EngineView:
+    seen = reading.snapshot.slots[slot]
+    status = _status(seen)
+    model, context = (status.models[0] if status.models else "", status.context) if status is not None else ("", 0)
+    if slot not in reading.said or seen.lease.is_free:  # what a dead one said last is not what it does
+        return EngineView(slot, model, context)
+    latest = _latest(slot, reading)
+    detokenizer = slot_name(DETOKENIZE, slot_index(slot))
+    queries = _number(latest, PREFIX_QUERIES)
+    return EngineView(
+        engine=slot,
+        model=model,
+        context=context,
+        running=int(_number(latest, NUM_RUNNING)),
+        waiting=int(_number(latest, NUM_WAITING)),
+        preemptions=int(_number(latest, NUM_PREEMPTIONS)),
+        cache_used=_number(latest, KV_CACHE_USAGE),
+        prefix_hits=_number(latest, PREFIX_HITS) / queries if queries else None,
+        prompt_tokens_per_s=_rate(slot, reading, PROMPT_TOKENS),
+        output_tokens_per_s=_rate(slot, reading, GENERATION_TOKENS),
+        first_token_p50_s=_median(detokenizer, reading, FIRST_TOKEN_SECONDS),
+        between_tokens_p50_s=_median(detokenizer, reading, BETWEEN_TOKENS_SECONDS),
+    )
+
+
+def _latest(slot: str, reading: Observed) -> Readings:
+    return reading.said[slot][1].metrics if slot in reading.said else {}
+
+
+def _number(readings: Readings, family: Family) -> float:
+    """Return how a counter or gauge without labels stands; what is 0 is not said."""
+    value = readings.get(family, {}).get((), 0)
+    return 0 if isinstance(value, Counts) else value
+
+
+def _rate(slot: str, reading: Observed, family: Family) -> float | None:
+    """Return how much a counter grew in a second; None where its worker spoke once, or counts anew."""
+    earlier, latest = reading.said[slot]
+    grown = _number(latest.metrics, family) - _number(earlier.metrics, family)
+    return grown * 1000 / (latest.at_ms - earlier.at_ms) if latest.at_ms > earlier.at_ms and grown >= 0 else None
+
+
+def _median(slot: str, reading: Observed, family: Family) -> float | None:
+    """Return the median of what a histogram was given between the last two times that its worker spoke."""
+    if slot not in reading.said:
+        return None
+    earlier, latest = (said.metrics.get(family, {}).get(()) for said in reading.said[slot])
+    if not isinstance(latest, Counts):
+        return None
+    before = earlier.counts if isinstance(earlier, Counts) else (0,) * len(latest.counts)
+    return median([now - then for now, then in zip(latest.counts, before, strict=True)], family.buckets)
+
+
+def median(counts: Sequence[int], bounds: Sequence[float]) -> float | None:
+    """Return about the median of values of which so many are in each bucket, as if those of one were spread evenly;
+    None where there are none. What is above all bounds counts as the last of them."""
+    total = sum(counts)
+    if total <= 0 or min(counts) < 0:
+        return None
+    below = 0
+    for index, count in enumerate(counts[: len(bounds)]):
+        if below + count >= total / 2:
+            lower = bounds[index - 1] if index else 0.0
+            return lower + (bounds[index] - lower) * (total / 2 - below) / count
+        below += count
+    return bounds[-1]
+
+
+def _request(facts: RequestFacts, now_ms: int) -> RequestView:
+    return RequestView(
+        uid=facts.uid,
+        state=facts.state,
+        reason=facts.reason,
+        endpoint=facts.endpoint,
+        age_ms=max(now_ms - facts.submitted_ms, 0) if facts.submitted_ms else 0,
+        took_ms=max(facts.ended_ms - facts.submitted_ms, 0) if facts.ended_ms else None,
+        prompt_tokens=facts.prompt_tokens,
+        cached_tokens=facts.cached_tokens,
+        output_tokens=facts.output_tokens,
+        tokens_per_s=facts.tokens_per_s,
+        engine=facts.engine,
+    )

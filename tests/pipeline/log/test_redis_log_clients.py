@@ -1,0 +1,273 @@
+"""RedisLog where clients come back: keys that expire, full memory, lost replies, and what only a frontend asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_servers import LossyProxy, command
+
+from pipeline.errors import LogError, LogUnavailable
+from pipeline.events import Cancelled, Failed, SamplingParams, StepCompleted, Submitted, Tokenized
+from pipeline.log.calls import HISTORY_ENTRIES, SLOTS_PER_LOOK, script_text
+from pipeline.log.protocol import DeadLetter, Depth, Inbox, Occupancy, Once, Submission, SubmittedOnce
+from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.names import SEAL, SUBMITTED_ID, Names
+
+NAMES = Names("test")
+LONG_MS = 60_000
+CANCELLED = Cancelled(by="client")
+ONCE = Once("key", "body")
+EVENT = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
+LIMITS: Any = {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": 100}
+END: Any = {"frontend": "web-0", "retention_ms": LONG_MS}
+
+
+@pytest.fixture
+def log(each_redis_url: str) -> Iterator[RedisLog]:
+    log = RedisLog(each_redis_url, NAMES)
+    log.prepare(Inbox.submitted(NAMES))
+    yield log
+    log.close()
+
+
+def with_front(log: RedisLog, act: Callable[[AsyncRedisLog], Awaitable[None]]) -> None:
+    """Run *act* with the log of a frontend."""
+
+    async def run() -> None:
+        front = AsyncRedisLog(log.url, NAMES)
+        try:
+            async with asyncio.timeout(20):
+                await act(front)
+        finally:
+            await front.close()
+
+    asyncio.run(run())
+
+
+def append(log: RedisLog, uid: str, *ids: str) -> None:
+    for entry_id in ids:
+        command(log.url, "XADD", NAMES.request(uid), entry_id, "kind", "x")
+
+
+def ttl_ms(log: RedisLog, key: str) -> int:
+    return int(command(log.url, "PTTL", key))
+
+
+def test_readers_and_idempotency_keys_have_a_time_to_live(log: RedisLog) -> None:
+    log.submit_once("a", [EVENT], ONCE, **LIMITS)
+    for who in ("web-1", "web-2"):
+        log.reading(["a"], who)
+    assert not log.abandon("a", CANCELLED, once=ONCE, **END)
+    assert LONG_MS - 1000 < ttl_ms(log, NAMES.reader("a")) <= LONG_MS
+    assert 2 * LONG_MS - 1000 < ttl_ms(log, NAMES.idempotency("key")) <= 2 * LONG_MS
+    assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
+    for who in ("web-1", "web-2"):
+        log.stop_reading("a", who)
+    assert command(log.url, "EXISTS", NAMES.reader("a")) == 0
+
+
+def test_a_reader_that_died_is_forgotten(log: RedisLog) -> None:
+    log.submit("a", EVENT, **LIMITS)
+    log.reading(["a"], "web-1")
+    command(log.url, "PEXPIRE", NAMES.reader("a"), 1)
+    while command(log.url, "EXISTS", NAMES.reader("a")):
+        pass
+    assert log.read_by_others(["a"]) == set()
+    assert log.abandon("a", CANCELLED, **END)
+
+
+def test_a_request_that_has_ended_or_is_gone_gets_no_reader(log: RedisLog) -> None:
+    log.submit("a", EVENT, **LIMITS)
+    log.end("a", CANCELLED, **END)
+    log.reading(["a", "nobody"], "web-1")
+    assert command(log.url, "KEYS", NAMES.reader("*")) == []
+
+
+def test_at_maxmemory_clients_come_back_and_leave(log: RedisLog) -> None:
+    log.submit_once("a", [EVENT], ONCE, **LIMITS)
+    command(log.url, "SCRIPT", "FLUSH")
+    command(log.url, "CONFIG", "SET", "maxmemory", 1)
+    assert log.submit_once("b", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
+    log.reading(["a"], "web-1")
+    assert not log.abandon("a", CANCELLED, once=ONCE, **END)
+    log.stop_reading("a", "web-1")
+    assert log.abandon("a", CANCELLED, once=ONCE, attached=True, **END)
+
+
+def test_a_submit_whose_reply_was_lost_is_not_attached_to_itself(log: RedisLog, tmp_path: Path) -> None:
+    command(log.url, "SCRIPT", "LOAD", script_text("submit"))
+    proxy = LossyProxy(log.url, tmp_path)
+    shaky = RedisLog(proxy.url, NAMES)
+    try:
+        proxy.lose_a_reply()
+        assert shaky.submit_once("a", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.DUPLICATE, "a")
+        assert proxy.lost
+    finally:
+        shaky.close()
+        proxy.close()
+
+
+def test_a_frontend_submits_once_and_abandons_as_the_stages_do(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        assert await front.submit_once("a", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ACCEPTED, "a")
+        assert log.submit_once("b", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
+        await front.reading(["a"], "web-1")
+        assert log.read_by_others(["a"]) == {"a"}
+        assert not await front.abandon("a", CANCELLED, once=ONCE, **END)
+        await front.stop_reading("a", "web-1")
+        assert not await front.abandon("b", CANCELLED, once=ONCE, attached=True, **END)
+        assert await front.abandon("a", CANCELLED, once=ONCE, attached=True, **END)
+        assert [entry.id for entry in log.histories(["a"])[0]] == [SUBMITTED_ID, SEAL]
+
+    with_front(log, act)
+
+
+def test_entries_are_found_by_their_ids(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        log.submit("a", EVENT, **LIMITS)
+        append(log, "a", "1-0", "2-0")
+        found = await front.entries("a", [SUBMITTED_ID, "2-0", "3-0", SEAL])
+        assert {entry_id: entry.id for entry_id, entry in found.items()} == {SUBMITTED_ID: SUBMITTED_ID, "2-0": "2-0"}
+        assert await front.entries("nobody", [SUBMITTED_ID]) == {}
+
+    with_front(log, act)
+
+
+def test_histories_are_read_up_to_a_number_of_entries(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        append(log, "a", *(f"{n}-0" for n in range(1, 8)))
+        found = await front.histories({"a": "2-0", "nobody": ""}, max_entries=3)
+        assert [entry.id for entry in found["a"] or ()] == ["3-0", "4-0", "5-0"]
+        assert found["nobody"] is None
+        assert await front.histories({"a": SEAL}, max_entries=3) == {"a": []}
+
+    with_front(log, act)
+
+
+def test_one_read_waits_for_many_histories(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        append(log, "a", "1-0", "2-0")
+        append(log, "b", *(f"{n}-0" for n in range(1, HISTORY_ENTRIES + 9)))
+        found = await front.read_histories({"a": "1-0", "b": "0-0", "to come": "0-0"}, block_ms=0)
+        assert {uid: (entries[0].id, len(entries)) for uid, entries in found.items()} == {
+            "a": ("2-0", 1),
+            "b": ("1-0", HISTORY_ENTRIES),
+        }
+        waiting = asyncio.create_task(front.read_histories({"a": "2-0", "to come": "0-0"}, block_ms=LONG_MS))
+        while not command(log.url, "INFO", "clients").count(b"blocked_clients:1"):
+            await asyncio.sleep(0.01)
+        append(log, "to come", "1-0")
+        assert list(await waiting) == ["to come"]
+        assert await front.read_histories({"a": "2-0"}, block_ms=1) == {}
+
+    with_front(log, act)
+
+
+def test_a_cancelled_read_of_histories_loses_nothing(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        waiting = asyncio.create_task(front.read_histories({"a": "0-0"}, block_ms=LONG_MS))
+        while not command(log.url, "INFO", "clients").count(b"blocked_clients:1"):
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        append(log, "a", "1-0")
+        found = await front.read_histories({"a": "0-0"}, block_ms=LONG_MS)
+        assert [entry.id for entry in found["a"]] == ["1-0"]
+
+    with_front(log, act)
+
+
+def test_without_a_server_none_of_it_is_there(tmp_path: Path) -> None:
+    async def ask() -> None:
+        front = AsyncRedisLog(f"unix://{tmp_path / 'nobody.sock'}", NAMES)
+        questions = (
+            front.submit_once("a", [EVENT], ONCE, **LIMITS),
+            front.abandon("a", CANCELLED, **END),
+            front.reading(["a"], "web-1"),
+            front.stop_reading("a", "web-1"),
+            front.entries("a", [SEAL]),
+            front.read_histories({"a": "0-0"}, block_ms=1),
+        )
+        try:
+            for question in questions:
+                with pytest.raises(LogUnavailable):
+                    await question
+        finally:
+            await front.close()
+
+    asyncio.run(ask())
+
+
+def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog) -> None:
+    log.prepare(Inbox.tokenized(NAMES))
+    for engine in ("generate-0", "generate-2"):
+        log.prepare(Inbox.steps(NAMES, engine))
+    owner = log.acquire("generate-2", "n", LONG_MS)
+    assert owner is not None
+
+    def looks(occupancy: Occupancy) -> list[tuple[int, int, int]]:
+        depths = (
+            occupancy.submitted,
+            occupancy.tokenized,
+            *(occupancy.steps[each] for each in sorted(occupancy.steps)),
+        )
+        return [(depth.length, depth.pending, depth.lag) for depth in depths]
+
+    async def act(front: AsyncRedisLog) -> None:
+        nothing = (0, 0, 0)
+        before = await front.occupancy()
+        assert looks(before) == [nothing] * 4 and (before.num_live, before.num_dead) == (0, 0)
+        assert set(before.steps) == {"generate-0", "generate-2"}
+        for uid in "abcde":
+            log.submit(uid, EVENT, **LIMITS)
+        entries = log.read(Inbox.submitted(NAMES), "tokenize-0", max_entries=4, block_ms=0)
+        assert looks(await front.occupancy())[0] == (5, 4, 1)
+        for entry in entries[:3]:  # consumed ones are gone, and the rest is as it was: Redis 7 knows no lag then
+            log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
+        log.end("d", CANCELLED, consume=entries[3], **END)
+        taken = log.take(owner, 2, control_cursor="0-0").entries
+        assert looks(await front.occupancy())[:2] == [(1, 0, 1), (3, 2, 1)]
+        for number in (1, 2, 3):
+            ended = [taken[0].id] if number == 1 else []
+            step = StepCompleted(rows=())
+            log.step(owner, number, step, ended=ended, control_cursor="0-0", lease_ms=LONG_MS)
+        log.read(Inbox.steps(NAMES, "generate-2"), "detokenize-2", max_entries=2, block_ms=0)
+        letter = DeadLetter("generate", {}, 3, "It died.")
+        log.end("a", Failed(status=500, code="poisonous", message="It died."), dead=letter, **END)
+        after = await front.occupancy()
+        assert looks(after) == [(1, 0, 1), (2, 1, 1), nothing, (3, 2, 1)]
+        assert (after.num_live, after.num_dead) == (3, 1)
+
+    with_front(log, act)
+
+
+def test_occupancy_of_a_log_that_nobody_has_prepared_is_nothing(each_redis_url: str) -> None:
+    async def act() -> None:
+        front = AsyncRedisLog(each_redis_url, NAMES)
+        assert await front.occupancy() == Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0)
+        await front.close()
+
+    asyncio.run(act())
+
+
+def test_occupancy_knows_engines_beyond_the_first_look(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        assert set((await front.occupancy()).steps) == {f"generate-{index}" for index in range(SLOTS_PER_LOOK + 2)}
+
+    for index in range(SLOTS_PER_LOOK + 2):
+        log.prepare(Inbox.steps(NAMES, f"generate-{index}"))
+    with_front(log, act)
+
+
+def test_occupancy_of_a_log_that_does_not_answer_so_raises(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
+        command(log.url, "SET", NAMES.dead, "no stream")
+        with pytest.raises(LogError, match="WRONGTYPE"):
+            await front.occupancy()
+
+    with_front(log, act)

@@ -1,0 +1,177 @@
+"""RedisLog where API keys have quotas: what is kept, for how long and by which clock; full memory, lost replies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_servers import LossyProxy, command
+
+from pipeline.errors import LogFull
+from pipeline.events import Cancelled, SamplingParams, Submitted
+from pipeline.log import calls
+from pipeline.log.calls import script_text
+from pipeline.log.protocol import Inbox, Once, Quota, Submission, SubmittedOnce
+from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.names import Names
+
+NAMES = Names("test")
+LONG_MS = 60_000
+EVENT = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
+ACCEPTED, TOO_FAST, TOO_MANY = Submission.ACCEPTED, Submission.TOO_FAST, Submission.TOO_MANY
+
+
+@pytest.fixture
+def log(each_redis_url: str) -> Iterator[RedisLog]:
+    with closing(RedisLog(each_redis_url, NAMES)) as log:
+        log.prepare(Inbox.submitted(NAMES))
+        yield log
+
+
+def limits(*, timeout_ms: int = LONG_MS) -> Any:
+    return {"timeout_ms": timeout_ms, "retention_ms": LONG_MS, "max_queued": 100}
+
+
+def submit(log: RedisLog, uid: str, quota: Quota, once: Once | None = None) -> SubmittedOnce:
+    return log.submit_once(uid, [EVENT], once, quota=quota, **limits())
+
+
+def end(log: RedisLog, uid: str) -> None:
+    assert log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS)
+
+
+def minute_of(log: RedisLog) -> int:
+    """Return the minute that Redis has."""
+    return int(command(log.url, "TIME")[0]) // 60
+
+
+def _ms(log: RedisLog) -> int:
+    seconds, microseconds = command(log.url, "TIME")
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def counts(log: RedisLog, key: str = "key") -> dict[str, int]:
+    """Return limit key -> how many were counted in it."""
+    found = [each.decode() for each in command(log.url, "KEYS", "*:limit:*")]
+    assert all(f":limit:{key}:" in each for each in found)
+    return {each: int(command(log.url, "GET", each)) for each in found}
+
+
+def snapshot(log: RedisLog) -> dict[bytes, bytes]:
+    """Return all that the server holds."""
+    return {key: command(log.url, "DUMP", key) for key in command(log.url, "KEYS", "*")}
+
+
+def test_what_is_counted_has_a_time_to_live(log: RedisLog) -> None:
+    quota = Quota("key", requests_per_minute=9, concurrent_requests=9)
+    submit(log, "a", quota)
+    log.submit_once("b", [EVENT], None, quota=quota, **limits(timeout_ms=1000))  # which ends sooner than the first
+    assert sum(counts(log).values()) == 2
+    for key in counts(log):
+        assert 118_000 < command(log.url, "PTTL", key) <= 120_000
+    assert sorted(command(log.url, "SMEMBERS", NAMES.running("key"))) == [b"a", b"b"]
+    assert 2 * LONG_MS - 2000 < command(log.url, "PTTL", NAMES.running("key")) <= 2 * LONG_MS
+
+
+def test_nothing_is_kept_of_a_key_without_limits(log: RedisLog) -> None:
+    submit(log, "a", Quota("key"))
+    submit(log, "b", Quota("key", requests_per_minute=5))
+    assert command(log.url, "EXISTS", NAMES.running("key")) == 0
+    submit(log, "c", Quota("other", concurrent_requests=5))
+    assert sum(counts(log).values()) == 1
+
+
+def test_each_minute_of_redis_has_a_count_of_its_own(log: RedisLog) -> None:
+    minute = minute_of(log)
+    for other in (minute - 3, minute - 2, minute - 1, minute + 2):
+        command(log.url, "SET", NAMES.limit("key", other), 1000)
+    assert submit(log, "a", Quota("key", requests_per_minute=10)).submission is ACCEPTED
+    for this in (minute, minute + 1):  # which it may be by now
+        command(log.url, "SET", NAMES.limit("key", this), 10)
+    earliest_ms = _ms(log)
+    refused = submit(log, "b", Quota("key", requests_per_minute=10))
+    assert refused.submission is TOO_FAST
+    latest_ms = _ms(log)
+    the_minute_ends_ms = (latest_ms + refused.again_ms) // 60_000 * 60_000
+    assert earliest_ms + refused.again_ms <= the_minute_ends_ms
+
+
+@pytest.mark.parametrize("minutes", [-1000, -2, -1, 1, 2, 5])
+def test_a_clock_that_is_wrong_counts_in_the_minute_of_redis_all_the_same(
+    log: RedisLog, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    async def from_a_frontend() -> SubmittedOnce:
+        front = AsyncRedisLog(log.url, NAMES)
+        try:
+            return await front.submit_once("b", [EVENT], None, quota=quota, **limits())
+        finally:
+            await front.close()
+
+    quota = Quota("key", requests_per_minute=10, concurrent_requests=10)
+    monkeypatch.setattr(calls, "this_minute", lambda: int(time.time()) // 60 + minutes)
+    before = minute_of(log)
+    assert submit(log, "a", quota, Once("k", "body")) == SubmittedOnce(ACCEPTED, "a")
+    assert asyncio.run(from_a_frontend()) == SubmittedOnce(ACCEPTED, "b")
+    counted = counts(log)
+    assert sum(counted.values()) == 2
+    assert set(counted) <= {NAMES.limit("key", minute) for minute in range(before, minute_of(log) + 1)}
+
+
+def test_a_submit_whose_reply_was_lost_counts_once(log: RedisLog, tmp_path: Path) -> None:
+    quota = Quota("key", requests_per_minute=10, concurrent_requests=10)
+    command(log.url, "SCRIPT", "LOAD", script_text("submit"))
+    with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES)) as shaky:
+        proxy.lose_a_reply()
+        assert submit(shaky, "a", quota) == SubmittedOnce(Submission.DUPLICATE, "a")
+        assert proxy.lost
+    assert list(counts(log).values()) == [1]
+    assert command(log.url, "SCARD", NAMES.running("key")) == 1
+
+
+def test_at_maxmemory_a_submit_under_a_quota_is_refused_and_changes_nothing(log: RedisLog) -> None:
+    quota = Quota("key", requests_per_minute=10, concurrent_requests=2)
+    for uid in ("a", "b"):
+        submit(log, uid, quota)
+        end(log, uid)  # so that the next one finds two whose places it may have
+    before = snapshot(log)
+    command(log.url, "SCRIPT", "FLUSH")
+    command(log.url, "CONFIG", "SET", "maxmemory", 1)
+    with pytest.raises(LogFull):
+        submit(log, "c", quota, Once("k", "body"))
+    assert snapshot(log) == before
+    command(log.url, "CONFIG", "SET", "maxmemory", 0)
+    assert submit(log, "c", quota).submission is ACCEPTED
+
+
+def test_places_of_requests_that_have_ended_are_cleared_once_they_are_needed(log: RedisLog) -> None:
+    quota = Quota("key", concurrent_requests=3)
+    for uid in ("a", "b", "c"):
+        submit(log, uid, quota)
+    end(log, "a")
+    end(log, "c")
+    submit(log, "d", quota)
+    assert sorted(command(log.url, "SMEMBERS", NAMES.running("key"))) == [b"b", b"d"]
+
+
+def test_who_is_refused_changes_nothing(log: RedisLog) -> None:
+    submit(log, "a", Quota("key", concurrent_requests=9))
+    minute = minute_of(log)
+    for this in (minute, minute + 1):
+        command(log.url, "SET", NAMES.limit("key", this), 10)
+    before = snapshot(log)
+    assert submit(log, "b", Quota("key", requests_per_minute=10), Once("k", "body")).submission is TOO_FAST
+    assert submit(log, "b", Quota("key", concurrent_requests=1), Once("k", "body")).submission is TOO_MANY
+    assert snapshot(log) == before
+
+
+def test_many_that_have_ended_are_in_nobodys_way(log: RedisLog) -> None:
+    fill_up = "for i = 1, 20000 do redis.call('SADD', KEYS[1], 'r' .. i) end"
+    command(log.url, "EVAL", fill_up, 1, NAMES.running("key"))
+    outcomes = [submit(log, uid, Quota("key", concurrent_requests=2)).submission for uid in ("a", "b", "c")]
+    assert outcomes == [ACCEPTED, ACCEPTED, TOO_MANY]
+    assert sorted(command(log.url, "SMEMBERS", NAMES.running("key"))) == [b"a", b"b"]

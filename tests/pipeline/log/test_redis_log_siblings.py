@@ -1,0 +1,210 @@
+"""RedisLog where several requests are submitted together: all or none, whatever refuses them or breaks in between."""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commit_grounds import DurableGround
+from redis_servers import PLACES, LossyProxy, Servers, command
+
+from pipeline.errors import LogFull
+from pipeline.events import Cancelled, SamplingParams, Submitted, decode
+from pipeline.log.calls import script_text
+from pipeline.log.protocol import Inbox, Once, Quota, Submission, SubmittedOnce
+from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.names import LASTING, Names, sibling_uids
+
+NAMES = Names("test")
+LONG_MS = 60_000
+ONCE = Once("key", "body")
+QUOTA = Quota("ann", requests_per_minute=100, concurrent_requests=3)
+ACCEPTED, DUPLICATE = Submission.ACCEPTED, Submission.DUPLICATE
+
+
+@pytest.fixture
+def log(each_redis_url: str) -> Iterator[RedisLog]:
+    with closing(RedisLog(each_redis_url, NAMES)) as log:
+        log.prepare(Inbox.submitted(NAMES))
+        yield log
+
+
+def events(count: int, prompt: str = "Hi") -> list[Submitted]:
+    return [
+        Submitted(endpoint="e", frontend="web-0", prompt=f"{prompt} {i}", sampling=SamplingParams(seed=i))
+        for i in range(count)
+    ]
+
+
+def limits(max_queued: int = 10_000) -> Any:
+    return {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": max_queued}
+
+
+def snapshot(log: RedisLog) -> dict[bytes, bytes]:
+    """Return all that the server holds."""
+    return {key: command(log.url, "DUMP", key) for key in command(log.url, "KEYS", "*")}
+
+
+def uids_in(log: RedisLog, key: str) -> list[str]:
+    """Return the uids in `submitted`, in order, or the members of a set, which has none."""
+    if key == NAMES.submitted:
+        return [fields[1].decode() for _, fields in command(log.url, "XRANGE", key, "-", "+")]
+    words = ("ZRANGE", key, 0, -1) if key == NAMES.live else ("SMEMBERS", key)
+    return sorted(member.decode() for member in command(log.url, *words))
+
+
+def used_bytes(log: RedisLog) -> int:
+    found = re.search(rb"^used_memory:(\d+)", command(log.url, "INFO", "memory"), re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+def test_siblings_that_are_refused_leave_nothing(log: RedisLog) -> None:
+    """But what was there before."""
+    log.submit_once("before", events(2), Once("held", "body"), quota=QUOTA, **limits())
+    minute = int(command(log.url, "TIME")[0]) // 60
+    for this in (minute, minute + 1):
+        command(log.url, "SET", NAMES.limit("bob", this), 5)
+    before = snapshot(log)
+
+    def submit(quota: Quota, once: Once = ONCE, max_queued: int = 10_000) -> Submission:
+        return log.submit_once("a", events(3), once, quota=quota, **limits(max_queued)).submission
+
+    assert submit(QUOTA, max_queued=4) is Submission.BUSY
+    assert submit(Quota("bob", requests_per_minute=5)) is Submission.TOO_FAST
+    assert submit(Quota("ann", concurrent_requests=2)) is Submission.TOO_MANY
+    assert submit(QUOTA, Once("held", "body")) is Submission.ATTACH
+    assert submit(QUOTA, Once("held", "another")) is Submission.MISMATCH
+    assert snapshot(log) == before
+    assert submit(QUOTA) is ACCEPTED
+
+
+def test_at_maxmemory_siblings_are_refused_and_leave_nothing(log: RedisLog) -> None:
+    for uid in ("a", "b", "c"):
+        log.submit_once(uid, events(1), None, quota=QUOTA, **limits())
+        log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS)  # their places may be had
+    before = snapshot(log)
+    command(log.url, "SCRIPT", "FLUSH")
+    command(log.url, "CONFIG", "SET", "maxmemory", 1)
+    with pytest.raises(LogFull):
+        log.submit_once("d", events(3), ONCE, quota=QUOTA, **limits())
+    assert snapshot(log) == before
+    command(log.url, "CONFIG", "SET", "maxmemory", 0)
+    assert log.submit_once("d", events(3), ONCE, quota=QUOTA, **limits()) == SubmittedOnce(ACCEPTED, "d")
+
+
+def test_siblings_that_cross_maxmemory_are_written_all_or_none(log: RedisLog) -> None:
+    """The limit is raised by less than they take: they begin below the first that lets them in, and end above it."""
+    count, step_bytes = 64, 128 * 1024
+    together, uids = events(count, "x" * 10_000), sibling_uids("a", count)
+    before, used_before = snapshot(log), used_bytes(log)
+    became, times_refused = None, 0
+    while became is None:
+        command(log.url, "CONFIG", "SET", "maxmemory", used_before + (1 + times_refused) * step_bytes)
+        try:
+            became = log.submit_once("a", together, ONCE, quota=QUOTA, **limits()).submission
+        except LogFull:
+            times_refused += 1
+            assert snapshot(log) == before
+    assert became is ACCEPTED
+    assert times_refused > 0 and used_bytes(log) - used_before > 2 * step_bytes
+    assert uids_in(log, NAMES.submitted) == list(uids)
+    assert uids_in(log, NAMES.live) == uids_in(log, NAMES.running("ann")) == sorted(uids)
+    assert [decode(entry.fields) for (entry,) in log.histories(uids)]
+
+
+def test_siblings_whose_answer_was_lost_are_submitted_once(log: RedisLog, tmp_path: Path) -> None:
+    async def from_a_frontend(url: str) -> SubmittedOnce:
+        front = AsyncRedisLog(url, NAMES)
+        try:
+            return await front.submit_once("b", events(3), None, quota=QUOTA, **limits())
+        finally:
+            await front.close()
+
+    command(log.url, "SCRIPT", "LOAD", script_text("submit"))
+    with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES)) as shaky:
+        proxy.lose_a_reply()
+        assert shaky.submit_once("a", events(2), ONCE, quota=QUOTA, **limits()) == SubmittedOnce(DUPLICATE, "a")
+        assert proxy.lost
+        proxy.lose_a_reply()
+        assert asyncio.run(from_a_frontend(proxy.url)) == SubmittedOnce(DUPLICATE, "b")
+        assert proxy.lost
+    uids = ["a.0", "a.1", "b.0", "b.1", "b.2"]
+    assert uids_in(log, NAMES.submitted) == uids
+    assert uids_in(log, NAMES.live) == uids_in(log, NAMES.running("ann")) == uids
+    counts = command(log.url, "KEYS", "*:limit:*")
+    assert sum(int(command(log.url, "GET", key)) for key in counts) == 2
+    assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_siblings_whose_end_was_never_written_down_are_all_lost(
+    redis_servers: Servers, tmp_path: Path, place: str
+) -> None:
+    """As when the power fails while Redis writes what the commit did."""
+    binary, whole = redis_servers.binary(place), tmp_path / "whole"
+    whole.mkdir()
+    with closing(DurableGround(binary, whole)) as ground:
+        names = ground.log.names
+        ground.log.submit_once("before", events(1), None, **limits())
+        (written,) = whole.rglob("*.aof")
+        first = written.stat().st_size
+        ground.log.submit_once("a", events(8), ONCE, quota=QUOTA, **limits())
+        last = written.stat().st_size
+    for cut in [*range(first, last, (last - first) // 6), last - 1, last]:
+        folder = tmp_path / str(cut)
+        shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("*.sock"))
+        os.truncate(folder / written.relative_to(whole), cut)
+        with closing(DurableGround(binary, folder)) as ground:
+            there = ground.observe()
+        alive = {"before", *sibling_uids("a", 8)} if cut == last else {"before"}
+        assert there.sets[names.live] == alive
+        assert {entry.fields["uid"] for entry in there.streams[names.submitted]} == alive
+        assert {key for key in there.streams if ":request:" in key} == {names.request(uid) for uid in alive}
+        assert (names.idempotency("key") in there.strings) == (cut == last)
+
+
+def test_siblings_that_ran_before_redis_lost_them_run_again(log: RedisLog) -> None:
+    """Their old places are cleared by the submit that takes them again."""
+    command(log.url, "SADD", NAMES.running("ann"), "a.0", "a.1", "b")
+    assert log.submit_once("a", events(2), None, quota=QUOTA, **limits()).submission is ACCEPTED
+    assert uids_in(log, NAMES.running("ann")) == ["a.0", "a.1"]
+
+
+def test_of_siblings_every_key_has_a_time_to_live(log: RedisLog) -> None:
+    log.submit_once("a", events(5), ONCE, quota=QUOTA, **limits())
+    log.reading(["a.1", "a.2"], "web-1")
+    assert not log.abandon("a.1", Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS, once=ONCE)
+    assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
+    for uid in ("a.2", "a.1"):
+        log.abandon(uid, Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS, once=ONCE)
+    assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
+    times = {key.decode(): command(log.url, "PTTL", key) for key in command(log.url, "KEYS", "*")}
+    lasting = {key for key in times if any(fnmatch.fnmatchcase(key.partition(":0}:")[2], name) for name in LASTING)}
+    assert {key for key, ttl_ms in times.items() if ttl_ms == -1} == lasting
+    for key in (*map(NAMES.request, sibling_uids("a", 5)), NAMES.idempotency("key"), NAMES.running("ann")):
+        assert 2 * LONG_MS - 2000 < times[key] <= 2 * LONG_MS
+
+
+@pytest.mark.parametrize(("count", "prompt"), [(1024, "Hi"), (12, "x" * 1_000_000)], ids=["many", "large"])
+def test_many_and_large_siblings_are_submitted_as_well(log: RedisLog, count: int, prompt: str) -> None:
+    fill_up = "for i = 1, 20000 do redis.call('SADD', KEYS[1], 'r' .. i) end"  # which have ended
+    command(log.url, "EVAL", fill_up, 1, NAMES.running("ann"))
+    together, uids = events(count, prompt), sibling_uids("a", count)
+    assert log.submit_once("a", together, ONCE, quota=QUOTA, **limits(count - 1)).submission is Submission.BUSY
+    assert log.submit_once("a", together, ONCE, quota=QUOTA, **limits(count)) == SubmittedOnce(ACCEPTED, "a")
+    assert log.submit_once("a", together, ONCE, quota=QUOTA, **limits(count)) == SubmittedOnce(DUPLICATE, "a")
+    assert uids_in(log, NAMES.submitted) == list(uids)
+    assert uids_in(log, NAMES.live) == uids_in(log, NAMES.running("ann")) == sorted(uids)
+    for event, (entry,) in zip(together, log.histories(uids), strict=True):
+        written = decode(entry.fields)
+        assert isinstance(written, Submitted)
+        assert (written.prompt, written.sampling, written.siblings) == (event.prompt, event.sampling, count)

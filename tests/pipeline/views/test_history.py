@@ -1,0 +1,277 @@
+"""The story of a request is a fold of its history alone: histories written by hand, no log, no clock."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import (
+    Admitted,
+    Answered,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    Preempted,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    TakenOver,
+    Timings,
+    Tokenized,
+    TokensProduced,
+    Usage,
+    encode,
+)
+from pipeline.log.protocol import Entry
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
+from pipeline.views.history import copied_history, state_of, story
+
+BEGAN_MS = 1_700_000_000_000
+SUBMITTED = Submitted(
+    endpoint="/v1/chat/completions",
+    frontend="web-0",
+    model="nonsense",
+    messages=({"role": "user", "content": "Hi"},),
+    sampling=SamplingParams(temperature=0.5, seed=7, max_tokens=20),
+    deadline_ms=BEGAN_MS + 600_000,
+    labels={"user": "u1"},
+)
+TOKENIZED = Tokenized(token_ids=(5, 6, 7), fingerprint="t1", by="tokenize-0")
+ADMITTED = Admitted(engine="generate-0", epoch=3, step=11, fingerprint="w1", cached_tokens=2)
+
+
+def entry(entry_id: str, event: Event, at_ms: int) -> Entry:
+    return Entry(entry_id, {"ms": str(BEGAN_MS + at_ms), **encode(event)})
+
+
+def tokens(n: int, at_ms: int, *, text: str = "x", epoch: int = 3, count: int = 1, chunks: int = 0) -> Entry:
+    ids = tuple(range(n - count + 1, n + 1))
+    event = TokensProduced(count=count, tokens=ids, text=text, step=f"{epoch}-{n}", chunks=chunks)
+    return entry(tokens_id(n), event, at_ms)
+
+
+ACCEPTED = [entry(SUBMITTED_ID, SUBMITTED, 0)]
+READY = [*ACCEPTED, entry(TOKENIZED_ID, TOKENIZED, 2)]
+RUNNING = [*READY, entry("0-3", ADMITTED, 5)]
+
+
+def finished(n: int, at_ms: int) -> Entry:
+    event = Finished(
+        n=n,
+        reason="stop",
+        usage=Usage(prompt_tokens=3, completion_tokens=n, cached_tokens=2),
+        timings=Timings(admitted_ms=5, first_token_ms=9, total_ms=at_ms),
+    )
+    return entry(SEAL, event, at_ms)
+
+
+def whats(found: dict[str, Any]) -> list[str]:
+    return [moment["what"] for moment in found["moments"]]
+
+
+def test_a_finished_request_tells_what_was_asked_what_came_and_when() -> None:
+    found = story("a", [*RUNNING, tokens(1, 9, text="He", chunks=1), tokens(2, 12, text="llo"), finished(2, 13)])
+    moments = found.pop("moments")
+    assert found == {
+        "uid": "a",
+        "state": "finished",
+        "endpoint": "/v1/chat/completions",
+        "model": "nonsense",
+        "submitted_ms": BEGAN_MS,
+        "deadline_ms": BEGAN_MS + 600_000,
+        "labels": {"user": "u1"},
+        "sampling": SUBMITTED.sampling.model_dump(mode="json"),
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "text": "Hello",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 2},
+        "timings": {"admitted_ms": 5, "first_token_ms": 9, "total_ms": 13},
+    }
+    assert [(m["at_ms"], m["id"], m["what"], m["who"], m["n"]) for m in moments] == [
+        (0, "0-1", "submitted", "web-0", 0),
+        (2, "0-2", "tokenized", "tokenize-0", 0),
+        (5, "0-3", "admitted", "generate-0 epoch 3", 0),
+        (9, "1-0", "tokens", "generate-0 epoch 3", 2),
+        (13, SEAL, "finished", "", 2),
+    ]
+
+
+def test_a_moment_shows_what_its_event_carries() -> None:
+    admitted = story("a", RUNNING)["moments"][2]
+    assert {name: admitted[name] for name in ("step", "fingerprint", "cached_tokens")} == {
+        "step": 11,
+        "fingerprint": "w1",
+        "cached_tokens": 2,
+    }
+    tokenized = story("a", READY)["moments"][1]
+    assert (tokenized["prompt_tokens"], tokenized["fingerprint"]) == (3, "t1")
+    assert "token_ids" not in tokenized
+
+
+@pytest.mark.parametrize(
+    ("history", "state"),
+    [
+        (ACCEPTED, "queued"),
+        (READY, "tokenized"),
+        (RUNNING, "running"),
+        ([*RUNNING, tokens(1, 9)], "running"),
+        ([*READY, entry("0-3", TakenOver(engine="generate-0", epoch=2), 4)], "running"),
+        ([*RUNNING, finished(0, 9)], "finished"),
+        ([*READY, entry(SEAL, Failed(status=500, code="c", message="m"), 4)], "failed"),
+        ([*ACCEPTED, entry(SEAL, Cancelled(by="client"), 4)], "cancelled"),
+        ([*ACCEPTED, entry(SEAL, Answered(by="tokenize-0"), 4)], "finished"),
+    ],
+    ids=["queued", "tokenized", "admitted", "writing", "taken over", "finished", "failed", "cancelled", "answered"],
+)
+def test_the_state_is_how_far_the_request_has_come(history: list[Entry], state: str) -> None:
+    assert story("a", history)["state"] == state_of(history) == state
+
+
+def test_a_failed_request_tells_its_error_and_a_cancelled_one_who_ended_it() -> None:
+    failed = story("a", [*READY, entry(SEAL, Failed(status=500, code="c", message="No.", param="prompt"), 4)])
+    assert failed["error"] == {"code": "c", "message": "No.", "status": 500, "param": "prompt"}
+    cancelled = story("a", [*READY, entry(SEAL, Cancelled(by="client"), 4)])
+    assert cancelled["moments"][-1]["who"] == "client"
+    assert "error" not in cancelled and "finish_reason" not in cancelled
+
+
+def test_what_the_tokenizer_answered_is_told_by_its_tokens_number_or_its_text() -> None:
+    answered = Answered(token_ids=(5, 6, 7), pieces=("a", "b", "c"), by="tokenize-0")
+    told = story("a", [*ACCEPTED, entry(SEAL, answered, 4)])
+    assert (told["prompt_tokens"], told["completion_tokens"], told["text"]) == (3, 0, "")
+    assert told["moments"][-1] == {"at_ms": 4, "id": SEAL, "what": "answered", "who": "tokenize-0", "n": 0}
+    told = story("a", [*ACCEPTED, entry(SEAL, Answered(text="abc", by="tokenize-0"), 4)])
+    assert (told["prompt_tokens"], told["text"]) == (None, "abc")
+
+
+def test_a_thousand_tokens_in_a_row_are_one_moment_with_its_longest_pause() -> None:
+    at_ms = [10 * n + (300 if n > 700 else 0) for n in range(1, 1001)]
+    found = story("a", [*RUNNING, *(tokens(n, at, text=f"{n} ") for n, at in enumerate(at_ms, 1))])
+    assert whats(found) == ["submitted", "tokenized", "admitted", "tokens"]
+    run = found["moments"][-1]
+    assert (run["first_n"], run["n"], run["count"]) == (1, 1000, 1000)
+    assert (run["id"], run["last_id"]) == ("1-0", "1000-0")
+    assert (run["at_ms"], run["last_at_ms"], run["longest_pause_ms"]) == (10, 10300, 310)
+    assert found["completion_tokens"] == 1000
+    assert found["text"].startswith("1 2 3 ") and found["text"].endswith("999 1000 ")
+
+
+def test_an_event_of_several_tokens_counts_them_all() -> None:
+    found = story("a", [*RUNNING, tokens(3, 9, count=3), tokens(5, 12, count=2)])
+    run = found["moments"][-1]
+    assert (run["first_n"], run["n"], run["count"], found["completion_tokens"]) == (1, 5, 5, 5)
+
+
+def test_every_takeover_and_preemption_parts_the_tokens_around_it() -> None:
+    history = [
+        *RUNNING,
+        tokens(1, 9, chunks=1),
+        tokens(2, 12),
+        entry("2-1", Preempted(engine="generate-0", epoch=3, step=14), 13),
+        entry("2-2", ADMITTED.model_copy(update={"step": 20, "cached_tokens": 0}), 30),
+        tokens(3, 40, chunks=2),
+        entry("3-1", TakenOver(engine="generate-0", epoch=4), 900),
+        entry("3-2", TakenOver(engine="generate-1", epoch=1), 1900),
+        tokens(4, 2000, epoch=1, chunks=1),
+    ]
+    found = story("a", history)
+    assert whats(found)[2:] == [
+        "admitted",
+        "tokens",
+        "preempted",
+        "admitted",
+        "tokens",
+        "taken_over",
+        "taken_over",
+        "tokens",
+    ]
+    assert [(m["who"], m["n"]) for m in found["moments"][-3:]] == [
+        ("generate-0 epoch 4", 3),
+        ("generate-1 epoch 1", 3),
+        ("generate-1 epoch 1", 4),
+    ]
+    assert [m["chunks"] for m in found["moments"] if m["what"] == "tokens"] == [1, 2, 1]
+
+
+def test_tokens_of_another_epoch_are_a_moment_of_their_own() -> None:
+    found = story("a", [*RUNNING, tokens(1, 9), tokens(2, 900, epoch=4)])
+    assert [m["who"] for m in found["moments"][-2:]] == ["generate-0 epoch 3", "generate-0 epoch 4"]
+
+
+def test_tokens_that_the_log_lost_are_shown_where_they_are_missing() -> None:
+    found = story("a", [*RUNNING, tokens(1, 9), tokens(4, 12), tokens(5, 13)])
+    assert whats(found)[-3:] == ["tokens", "missing", "tokens"]
+    missing, after = found["moments"][-2:]
+    assert (missing["first_n"], missing["n"], missing["count"], missing["at_ms"]) == (2, 3, 2, 12)
+    assert (after["first_n"], after["n"]) == (4, 5)
+
+
+def test_tokens_that_an_event_after_them_counts_are_missing_too() -> None:
+    preempted = entry("3-1", Preempted(engine="generate-0", epoch=3, step=14), 13)
+    found = story("a", [*RUNNING, tokens(1, 9), preempted, finished(5, 20)])
+    assert [(m["what"], m["n"]) for m in found["moments"][-4:]] == [
+        ("missing", 3),
+        ("preempted", 3),
+        ("missing", 5),
+        ("finished", 5),
+    ]
+    assert found["completion_tokens"] == 5
+
+
+def test_a_history_that_was_cut_is_told_from_its_first_entry() -> None:
+    found = story("a", [tokens(7, 50), finished(7, 60)])
+    assert (found["state"], found["submitted_ms"], found["endpoint"]) == ("finished", BEGAN_MS + 50, "")
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (3, 7)
+    assert [m["at_ms"] for m in found["moments"]] == [0, 0, 10]
+    assert found["moments"][0]["what"] == "missing"
+
+
+def test_the_number_of_prompt_tokens_is_unknown_before_the_tokenizer_counted_them() -> None:
+    assert story("a", ACCEPTED)["prompt_tokens"] is None
+
+
+def test_a_story_is_plain_json() -> None:
+    found = story("a", [*RUNNING, tokens(1, 9), finished(1, 13)])
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ([], "no entries"),
+        ([*ACCEPTED, Entry("0-2", {"kind": "dreamt"})], "unknown kind 'dreamt'"),
+        ([*ACCEPTED, Entry("0-2", {"kind": "tokenized", "token_ids": "[1,"})], "tokenized"),
+        ([*ACCEPTED, entry("0-2", StepCompleted(rows=()), 1)], "step"),
+    ],
+    ids=["empty", "unknown", "broken", "out of place"],
+)
+def test_what_does_not_decode_is_refused(history: list[Entry], expected: str) -> None:
+    with pytest.raises(UndecodableEvent, match=expected):
+        story("a", history)
+
+
+def test_of_no_history_there_is_no_state() -> None:
+    with pytest.raises(UndecodableEvent, match="no entries"):
+        state_of([])
+
+
+def letter(history: str) -> Entry:
+    return Entry("5-0", {"uid": "a", "history": history})
+
+
+def test_the_copy_in_a_dead_letter_is_a_history() -> None:
+    copy = json.dumps([[each.id, *(part for pair in each.fields.items() for part in pair)] for each in RUNNING])
+    assert copied_history(letter(copy)) == RUNNING
+
+
+@pytest.mark.parametrize("history", ["", "[", "5", "[5]", '["a"]', '[["1-0", "ms"]]', '[["1-0", [], 2]]', "[[]]"])
+def test_what_is_no_copy_of_a_history_is_refused(history: str) -> None:
+    with pytest.raises(UndecodableEvent, match="5-0 does not decode"):
+        copied_history(letter(history))
+    with pytest.raises(UndecodableEvent, match="5-0 does not decode"):
+        copied_history(Entry("5-0", {"uid": "a"}))

@@ -1,0 +1,162 @@
+"""/flush_cache, with engines that hear `control` from a real Redis and hold no pages."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from quart import Response
+from redis_servers import command
+
+import web.routes.cache
+from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.names import GENERATE, Names, slot_name
+from pipeline.slots import Phase, Status
+from web.app import create_app
+from web.live.frontend import Frontend
+from web.live.ready import RequestLimits
+
+if TYPE_CHECKING:
+    from quart.typing import TestClientProtocol as Client
+
+LEASE_MS = 60_000
+PAGES = 7
+"""What a flush frees in each engine."""
+
+
+class Engine:
+    """A thread that speaks as an engine does and heeds what `control` says, but for the first *deaf_to* flushes."""
+
+    def __init__(self, url: str, index: int, *, phase: Phase = "ready", deaf_to: int = 0) -> None:
+        self._log = RedisLog(url, Names())
+        owner = self._log.acquire(slot_name(GENERATE, index), "test", LEASE_MS)
+        assert owner is not None
+        self._owner = owner
+        self._deaf_to = deaf_to
+        self._status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase, flushed_pages=100)
+        self._stopped = threading.Event()
+        self._publish()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._log.close()
+
+    def _publish(self) -> None:
+        assert self._log.renew(self._owner, LEASE_MS, self._status.model_dump_json())
+
+    def _run(self) -> None:
+        cursor = "0-0"
+        while not self._stopped.wait(0.002):
+            taken = self._log.take(self._owner, 0, control_cursor=cursor)
+            cursor = taken.control_cursor
+            if taken.flush and self._deaf_to:
+                self._deaf_to -= 1
+            elif taken.flush:
+                pages = self._status.flushed_pages + PAGES
+                self._status = self._status.model_copy(update={"flushed": taken.flush, "flushed_pages": pages})
+                self._publish()
+
+
+@pytest.fixture
+def engine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Start an engine; the log knows the group that engines take from."""
+    monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 5.0)
+    command(redis_url, "XGROUP", "CREATE", Names().tokenized, GENERATE, "0", "MKSTREAM")
+    with ExitStack() as stack:
+
+        def started(index: int, **options: Any) -> Engine:
+            engine = Engine(redis_url, index, **options)
+            stack.callback(engine.close)
+            return engine
+
+        yield started
+
+
+def ask(url: str, scenario: Callable[[Client], Awaitable[None]]) -> None:
+    async def run() -> None:
+        log = AsyncRedisLog(url, Names())
+        try:
+            await scenario(create_app(Frontend("web-0", log, RequestLimits(), lambda **_: None)).test_client())
+        finally:
+            await log.close()
+
+    asyncio.run(run())
+
+
+async def refusal(response: Response) -> tuple[int, str, str]:
+    error = (await response.get_json())["error"]
+    return response.status_code, error["code"], error["message"]
+
+
+def test_it_answers_when_every_engine_has_done_it_and_says_what_that_freed(
+    redis_url: str, engine: Callable[..., Engine]
+) -> None:
+    async def scenario(client: Client) -> None:
+        for send in (client.get, client.post):
+            response = await send("/flush_cache")
+            assert response.status_code == 200
+            assert await response.get_json() == {"flushed_pages": 2 * PAGES, "engines": ["generate-0", "generate-1"]}
+
+    engine(0)
+    engine(1)
+    ask(redis_url, scenario)
+
+
+def test_an_engine_that_has_not_done_it_in_time_is_named(
+    redis_url: str, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(client: Client) -> None:
+        response = await client.post("/flush_cache")
+        status, code, message = await refusal(response)
+        assert (status, code, response.headers["Retry-After"]) == (503, "flush_incomplete", "1")
+        assert "generate-1" in message and "generate-0" not in message
+
+    monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.5)
+    engine(0)
+    engine(1, deaf_to=1000)
+    ask(redis_url, scenario)
+
+
+def test_what_control_lost_is_asked_again(
+    redis_url: str, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(client: Client) -> None:
+        response = await client.post("/flush_cache")
+        assert (response.status_code, (await response.get_json())["engines"]) == (200, ["generate-0"])
+
+    monkeypatch.setattr(web.routes.cache, "ASK_AGAIN_S", 0.05)
+    engine(0, deaf_to=2)
+    ask(redis_url, scenario)
+
+
+def test_an_engine_that_loads_is_not_waited_for(redis_url: str, engine: Callable[..., Engine]) -> None:
+    async def scenario(client: Client) -> None:
+        assert (await (await client.post("/flush_cache")).get_json())["engines"] == ["generate-0"]
+
+    engine(0)
+    engine(1, phase="loading", deaf_to=1000)
+    ask(redis_url, scenario)
+
+
+def test_without_a_ready_engine_it_is_refused_at_once(redis_url: str, engine: Callable[..., Engine]) -> None:
+    async def scenario(client: Client) -> None:
+        assert (await refusal(await client.post("/flush_cache")))[:2] == (503, "loading")
+
+    engine(0, phase="loading")
+    ask(redis_url, scenario)
+    assert command(redis_url, "EXISTS", Names().control) == 0
+
+
+def test_without_a_log_it_is_refused(tmp_path: Path) -> None:
+    async def scenario(client: Client) -> None:
+        assert (await refusal(await client.post("/flush_cache")))[:2] == (503, "overloaded")
+
+    ask(f"unix://{tmp_path}/nothing.sock", scenario)

@@ -1,0 +1,83 @@
+"""The document says of every route what it takes, by the models that validate it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from web_site import site
+
+from pipeline.log.protocol import Quota
+from web.keys import Keys, hash_of
+from web.routes.openapi import METHODS
+from web.routes.unsupported import PATHS
+
+
+async def document(redis_url: str) -> tuple[dict[str, Any], set[tuple[str, str]]]:
+    """Return the document, and what the application really has: (path, method)."""
+    async with site(redis_url, ready=False) as here:
+        response = await here.client.get("/openapi.json")
+        assert response.status_code == 200 and response.content_type == "application/json"
+        routes = {
+            (rule.rule.replace("<path:", "{").replace("<", "{").replace(">", "}"), method)
+            for rule in here.app.url_map.iter_rules()
+            for method in (rule.methods or set()) & set(METHODS)
+            if rule.rule not in PATHS
+        }
+        return json.loads(await response.get_data(as_text=True)), routes
+
+
+def test_every_route_is_in_the_document_but_those_that_are_not_there(redis_url: str) -> None:
+    told, routes = asyncio.run(document(redis_url))
+    assert {(path, method.upper()) for path, methods in told["paths"].items() for method in methods} == routes
+    assert ("/v1/chat/completions", "POST") in routes and ("/v1/requests/{name}/events", "GET") in routes
+
+
+def test_a_body_is_told_by_the_model_that_reads_it(redis_url: str) -> None:
+    told, _ = asyncio.run(document(redis_url))
+    body = told["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = told["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    assert schema["required"] == ["prompt"]
+    assert schema["properties"]["top_p"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
+    (stop,) = [one for one in schema["properties"]["stop"]["anyOf"] if one.get("type") != "null"]
+    assert {"type": "string"} in stop["anyOf"], "also what is read in another form than it is kept in"
+    assert "-1 and 0 are off" in schema["properties"]["top_k"]["description"]
+
+
+def test_no_reference_leads_nowhere(redis_url: str) -> None:
+    told, _ = asyncio.run(document(redis_url))
+    references = {part.split('"')[0] for part in json.dumps(told).split("#/components/schemas/")[1:]}
+    assert references <= set(told["components"]["schemas"]) and "Error" in references
+
+
+def test_every_error_has_the_one_shape(redis_url: str) -> None:
+    told, _ = asyncio.run(document(redis_url))
+    for methods in told["paths"].values():
+        for operation in methods.values():
+            error = operation["responses"]["default"]["content"]["application/json"]["schema"]
+            assert error == {"$ref": "#/components/schemas/Error"}
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_how_to_ask_is_no_secret(redis_url: str, path: str) -> None:
+    async def scenario() -> None:
+
+        async with site(redis_url, ready=False, keys=Keys([Quota(hash_of("secret"))])) as here:
+            assert (await here.client.get(path)).status_code == 200
+            assert (await here.client.get("/v1/models")).status_code == 401
+
+    asyncio.run(scenario())
+
+
+def test_the_page_needs_no_network(redis_url: str) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, ready=False) as here:
+            response = await here.client.get("/docs")
+            page = await response.get_data(as_text=True)
+            assert response.content_type == "text/html; charset=utf-8"
+            assert "http://" not in page and "https://" not in page and "//cdn" not in page
+            assert 'fetch("/openapi.json")' in page
+
+    asyncio.run(scenario())

@@ -1,0 +1,49 @@
+"""The table of fields is complete, in the README, and what a row refuses is refused. Its effects: end_to_end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fields import FIELDS, Field, table
+
+from pipeline.errors import RequestError
+from pipeline.events import SamplingParams
+from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, parse_chat, parse_completion
+
+ROOT = Path(__file__).parents[3]
+NAMES = [one.name for one in FIELDS]
+SHOWN_TWICE = {one.name for one in FIELDS if one.completions and NAMES.count(one.name) > 1}
+
+
+def test_every_field_that_changes_the_tokens_has_a_row() -> None:
+    assert set(SamplingParams.model_fields) <= set(NAMES)
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_every_field_of_a_request_has_a_row(model: type[GenerationRequest]) -> None:
+    no_rows = {"model", "messages", "prompt", "best_of"}  # what is asked, of whom; and what must be `n`
+    rows = {
+        one.name for one in FIELDS if one.completions is (model is CompletionRequest) or one.name not in SHOWN_TWICE
+    }
+    assert set(model.model_fields) - no_rows <= rows
+
+
+def test_no_row_is_of_a_field_that_there_is_not() -> None:
+    assert set(NAMES) <= set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
+
+
+def test_the_table_is_the_one_in_the_readme() -> None:
+    assert table() in (ROOT / "README.md").read_text(), "print it with: python tests/fields.py"
+
+
+@pytest.mark.parametrize("row", FIELDS, ids=NAMES)
+def test_what_a_field_does_not_take_is_refused_by_its_name(row: Field) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello!"}]}
+    if row.completions:
+        asked = {"prompt": "Hello!"}
+    with pytest.raises(RequestError) as raised:
+        (parse_completion if row.completions else parse_chat)(json.dumps({**asked, row.name: row.refused}).encode())
+    assert raised.value.status == 400 and (raised.value.param or "").split(".")[0] == row.name

@@ -1,0 +1,208 @@
+"""Messages and tools of a request: what is refused and by which path, and what a template is given."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.errors import RequestError
+from pipeline.events import SamplingParams, Submitted, Templating, decode, encode
+from web.wire.openai.messages import (
+    UNSUPPORTED_IN_MESSAGE,
+    Message,
+    Tool,
+    check_messages,
+    plain_messages,
+    plain_tools,
+    templating_of,
+)
+from web.wire.openai.strict import Strict, parsed
+
+SECRET = "a-word-that-must-not-come-back"
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "default": None}}},
+        "strict": True,
+    },
+}
+
+
+class Body(Strict):
+    """As a body that has them."""
+
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+
+
+def taken(messages: list[Any]) -> list[Message]:
+    found = parsed(Body, json.dumps({"messages": messages}).encode()).messages or []
+    check_messages(found)
+    return found
+
+
+def plain(*messages: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    return plain_messages(taken(list(messages)))
+
+
+def tools(*given: Any) -> list[Tool]:
+    return parsed(Body, json.dumps({"tools": given}).encode()).tools or []
+
+
+def calling(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [CALL, {"id": "call_2", "type": "function", "function": function}]}
+
+
+ARGUMENTS = "0.tool_calls.1.function.arguments"
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"content": "x"}, "0.role"),
+    ({"role": SECRET, "content": "x"}, "0.role"),
+    ({"role": "function", "name": "f", "content": "x"}, "0.role"),
+    ({"role": "user"}, "0.content"),
+    ({"role": "system", "content": None}, "0.content"),
+    ({"role": "developer", "content": 3}, "0.content"),
+    ({"role": "tool", "tool_call_id": "call_1"}, "0.content"),
+    ({"role": "user", "content": []}, "0.content"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": SECRET}]}, "0.content"),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": SECRET}]}, "0.content"),
+    ({"role": "user", "content": "x", "name": 3}, "0.name"),
+    ({"role": "tool", "content": "x"}, "0.tool_call_id"),
+    ({"role": "tool", "content": "x", "tool_call_id": ""}, "0.tool_call_id"),
+    ({"role": "tool", "content": "x", "tool_call_id": 1}, "0.tool_call_id"),
+    ({"role": "user", "content": "x", "tool_call_id": SECRET}, "0.tool_call_id"),
+    ({"role": "user", "content": "x", "tool_calls": [CALL]}, "0.tool_calls"),
+    ({"role": "assistant", "tool_calls": CALL}, "0.tool_calls"),
+    ({"role": "assistant", "tool_calls": [SECRET]}, "0.tool_calls.0"),
+    ({"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}, "0.tool_calls.0.id"),
+    ({"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}, "0.tool_calls.0.type"),
+    ({"role": "assistant", "tool_calls": [{"id": SECRET}]}, "0.tool_calls.0.function"),
+    (calling(arguments="{}"), "0.tool_calls.1.function.name"),
+    (calling(name="", arguments="{}"), "0.tool_calls.1.function.name"),
+    (calling(name="f"), ARGUMENTS),
+    (calling(name="f", arguments={"a": 1}), ARGUMENTS),
+    (calling(name="f", arguments='{"a": ' + SECRET), ARGUMENTS),
+    (calling(name="f", arguments='["a"]'), ARGUMENTS),
+    (calling(name="f", arguments='{"a": NaN}'), ARGUMENTS),
+    (calling(name="f", arguments='{"a": "\\ud800"}'), ARGUMENTS),
+    (calling(name="f", arguments='{"a":' * 100_000), ARGUMENTS),
+    ({"role": "assistant", "content": "x", "reasoning_content": SECRET}, "0.reasoning_content"),
+    ({"role": "assistant", "content": "x", "function_call": {"name": SECRET}}, "0.function_call"),
+]
+
+
+@pytest.mark.parametrize(("message", "path"), BAD, ids=[f"{path}-{i}" for i, (_, path) in enumerate(BAD)])
+def test_a_bad_message_is_refused_by_its_path_and_without_its_value(message: dict[str, Any], path: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        taken([message, {"role": "user", "content": "fine"}])
+    error = caught.value
+    assert (error.status, error.param) == (400, f"messages.{path}")
+    assert f"messages.{path}" in error.message and SECRET not in error.message
+
+
+def test_a_conversation_with_calls_is_given_as_templates_know_it() -> None:
+    assert plain(
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "ann"},
+        {"role": "assistant", "tool_calls": [CALL | {"index": 0}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "seen"}]},
+        {"role": "assistant", "content": None, "tool_calls": [], "refusal": None},
+    ) == (
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "seen", "tool_call_id": "call_1"},
+        {"role": "assistant", "content": ""},
+    )
+
+
+def test_a_call_without_a_type_is_of_a_function_and_no_arguments_are_none() -> None:
+    (message,) = plain(
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": ""}, "type": None}]}
+    )
+    assert message["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}]
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_IN_MESSAGE))
+def test_what_we_do_not_have_may_be_sent_with_its_neutral_value(name: str) -> None:
+    for neutral in (None, *UNSUPPORTED_IN_MESSAGE[name]):
+        assert plain({"role": "assistant", "content": "x", name: neutral}) == ({"role": "assistant", "content": "x"},)
+
+
+def test_unknown_names_are_let_through_and_named() -> None:
+    call = CALL | {"index": 0, "function": {"name": "f", "arguments": "{}", "parsed": 1}}
+    (message,) = taken([{"role": "assistant", "tool_calls": [call], "weight": 1, "audio": None}])
+    assert message.unknown == {"weight", "tool_calls.index", "tool_calls.function.parsed"}
+    (tool,) = tools(TOOL | {"cache": 1, "function": {"name": "f", "deep": [1e999]}})
+    assert tool.unknown == {"cache", "function.deep"}
+    assert plain_tools([tool]) == ({"type": "function", "function": {"name": "f"}},)
+
+
+def test_a_tool_is_given_as_it_was_sent_but_for_what_is_null() -> None:
+    assert plain_tools(tools(TOOL)) == (TOOL,)
+    bare = {"type": "function", "function": {"name": "f", "description": None, "parameters": None, "strict": None}}
+    assert plain_tools(tools(bare)) == ({"type": "function", "function": {"name": "f"}},)
+
+
+def test_tools_come_through_the_log_as_they_were_sent() -> None:
+    templating = templating_of(
+        add_generation_prompt=None, continue_final_message=None, tools=tools(TOOL), variables={"a": [None, 1.5]}
+    )
+    messages = plain({"role": "assistant", "tool_calls": [CALL]})
+    event = Submitted(endpoint="e", frontend="f", messages=messages, templating=templating, sampling=SamplingParams())
+    assert decode(encode(event)) == event
+    assert event.templating.tools == (TOOL,)
+
+
+@pytest.mark.parametrize(
+    ("tool", "path"),
+    [
+        (SECRET, "0"),
+        ({"type": "web_search"}, "0.type"),
+        ({"function": {"name": "f"}}, "0.type"),
+        ({"type": "function"}, "0.function"),
+        ({"type": "function", "function": {"name": ""}}, "0.function.name"),
+        ({"type": "function", "function": {"name": "f", "strict": "yes"}}, "0.function.strict"),
+        ({"type": "function", "function": {"name": "f", "parameters": [SECRET]}}, "0.function.parameters"),
+        ({"type": "function", "function": {"name": "f", "parameters": {SECRET: [2**63]}}}, "0.function.parameters"),
+        (
+            {"type": "function", "function": {"name": "f", "parameters": {SECRET: float("nan")}}},
+            "0.function.parameters",
+        ),
+    ],
+)
+def test_a_bad_tool_is_refused_by_its_path_and_without_its_value(tool: Any, path: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        tools(tool)
+    assert caught.value.param == f"tools.{path}" and SECRET not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("add_generation_prompt", "continue_final_message", "given"),
+    [
+        (None, None, (True, False)),
+        (False, None, (False, False)),
+        (None, True, (False, True)),
+        (False, True, (False, True)),
+    ],
+)
+def test_an_answer_is_opened_unless_the_last_message_is_one(
+    add_generation_prompt: bool | None, continue_final_message: bool | None, given: tuple[bool, bool]
+) -> None:
+    templating = templating_of(
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=None,
+        variables=None,
+    )
+    assert templating == Templating(add_generation_prompt=given[0], continue_final_message=given[1])
+
+
+def test_an_answer_cannot_begin_anew_and_with_the_last_message() -> None:
+    with pytest.raises(RequestError) as caught:
+        templating_of(add_generation_prompt=True, continue_final_message=True, tools=None, variables=None)
+    assert caught.value.param == "continue_final_message"

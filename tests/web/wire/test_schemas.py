@@ -1,0 +1,396 @@
+"""Bodies of chat requests: what is refused and how, what is neutral, what is kept."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.errors import RequestError
+from web.wire.openai.schemas import UNSUPPORTED, ChatRequest, CompletionRequest, parse_chat, parse_completion
+from web.wire.submit import chat_events, completion_events, seed_of
+
+HELLO = [{"role": "user", "content": "hello"}]
+MADE: Any = {"frontend": "web-0", "model": "m", "defaults": {}}
+SECRET = "a-word-that-must-not-come-back"
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"messages": HELLO, **fields}).encode()
+
+
+def refusal(raw: bytes) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse_chat(raw)
+    return caught.value
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [SECRET]}, "messages.0"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": SECRET, "content": "x"}]}, "messages.0.role"),
+    ({"messages": [*HELLO, {"role": "function", "content": "x", "name": "f"}]}, "messages.1.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [SECRET]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": SECRET}]}]}, "messages.0.content"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": SECRET}]}]}, "messages.0.tool_calls.0.function"),
+    ({"messages": [{"role": "assistant", "reasoning_content": SECRET}]}, "messages.0.reasoning_content"),
+    ({"prompt": "and messages"}, "prompt"),
+    ({"messages": None, "prompt": ""}, "prompt"),
+    ({"messages": None, "prompt": ["a", "b"]}, "prompt"),
+    ({"model": 3}, "model"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": "true"}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": "3"}, "max_tokens"),
+    ({"max_tokens": 3.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2**63}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"temperature": 2.01}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_p": float("nan")}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"seed": "7"}, "seed"),
+    ({"stop": ""}, "stop.0"),
+    ({"stop": ["a", ""]}, "stop.1"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": 3}, "stop"),
+    ({"stop_token_ids": ["3"]}, "stop_token_ids.0"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"ignore_eos": "true"}, "ignore_eos"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": True}, "n"),
+    ({"n": "1"}, "n"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"bad_words": [""]}, "bad_words.0"),
+    ({"bad_words": SECRET}, "bad_words"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"priority": 0.5}, "priority"),
+    ({"chat_template_kwargs": [SECRET]}, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"echo": True}, "echo"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": SECRET}, "suffix"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logit_bias": {SECRET: 5}}, "logit_bias"),
+    ({"logit_bias": {"-1": 5}}, "logit_bias"),
+    ({"logit_bias": {"1.0": 5}}, "logit_bias"),
+    ({"logit_bias": {"07": 5}}, "logit_bias"),
+    ({"logit_bias": {"9999999999": 5}}, "logit_bias"),
+    ({"logit_bias": {"7": 100.5}}, "logit_bias"),
+    ({"logit_bias": {"7": "5"}}, "logit_bias"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"logit_bias": [7]}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"presence_penalty": -2.5}, "presence_penalty"),
+    ({"frequency_penalty": False}, "frequency_penalty"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 2.1}, "repetition_penalty"),
+    ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": SECRET}}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"functions": [{"name": SECRET}]}, "functions"),
+    ({"structured_outputs": {"regex": SECRET}}, "structured_outputs"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"skip_special_tokens": "false"}, "skip_special_tokens"),
+    ({"user": 3}, "user"),
+    ({"store": "yes"}, "store"),
+    ({"metadata": {SECRET: [1]}}, "metadata"),
+    ({"metadata": {SECRET: 10**30}}, "metadata"),
+    ({"metadata": {SECRET: 2**63}}, "metadata"),
+    ({"metadata": {SECRET: -(2**63) - 1}}, "metadata"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=[f"{param}-{i}" for i, (_, param) in enumerate(BAD)])
+def test_a_bad_field_is_refused_with_its_name_and_without_its_value(fields: dict[str, Any], param: str) -> None:
+    error = refusal(body(**fields))
+    assert (error.status, error.param) == (400, param)
+    assert param.split(".")[0] in error.message and SECRET not in error.message
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 100_000,
+        b"[]",
+        b"3",
+        b'"a"',
+    ],
+    ids=["empty", "broken", "not utf-8", "lone surrogate", "too deep", "a list", "a number", "a string"],
+)
+def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
+    error = refusal(raw)
+    assert (error.status, error.param, error.code) == (400, None, "invalid_json")
+
+
+def test_only_the_first_thing_that_is_wrong_is_said() -> None:
+    error = refusal(body(messages=[{"role": "x"}] * 10_000))
+    assert error.param == "messages.0.role" and len(error.message) < 200
+
+
+def test_a_refused_feature_says_which_values_are_accepted() -> None:
+    assert refusal(body(best_of=4)).message == "best_of is not supported with this value; leave it out or send 1"
+    assert '{"type":"text"}' in refusal(body(response_format={"type": "json_schema"})).message
+
+
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - set(ChatRequest.model_fields)))
+def test_a_feature_that_we_do_not_have_may_be_sent_with_its_neutral_value(name: str) -> None:
+    for neutral in (None, *UNSUPPORTED[name]):
+        assert parse_chat(body(**{name: neutral})).unknown == ()
+
+
+def test_neutral_numbers_are_compared_as_json_numbers() -> None:
+    assert parse_chat(body(best_of=1.0, stream_interval=1, echo=False)).unknown == ()
+
+
+def test_every_optional_field_takes_null_as_absent() -> None:
+    names = set(ChatRequest.model_fields) - {"messages"}
+    assert parse_chat(body(**dict.fromkeys(names))) == parse_chat(body())
+
+
+def test_a_whole_number_is_fine_where_a_float_is_expected() -> None:
+    assert parse_chat(body(temperature=1, top_p=1)).temperature == 1.0
+
+
+def test_unknown_names_are_let_through_and_listed_sorted() -> None:
+    message = {"role": "user", "content": "x", "weight": 1}
+    asked = parse_chat(body(zeta=1, alpha={"deep": [1]}, messages=[message], stream=True, stream_options={"beta": 1}))
+    assert asked.unknown == ("alpha", "messages.weight", "stream_options.beta", "zeta")
+
+
+def test_labels_are_kept_and_change_nothing() -> None:
+    labels = {
+        "user": "u",
+        "metadata": {"a": "b", "most": 2**63 - 1, "least": -(2**63), "half": 0.5, "yes": True, "none": None},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
+    (event,) = chat_events(parse_chat(body(**labels)), **MADE)
+    assert event.labels == labels
+
+
+def test_text_parts_are_joined_and_a_developer_is_a_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": parts, "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
+        {"role": "user", "content": ""},
+    ]
+    (event,) = chat_events(parse_chat(body(messages=messages)), **MADE)
+    assert event.messages == (
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
+    )
+
+
+def test_sampling_is_submitted_as_it_was_asked_for() -> None:
+    asked = body(
+        temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-5, stop="x", stop_token_ids=[1, 2], ignore_eos=True,
+        max_tokens=9, max_completion_tokens=7, min_tokens=2, presence_penalty=1, frequency_penalty=-0.5,
+        repetition_penalty=1.1, logit_bias={"7": -100, "0": 2.5}, allowed_token_ids=[3, 7],
+        bad_words=["no"], logprobs=True, top_logprobs=2, prompt_logprobs=0, include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )  # fmt: skip
+    sampling = chat_events(parse_chat(asked), **MADE)[0].sampling
+    assert sampling.model_dump() == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.1,
+        "seed": -5,
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "stop": ("x",),
+        "stop_token_ids": (1, 2),
+        "ignore_eos": True,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": ((7, -100.0), (0, 2.5)),
+        "allowed_token_ids": (3, 7),
+        "bad_words": ("no",),
+        "logprobs": 2,
+        "prompt_logprobs": 0,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+
+
+def test_the_client_wins_over_the_model_and_the_model_over_openai() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20}
+    for fields, expected in (
+        ({}, (0.6, 20, 1.0)),
+        ({"temperature": None, "top_k": None, "top_p": None}, (0.6, 20, 1.0)),
+        ({"temperature": 0}, (0.0, 20, 1.0)),
+        ({"temperature": 1, "top_k": -1}, (1.0, 0, 1.0)),
+        ({"top_k": 0, "top_p": 0.5}, (0.6, 0, 0.5)),
+    ):
+        sampling = chat_events(parse_chat(body(**fields)), **(MADE | {"defaults": defaults}))[0].sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected
+    assert defaults == {"temperature": 0.6, "top_k": 20}
+
+
+def test_an_absent_seed_is_drawn_anew_for_each_request() -> None:
+    asked = parse_chat(body())
+    first, second = (chat_events(asked, **MADE)[0].sampling.seed for _ in range(2))
+    assert first != second and min(first, second) >= 0
+
+
+def test_a_prompt_goes_to_the_model_without_a_template() -> None:
+    (event,) = chat_events(parse_chat(json.dumps({"prompt": "Once"}).encode()), **MADE)
+    assert (event.prompt, event.messages, event.sampling.max_tokens) == ("Once", (), None)
+
+
+def completion(prompt: object, **fields: Any) -> bytes:
+    return json.dumps({"prompt": prompt, **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([5, 0], [[5, 0]]),
+        ([[5, 0], [7]], [[5, 0], [7]]),
+    ],
+)
+def test_a_completions_prompt_has_four_shapes(prompt: object, prompts: list[object]) -> None:
+    request = parse_completion(completion(prompt))
+    assert request.prompts == prompts
+    events = completion_events(request, **MADE)
+    assert [event.prompt or list(event.prompt_ids) for event in events] == prompts
+    assert {event.sampling.max_tokens for event in events} == {16}, "OpenAI's default of this endpoint"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": ["a", ""]}, "prompt.1"),
+        ({"prompt": ["a", 3]}, "prompt.1"),
+        ({"prompt": [3, "a"]}, "prompt.1"),
+        ({"prompt": [3, True]}, "prompt.1"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": [[3], 3]}, "prompt.1"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ["a"] * 257, "n": 4}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"suffix": SECRET}, "suffix"),
+        ({"messages": [SECRET]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_completion_tokens": 2}, "max_completion_tokens"),
+    ],
+)
+def test_a_bad_field_of_a_completion_is_refused_with_its_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_completion(completion("a") if not fields else json.dumps({"prompt": "a", **fields}).encode())
+    assert (caught.value.status, caught.value.param) == (400, param) and SECRET not in caught.value.message
+
+
+def test_a_completion_without_a_prompt_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_completion(b"{}")
+    assert caught.value.param == "prompt"
+
+
+def test_every_optional_field_of_a_completion_takes_null_as_absent() -> None:
+    names = set(CompletionRequest.model_fields) - {"prompt"}
+    assert parse_completion(completion("a", **dict.fromkeys(names))) == parse_completion(completion("a"))
+
+
+def test_choices_are_submitted_together_each_with_a_seed_of_its_own_and_the_first_with_the_clients() -> None:
+    events = completion_events(parse_completion(completion(["a", "b"], n=3, seed=5)), **MADE)
+    assert [event.prompt for event in events] == ["a"] * 3 + ["b"] * 3
+    seeds = [event.sampling.seed for event in events]
+    assert seeds[0] == 5 and seeds[:3] == seeds[3:] and len(set(seeds)) == 3, "a prompt's answers are its own"
+    assert {(event.siblings, event.presentation.choices) for event in events} == {(6, 3)}
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63)])
+def test_the_seed_of_a_choice_is_a_function_of_the_clients(seed: int) -> None:
+    assert seed_of(seed, 0) == seed
+    assert seed_of(seed, 1) == seed_of(seed, 1) != seed_of(seed, 2)
+    assert all(-(2**63) <= seed_of(seed, choice) < 2**63 for choice in range(50))
+
+
+def test_no_token_at_all_is_asked_for_with_echo() -> None:
+    (event,) = completion_events(parse_completion(completion("a", max_tokens=0, echo=True, logprobs=1)), **MADE)
+    assert (event.sampling.max_tokens, event.presentation.prompt_only, event.presentation.echo) == (1, True, True)
+    assert (event.sampling.logprobs, event.sampling.prompt_logprobs) == (1, 1)
+
+
+def test_a_large_prompt_is_not_copied_without_end() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat(body(messages=[{"role": "user", "content": "x" * 2_000_000}], n=64))
+    assert caught.value.param == "n" and "at most 33" in caught.value.message
+
+
+def test_a_conversation_that_goes_on_with_its_last_message_opens_no_new_one() -> None:
+    def templating(**fields: Any) -> tuple[bool, bool]:
+        (event,) = chat_events(parse_chat(body(**fields)), **MADE)
+        return event.templating.add_generation_prompt, event.templating.continue_final_message
+
+    assert templating() == (True, False)
+    assert templating(continue_final_message=True) == (False, True)
+    assert templating(add_generation_prompt=False) == (False, False)
+
+
+def test_tools_reach_the_template_where_none_is_to_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (event,) = chat_events(parse_chat(body(tools=tools, tool_choice="none")), **MADE)
+    assert event.templating.tools == tuple(tools)
+    assert parse_chat(body(tools=[])).unknown == ()

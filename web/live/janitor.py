@@ -1,0 +1,117 @@
+"""The janitor ends requests that nobody else ends. One web process at a time is it: whoever holds the slot `janitor-0`.
+
+A request past its deadline fails, even when every engine is down. One whose frontend has been gone for a minute, and
+that nobody reads elsewhere, is cancelled. Both go through `end`, so a janitor that does not know yet that another one
+took its slot does no harm.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from pipeline.errors import LogError
+from pipeline.events import Cancelled, Failed
+from pipeline.log.protocol import Owner, StreamLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import REQUEST_SUCCESS
+from pipeline.names import JANITOR, slot_name
+from pipeline.process.failpoints import failpoint
+
+logger = structlog.get_logger()
+
+SLOT: Final = slot_name(JANITOR, 0)
+LEASE_MS: Final = 5000
+SWEEP_EVERY_S: Final = 1.0
+MOST_ENDED: Final = 100
+"""Requests that one sweep ends; the next one goes on."""
+PATIENCE_S: Final = 60.0
+"""How long a frontend is gone before its requests are cancelled: it may come back, and so may its clients."""
+
+
+class Janitor:
+    """Sweeps while it holds the slot. One thread, a log of its own."""
+
+    def __init__(
+        self,
+        log: StreamLog,
+        *,
+        retention_ms: int,
+        patience_s: float = PATIENCE_S,
+        clock_s: Callable[[], float] = time.monotonic,
+        measures: Measures | None = None,
+    ) -> None:
+        self._log = log
+        self._retention_ms = retention_ms
+        self._patience_s = patience_s
+        self._clock_s = clock_s
+        self._measures = measures or Measures()
+        self._nonce = secrets.token_hex(4)
+        self._owner: Owner | None = None
+        self._gone_since_s: dict[str, float] = {}
+        """Frontends without a lease, and when that was first seen."""
+        self._frontends: dict[str, str] = {}
+        """uid -> frontend, of living requests."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Sweep once a second until *stop* is set."""
+        while not stop.wait(SWEEP_EVERY_S):
+            try:
+                if self.holds_slot():
+                    self.sweep()
+            except LogError as error:
+                logger.warning("not_swept", error=str(error))
+            except Exception:  # a bug of ours at one request; the others still wait to be ended
+                logger.exception("sweep_broke")
+        self.leave()
+
+    def holds_slot(self) -> bool:
+        """Take the slot or keep it; say whether it is held."""
+        if self._owner is not None and not self._log.renew(self._owner, LEASE_MS, ""):
+            self._owner = None
+        if self._owner is None:
+            self._owner = self._log.acquire(SLOT, self._nonce, LEASE_MS)
+            self._gone_since_s.clear()
+        return self._owner is not None
+
+    def leave(self) -> None:
+        """Give the slot back."""
+        if self._owner is not None:
+            try:
+                self._log.release(self._owner)
+            except LogError as error:
+                logger.warning("lease_not_released", slot=SLOT, error=str(error))
+
+    def sweep(self) -> None:
+        """End what is past its deadline and what nobody reads any more."""
+        overdue = self._log.overdue(MOST_ENDED)
+        for uid, frontend in self._log.frontends_of(overdue).items():
+            message = "The request was not done by its deadline (--request-timeout)."
+            event = Failed(status=504, code="timeout", message=message)
+            if self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms):
+                logger.warning("overdue", uid=uid)
+                self._measures.add(REQUEST_SUCCESS, "error")
+            failpoint("janitor.mid_sweep")
+        for uid, frontend in self._abandoned():
+            if self._log.end(uid, Cancelled(by=JANITOR), frontend=frontend, retention_ms=self._retention_ms):
+                logger.warning("abandoned", uid=uid, frontend=frontend)
+                self._measures.add(REQUEST_SUCCESS, "abort")
+
+    def _abandoned(self) -> list[tuple[str, str]]:
+        """Return living requests, with their frontends, that have been gone for too long and that nobody reads."""
+        living = self._log.living()
+        self._frontends = {uid: self._frontends[uid] for uid in living if uid in self._frontends}
+        self._frontends |= self._log.frontends_of([uid for uid in living if uid not in self._frontends])
+        now_s = self._clock_s()
+        frontends = {frontend for frontend in self._frontends.values() if frontend}
+        gone = {frontend for frontend in frontends if not self._log.lease(frontend).holder}
+        self._gone_since_s = {frontend: self._gone_since_s.get(frontend, now_s) for frontend in gone}
+        too_long = {frontend for frontend, since_s in self._gone_since_s.items() if now_s - since_s >= self._patience_s}
+        candidates = [(uid, frontend) for uid, frontend in self._frontends.items() if frontend in too_long]
+        read = self._log.read_by_others([uid for uid, _ in candidates])
+        return [(uid, frontend) for uid, frontend in candidates if uid not in read][:MOST_ENDED]

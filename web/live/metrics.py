@@ -1,0 +1,184 @@
+"""What Prometheus reads: what every process says that it measured, and what the log holds, as one text.
+
+It is made when somebody asks: whichever frontend that is shows all processes. Its own counts are those of the moment,
+the others' as old as their last status, a third of a lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import structlog
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from pipeline.errors import LogError
+from pipeline.log.protocol import Occupancy
+from pipeline.metrics.counters import Counts, Reading, Readings, read_snapshot
+from pipeline.metrics.families import (
+    DEAD_LETTERS,
+    FAMILIES,
+    LOG_SLOT,
+    LOG_UP,
+    MODEL,
+    NUM_LIVE,
+    NUM_WAITING,
+    PREFIX,
+    SLOT,
+    STREAM_LAG,
+    STREAM_LENGTH,
+    STREAM_PENDING,
+    WORKER_READY,
+    Family,
+)
+from pipeline.names import DETOKENIZE, GENERATE, STAGES, slot_stage
+from pipeline.slots import Status, known_statuses
+from web.live.frontend import Frontend
+
+logger = structlog.get_logger()
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PATIENCE_S = 2.0
+"""How long the log has to answer before what is known without it is shown; Prometheus itself waits for 10 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogFacts:
+    """What the log said."""
+
+    occupancy: Occupancy
+    statuses: Sequence[Status]
+
+
+class Exposition:
+    """Makes the text, for one frontend. Who asks while it is being made gets the same: asking often costs little."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        """Return the text; without the log, what this process knows."""
+        if self._making is None or self._making.done():
+            self._making = self._frontend.spawn(self._make())
+        return await asyncio.shield(self._making)
+
+    async def _make(self) -> bytes:
+        asking = self._frontend.spawn(self._ask())
+        await asyncio.wait({asking}, timeout=PATIENCE_S)  # one that is late is left to end by itself
+        heard = asking.result() if asking.done() else None
+        models = self._frontend.readiness.models
+        own = {self._frontend.name: self._frontend.measures.snapshot()}
+        pieces: list[bytes] = []
+        for piece in render(heard, own, models[0] if models else ""):
+            pieces.append(piece)
+            await asyncio.sleep(0)  # all of it takes milliseconds, and streams go on meanwhile
+        return b"".join(pieces)
+
+    async def _ask(self) -> LogFacts | None:
+        log = self._frontend.log
+        try:
+            occupancy = await log.occupancy()
+            texts = await asyncio.gather(*(log.statuses(stage) for stage in STAGES))
+        except LogError as error:
+            logger.warning("metrics_without_log", error=str(error))
+            return None
+        return LogFacts(occupancy, [status for found in texts for status in known_statuses(found)])
+
+
+def render(heard: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
+    """Yield the text in Prometheus' format, family by family, and before that an empty piece for each process: between
+    two pieces others can have their turn.
+
+    *own*: slot -> snapshot of this process, which comes before what a status says. *served*: the name of the model that
+    is served, for slots that do not say it.
+    """
+    statuses = heard.statuses if heard is not None else ()
+    snapshots = {status.slot: status.metrics for status in statuses if status.metrics} | dict(own)
+    models = {status.slot: status.models[0] for status in statuses if status.models}
+    shown: Readings = {LOG_UP: {(): float(heard is not None)}}
+    for slot, snapshot in snapshots.items():
+        engine = slot.replace(DETOKENIZE, GENERATE)  # whose steps it reads
+        _show(shown, slot, models.get(engine, served), read_snapshot(snapshot))
+        yield b""
+    if heard is not None:
+        _show_log(shown, heard, served)
+    for family in FAMILIES:
+        if family in shown:
+            yield generate_latest(_Shown(_metric(family, shown[family])))
+
+
+def _show(shown: Readings, slot: str, model: str, readings: Readings) -> None:
+    """Add what a worker measured, and zeros for what it has yet to see."""
+    for family in FAMILIES:
+        if slot_stage(slot) not in family.stages:
+            continue
+        series = dict.fromkeys(_known(family), _nothing(family)) | readings.get(family, {})
+        slot_lease = (slot, model) if family.of_model else (slot,)
+        shown.setdefault(family, {}).update({(*slot_lease, *labels): reading for labels, reading in series.items()})
+
+
+def _show_log(shown: Readings, heard: LogFacts, served: str) -> None:
+    """Add what the log holds."""
+    occupancy = heard.occupancy
+    waiting = occupancy.submitted.length + occupancy.tokenized.lag
+    shown.setdefault(NUM_WAITING, {})[LOG_SLOT, served] = waiting
+    shown[WORKER_READY] = {(status.slot,): float(status.phase == "ready") for status in heard.statuses}
+    steps = {f"steps:{engine}": depth for engine, depth in occupancy.steps.items()}
+    streams = {"submitted": occupancy.submitted, "tokenized": occupancy.tokenized} | steps
+    shown[STREAM_LENGTH] = {(stream,): depth.length for stream, depth in streams.items()}
+    shown[STREAM_PENDING] = {(stream,): depth.pending for stream, depth in streams.items()}
+    shown[STREAM_LAG] = {(stream,): depth.lag for stream, depth in streams.items()}
+    shown[DEAD_LETTERS] = {(): occupancy.num_dead}
+    shown[NUM_LIVE] = {(): occupancy.num_live}
+
+
+def _known(family: Family) -> Iterable[tuple[str, ...]]:
+    """Return the values of labels that are shown from the start."""
+    return [(word,) for word in family.known] if family.labels else [()]
+
+
+def _nothing(family: Family) -> Reading:
+    return Counts(0, (0,) * (len(family.buckets) + 1)) if family.kind == "histogram" else 0
+
+
+def _metric(family: Family, series: Mapping[tuple[str, ...], Reading]) -> Metric:
+    slot_lease = (SLOT, MODEL) if family.of_model else (SLOT,)
+    labels = (*(slot_lease if family.stages else ()), *family.labels)
+    name = PREFIX + family.name
+    match family.kind:
+        case "counter":
+            counter = CounterMetricFamily(name, family.help, labels=labels)
+            for values, reading in sorted(series.items()):
+                assert not isinstance(reading, Counts)
+                counter.add_metric(values, reading)
+            return counter
+        case "gauge":
+            gauge = GaugeMetricFamily(name, family.help, labels=labels)
+            for values, reading in sorted(series.items()):
+                assert not isinstance(reading, Counts)
+                gauge.add_metric(values, reading)
+            return gauge
+        case "histogram":
+            bounds = [*map(str, family.buckets), "+Inf"]
+            histogram = HistogramMetricFamily(name, family.help, labels=labels)
+            for values, reading in sorted(series.items()):
+                assert isinstance(reading, Counts)
+                cumulative = list(zip(bounds, accumulate(reading.counts), strict=True))
+                histogram.add_metric(values, cumulative, reading.total)
+            return histogram
+
+
+class _Shown(Collector):
+    """What the library asks for one metric."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._metric,)

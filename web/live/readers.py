@@ -1,0 +1,60 @@
+"""Who reads, in this process, requests that other clients sent: the log is told, so that nobody cancels them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from typing import Final, NoReturn
+from weakref import WeakValueDictionary
+
+import structlog
+
+from pipeline.errors import LogError
+from pipeline.log.redis import AsyncRedisLog
+
+logger = structlog.get_logger()
+
+REFRESH_S: Final = 20.0
+"""How often it is said again; the log keeps it for 60 s."""
+TOLD_AT_ONCE: Final = 100
+"""Requests in one commit."""
+
+
+class Readers:
+    """How many there are of each request. Who counts has the log told after that."""
+
+    def __init__(self, log: AsyncRedisLog, process: str) -> None:
+        self._log = log
+        self._who = f"{process}:{secrets.token_hex(4)}"
+        self._counts: Counter[str] = Counter()
+        self._telling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def add(self, uid: str) -> None:
+        """Count one more."""
+        self._counts[uid] += 1
+
+    def remove(self, uid: str) -> None:
+        """Count one less."""
+        self._counts[uid] -= 1
+        if self._counts[uid] <= 0:
+            del self._counts[uid]
+
+    async def tell(self, uid: str) -> None:
+        """Say whether somebody reads *uid*: what is said last, whoever says it, is how it is. Raises as the log."""
+        async with self._telling.setdefault(uid, asyncio.Lock()):
+            if uid in self._counts:
+                await self._log.reading([uid], self._who)
+            else:
+                await self._log.stop_reading(uid, self._who)
+
+    async def run(self) -> NoReturn:
+        """Say it again and again; never ends."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            uids = list(self._counts)
+            try:
+                for first in range(0, len(uids), TOLD_AT_ONCE):
+                    await self._log.reading(uids[first : first + TOLD_AT_ONCE], self._who)
+            except LogError as error:
+                logger.warning("readers_not_told", requests=len(uids), error=str(error))

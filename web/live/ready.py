@@ -1,0 +1,256 @@
+"""Whether a request would be answered: every stage says that it is ready, and one token went through all of them.
+
+Polls the statuses of the workers; also knows from them which model names are served, with what context, and how a
+request is sampled that does not say it. That token, the probe, decides what /ready says and nothing else: requests are
+taken as soon as a model is served. /health_generate sends one whenever it is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NoReturn, Protocol
+
+import structlog
+
+from pipeline.errors import LogError, RequestError
+from pipeline.events import Cancelled, Failed, Finished, SamplingParams, Submitted, new_uid
+from pipeline.log.protocol import Submission
+from pipeline.log.redis import AsyncRedisLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import REJECTIONS
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
+from pipeline.slots import Status, known_statuses
+from web.live.tail import Tail
+
+logger = structlog.get_logger()
+
+POLL_LOADING_S = 0.05
+POLL_READY_S = 2.0
+PROBE_PATIENCE_S = 10.0
+"""How long the first probe may take. Each next one may take twice as long: behind much work it is slow, not lost."""
+PROBE_RETRY_S = 1.0
+TRIAL_PATIENCE_S = 5.0
+"""How long the probe of /health_generate may take."""
+TRIAL_LOG_PATIENCE_S = 1.0
+"""How much longer who asks for it waits for a log that does not answer."""
+TRIAL_COUNTS_S = 1.0
+"""So long it answers for those who come after it: what may be asked without a key must not fill the log."""
+PROBE: Final = "probe"
+"""Endpoint of the request that tries the way, and what is waited for while it is under way."""
+STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request may take."""
+
+    timeout_s: float = 600.0
+    retention_s: float = 900.0
+    max_queued: int = 1024
+
+
+class Say(Protocol):
+    """`SlotLease.say`: publish how this process is."""
+
+    def __call__(self, **changes: object) -> None: ...
+
+
+class Spawn(Protocol):
+    """`Frontend.spawn`: run in a task of its own."""
+
+    def __call__(self, work: Coroutine[Any, Any, str]) -> asyncio.Task[str]: ...
+
+
+class Readiness:
+    """What the stages say, as of the last poll."""
+
+    def __init__(
+        self, log: AsyncRedisLog, tail: Tail, limits: RequestLimits, say: Say, measures: Measures | None = None
+    ) -> None:
+        self._log = log
+        self._tail = tail
+        self._limits = limits
+        self._say = say
+        self._measures = measures or Measures()
+        self._statuses: Mapping[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
+        self._said: tuple[str, ...] | None = None
+        self.probed = False
+        """A token went through every stage: from then on the log keeps what a stage that is down cannot take."""
+        self.models: tuple[str, ...] = ()
+        """The served names, the first is the default; once `probed` they are kept while no engine is there."""
+        self.context = 0
+        self.sampling_defaults: Mapping[str, int | float] = {}
+        """What a request means that does not say it; the engines of a server have one model, so the first one's."""
+        self._trial: asyncio.Task[str] | None = None
+        self._tried_s = -math.inf
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The stages without a ready worker."""
+        return tuple(stage for stage in STAGES if not any(s.phase == "ready" for s in self._statuses[stage]))
+
+    @property
+    def waiting_for(self) -> tuple[str, ...]:
+        """The stages without a ready worker, or the probe; empty when ready."""
+        return self.missing or (() if self.probed else (PROBE,))
+
+    def stages(self) -> dict[str, dict[str, object]]:
+        """Return how far the furthest worker of each stage is."""
+        return {stage: _furthest(self._statuses[stage]) for stage in STAGES}
+
+    def resolve(self, model: str | None) -> str:
+        """Return the served name that a client's *model* means; none and `default` mean the first.
+
+        Raises:
+            RequestError: It is not served here, or no engine has said yet what it serves.
+        """
+        if not self.models:
+            stages = ", ".join(self.missing)
+            self._measures.add(REJECTIONS, "loading")
+            raise RequestError(
+                f"The server is loading, not up yet: {stages}; send it again later.", code="loading", status=503
+            )
+        if model in self.models:
+            return model
+        if not model or model == "default":
+            return self.models[0]
+        names = ", ".join(self.models)
+        raise RequestError(
+            f"There is no such model here; served: {names}", code="model_not_found", param="model", status=404
+        )
+
+    async def try_now(self, spawn: Spawn) -> str:
+        """Return why no token goes through every stage now; empty: one did, within the last second or since.
+
+        Those who ask at once share one probe, in a task of its own that *spawn* runs; nobody waits longer than 6 s.
+        """
+        now_s, heard_s, trial = time.monotonic(), self._tail.heard_tokens_s, self._trial
+        if heard_s > self._tried_s and now_s - heard_s < TRIAL_COUNTS_S:
+            return ""
+        if trial is None or (trial.done() and now_s - self._tried_s >= TRIAL_COUNTS_S):
+            self._trial = trial = spawn(self._try_once())
+        done, _ = await asyncio.wait({trial}, timeout=TRIAL_PATIENCE_S + TRIAL_LOG_PATIENCE_S)
+        return trial.result() if done else "the log does not answer"
+
+    async def _try_once(self) -> str:
+        began_s = time.monotonic()
+        try:
+            failure = await self._probe(TRIAL_PATIENCE_S)
+        finally:
+            self._tried_s = time.monotonic()
+        # Behind much work the probe is late, but then the tokens of others show the same.
+        return "" if self._tail.heard_tokens_s > began_s else failure
+
+    async def run(self) -> NoReturn:
+        """Poll, and beside it try the way once everybody is there; never ends."""
+        trying = asyncio.create_task(self._try_the_way())
+        try:
+            while True:
+                arrived = self._tail.heard_tokens or (trying.done() and trying.result())
+                try:
+                    await self._poll()
+                except LogError as error:
+                    logger.warning("statuses_unreadable", error=str(error))
+                    self._statuses = dict.fromkeys(STAGES, ())
+                self.probed = arrived  # set by the poll after: what dead workers said stays for 10 s
+                self._publish()
+                await asyncio.sleep(POLL_LOADING_S if self.waiting_for else POLL_READY_S)
+        finally:
+            trying.cancel()
+
+    async def _poll(self) -> None:
+        texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
+        self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
+        engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
+        if engines or not self.probed:  # until then, they may be of the server before this one
+            self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
+            self.context = min((status.context for status in engines), default=0)
+            self.sampling_defaults = engines[0].sampling_defaults if engines else {}
+
+    def _publish(self) -> None:
+        waiting_for = self.waiting_for
+        if waiting_for != self._said:
+            self._said = waiting_for
+            self._say(phase="waiting" if waiting_for else "ready", detail=", ".join(waiting_for))
+            logger.info("waiting_for" if waiting_for else "ready", stages=list(waiting_for))
+
+    async def _try_the_way(self) -> Literal[True]:
+        """Send probes, whenever every stage is there, until one arrives.
+
+        Where many requests wait it is late, but then what is said of them shows the same.
+        """
+        patience_s = PROBE_PATIENCE_S
+        while True:
+            if self._tail.heard_tokens:
+                return True
+            if self.missing:
+                await asyncio.sleep(POLL_LOADING_S)
+            elif not await self._probe(min(patience_s, self._limits.timeout_s)):
+                return True
+            else:
+                patience_s *= 2
+                await asyncio.sleep(PROBE_RETRY_S)
+
+    async def _probe(self, patience_s: float) -> str:
+        """Send one token through every stage; return what came instead, and cancel it; empty where it arrived."""
+        uid = new_uid()
+        event = Submitted(
+            endpoint=PROBE,
+            frontend=self._tail.frontend,
+            prompt="a",
+            sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+        )
+        retention_ms = int(self._limits.retention_s * 1000)
+        outcome: object = None
+        try:
+            with closing(self._tail.listen(uid)) as listener:
+                outcome = await self._log.submit(
+                    uid,
+                    event,
+                    timeout_ms=int(self._limits.timeout_s * 1000),
+                    retention_ms=retention_ms,
+                    max_queued=self._limits.max_queued,
+                )
+                if outcome is not Submission.BUSY:
+                    async with asyncio.timeout(patience_s):
+                        async for reply in listener:
+                            outcome = reply.event
+        except TimeoutError:
+            outcome = f"nothing within {patience_s:g} s"
+        except LogError as error:  # it may have got through all the same
+            outcome = error
+        if isinstance(outcome, Finished):
+            return ""
+        logger.warning("probe_failed", uid=uid, outcome=str(outcome))
+        try:
+            await self._log.end(uid, Cancelled(by="web"), frontend=self._tail.frontend, retention_ms=retention_ms)
+        except LogError as error:
+            logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))
+        return _told(outcome)
+
+
+def _told(outcome: object) -> str:
+    """Return what anybody may know of a probe that did not arrive; the log line has the rest."""
+    match outcome:
+        case str():
+            return outcome
+        case Submission.BUSY:
+            return "too many requests are waiting"
+        case Failed(code=code):
+            return f"it failed: {code}"
+        case Cancelled(by=by):
+            return f"it was cancelled by {by}"
+        case _:
+            return "the log does not answer"
+
+
+def _furthest(statuses: Sequence[Status]) -> dict[str, object]:
+    if not statuses:
+        return {"phase": "absent", "detail": "", "progress": 0.0}
+    furthest = max(statuses, key=lambda status: (status.phase == "ready", status.phase == "loading", status.progress))
+    return {"phase": furthest.phase, "detail": furthest.detail, "progress": furthest.progress}

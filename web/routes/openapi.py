@@ -1,0 +1,102 @@
+"""/openapi.json: the routes that there are, with the models that validate what they take. OpenAPI 3.1."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from quart import Quart
+
+from pipeline import VERSION
+from web.routes.operations import EVENTS, JSON, Operation, operation_of
+
+REFERENCE: Final = "#/components/schemas/{model}"
+METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_PARAMETER: Final = re.compile(r"<(?:\w+:)?(\w+)>")
+
+ERROR: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["error"],
+    "additionalProperties": False,
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+"""The one shape that every error has."""
+
+
+def openapi(app: Quart) -> dict[str, Any]:
+    """Return the document of the routes of *app*; those of which nothing is said are left out."""
+    operations: list[tuple[str, str, Operation]] = []
+    for rule in app.url_map.iter_rules():
+        said = operation_of(app.view_functions[rule.endpoint])
+        if said is not None:
+            operations += [(rule.rule, method, said) for method in METHODS if method in (rule.methods or ())]
+    operations.sort(key=lambda each: (each[0], METHODS.index(each[1])))
+    models: dict[type[BaseModel], None] = dict.fromkeys(body for _, _, said in operations for body in said.bodies)
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=REFERENCE)
+    paths: dict[str, dict[str, Any]] = {}
+    for path, method, said in operations:
+        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})[method.lower()] = _operation(path, method, said)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "MiniSGL",
+            "version": VERSION,
+            "description": "An LLM serving engine whose memory is a log; its API is OpenAI's, and more.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas.get("$defs", {}), "Error": ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(path: str, method: str, said: Operation) -> dict[str, Any]:
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _PARAMETER.findall(path)
+    ]
+    for where, names in (("query", said.query), ("header", said.headers)):
+        parameters += [
+            {"name": name, "in": where, "description": schema["description"], "schema": {"type": "string", **schema}}
+            for name, schema in names.items()
+        ]
+    found: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
+        "summary": said.summary,
+        "parameters": parameters,
+        "responses": {"200": _answer("It was done.", said.answers), "default": _error("It was not.")},
+    }
+    if said.not_ready:
+        found["responses"]["503"] = _answer("Not now; the body says what is missing.", said.answers)
+    if said.bodies:
+        references = [{"$ref": REFERENCE.format(model=body.__name__)} for body in said.bodies]
+        schema = references[0] if len(references) == 1 else {"anyOf": references}
+        found["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return found
+
+
+def _answer(description: str, content_types: tuple[str, ...]) -> dict[str, Any]:
+    schemas: dict[str, Any] = {JSON: {"schema": {"type": ["object", "array"]}}, EVENTS: {}}
+    content = {kind: schemas.get(kind, {"schema": {"type": "string"}}) for kind in content_types}
+    return {"description": description, "content": content}
+
+
+def _error(description: str) -> dict[str, Any]:
+    reference = {"$ref": REFERENCE.format(model="Error")}
+    return {"description": description, "content": {JSON: {"schema": reference}}}

@@ -1,0 +1,198 @@
+"""Chat messages and tools: as clients send them, and as a chat template is given them. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError, from_json
+from typing_extensions import TypedDict
+
+from pipeline.errors import RequestError
+from pipeline.events import Templating
+from web.wire.openai.strict import Neutrals, Strict, kept_exactly, refuse_unsupported
+
+UNSUPPORTED_IN_MESSAGE: Final[Mapping[str, Neutrals]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "partial": (False,),
+    "prefix": (False,),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+}
+
+
+def _joined_parts(content: object) -> object:
+    """Return the text of a list of text parts; anything else is left to the field's own type."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            message = f"Part {index} is not of type text with a string in `text`; other parts are not supported"
+            raise PydanticCustomError("text_part", "{message}", {"message": message})
+        texts.append(part["text"])
+    if not texts:
+        raise PydanticCustomError("no_parts", "Input should have at least one part")
+    return "".join(texts)
+
+
+def _json_object(arguments: str) -> str:
+    """Refuse arguments that are no JSON object; none at all are what some clients write for an empty one."""
+    try:
+        is_object = isinstance(from_json(arguments or "{}", allow_inf_nan=False), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise PydanticCustomError("json_object", "Input should be a JSON object, written as a string")
+    return arguments
+
+
+class TextPart(TypedDict):
+    """A part of a message's content; others are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+TEXT: Final = BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart] | None)
+
+
+class FunctionCall(Strict):
+    """Which function the assistant called, and with what."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[str, AfterValidator(_json_object)]
+
+
+class ToolCall(Strict):
+    """One call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One turn of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | None, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart] | None)
+    ] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def unknown(self) -> set[str]:
+        """The names that mean nothing to us, without the place of a tool call."""
+        names = set(self.extra) - set(UNSUPPORTED_IN_MESSAGE)
+        for call in self.tool_calls or ():
+            names |= {f"tool_calls.{name}" for name in call.extra}
+            names |= {f"tool_calls.function.{name}" for name in call.function.extra}
+        return names
+
+
+class FunctionOfTool(Strict):
+    """What the model may be told that it can call."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(kept_exactly)] = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionOfTool
+
+    @property
+    def unknown(self) -> set[str]:
+        """The names that mean nothing to us."""
+        return set(self.extra) | {f"function.{name}" for name in self.function.extra}
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuse what a message of its role cannot have.
+
+    Raises:
+        RequestError: The first that has it, or that lacks what it needs.
+    """
+    for index, message in enumerate(messages):
+        path = f"messages.{index}."
+        if message.content is None and message.role != "assistant":
+            raise _wrong(f"{path}content", "should be a string or a list of text parts")
+        if message.tool_calls and message.role != "assistant":
+            raise _wrong(f"{path}tool_calls", "only a message of the assistant has calls")
+        if message.role == "tool" and not message.tool_call_id:
+            raise _wrong(f"{path}tool_call_id", "missing; say which call this answers")
+        if message.role != "tool" and message.tool_call_id is not None:
+            raise _wrong(f"{path}tool_call_id", "only a message of role `tool` answers a call")
+        refuse_unsupported(message.extra, UNSUPPORTED_IN_MESSAGE, path)
+
+
+def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """Return *messages* as `Submitted` keeps them, which is how chat templates know them: most have no role
+    `developer`. Arguments of calls stay the text that was sent."""
+    return tuple(_plain(message) for message in messages)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _plain_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def plain_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
+    """Return *tools* as a template is given them: what they have of the fields we know, in that order."""
+    return tuple({"type": tool.type, "function": _plain_function(tool.function)} for tool in tools)
+
+
+def _plain_function(function: FunctionOfTool) -> dict[str, Any]:
+    given = {name: getattr(function, name) for name in FunctionOfTool.model_fields}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def templating_of(
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    tools: Sequence[Tool] | None,
+    variables: Mapping[str, Any] | None,
+) -> Templating:
+    """Return what the template is given beside the messages. An answer is opened unless the last message is one.
+
+    Raises:
+        RequestError: It is asked for both.
+    """
+    if add_generation_prompt and continue_final_message:
+        message = "not together with `add_generation_prompt`: the answer begins anew, or with the last message"
+        raise _wrong("continue_final_message", message)
+    opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+    return Templating(
+        add_generation_prompt=opens,
+        continue_final_message=bool(continue_final_message),
+        tools=plain_tools(tools or ()),
+        variables=dict(variables or {}),
+    )
+
+
+def _wrong(param: str, message: str) -> RequestError:
+    return RequestError(f"{param}: {message}", param=param, code="invalid_value")

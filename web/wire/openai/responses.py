@@ -1,0 +1,268 @@
+"""What clients of OpenAI's endpoints are sent: one body, or chunks. A plain chunk is a byte template around a string.
+
+The frames are a fold over the events of histories: who folds them again gets the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from pipeline.events import Cancelled, Failed, Finished, FinishReason, Submitted, TokensProduced
+from web.wire import sse
+from web.wire.client_event import ClientEvent
+from web.wire.frames import Frames
+from web.wire.openai.answers import AnswerPart, Choice, choices_for, usage_of
+from web.wire.openai.errors import error_of
+from web.wire.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from web.wire.uids import drawn_ms, family_of, index_of
+
+
+class Style:
+    """How an endpoint puts an answer: the words of its bodies and chunks."""
+
+    prefix: str
+    """Before the uid, in `id`."""
+    whole: str
+    """`object` of a body."""
+    chunk: str
+    """`object` of a chunk."""
+
+    def opening(self) -> Mapping[str, Any] | None:
+        """Return the part of the chunk with which a choice begins; None where it begins with text."""
+        raise NotImplementedError
+
+    def part(self, text: str) -> Mapping[str, Any]:
+        """Return the part of a chunk's choice that brings *text*."""
+        raise NotImplementedError
+
+    def closing(self) -> Mapping[str, Any]:
+        """Return that part of the chunk that says why a choice has ended."""
+        raise NotImplementedError
+
+    def message(self, choice: Choice) -> Mapping[str, Any]:
+        """Return the part of a body's choice that has its text."""
+        raise NotImplementedError
+
+    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        """Return what is told of the probability of a *piece*, which begins at *offset*; *first* with the prompt."""
+        raise NotImplementedError
+
+    def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return what is told of the prompt: beside `choices`, and within the choice."""
+        raise NotImplementedError
+
+
+class ChatStyle(Style):
+    prefix = "chatcmpl-"
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def opening(self) -> Mapping[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def part(self, text: str) -> Mapping[str, Any]:
+        return {"delta": {"content": text}}
+
+    def closing(self) -> Mapping[str, Any]:
+        return {"delta": {}}
+
+    def message(self, choice: Choice) -> Mapping[str, Any]:
+        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+
+    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        return chat_logprobs(piece.scores) if piece.scores else None
+
+    def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        told: dict[str, Any] = {}
+        if choice.prompt is not None and choice.prompt.first and choice.shown.prompt_scores:
+            told["prompt_logprobs"] = prompt_logprobs(choice.prompt)
+        if choice.prompt is not None and choice.shown.token_ids:
+            told["prompt_token_ids"] = choice.prompt.token_ids
+        return told, {}
+
+
+class CompletionStyle(Style):
+    prefix = "cmpl-"
+    whole = chunk = "text_completion"
+
+    def opening(self) -> None:
+        return None
+
+    def part(self, text: str) -> Mapping[str, Any]:
+        return {"text": text}
+
+    def closing(self) -> Mapping[str, Any]:
+        return {"text": ""}
+
+    def message(self, choice: Choice) -> Mapping[str, Any]:
+        return {"text": self._echoed(choice) + choice.text}
+
+    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        prompt = choice.prompt if choice.shown.echo and first else None
+        if not piece.scores and not (prompt is not None and prompt.first):
+            return None
+        return completion_logprobs(prompt, piece.scores, len(self._echoed(choice)) + offset)
+
+    def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        told: dict[str, Any] = {}
+        if choice.prompt is not None and choice.prompt.first and choice.shown.prompt_scores:
+            told["prompt_logprobs"] = prompt_logprobs(choice.prompt)
+        if choice.prompt is not None and choice.shown.token_ids:
+            told["prompt_token_ids"] = choice.prompt.token_ids
+        return {}, told
+
+    @staticmethod
+    def _echoed(choice: Choice) -> str:
+        return choice.prompt.text if choice.shown.echo and choice.prompt is not None else ""
+
+
+CHAT: Final = ChatStyle()
+COMPLETION: Final = CompletionStyle()
+
+
+def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> bytes:
+    """Return the whole answer, once all *choices* have ended."""
+    told: list[dict[str, Any]] = []
+    beside: dict[str, Any] = {}
+    for choice in choices:
+        for_all, within = style.of_prompt(choice)
+        beside |= for_all
+        piece = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
+        token_ids = {"token_ids": choice.token_ids} if choice.shown.token_ids else {}
+        logprobs = {"logprobs": style.logprobs(choice, piece, 0, first=True), "finish_reason": choice.reason}
+        told.append({"index": choice.index, **style.message(choice), **logprobs, **token_ids, **within})
+    head = _head(style, style.whole, uid, events[0].model)
+    return orjson.dumps({**head, "choices": told, "usage": usage_of(choices), **beside})
+
+
+class ChunkFrames(Frames):
+    """The frames of a stream, from the events of its history, told in order; of several siblings, as they come.
+
+    Only the stream of a single request, or of a single sibling, says the ids of events: several have no common order.
+    """
+
+    def __init__(self, style: Style, uid: str, events: Sequence[Submitted]) -> None:
+        """*uid* is the history's; with several *events* what their siblings have in common."""
+        self._says_ids = len(events) == 1
+        choices = choices_for(events)
+        if self._says_ids:
+            choices[0].index = index_of(uid)
+        self._choices = choices
+        self._include_usage = events[0].presentation.include_usage
+        self._start = orjson.dumps(_head(style, style.chunk, family_of(uid), events[0].model))[:-1]
+        self._chunks = [
+            _ChoiceChunks(style, choice, self._start, include_usage=self._include_usage) for choice in choices
+        ]
+
+    def of(self, heard: ClientEvent) -> bytes:
+        """Return the frames of the next event, none for what clients do not see; the last one has the event's id."""
+        chunks = self._chunks[heard.index]
+        entry_id = heard.entry_id if self._says_ids else ""
+        match heard.event:
+            case TokensProduced() as tokens:
+                return _framed(chunks.tokens(tokens), entry_id)
+            case Finished() as finished:
+                pieces = chunks.finish(finished)
+                if self._include_usage and all(choice.finished is not None for choice in self._choices):
+                    counts = orjson.dumps(usage_of(self._choices))
+                    pieces.append(self._start + b',"choices":[],"usage":' + counts + b"}")
+                return _framed(pieces, entry_id)
+            case Failed() | Cancelled() as ended:
+                return self.error(error_of(ended), entry_id)
+            case _:
+                return b""
+
+
+@dataclass(slots=True)
+class _ChoiceChunks:
+    """The chunks of one choice."""
+
+    style: Style
+    choice: Choice
+    start: bytes
+    include_usage: bool
+    speaks: bool = False
+    offset: int = 0
+    """Characters of the answer so far."""
+    before: bytes = b""
+    after: bytes = b""
+    is_plain: bool = False
+
+    def __post_init__(self) -> None:
+        shown = self.choice.shown
+        self.is_plain = not (shown.token_ids or shown.continuous_usage or shown.prompt_only)
+        whole = self._chunk(self.style.part("\0"))  # what is around the text of a chunk that brings nothing else
+        self.before, _, self.after = whole.partition(b'"\\u0000"')
+
+    def tokens(self, event: TokensProduced) -> list[bytes]:
+        """Return the chunks of tokens, none where there is nothing to show."""
+        choice = self.choice
+        piece = choice.hear(event)
+        chunks = self._begin(piece)
+        if self.is_plain and not piece.scores:
+            if piece.text:
+                chunks.append(self.before + orjson.dumps(piece.text) + self.after)
+        elif piece.text or piece.token_ids:
+            token_ids = {"token_ids": piece.token_ids} if choice.shown.token_ids else {}
+            logprobs = self.style.logprobs(choice, piece, self.offset, first=False)
+            chunks.append(self._chunk(self.style.part(piece.text), logprobs, choice_more=token_ids))
+        self.offset += len(piece.text)
+        return chunks
+
+    def finish(self, finished: Finished) -> list[bytes]:
+        """Return the chunk that says why the choice ended."""
+        self.choice.finished = finished
+        return [*self._begin(AnswerPart("")), self._chunk(self.style.closing(), reason=self.choice.reason)]
+
+    def _begin(self, piece: AnswerPart) -> list[bytes]:
+        """Return the chunk before the first event: who speaks, or the prompt; for tokens without text too."""
+        if self.speaks:
+            return []
+        self.speaks = True
+        beside, within = self.style.of_prompt(self.choice)
+        opening = self.style.opening()
+        if opening is None and self.choice.shown.echo:
+            prompt = Choice(self.choice.index, self.choice.shown, prompt=self.choice.prompt)
+            opening = self.style.message(prompt)
+            logprobs = self.style.logprobs(prompt, AnswerPart(""), 0, first=True)
+            return [self._chunk(opening, logprobs, choice_more=within, beside=beside)]
+        if opening is None and not within:
+            return []
+        return [self._chunk(opening or self.style.part(""), choice_more=within, beside=beside)]
+
+    def _chunk(
+        self,
+        part: Mapping[str, Any],
+        logprobs: Mapping[str, Any] | None = None,
+        *,
+        reason: FinishReason | None = None,
+        choice_more: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": self.choice.index, **part, "logprobs": logprobs, "finish_reason": reason}
+        more: dict[str, Any] = {"choices": [choice | dict(choice_more or {})], **(beside or {})}
+        if self.include_usage:
+            more["usage"] = self.choice.usage() if self.choice.shown.continuous_usage else None
+        return self.start + b"," + orjson.dumps(more)[1:]
+
+
+def _head(style: Style, kind: str, uid: str, model: str) -> dict[str, Any]:
+    created_s = drawn_ms(uid) // 1000
+    return {
+        "id": style.prefix + uid,
+        "object": kind,
+        "created": created_s,
+        "model": model,
+        "system_fingerprint": None,
+    }
+
+
+def _framed(chunks: Sequence[bytes], entry_id: str) -> bytes:
+    """Return the frames of *chunks*, the last one with an id."""
+    if not chunks:
+        return b""
+    return b"".join(map(sse.frame, chunks[:-1])) + sse.frame(chunks[-1], entry_id)

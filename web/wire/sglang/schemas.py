@@ -1,0 +1,274 @@
+"""What POST /generate may look like, in Mini-SGLang's form and in SGLang's, which their fields tell apart, and POST
+/abort_request. As strict as `web.wire.openai.schemas`: what would change the output is honoured or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
+
+from pipeline.errors import RequestError
+from pipeline.events import MOST_LOGPROBS
+from web.wire.openai.schemas import (
+    LABELS,
+    MOST_ANSWERS,
+    MOST_COPIED_BYTES,
+    PROMPT_KINDS,
+    UNSUPPORTED,
+    GenerationRequest,
+    SamplingFields,
+    Text,
+    TokenIds,
+)
+from web.wire.openai.strict import INT32_MAX, INT64_MAX, Neutrals, Strict, refusal, refuse_unsupported
+
+TEXT_TOKENS: Final = 16
+"""What Mini-SGLang's form makes of an absent `max_tokens`."""
+NEW_TOKENS: Final = 128
+"""What SGLang makes of an absent `max_new_tokens`."""
+MOST_RID: Final = 256
+
+
+class TextRequest(Strict):
+    """Mini-SGLang's form of POST /generate: the most probable answer to a prompt, streamed as text alone."""
+
+    prompt: Text
+    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    ignore_eos: bool | None = None
+    model: str | None = None
+
+    @property
+    def longest(self) -> int:
+        return TEXT_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names that mean nothing to us, sorted."""
+        return tuple(sorted(set(self.extra) - set(_NOT_BESIDE_PROMPT)))
+
+
+class SGLangSampling(SamplingFields):
+    """SGLang's `sampling_params`."""
+
+    max_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    """0: nothing but what is told of the prompt."""
+    min_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    sampling_seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    no_stop_trim: bool | None = None
+    """What ended the answer, a stop string or the text of a stop token, is part of it."""
+
+    @property
+    def longest(self) -> int:
+        return NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+
+
+def _texts_or_one(text: object) -> str:
+    return PROMPT_KINDS[1] if isinstance(text, list) else PROMPT_KINDS[0]
+
+
+def _lists_or_one(token_ids: object) -> str:
+    nested = isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list)
+    return PROMPT_KINDS[3] if nested else PROMPT_KINDS[2]
+
+
+class SGLangRequest(Strict):
+    """SGLang's form of POST /generate."""
+
+    text: (
+        Annotated[
+            Annotated[Text, Tag(PROMPT_KINDS[0])] | Annotated[list[Text], Field(min_length=1), Tag(PROMPT_KINDS[1])],
+            Discriminator(_texts_or_one),
+        ]
+        | None
+    ) = None
+    input_ids: (
+        Annotated[
+            Annotated[TokenIds, Tag(PROMPT_KINDS[2])]
+            | Annotated[list[TokenIds], Field(min_length=1), Tag(PROMPT_KINDS[3])],
+            Discriminator(_lists_or_one),
+        ]
+        | None
+    ) = None
+    sampling_params: SGLangSampling | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    """The token of the prompt from which on log-probabilities are told; -1: only of the answer."""
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    return_text_in_logprobs: bool | None = None
+    model: str | None = None
+
+    @property
+    def sampling(self) -> SGLangSampling:
+        return self.sampling_params or SGLangSampling()
+
+    @property
+    def num_choices(self) -> int:
+        return self.sampling.num_choices
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as token ids."""
+        match self.input_ids if self.text is None else self.text:
+            case str() | [int(), *_] as prompt:
+                return [prompt]  # type: ignore[list-item]
+            case prompts:
+                return prompts  # type: ignore[return-value]
+
+    @property
+    def in_list(self) -> bool:
+        """Say whether the answer is a list: also where its only prompt is in one."""
+        return self.num_choices > 1 or isinstance(self.text, list) or _lists_or_one(self.input_ids) == PROMPT_KINDS[3]
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names that mean nothing to us, sorted."""
+        names = set(self.extra) - set(_UNSUPPORTED)
+        names |= {f"sampling_params.{name}" for name in set(self.sampling.extra) - set(_UNSUPPORTED_IN_SAMPLING)}
+        return tuple(sorted(names))
+
+
+class AbortRequest(Strict):
+    """The body of POST /abort_request."""
+
+    rid: Annotated[str, Field(max_length=MOST_RID)] | None = None
+    abort_all: bool | None = None
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names that mean nothing to us, sorted."""
+        return tuple(sorted(set(self.extra) - set(_UNSUPPORTED_IN_ABORT)))
+
+
+_OF_OTHERS: Final[Mapping[str, Neutrals]] = {
+    **dict.fromkeys((set(GenerationRequest.model_fields) | set(SGLangSampling.model_fields)) - set(LABELS), ()),
+    **dict.fromkeys(SGLangRequest.model_fields, ()),
+    **UNSUPPORTED,
+    "audio_data": ([],),
+    "background": (False,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_params": ({},),
+    "extra_key": ("",),
+    "frequency_penalty": (0,),
+    "image_data": ([],),
+    "input_embeds": (),
+    "lora_id": (),
+    "lora_path": ("",),
+    "n": (1,),
+    "no_logs": (False,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt": (),
+    "repetition_penalty": (1,),
+    "return_bytes": (False,),
+    "return_entropy": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "rid": (),
+    "session_params": ({},),
+    "stop": ("", []),
+    "stop_regex": ("", []),
+    "token_ids_logprob": ([],),
+    "video_data": ([],),
+}
+"""Fields of all that generates, which would change the output where they are honoured."""
+
+
+def _without(model: type[Strict]) -> dict[str, Neutrals]:
+    return {name: neutrals for name, neutrals in _OF_OTHERS.items() if name not in model.model_fields}
+
+
+_NOT_BESIDE_PROMPT: Final[Mapping[str, Neutrals]] = {
+    **_without(TextRequest),
+    "return_logprob": (False,),
+    "stream": (True,),
+    "temperature": (0,),
+}
+_UNSUPPORTED: Final[Mapping[str, Neutrals]] = _without(SGLangRequest)
+_UNSUPPORTED_IN_SAMPLING: Final[Mapping[str, Neutrals]] = _without(SGLangSampling)
+_UNSUPPORTED_IN_ABORT: Final[Mapping[str, Neutrals]] = {"abort_message": (), "finished_reason": ()}
+
+_TEXT_FORM: Final = "Mini-SGLang's"
+_SGLANG_FORM: Final = "SGLang's"
+
+
+def _form(body: object) -> str:
+    """Return which form is meant, so that an error is about that one alone."""
+    given = {name for name, value in body.items() if value is not None} if isinstance(body, dict) else set()
+    return _TEXT_FORM if "prompt" in given and not given & {"text", "input_ids"} else _SGLANG_FORM
+
+
+_FORMS: Final[TypeAdapter[TextRequest | SGLangRequest]] = TypeAdapter(
+    Annotated[
+        Annotated[TextRequest, Tag(_TEXT_FORM)] | Annotated[SGLangRequest, Tag(_SGLANG_FORM)], Discriminator(_form)
+    ]
+)
+
+
+def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
+    """Return the request that *body* holds.
+
+    Raises:
+        RequestError: The first thing that is wrong with it; what was sent is not repeated.
+    """
+    try:
+        request = _FORMS.validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first["loc"] = first["loc"][1:]  # without the form
+        raise refusal(first) from None
+    if request.extra.get("rid") is not None:
+        message = "rid: the server names its requests itself; `meta_info.id` and the header x-minisgl-uid say how"
+        raise RequestError(message, code="unsupported_parameter", param="rid")
+    if isinstance(request, TextRequest):
+        instead = ", or send `text` and `sampling_params`"
+        refuse_unsupported(request.extra, _NOT_BESIDE_PROMPT, "", instead=instead)
+    else:
+        _check(request, len(body))
+    return request
+
+
+def parse_abort(body: bytes) -> AbortRequest:
+    """As `parse_generate`."""
+    try:
+        request = AbortRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+    refuse_unsupported(request.extra, _UNSUPPORTED_IN_ABORT, "")
+    if not request.rid and not request.abort_all:
+        raise RequestError("rid: missing; send the id of a request, or `abort_all: true`", param="rid")
+    return request
+
+
+def _check(request: SGLangRequest, num_bytes: int) -> None:
+    """Refuse what no field alone shows. Raises RequestError."""
+    for name, value in request.extra.items():
+        if name in SGLangSampling.model_fields and value is not None:
+            message = f"{name}: belongs in `sampling_params`"
+            raise RequestError(message, code="unsupported_parameter", param=name)
+    given = [name for name in ("text", "input_ids") if getattr(request, name) is not None]
+    if len(given) == 2:
+        raise RequestError("input_ids: not together with `text`; send one of them", param="input_ids")
+    if given and request.extra.get("prompt") is not None:
+        raise RequestError(f"prompt: not together with `{given[0]}`; send one of them", param="prompt")
+    if not given:
+        raise RequestError("text: missing; send a text or several, or `input_ids`, or `prompt`", param="text")
+    refuse_unsupported(request.extra, _UNSUPPORTED, "")
+    refuse_unsupported(request.sampling.extra, _UNSUPPORTED_IN_SAMPLING, "sampling_params.")
+    if not request.return_logprob:
+        for name, neutral in (("logprob_start_len", -1), ("top_logprobs_num", 0)):
+            if getattr(request, name) not in (None, neutral):
+                raise RequestError(f"{name}: only allowed with `return_logprob: true`", param=name)
+    if (request.sampling.min_new_tokens or 0) > request.sampling.longest:
+        param = "sampling_params.min_new_tokens"
+        raise RequestError(f"{param}: larger than the most tokens allowed", param=param)
+    num_answers = len(request.prompts) * request.num_choices
+    if num_answers > MOST_ANSWERS:
+        raise RequestError(f"{given[0]}: with n it is {num_answers} answers; at most {MOST_ANSWERS}", param=given[0])
+    if request.num_choices * num_bytes > MOST_COPIED_BYTES:
+        message = f"sampling_params.n: with a prompt of this size at most {MOST_COPIED_BYTES // num_bytes}"
+        raise RequestError(message, param="sampling_params.n")

@@ -1,0 +1,175 @@
+"""From a request to the `Submitted` events that say all of it: the seed is drawn here, so that a replay repeats it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.events import Presentation, SamplingParams, Submitted
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
+from web.wire.openai.messages import plain_messages, templating_of
+from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from web.wire.sglang.schemas import SGLangRequest, TextRequest
+
+Defaults = Mapping[str, int | float]
+"""What a model recommends of sampling, by the names of SamplingParams."""
+
+
+def chat_events(request: ChatRequest, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
+    """Return the events of *request*, one for each choice, which *frontend* listens for; *model* is the served name,
+    *defaults* what that one recommends of sampling.
+    """
+    common = {
+        "messages": plain_messages(request.messages or ()),
+        "prompt": request.prompt or "",
+        "templating": templating_of(
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            tools=request.tools,
+            variables=request.chat_template_kwargs,
+        ),
+    }
+    said = _common(request, CHAT_ENDPOINT, frontend, model) | common
+    sampling = _sampling(request, defaults)
+    return _choices(said, sampling, _presentation(request), request.num_choices, [{}])
+
+
+def completion_events(request: CompletionRequest, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
+    """Return the events of *request*, one for each choice of each prompt: those of the first prompt come first."""
+    sampling = _sampling(request, defaults)
+    prompt_only = request.longest == 0
+    if prompt_only:
+        sampling = sampling.model_copy(update={"max_tokens": 1, "min_tokens": 0})
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        sampling = sampling.model_copy(update={"prompt_logprobs": request.logprobs})
+    presentation = _presentation(request).model_copy(update={"echo": bool(request.echo), "prompt_only": prompt_only})
+    said = _common(request, COMPLETIONS_ENDPOINT, frontend, model)
+    return _choices(said, sampling, presentation, request.num_choices, _prompts(request.prompts))
+
+
+def generate_events(
+    request: TextRequest | SGLangRequest, *, frontend: str, model: str, defaults: Defaults
+) -> list[Submitted]:
+    """Return the events of *request*, in SGLang's form as `completion_events`; in Mini-SGLang's there is one."""
+    said: dict[str, Any] = {"endpoint": GENERATE_ENDPOINT, "frontend": frontend, "model": model}
+    if isinstance(request, TextRequest):
+        greedy = SamplingParams(temperature=0, max_tokens=request.longest, ignore_eos=bool(request.ignore_eos))
+        return [Submitted(**said, prompt=request.prompt, sampling=greedy, presentation=Presentation(stream=True))]
+    presentation = Presentation(
+        stream=bool(request.stream),
+        continuous_usage=True,
+        whole_text=True,
+        in_list=request.in_list,
+        prompt_only=request.sampling.longest == 0,
+        scores_from=max(request.logprob_start_len or 0, 0),
+        score_texts=bool(request.return_text_in_logprobs),
+    )
+    return _choices(
+        said, _sglang_sampling(request, defaults), presentation, request.num_choices, _prompts(request.prompts)
+    )
+
+
+def seed_of(seed: int, choice: int) -> int:
+    """Return the seed of a choice: of the first the client's own, of the others one that follows from it."""
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, choice), digest_size=8).digest(), "big", signed=True)
+
+
+def _prompts(prompts: Sequence[str | list[int]]) -> list[Mapping[str, Any]]:
+    return [{"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": tuple(prompt)} for prompt in prompts]
+
+
+def _choices(
+    said: Mapping[str, Any],
+    sampling: SamplingParams,
+    presentation: Presentation,
+    num_choices: int,
+    prompts: list[Mapping[str, Any]],
+) -> list[Submitted]:
+    seeded = [sampling.model_copy(update={"seed": seed_of(sampling.seed, choice)}) for choice in range(num_choices)]
+    siblings = num_choices * len(prompts)
+    shown = presentation.model_copy(update={"choices": num_choices})
+    return [
+        Submitted(**said, **prompt, siblings=siblings, sampling=each, presentation=shown)
+        for prompt in prompts
+        for each in seeded
+    ]
+
+
+def _common(request: GenerationRequest, endpoint: str, frontend: str, model: str) -> dict[str, Any]:
+    return {
+        "endpoint": endpoint,
+        "frontend": frontend,
+        "model": model,
+        "add_special_tokens": request.add_special_tokens,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "priority": request.priority or 0,
+        "labels": request.labels,
+    }
+
+
+def _presentation(request: GenerationRequest) -> Presentation:
+    options = request.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    return Presentation(
+        stream=bool(request.stream),
+        include_usage=include_usage,
+        continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),
+        token_ids=bool(request.return_token_ids),
+        prompt_scores=request.prompt_logprobs is not None,
+    )
+
+
+def with_defaults(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """Return what is *given*; where that is None, or no such name, the default, if there is one."""
+    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _sampling(request: GenerationRequest, defaults: Defaults) -> SamplingParams:
+    given = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": None if request.top_k is None else max(request.top_k, 0),
+        "min_p": request.min_p,
+        "seed": secrets.randbelow(2**63) if request.seed is None else request.seed,
+        "max_tokens": request.longest or None,
+        "min_tokens": request.min_tokens,
+        "stop": None if request.stop is None else tuple(request.stop),
+        "stop_token_ids": None if request.stop_token_ids is None else tuple(request.stop_token_ids),
+        "include_stop_str_in_output": request.include_stop_str_in_output,
+        "ignore_eos": request.ignore_eos,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": _bias(request.logit_bias),
+        "allowed_token_ids": None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        "bad_words": None if request.bad_words is None else tuple(request.bad_words),
+        "logprobs": request.num_logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
+        "skip_special_tokens": request.skip_special_tokens,
+    }
+    return SamplingParams.model_validate(with_defaults(given, defaults))
+
+
+def _sglang_sampling(request: SGLangRequest, defaults: Defaults) -> SamplingParams:
+    asked = request.sampling
+    scores = (request.top_logprobs_num or 0) if request.return_logprob else None
+    tells_prompt = request.logprob_start_len not in (None, -1)
+    given = asked.model_dump(include=set(SamplingParams.model_fields)) | {
+        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
+        "seed": secrets.randbelow(2**63) if asked.sampling_seed is None else asked.sampling_seed,
+        "max_tokens": max(asked.longest, 1),
+        "min_tokens": asked.min_new_tokens,
+        "logit_bias": _bias(asked.logit_bias),
+        "logprobs": scores,
+        "prompt_logprobs": scores if tells_prompt else None,
+        "include_stop_str_in_output": asked.no_stop_trim,
+    }
+    return SamplingParams.model_validate(with_defaults(given, defaults))
+
+
+def _bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
+    return None if bias is None else tuple((int(token), value) for token, value in bias.items())
