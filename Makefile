@@ -5,7 +5,7 @@ BIN := .venv/bin
 # a Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
-.PHONY: venv serve bench test night chaos clients containers lint types format clean gpu-check gpu-wheels
+.PHONY: venv serve bench test night chaos recovery soak clients containers lint types format clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
@@ -44,6 +44,9 @@ gpu-wheels: venv
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)
+
+recovery soak: venv
+	@PYTHONPATH=tests $(BIN)/python -m chaos.$@ $(ARGS)
 
 clients: venv
 	@PYTHONPATH=tests:. $(BIN)/python tests/clients/run.py $(ARGS)

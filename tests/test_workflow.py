@@ -24,7 +24,7 @@ def lines(workflow: dict[Any, Any]) -> list[str]:
 
 def test_the_fast_tests_run_with_each_python_and_each_redis() -> None:
     matrix = JOBS["tests"]["strategy"]["matrix"]
-    assert matrix == {"python": ["3.11", "3.12"], "redis": ["6.2", "7", "8"]}
+    assert matrix == {"python": ["3.11", "3.12", "3.13", "3.14"], "redis": ["6.2", "7", "8"]}
     assert JOBS["tests"]["services"]["redis"]["image"] == "redis:${{ matrix.redis }}"
     assert JOBS["tests"]["env"]["MINISGL_TEST_REDIS_URL"] == "redis://127.0.0.1:6379"
 

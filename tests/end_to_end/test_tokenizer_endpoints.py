@@ -77,7 +77,7 @@ def test_what_the_tokenizer_is_like_is_enough_to_do_without_it(
 def test_what_is_wrong_is_said_with_the_field(server: Server, tokenizer: PreTrainedTokenizerFast) -> None:
     unknown = len(tokenizer)
     error = post(server, "/detokenize", {"tokens": [5, unknown]}, 400)["error"]
-    assert error["param"] == "tokens" and f"token {unknown} is none" in error["message"]
+    assert error["param"] == "tokens" and f"no token {unknown};" in error["message"]
     body = {"messages": CONVERSATION, "chat_template_kwargs": {"tokenize": True}}
     assert post(server, "/tokenize", body, 400)["error"]["param"] == "chat_template_kwargs"
     error = post(server, "/tokenize", {"messages": CONVERSATION[:1] * 2}, 400)["error"]

@@ -19,6 +19,7 @@ from stages.generate.model.checkpoint import DEMO_FOLDER
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TORCH = "torch>=2.11,<=2.13.0"
+TRAINING = ROOT / "ops" / "demo_model"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_the_top_level_of_the_wheel_is_ours_alone(names: list[str]) -> None:
 def test_the_wheel_has_every_module_and_every_commit(names: list[str]) -> None:
     packages = ("pipeline", "stages", "web", "ops")
     paths = [path for package in packages for kind in ("*.py", "*.lua") for path in (ROOT / package).rglob(kind)]
-    source = {str(path.relative_to(ROOT)) for path in paths}
+    source = {str(path.relative_to(ROOT)) for path in paths if TRAINING not in path.parents}
     assert {name for name in names if name.endswith((".py", ".lua"))} == source | {"minisgl.py"}
     commits = {path.name for path in (ROOT / "pipeline" / "commits").iterdir()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("pipeline/log/commits/")} == commits
@@ -58,6 +59,10 @@ def test_the_wheel_has_the_demo_model(names: list[str]) -> None:
         str(folder / file.name) for file in DEMO_FOLDER.iterdir()
     }
     assert f"{folder}/model.safetensors" in names
+
+
+def test_the_wheel_does_not_have_the_training_of_the_demo_model(names: list[str]) -> None:
+    assert not [name for name in names if name.startswith("ops/demo_model/")]
 
 
 def test_the_wheel_has_no_tests_and_nothing_that_was_made_by_running(names: list[str]) -> None:

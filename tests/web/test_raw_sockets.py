@@ -117,7 +117,7 @@ def running(redis_servers: Servers, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("sockets")
     printed = folder / "printed.log"
     with ExitStack() as stack:
-        redis_url = stack.enter_context(running_server(redis_servers.binary("wheel"), folder)).url
+        redis_url = stack.enter_context(running_server(redis_servers.binary("embedded"), folder)).url
         stand_in = stack.enter_context(closing(StandIn(redis_url, renews=True)))
         patience = {"body_timeout_s": BODY_TIMEOUT_S, "user_timeout_s": USER_TIMEOUT_S}
         server = stack.enter_context(serving(redis_url, output=printed, **patience))

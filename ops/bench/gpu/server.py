@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from ops.bench import models, report
-from ops.bench.compare import Prompts
 from ops.bench.gpu.phase import Report, Scale, attempt
 from ops.bench.models import Shape
-from ops.bench.peers import Served, Workload, our_server
+from ops.bench.peers import Served, our_server
+from ops.bench.prompts import Prompts, Workload
 
 NUM_REQUESTS: Final = 32
 SMALL_SHAPES: Final = {

@@ -18,7 +18,8 @@ from selection import by_night
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan, PlanRow
-from stages.generate.schedule.schedule import MOST_TAKEN, Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import MOST_TAKEN, Identity, Schedule, ScheduleLimits
 
 EOS = 9
 LETTERS = st.integers(0, 2)
