@@ -12,13 +12,14 @@ from tokenizers import Tokenizer
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
-from pipeline.events import AnyEvent, Failed, StepCompleted, decode
+from pipeline.events import Failed, StepCompleted, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, SlotLease, acquire_guest, slot_leases
+from pipeline.walk import walk
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
@@ -139,9 +140,9 @@ class DetokenizeWorker:
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
         """Give a history to the fold; one that does not decode is its request's end and nobody else's."""
         try:
-            events = _events(history)
-            self._fold.learn(uid, events)
-            self._meter.learn(uid, events)
+            moments = list(walk(history, over_holes=True))
+            self._fold.learn(uid, moments)
+            self._meter.learn(uid, moments)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
@@ -157,10 +158,6 @@ class DetokenizeWorker:
         done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
-
-
-def _events(history: Sequence[Entry]) -> list[tuple[str, AnyEvent]]:
-    return [(entry.id, decode(entry.fields)) for entry in history]
 
 
 def load_decoder(folder: Path) -> Decoder:
