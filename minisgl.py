@@ -38,7 +38,7 @@ usage: minisgl serve [flags]                everything on this machine; `python 
        minisgl trace UID [flags]            what happened to a request of a server that runs
        minisgl top [flags]                  all of a server that runs, live in the terminal
        minisgl dead ACTION [flags]          requests that killed their workers: ls, show, requeue or drop
-       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, recovery or soak
+       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare or gpu
        minisgl --version
 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.

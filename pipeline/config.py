@@ -151,7 +151,7 @@ class LogConfig:
     redis_url: str = flag(
         "--redis-url",
         default="",
-        help="redis://, rediss://, unix:// or redis+sentinel:// URL; without it an embedded Redis is started",
+        help="redis://, rediss://, unix:// or redis+sentinel:// URL; without it `serve` starts a Valkey of its own",
         secret=True,
     )
     namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")

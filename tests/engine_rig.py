@@ -91,7 +91,7 @@ def running(
     broken: bool = False,
     cache: PrefixCache | None = None,
     lease_ms: int = LEASE_MS,
-    courier_log: StreamLog | None = None,
+    thread_log: StreamLog | None = None,
 ) -> Iterator[Running]:
     """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends."""
     log = another_log()
@@ -104,7 +104,7 @@ def running(
     schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
     measures = Measures()
     log_thread = LogThread(
-        courier_log or another_log(),
+        thread_log or another_log(),
         owner,
         lease_ms=lease_ms,
         came_round=slot_lease.came_round,

@@ -96,6 +96,12 @@ def test_nothing_imports_the_command() -> None:
     assert not offences(("pipeline", "stages", "web"), ("minisgl", "ops"))
 
 
+def test_nothing_imports_the_training_of_the_demo_model() -> None:
+    """The wheel does not have it."""
+    everybody_else = tuple(name for name in IMPORTS if not within(name, "ops.demo_model"))
+    assert not offences(everybody_else, ("ops.demo_model",))
+
+
 def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
     everybody_else = tuple(name for name in IMPORTS if not within(name, *WITH_TORCH, "ops"))
     training = ("ops.demo_model.network", "ops.demo_model.train", "ops.demo_model.evaluate")

@@ -1,4 +1,4 @@
-"""How long each commit takes in a tight loop: one client, one Redis, and nothing else to do."""
+"""Times of each commit in a tight loop: one client, one Redis, and no other work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, slot_name, tokens_id
 
 COMMITS: Final = ("submit", "tokenized", "take", "step", "produced", "end")
 MOST_TAKEN: Final = 8
-"""As an engine takes them: a `take` brings so many requests at most."""
+"""Most requests per `take`, as in an engine."""
 STEPS_OF_A_LIFE: Final = 4
 PROMPT: Final = "A prompt of a usual length: thirty words or so, of which none matters here. " * 2
 PROMPT_IDS: Final = tuple(range(32))
@@ -50,7 +50,7 @@ class Stopwatch:
 
 
 class Lives:
-    """Requests that live together: submitted, tokenized, taken, some steps for all of them at once, ended."""
+    """Requests that live at the same time: submitted, tokenized, taken, some steps together, ended."""
 
     def __init__(self, log: StreamLog, num_rows: int) -> None:
         self._log = log
@@ -64,12 +64,12 @@ class Lives:
         self._control_cursor = "0-0"
 
     def close(self) -> None:
-        """Give the slots back, for another number of rows."""
+        """Release the slots, for another number of rows."""
         for owner in (self._engine, self._detokenizer):
             self._log.release(owner)
 
     def times_us(self, num_samples: int) -> dict[str, list[float]]:
-        """Live until there are *num_samples* steps; return the times of each commit, of which some have more."""
+        """Run until there are *num_samples* steps; return the times of each commit."""
         self._live(Stopwatch())  # the scripts are loaded, the connection is open
         watch = Stopwatch()
         for _ in range(math.ceil(num_samples / STEPS_OF_A_LIFE)):
@@ -105,7 +105,7 @@ class Lives:
             watch.time("tokenized", lambda entry=entry: log.tokenized(entry, tokenized))  # type: ignore[misc]
 
     def _take(self, watch: Stopwatch) -> list[str]:
-        """Return the entries of all requests."""
+        """Take all requests; return their entries."""
         log, ids = self._log, list[str]()
         while len(ids) < self._num_rows:
             taken = watch.time("take", lambda: log.take(self._engine, MOST_TAKEN, control_cursor=self._control_cursor))

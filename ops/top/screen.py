@@ -207,7 +207,7 @@ def _head(view: PipelineView, width: int, silent_s: float, paused: bool) -> Text
     redis = view.redis
     limit = f" of {_bytes(redis.max_bytes)}" if redis.max_bytes else ""
     up = f" up {age(redis.up_s * 1000)}" if is_wide else ""
-    state = f"Redis {redis.version} {_bytes(redis.used_bytes)}{limit}{up}"
+    state = f"{redis.name} {redis.version} {_bytes(redis.used_bytes)}{limit}{up}"
     if silent_s or view.error:
         state = f"Redis has not answered for {silent_s:.0f} s"
     when = f"{datetime.fromtimestamp(view.at_ms / 1000):%H:%M:%S}"

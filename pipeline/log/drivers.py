@@ -180,8 +180,8 @@ def _without_missing_groups(replies: Sequence[Any]) -> list[Any]:
 _IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): @user_script: ?\d+: (@user_script: ?\d+: -)?")
 """Redis 6.2 puts this before an error inside a script, which makes each a plain ResponseError; 7 does not."""
 
-_FORBIDDEN = "The user executing the script can't"
-"""Redis says this when a script does what its user may not do; a forbidden script call itself is NOPERM."""
+_FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
+"""Servers say one of these when a script does what its user may not do; a forbidden script call itself is NOPERM."""
 
 
 def translate(error: errors.RedisError) -> LogError:
@@ -196,7 +196,7 @@ def translate(error: errors.RedisError) -> LogError:
         return LogUnavailable(text)
     if code in ("MISCONF", "BUSY"):
         return LogUnavailable(text)
-    if isinstance(error, errors.NoPermissionError) or _FORBIDDEN in text:
+    if isinstance(error, errors.NoPermissionError) or any(words in text for words in _FORBIDDEN):
         return LogUnavailable(f"{text}; give the user the rights that ops/redis/users.acl has for its role")
     if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
         return GroupLost(text)

@@ -271,6 +271,10 @@ class AsyncRedisLog:
     async def statuses(self, stage: str) -> dict[str, str]:
         return await self._run(workers.statuses(self.names, stage))
 
+    async def server(self) -> tuple[str, str]:
+        """Return name and version of the server."""
+        return await self._run(frontends.server())
+
     async def occupancy(self) -> Occupancy:
         """Return how much the log holds."""
         return await self._run(frontends.occupancy(self.names))

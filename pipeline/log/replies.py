@@ -71,3 +71,15 @@ def clock_ms(reply: Sequence[Any]) -> int:
     """Return the moment that TIME says."""
     seconds, microseconds = reply
     return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def info_of(reply: bytes) -> dict[str, str]:
+    """Return the fields of a reply to INFO."""
+    return dict(line.split(":", 1) for line in as_text(reply).splitlines() if ":" in line)
+
+
+def server_of(info: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name and version of the server from the fields of INFO. Every Valkey says 7.2.4 in `redis_version`."""
+    if "valkey_version" in info:
+        return "Valkey", str(info["valkey_version"])
+    return "Redis", str(info.get("redis_version", "?"))

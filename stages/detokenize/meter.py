@@ -1,6 +1,6 @@
-"""What a detokenizer says to /metrics: the times of requests, by Redis' clock, from the events that the fold said.
+"""The metrics of a detokenizer: times of requests by Redis' clock, taken from the events that the fold returns.
 
-The fold has no clock and knows nothing of this. What is remembered of a request here is learnt and forgotten with it.
+The fold has no clock and knows nothing of this. The meter learns and forgets a request when the fold does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Times:
 
     submitted_ms: int
     token_ms: int = 0
-    """When it got its last token; 0: it has none."""
+    """When it got its last token; 0 before the first."""
 
 
 class DetokenizeMeter:
@@ -50,7 +50,7 @@ class DetokenizeMeter:
         return len(self._requests)
 
     def learn(self, uid: str, history: Iterable[Moment]) -> None:
-        """Begin with a request where its history ends."""
+        """Start where the history of a request ends."""
         times: _Times | None = None
         for entry_id, _, event, _ in history:
             if isinstance(event, Submitted):
@@ -65,8 +65,8 @@ class DetokenizeMeter:
             self._requests[uid] = times
 
     def committed(self, step: StepCompleted, produced: Sequence[Produced]) -> None:
-        """Count what a step brought, once it is in the histories."""
-        gaps: dict[int, int] = {}  # most rows of a step waited for the same one
+        """Count a step once it is in the histories."""
+        gaps: dict[int, int] = {}  # most rows of a step have the same gap
         for item in produced:
             event = item.event
             if isinstance(event, TokensProduced):
@@ -91,11 +91,11 @@ class DetokenizeMeter:
             self._requests.pop(uid, None)
 
     def failed(self) -> None:
-        """Count a request that was ended with an error."""
+        """Count a request that ended with an error."""
         self._measures.add(REQUEST_SUCCESS, "error")
 
     def forget(self, step: StepCompleted) -> None:
-        """Forget the requests of a step that is not in the histories, or came there by somebody else."""
+        """Forget the requests of a step that was not committed, or was committed by another worker."""
         for row in step.rows:
             self._requests.pop(row.uid, None)
 
@@ -119,5 +119,5 @@ class DetokenizeMeter:
 
 
 def _seconds(ms: int) -> float:
-    """Return *ms* in seconds; 0 where Redis' clock went back, as after a failover: a sum must never sink."""
+    """Return *ms* in seconds; 0 if Redis' clock went back, as after a failover, because a sum must never decrease."""
     return max(ms, 0) / 1000

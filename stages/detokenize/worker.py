@@ -30,13 +30,13 @@ logger = structlog.get_logger()
 
 MOST_READ = 16
 LOOK_EVERY_S = 0.3
-"""Pause between two looks at the slots of other detokenizers. Who is away at two of them in a row gets a guest."""
+"""Pause between two looks at the slots of other detokenizers. A slot that is free at two in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 
 
 class DetokenizeWorker:
-    """Feeds the fold with steps and with the histories it asks for, and commits what it says."""
+    """Feeds the fold with steps and with the histories that it asks for, and commits its results."""
 
     def __init__(
         self,
@@ -59,15 +59,16 @@ class DetokenizeWorker:
         """Fold and commit each step."""
         failpoint("detokenize.after_read")
         for entry in entries:
-            if parse_id(entry.id)[0] > self._last[0]:
+            last, self._last = self._last, parse_id(entry.id)
+            if self._last[0] > last[0]:
                 self.forget()
-            if not self._follows(entry):
+            if not _follows(self._last, last):
                 for earlier in self._stranded(entry):
                     self._handle(earlier)
             self._handle(entry)
 
     def forget(self) -> None:
-        """Forget all requests: what follows is folded on what their histories say."""
+        """Forget all requests. The next steps are folded on their histories."""
         self._fold.forget_all()
         self._meter.forget_all()
 
@@ -91,16 +92,10 @@ class DetokenizeWorker:
                 self._measures.add(BURIED)
         self._commit(entry, [])
 
-    def _follows(self, entry: Entry) -> bool:
-        """Say whether *entry* is the step after the one before: an engine counts them, in each epoch from 1 on."""
-        epoch, number = parse_id(entry.id)
-        before, self._last = self._last, (epoch, number)
-        return (epoch, number) <= (before[0], before[1] + 1) or (epoch > before[0] > 0 and number == 1)
-
     def _stranded(self, entry: Entry) -> list[Entry]:
-        """Return what this slot has read before *entry* and not consumed.
+        """Return the entries before *entry* that this slot has read and not consumed.
 
-        A worker that was stopped for long, and does not know yet that it lost this slot, may have read it.
+        A worker that stood still, and does not know yet that it lost this slot, may have read them.
         """
         mine = self._log.pending(Inbox.steps(self._log.names, self._engine), self._slot_lease.owner.slot)
         return [earlier for earlier in mine if parse_id(earlier.id) < parse_id(entry.id)]
@@ -109,7 +104,7 @@ class DetokenizeWorker:
         self._slot_lease.came_round()
         try:
             step = self._step(entry)
-        except UndecodableEvent as error:  # whose tokens it had is seen at the hole that they leave
+        except UndecodableEvent as error:  # its requests fail later, at the hole that their tokens leave
             logger.error("step_undecodable", engine=self._engine, id=entry.id, error=str(error))
             self._commit(entry, [])
             return
@@ -138,7 +133,7 @@ class DetokenizeWorker:
         return step
 
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
-        """Give a history to the fold; one that does not decode is its request's end and nobody else's."""
+        """Give a history to the fold. One that does not decode ends its request alone."""
         try:
             moments = list(walk(history, over_holes=True))
             self._fold.learn(uid, moments)
@@ -147,21 +142,27 @@ class DetokenizeWorker:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
             event = Failed(status=500, code="log_damaged", message=message)
-            frontend = history[0].fields.get("frontend", "")  # as it is: Submitted may be what does not decode
+            frontend = history[0].fields.get("frontend", "")  # raw: Submitted may be what does not decode
             if self._log.end(uid, event, frontend=frontend):
                 self._meter.failed()
             self._fold.learn(uid, [])
 
     def _commit(self, entry: Entry, produced: Sequence[Produced]) -> bool:
-        """Consume a step; False when that was done before."""
+        """Consume a step; False when it was consumed before."""
         began_s = time.perf_counter()
         done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
 
 
+def _follows(step: tuple[int, int], last: tuple[int, int]) -> bool:
+    """Return whether no step lies between *last* and *step*: an engine numbers its steps from 1 in each epoch."""
+    (epoch, number), (last_epoch, last_number) = step, last
+    return step <= (last_epoch, last_number + 1) or (epoch > last_epoch > 0 and number == 1)
+
+
 def load_decoder(folder: Path) -> Decoder:
-    """Return the decoder of a model folder, on the tokenizers library alone.
+    """Return the decoder of a model folder. It needs only the tokenizers library.
 
     Raises:
         ConfigError: tokenizer.json is broken.
@@ -187,7 +188,7 @@ def serve(
     stop: Stop,
     measures: Measures | None = None,
 ) -> None:
-    """Serve the engine of the slot that *place* holds, until *stop* or until somebody else has the slot."""
+    """Serve the engine of the slot that *slot_lease* holds, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
     worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, measures)
     inbox = Inbox.steps(log.names, engine)
@@ -235,7 +236,7 @@ def look_after_others(
 ) -> None:
     """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back.
 
-    What is measured of them is measured by this process.
+    This process counts their metrics.
     """
     log = open_log()
     before: set[str] = set()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from redis_servers import Servers, until
+from redis_servers import STARTED, Servers, until
 
 from pipeline.config import OWNERS, flags_of, parse_command
 from pipeline.log.address import connect, parse_address
@@ -214,7 +214,7 @@ def test_what_the_wheel_is_made_of_reaches_the_build() -> None:
 # Redis
 
 
-@pytest.mark.parametrize("place", ["wheel", "path"])
+@pytest.mark.parametrize("place", STARTED)
 def test_redis_starts_with_our_file_and_passwords_that_are_made_once(
     redis_servers: Servers, place: str, tmp_path: Path
 ) -> None:

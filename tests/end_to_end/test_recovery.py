@@ -19,7 +19,7 @@ from pipeline.events import Admitted, AnyEvent, Finished, Preempted, TakenOver, 
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import GENERATE
-from stages.generate.log_thread import TOKENS_IN_DOUBT
+from stages.generate.past import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 

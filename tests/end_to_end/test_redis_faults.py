@@ -59,7 +59,7 @@ def running_streams(server: Server) -> Iterator[list[Stream]]:
 
 
 def redis_of(server: Server) -> psutil.Process:
-    (process,) = (process for process in server.command.processes() if "redis-server" in process.name())
+    (process,) = (process for process in server.command.processes() if process.name().endswith("-server"))
     return process
 
 

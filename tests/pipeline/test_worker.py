@@ -117,7 +117,7 @@ def test_an_entry_whose_commit_failed_is_given_again(another_log: Callable[[], S
 
 
 def test_a_stream_that_vanished_is_made_again(redis_servers: Servers) -> None:
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log, stop = RedisLog(url, Names()), Stop()
     inbox = Inbox.submitted(log.names)
     log.prepare(inbox)

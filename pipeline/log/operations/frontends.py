@@ -11,7 +11,18 @@ from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, replies_of
 from pipeline.log.operation import Batch, Command, Script, Steps, Words, blocking
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
 from pipeline.log.protocol import Depth, Entry, Inbox, Occupancy, Reply
-from pipeline.log.replies import as_text, clock_ms, depths_of, entries_of, first_stream, lease_of, pending_of, texts
+from pipeline.log.replies import (
+    as_text,
+    clock_ms,
+    depths_of,
+    entries_of,
+    first_stream,
+    info_of,
+    lease_of,
+    pending_of,
+    server_of,
+    texts,
+)
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
 from pipeline.names import GENERATE, JANITOR, SEAL, STAGES, TOKENIZED_ID, Names
 
@@ -71,6 +82,11 @@ def occupancy(names: Names) -> Steps[Occupancy]:
     return Occupancy(submitted, tokenized, steps, num_dead, num_live)
 
 
+def server() -> Command[tuple[str, str]]:
+    """Read the name and version of the server."""
+    return Command(["INFO", "server"], lambda reply: server_of(info_of(reply)))
+
+
 def snapshot(names: Names) -> Steps[LogSnapshot]:
     """Read how the whole log stands now; the work does not grow with what it holds, but with the workers."""
     shared = _shared(names)
@@ -121,10 +137,9 @@ def _held_of(entries: Sequence[Entry], reply: Sequence[Any] | None) -> dict[str,
 
 def _redis_facts(server: bytes, memory: bytes) -> RedisFacts:
     """Return what two sections of INFO say."""
-    lines = (as_text(server) + as_text(memory)).splitlines()
-    told = dict(line.split(":", 1) for line in lines if ":" in line)
+    told = info_of(server + memory)
     return RedisFacts(
-        told.get("redis_version", "?"),
+        *server_of(told),
         int(told.get("uptime_in_seconds", 0)),
         int(told.get("used_memory", 0)),
         int(told.get("maxmemory", 0)),

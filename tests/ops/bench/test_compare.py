@@ -18,11 +18,12 @@ from openai_stand_in import OpenAIStandIn, listening, whole
 from servers import ROOT, eventually
 from tokenizers import Tokenizer
 
-from ops.bench import compare, peers
-from ops.bench.compare import CompareConfig, Prompts, Task
+from ops.bench import compare, peers, processes
+from ops.bench.compare import CompareConfig, Task
 from ops.bench.datasets import Span
 from ops.bench.load import COMPLETIONS
-from ops.bench.peers import Prompt, Run, Served, SideFailed, Workload
+from ops.bench.peers import Run, Served, SideFailed
+from ops.bench.prompts import Prompt, Prompts, Workload
 from pipeline.errors import ConfigError
 
 COMPARE = (sys.executable, str(ROOT / "minisgl.py"), "bench", "compare")
@@ -52,7 +53,7 @@ def test_a_prompt_has_exactly_the_tokens_that_were_asked(folder: Path) -> None:
 
 
 def test_a_text_that_is_another_number_of_tokens_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="its tokenizer makes"):
+    with pytest.raises(ConfigError, match="tokens of 2 words of one token each"):
         Prompts(folder).of("zqxj zqxj", 2, 1)
 
 
@@ -106,7 +107,7 @@ def test_a_side_that_was_not_idle_is_told() -> None:
     prefix = {"prefix_tokens": 2048, "first_ms": 1000.0, "again_ms": 50.0, "share": 0.05}
     result = {"name": "many", "output_tokens_per_s": {"ours": 30.0, "peer": 20.0}, "ratio": 1.5, "runs": [row]}
     text = compare.table([result], prefix, "ours", "peer")
-    assert "1.50x" in text and "first token after 1,000 ms, repeated after 50 ms, 5.0% of it" in text
+    assert "1.50x" in text and "first token after 1,000 ms, repeated after 50 ms (5.0%)" in text
     assert "was not idle: it used up to 0.40 cores" in text
     row["cores_of_the_other_side"] = 0.01
     assert "not idle" not in compare.table([result], prefix, "ours", "peer")
@@ -139,10 +140,10 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline()
-        used_s, its_own_s = peers.tree_cpu_s(process.pid), peers._stat(process.pid)[1]
+        used_s, its_own_s = processes.tree_cpu_s(process.pid), processes.parent_and_cpu_s(process.pid)[1]
         process.stdin.write(b"\n")
     assert used_s > its_own_s >= 0
-    assert peers.tree_cpu_s(process.pid) == 0.0  # it has ended
+    assert processes.tree_cpu_s(process.pid) == 0.0  # it has ended
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def bench(folder: Path, *flags: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers, tmp_path: Path) -> None:
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     command(url, "SET", "somebody else's", "1")
     words = "--rows 1 3 --way-rows 1 2 --samples 4 --tokens 16 --step-time 0.001 --runs 2 "
     flags = (words + "--web-requests 8 --web-tokens 32").split(" ")

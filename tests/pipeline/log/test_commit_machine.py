@@ -24,6 +24,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from redis_servers import PLACES, Servers
+from selection import by_night
 
 from pipeline.errors import Fenced, LogError
 from pipeline.events import (
@@ -97,8 +98,8 @@ SHORT_LIVED: Final = (
     "memory.READER_TTL_MS",
 )
 """Times to live that nobody sets; on a busy machine a story may outlast them."""
-NUM_STORIES: Final = int(os.environ.get("STORIES", "50"))
-"""How many are told; a night has time for thousands."""
+NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("15", "200")))
+"""How many are told."""
 STORIES: Final = settings(
     max_examples=NUM_STORIES, stateful_step_count=40, deadline=None, derandomize=False, print_blob=True
 )

@@ -1,4 +1,4 @@
-"""The engine's loop and its courier, with an engine that counts instead of computing, on both logs."""
+"""The engine's loop and its log thread, with an engine that counts instead of computing, on both logs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from pipeline.slots import read_statuses
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
-from stages.generate.log_thread import past_of
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.past import past_of
+from stages.generate.schedule.request import NewRequest
 from stages.generate.worker import sampling_defaults
 
 
@@ -228,7 +228,7 @@ def test_an_engine_that_lost_its_slot_stops_and_writes_nothing_more(another_log:
 def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: Servers) -> None:
     from redis_servers import command
 
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log = RedisLog(url, Names())
     steps = Steps(log)
     bad, good = send(log, 1, max_tokens=2), send(log, 1, max_tokens=2)
@@ -245,7 +245,7 @@ def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: 
 def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
     from redis_servers import command
 
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log = RedisLog(url, Names())
     steps = Steps(log)
     with running(lambda: RedisLog(url, Names()), pace_s=0.05):  # three seconds for the whole context

