@@ -26,7 +26,8 @@ from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 
 if TYPE_CHECKING:
     from ops.bench.checkpoints import Family
