@@ -208,6 +208,7 @@ def run_worker(config: Config) -> int:
     configure_logging(stage=config.stage)
     gc.disable()  # nothing that is imported is garbage, and looking for it takes a tenth of the time
 
+    from pipeline.log.protocol import RequestLimits
     from pipeline.log.redis import RedisLog
     from pipeline.process import failpoints
 
@@ -220,9 +221,9 @@ def run_worker(config: Config) -> int:
     run = _stage_run(config.stage)
     gc.freeze()
     gc.enable()
-    names = Names(config.log.namespace)
+    names, limits = Names(config.log.namespace), RequestLimits(retention_s=config.log.retention_s)
     folder = Path(config.model.model) if config.model.model else model_folder(config)
-    return run(config, lambda: RedisLog(config.log.redis_url, names), folder)
+    return run(config, lambda: RedisLog(config.log.redis_url, names, limits), folder)
 
 
 def _stage_run(stage: str) -> Callable[[Config, Callable[[], RedisLog], Path], int]:

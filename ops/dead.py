@@ -13,7 +13,7 @@ from ops.trace import as_json, lines_of, read_history, told_of, when
 from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, decode, new_uid
-from pipeline.log.protocol import Entry, StreamLog, Submission
+from pipeline.log.protocol import Entry, RequestLimits, StreamLog, Submission
 from pipeline.views.history import copied_history
 
 USAGE: Final = """\
@@ -106,21 +106,15 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     connect, limits, retention, prints = parse_flags(
         "dead requeue ID_OR_UID", TOOLS["dead requeue"], flags, environment, about=about
     )
-    with running_log(connect) as log:
+    of_log = RequestLimits(limits.request_timeout_s, retention.retention_s, limits.max_queued_requests)
+    with running_log(connect, of_log) as log:
         letter = find(log, named)
         dead_uid, uid = letter.fields["uid"], new_uid()
         before = request_of(log, letter)
         event = before.model_copy(
             update={"ms": 0, "deadline_ms": 0, "frontend": "", "labels": before.labels | {"requeued_from": dead_uid}}
         )
-        outcome = log.submit(
-            uid,
-            event,
-            timeout_ms=int(limits.request_timeout_s * 1000),
-            retention_ms=int(retention.retention_s * 1000),
-            max_queued=limits.max_queued_requests,
-        )
-        if outcome is Submission.BUSY:
+        if log.submit(uid, [event]).submission is Submission.BUSY:
             raise NotRequeued(
                 f"{dead_uid}: not sent again; {limits.max_queued_requests} requests wait or run already "
                 "(--max-queued-requests); try later"

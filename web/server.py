@@ -25,6 +25,7 @@ import structlog
 
 from pipeline.config import Config
 from pipeline.errors import LogError
+from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import WEB, Names, slot_index
@@ -35,7 +36,6 @@ from web.keys import Keys, read_keys
 from web.listener import BACKLOG, open_listener, url_to
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
-from web.live.ready import RequestLimits
 
 logger = structlog.get_logger()
 
@@ -64,10 +64,10 @@ def run(config: Config) -> int:
     stop = threading.Event()
     measures = Measures()
     with (
-        contextlib.closing(RedisLog(url, names)) as janitor_log,
+        contextlib.closing(RedisLog(url, names, _limits(config))) as janitor_log,
         Seat(url, names, lease_ms, config.worker.slot, measures) as seat,
     ):
-        janitor = Janitor(janitor_log, retention_ms=int(config.log.retention_s * 1000), measures=measures)
+        janitor = Janitor(janitor_log, measures=measures)
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:
@@ -118,6 +118,14 @@ class Seat:
         return SlotLease(self._lease_log, owner, self._lease_ms, self.measures)
 
 
+def _limits(config: Config) -> RequestLimits:
+    return RequestLimits(
+        timeout_s=config.requests.request_timeout_s,
+        retention_s=config.log.retention_s,
+        max_queued=config.requests.max_queued_requests,
+    )
+
+
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return url_to(host, port)
@@ -126,16 +134,10 @@ def _address(listener: socket.socket) -> str:
 async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     seat.say(address=_address(listener))
-    log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace))
-    limits = RequestLimits(
-        timeout_s=config.requests.request_timeout_s,
-        retention_s=config.log.retention_s,
-        max_queued=config.requests.max_queued_requests,
-    )
+    log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace), _limits(config))
     frontend = Frontend(
         seat.slot,
         log,
-        limits,
         seat.say,
         disconnect_grace_s=config.clients.disconnect_grace_s,
         measures=seat.measures,

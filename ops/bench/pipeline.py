@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.status import Status
 
 from ops.bench import nonsense, report
-from ops.bench.pipeline_commits import COMMITS, Lives
+from ops.bench.pipeline_commits import COMMITS, LIMITS, Lives
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
 from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable
-from pipeline.log import calls
 from pipeline.log.address import connect, without_password
 from pipeline.log.check import check_server
 from pipeline.log.redis import RedisLog
+from pipeline.log.replies import server_of as version_of
 from pipeline.names import Names
 from pipeline.process.redis_server import EmbeddedRedis
 
@@ -189,7 +189,7 @@ def _repeated(config: PipelineConfig, status: Status, what: str) -> Iterator[int
 def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[CommitFigures]:
     """Time every commit at every number of rows."""
     figures = []
-    with contextlib.closing(RedisLog(url, names)) as log:
+    with contextlib.closing(RedisLog(url, names, LIMITS)) as log:
         for rows in config.rows:
             runs = []
             for _ in _repeated(config, status, f"commits, {rows} rows"):
@@ -304,7 +304,7 @@ def server_of(url: str) -> dict[str, Any]:
         info = client.info()
         assert isinstance(info, dict)
         kept = ("redis_version", "os", "process_id", "aof_enabled", "io_threads_active")
-        named = dict(zip(("server", "version"), calls.server_of(info), strict=True))
+        named = dict(zip(("server", "version"), version_of(info), strict=True))
         over = "unix socket" if url.startswith("unix://") else "TCP"
         return named | {name: info.get(name) for name in kept} | {"over": over}
 

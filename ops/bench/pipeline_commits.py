@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -18,7 +19,7 @@ from pipeline.events import (
     TokensProduced,
     new_uid,
 )
-from pipeline.log.protocol import Entry, Inbox, Owner, Produced, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits, StreamLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, slot_name, tokens_id
 
 COMMITS: Final = ("submit", "tokenized", "take", "step", "produced", "end")
@@ -29,8 +30,7 @@ PROMPT: Final = "A prompt of a usual length: thirty words or so, of which none m
 PROMPT_IDS: Final = tuple(range(32))
 FRONTEND: Final = "web-0"
 LEASE_MS: Final = 600_000
-TIMEOUT_MS: Final = 600_000
-RETENTION_MS: Final = 2000
+LIMITS: Final = RequestLimits(timeout_s=600, retention_s=2, max_queued=sys.maxsize)
 
 T = TypeVar("T")
 
@@ -88,18 +88,17 @@ class Lives:
             watch.time(
                 "end",
                 lambda uid=uid: log.end(  # type: ignore[misc]  # bound at once
-                    uid, Cancelled(by="bench"), frontend=FRONTEND, retention_ms=RETENTION_MS
+                    uid, Cancelled(by="bench"), frontend=FRONTEND
                 ),
             )
         self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids, Stopwatch())
-        log.produced(self._detokenizer, self._read_step(), self._engine.slot, [], retention_ms=RETENTION_MS)
+        log.produced(self._detokenizer, self._read_step(), self._engine.slot, [])
 
     def _submit(self, uids: list[str], watch: Stopwatch) -> None:
         log = self._log
         submitted = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=SamplingParams())
-        options = {"timeout_ms": TIMEOUT_MS, "retention_ms": RETENTION_MS, "max_queued": 10 * self._num_rows}
         for uid in uids:
-            watch.time("submit", lambda uid=uid: log.submit(uid, submitted, **options))  # type: ignore[misc]
+            watch.time("submit", lambda uid=uid: log.submit(uid, [submitted]))  # type: ignore[misc]
         tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=slot_name(TOKENIZE, 0))
         consumer = slot_name(TOKENIZE, 0)
         for entry in log.read(self._submitted, consumer, max_entries=self._num_rows, block_ms=0):
@@ -123,7 +122,7 @@ class Lives:
         log, owner = self._log, self._detokenizer
         watch.time(
             "produced",
-            lambda: log.produced(owner, entry, self._engine.slot, produced, retention_ms=RETENTION_MS),
+            lambda: log.produced(owner, entry, self._engine.slot, produced),
         )
 
     def _commit_step(self, event: StepCompleted, ended: list[str], watch: Stopwatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Final
 from ops.bench.processes import MINISGL, last_line, started
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams, StepCompleted, Submitted, new_uid
-from pipeline.log.protocol import Inbox, Owner, StepCommitted
+from pipeline.log.protocol import Inbox, Owner, RequestLimits, StepCommitted
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
 from pipeline.process.parent import SUPERVISOR_VARIABLE
@@ -39,8 +40,7 @@ VOCABULARY: Final = 256
 PAGE_SIZE: Final = 64
 FRONTEND: Final = "web-0"
 LEASE_MS: Final = 3000
-TIMEOUT_MS: Final = 600_000
-RETENTION_MS: Final = 10_000
+LIMITS: Final = RequestLimits(timeout_s=600, retention_s=10, max_queued=sys.maxsize)
 READY_TIMEOUT_S: Final = 60.0
 LONGEST_STEP_S: Final = 0.1
 """Beyond the engine's own time. A slower step, on average, counts as stuck."""
@@ -118,7 +118,7 @@ class Way:
         self._names = names
         self._folder = folder
         self._output = folder / "stages.log"
-        self._log = RedisLog(url, names)
+        self._log = RedisLog(url, names, LIMITS)
 
     @contextlib.contextmanager
     def stages(self) -> Iterator[None]:
@@ -183,7 +183,7 @@ class Way:
         self, place: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
     ) -> Iterator[threading.Thread]:
         schedule = _schedule(num_rows, num_tokens, place.owner.slot, place.owner.epoch)
-        courier = LogThread(log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
+        courier = LogThread(log, place.owner, lease_ms=LEASE_MS, came_round=place.came_round)
         with _running(GenerateWorker(engine, schedule, courier, place), courier) as thread:
             yield thread
 
@@ -193,7 +193,7 @@ class Way:
         event = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=_sampling(num_tokens))
         uids = [new_uid() for _ in range(num_rows)]
         for uid in uids:
-            self._log.submit(uid, event, timeout_ms=TIMEOUT_MS, retention_ms=RETENTION_MS, max_queued=10 * num_rows)
+            self._log.submit(uid, [event])
         self._until(lambda: self._log.backlog(Inbox.tokenized(self._names)) == num_rows, READY_TIMEOUT_S)
         return uids
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Final
 
 from ops.offline.progress import Report
 from ops.offline.prompts import Request
-from ops.offline.stages import RETENTION_MS, Stages
+from ops.offline.stages import Stages
 from pipeline.errors import MiniSGLError
 from pipeline.events import (
     Cancelled,
@@ -30,7 +29,6 @@ ENDPOINT: Final = "offline"
 BLOCK_MS: Final = 200
 LOOK_EVERY_S: Final = 1.0
 """How often the truth is looked up beside the doorbell, which may lose entries."""
-TIMEOUT_MS: Final = 365 * 24 * 3600 * 1000
 """Nobody else waits for these requests: they take as long as they take."""
 
 
@@ -110,9 +108,7 @@ class Call:
             event = Submitted(
                 endpoint=ENDPOINT, frontend=self._frontend, prompt_ids=request.token_ids, sampling=request.sampling
             )
-            outcome = self._log.submit(
-                uid, event, timeout_ms=TIMEOUT_MS, retention_ms=RETENTION_MS, max_queued=sys.maxsize
-            )
+            outcome = self._log.submit(uid, [event]).submission
             assert outcome is Submission.ACCEPTED, outcome
 
     def _listen(self) -> list[str]:
@@ -149,7 +145,7 @@ class Call:
     def _cancel(self) -> None:
         uids = list(self._running)
         for uid in uids:
-            self._log.end(uid, Cancelled(by="caller"), frontend=self._frontend, retention_ms=RETENTION_MS)
+            self._log.end(uid, Cancelled(by="caller"), frontend=self._frontend)
         self._log.forget(uids)
         self._running.clear()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Final, TypeAlias
 from pipeline.config import Config
 from pipeline.errors import MiniSGLError
 from pipeline.log.memory import MemoryLog
-from pipeline.log.protocol import Inbox
+from pipeline.log.protocol import Inbox, RequestLimits
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, parse_id, slot_name
 from pipeline.slots import WATCHDOG_S, SlotLease, acquire_slot, read_statuses
 from pipeline.worker import Stop, follow
@@ -36,7 +37,7 @@ from stages.tokenize.worker import MOST_READ as MOST_PROMPTS_READ
 from stages.tokenize.worker import TokenizeWorker
 
 LEASE_MS: Final = 3000
-RETENTION_MS: Final = 24 * 3600 * 1000
+LIMITS: Final = RequestLimits(timeout_s=365 * 24 * 3600, retention_s=24 * 3600, max_queued=sys.maxsize)
 """The longest that a history is kept; it is forgotten as soon as its completion is made."""
 POLL_S: Final = 0.005
 ASK_AGAIN_S: Final = 1.0
@@ -61,7 +62,7 @@ class Stages:
         Raises:
             ConfigError: The folder, the options and the machine do not go together.
         """
-        self.log = MemoryLog(Names())
+        self.log = MemoryLog(Names(), LIMITS)
         self.encoder = PromptEncoder(folder)
         self.error: BaseException | None = None
         """What ended a thread; then all of them end."""
@@ -155,9 +156,7 @@ class Stages:
                 context=model.settings.limits.context,
                 fingerprint=model.fingerprint,
             )
-            courier = LogThread(
-                self.log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round
-            )
+            courier = LogThread(self.log, place.owner, lease_ms=LEASE_MS, came_round=place.came_round)
             courier.start()
             loaded.set_result(model)
             try:
@@ -169,14 +168,14 @@ class Stages:
         inbox, _, _ = self._inboxes()
         context = loaded.result().settings.limits.context
         with self._place(TOKENIZE) as place:
-            worker = TokenizeWorker(self.log, place, self.encoder, RETENTION_MS)
+            worker = TokenizeWorker(self.log, place, self.encoder)
             worker.context = context  # the engine's status has it as well, but maybe after the first prompts
             follow(self.log, inbox, place, worker.handle, worker.bury, self._stop, max_entries=MOST_PROMPTS_READ)
 
     def _detokenize(self, fold: DetokenizeFold) -> None:
         *_, inbox = self._inboxes()
         with self._place(DETOKENIZE) as place:
-            worker = DetokenizeWorker(self.log, place, fold, slot_name(GENERATE, 0), RETENTION_MS)
+            worker = DetokenizeWorker(self.log, place, fold, slot_name(GENERATE, 0))
             follow(self.log, inbox, place, worker.handle, worker.bury, self._stop, max_entries=MOST_STEPS_READ)
 
 

@@ -43,14 +43,12 @@ class DetokenizeWorker:
         slot_lease: SlotLease,
         fold: DetokenizeFold,
         engine: str,
-        retention_ms: int,
         measures: Measures | None = None,
     ) -> None:
         self._log = log
         self._slot_lease = slot_lease
         self._fold = fold
         self._engine = engine
-        self._retention_ms = retention_ms
         self._measures = measures or Measures()
         self._meter = DetokenizeMeter(self._measures)
         self._last = (0, 0)
@@ -86,7 +84,6 @@ class DetokenizeWorker:
                 uid,
                 event,
                 frontend=history[0].fields.get("frontend", "") if history else "",
-                retention_ms=self._retention_ms,
                 dead=DeadLetter(DETOKENIZE, entry.fields, deaths, message),
             )
             if ended:
@@ -145,15 +142,14 @@ class DetokenizeWorker:
             message = f"The history of the request does not decode: {error}"
             event = Failed(status=500, code="log_damaged", message=message)
             frontend = history[0].fields.get("frontend", "")  # raw: Submitted may be what does not decode
-            if self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms):
+            if self._log.end(uid, event, frontend=frontend):
                 self._meter.failed()
             self._fold.learn(uid, [])
 
     def _commit(self, entry: Entry, produced: Sequence[Produced]) -> bool:
         """Consume a step; False when it was consumed before."""
         began_s = time.perf_counter()
-        owner, retention_ms = self._slot_lease.owner, self._retention_ms
-        done = self._log.produced(owner, entry, self._engine, produced, retention_ms=retention_ms)
+        done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
 
@@ -192,13 +188,12 @@ def serve(
     log: StreamLog,
     slot_lease: SlotLease,
     decoder: Decoder,
-    retention_ms: int,
     stop: Stop,
     measures: Measures | None = None,
 ) -> None:
     """Serve the engine of the slot that *slot_lease* holds, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
-    worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, retention_ms, measures)
+    worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, measures)
     inbox = Inbox.steps(log.names, engine)
     follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
@@ -206,7 +201,7 @@ def serve(
 def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one detokenizer until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
-    lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
+    lease_ms = int(config.log.lease_s * 1000)
     log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
     with Announcement(lease_log, DETOKENIZE, lease_ms, preferred=wanted) as announcement:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
@@ -214,7 +209,7 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
         decoder = load_decoder(folder)
     guests = threading.Thread(
         target=look_after_others,
-        args=(open_log, decoder, lease_ms, retention_ms, stop, measures),
+        args=(open_log, decoder, lease_ms, stop, measures),
         name="guests",
         daemon=True,
     )
@@ -222,7 +217,7 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     for slot_lease in slot_leases(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         slot_lease.say(phase="ready")
         _say_whom_it_waits_for(log, slot_name(GENERATE, slot_index(slot_lease.owner.slot)))
-        serve(log, slot_lease, decoder, retention_ms, stop, measures)
+        serve(log, slot_lease, decoder, stop, measures)
     guests.join()
     return 0
 
@@ -239,7 +234,6 @@ def look_after_others(
     open_log: Callable[[], StreamLog],
     decoder: Decoder,
     lease_ms: int,
-    retention_ms: int,
     stop: Stop,
     measures: Measures | None = None,
 ) -> None:
@@ -263,7 +257,7 @@ def look_after_others(
         logger.info("guest", slot=slot, epoch=owner.epoch)
         slot_lease = SlotLease(lease_log, owner, lease_ms)
         try:
-            serve(log, slot_lease, decoder, retention_ms, stop, measures)
+            serve(log, slot_lease, decoder, stop, measures)
         finally:
             slot_lease.leave()
 

@@ -160,7 +160,6 @@ class LogThread:
         owner: Owner,
         *,
         lease_ms: int,
-        retention_ms: int,
         came_round: Callable[[], None],
         measures: Measures | None = None,
     ) -> None:
@@ -170,7 +169,6 @@ class LogThread:
         self._log = log
         self._owner = owner
         self._lease_ms = lease_ms
-        self._retention_ms = retention_ms
         self._came_round = came_round
         self._measures = measures or Measures()
         self._inbox = Inbox.tokenized(log.names)
@@ -438,9 +436,7 @@ class LogThread:
 
     def _fail(self, entry: Entry, event: Failed, dead: DeadLetter | None = None) -> None:
         uid, frontend = entry.fields["uid"], entry.fields["frontend"]
-        ended = self._keep_trying(
-            lambda: self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms, dead=dead)
-        )
+        ended = self._keep_trying(lambda: self._log.end(uid, event, frontend=frontend, dead=dead))
         if ended:
             self._measures.add(REQUEST_SUCCESS, "error")
             if dead is not None:

@@ -323,7 +323,7 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
     """
     stop = Stop().on_signals()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
+    lease_ms = int(config.log.lease_s * 1000)
     log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
     with Announcement(lease_log, GENERATE, lease_ms, preferred=wanted) as announcement:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
@@ -336,7 +336,6 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
             log,
             slot_lease.owner,
             lease_ms=lease_ms,
-            retention_ms=retention_ms,
             came_round=functools.partial(slot_lease.came_round, patience_s=STEP_TIMEOUT_S),
             measures=measures,
         )

@@ -63,13 +63,11 @@ class TokenizeWorker:
         log: StreamLog,
         slot_lease: Voice,
         encoder: PromptEncoder,
-        retention_ms: int,
         measures: Measures | None = None,
     ) -> None:
         self._log = log
         self.slot_lease = slot_lease
         self._encoder = encoder
-        self._retention_ms = retention_ms
         self._measures = measures or Measures()
         self.context = 0
         """The served context, as the engines last published it."""
@@ -107,7 +105,6 @@ class TokenizeWorker:
             entry.fields["uid"],
             event,
             frontend=entry.fields["frontend"],
-            retention_ms=self._retention_ms,
             consume=entry,
             dead=DeadLetter(TOKENIZE, entry.fields, deaths, message),
         )
@@ -248,7 +245,6 @@ class TokenizeWorker:
             entry.fields["uid"],
             event,
             frontend=entry.fields["frontend"],
-            retention_ms=self._retention_ms,
             consume=entry,
         )
         if ended and isinstance(event, Failed):
@@ -269,7 +265,7 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
         announcement.say(phase="loading", detail="tokenizer")
         encoder = PromptEncoder(folder)
-        worker = TokenizeWorker(log, announcement, encoder, int(config.log.retention_s * 1000), measures)
+        worker = TokenizeWorker(log, announcement, encoder, measures)
         _wait_for_context(worker, announcement, stop)
     for slot_lease in slot_leases(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         worker.slot_lease = slot_lease

@@ -78,9 +78,9 @@ def applied(mutation: Mutation) -> Iterator[None]:
 def forget(path: Path) -> None:
     """Drop what this process has of *path*: a commit's text, or all of our modules."""
     if path.suffix == ".lua":
-        calls = importlib.import_module("pipeline.log.calls")
-        calls.script_text.cache_clear()
-        calls.script_sha.cache_clear()
+        operation = importlib.import_module("pipeline.log.operation")
+        operation.script_text.cache_clear()
+        operation.script_sha.cache_clear()
         return
     for name, module in list(sys.modules.items()):
         if is_ours(getattr(module, "__file__", None)) and not name.startswith("chaos"):

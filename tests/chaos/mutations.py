@@ -318,9 +318,9 @@ end
     ),
     Mutation(
         "a take whose reply was lost is done again",
-        "pipeline/log/redis.py",
-        "calls.take(self.names, owner, max_entries, control_cursor), retry=False)",
-        "calls.take(self.names, owner, max_entries, control_cursor))",
+        "pipeline/log/operations/workers.py",
+        "[str(owner), owner.slot, max_entries, control_cursor], parse, once=True)",
+        "[str(owner), owner.slot, max_entries, control_cursor], parse)",
         (f"{REDIS}test_a_broken_take_is_not_repeated_and_its_entries_are_found_by_pending[{{server}}]",),
     ),
     Mutation(

@@ -129,7 +129,7 @@ def test_running_stages_are_shown_as_they_are(redis_url: str, log: RedisLog, top
     try:
         uids = [f"{number:032x}" for number in range(3)]
         for uid in uids:
-            log.submit(uid, EVENT, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+            log.submit(uid, [EVENT])
         view: dict[str, Any] = {}
         while len([each for each in view.get("requests", []) if each["tokens_per_s"]]) < 3:
             view = top.view()

@@ -8,7 +8,6 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import Names
 from web.app import create_app
 from web.live.frontend import Frontend
-from web.live.ready import RequestLimits
 
 
 def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
@@ -17,7 +16,7 @@ def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
     async def scenario() -> None:
         log = AsyncRedisLog(redis_url, Names())
         try:
-            app = create_app(Frontend("web-0", log, RequestLimits(), lambda **_: None))
+            app = create_app(Frontend("web-0", log, lambda **_: None))
             assert app.config["RESPONSE_TIMEOUT"] is None and app.config["BODY_TIMEOUT"] is None
         finally:
             await log.close()

@@ -23,7 +23,7 @@ import structlog
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Answered, Cancelled, End, Failed, Finished, Submitted, decode, new_uid
-from pipeline.log.protocol import Once, Quota, Submission, SubmittedOnce
+from pipeline.log.protocol import Once, Quota, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import COMMIT_SECONDS, DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
@@ -32,7 +32,7 @@ from pipeline.process.failpoints import failpoint
 from web.live.idempotency import HEADER
 from web.live.loops import run_all
 from web.live.readers import Readers
-from web.live.ready import Readiness, RequestLimits, Say
+from web.live.ready import Readiness, Say
 from web.live.retry_after import RetryAfter
 from web.live.tail import Listener, Tail, next_of
 from web.wire.client_event import ClientEvent
@@ -170,7 +170,7 @@ class Client:
 class OpenRequest(Client):
     """A client that sends a request, or comes to the one that was sent under its idempotency key before."""
 
-    submission: asyncio.Task[SubmittedOnce]
+    submission: asyncio.Task[SubmitResult]
 
     def __init__(self, tail: Tail, events: Sequence[Submitted], *, once: Once | None, quota: Quota | None) -> None:
         uid, wake = new_uid(), asyncio.Event()
@@ -210,7 +210,6 @@ class Frontend:
         self,
         name: str,
         log: AsyncRedisLog,
-        limits: RequestLimits,
         say: Say,
         *,
         disconnect_grace_s: float = 0.0,
@@ -218,13 +217,12 @@ class Frontend:
     ) -> None:
         self.name = name
         self.measures = measures or Measures()
-        self.tail = Tail(log, name, retention_s=limits.retention_s, measures=self.measures)
+        self.tail = Tail(log, name, retention_s=log.limits.retention_s, measures=self.measures)
         self.readers = Readers(log, name)
-        self.readiness = Readiness(log, self.tail, limits, self._say_unless_draining, self.measures)
+        self.readiness = Readiness(log, self.tail, self._say_unless_draining, self.measures)
         self._pace = RetryAfter()
         self.draining = False
         self._log = log
-        self.limits = limits
         self._say = say
         self._grace_s = disconnect_grace_s
         self._clients: set[Client] = set()
@@ -235,6 +233,11 @@ class Frontend:
     def log(self) -> AsyncRedisLog:
         """The log, for routes that ask it something else than a request."""
         return self._log
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What holds for every request."""
+        return self._log.limits
 
     async def run(self) -> None:
         """Listen to the log until cancelled."""
@@ -364,9 +367,8 @@ class Frontend:
         uids = opened.unended  # now: a client that is told of the end without the log needs it all the more
 
         async def end() -> None:
-            retention_ms = int(self.limits.retention_s * 1000)
             for uid in uids:
-                if await self._log.end(uid, event, frontend=opened.event.frontend, retention_ms=retention_ms):
+                if await self._log.end(uid, event, frontend=opened.event.frontend):
                     self.count_end(event)
 
         if not await self._try_to_end(opened, event, end) and isinstance(event, Failed):
@@ -396,16 +398,11 @@ class Frontend:
 
     async def _submit(
         self, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None = None
-    ) -> SubmittedOnce:
+    ) -> SubmitResult:
         """Begin the history of *uid*, or those of its siblings. Raises as the log does."""
-        limits: Any = {
-            "timeout_ms": int(self.limits.timeout_s * 1000),
-            "retention_ms": int(self.limits.retention_s * 1000),
-            "max_queued": self.limits.max_queued,
-        }
         failpoint("web.before_submit")
         began_s = time.perf_counter()
-        submitted = await self._log.submit_once(uid, events, once, quota=quota, **limits)
+        submitted = await self._log.submit(uid, events, once, quota=quota)
         self.measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "submit")
         failpoint("web.after_submit")
         return submitted
@@ -419,7 +416,7 @@ class Frontend:
             opened.submission = self.spawn(self._submit(opened.uid, opened.events, opened.once))
             opened.submission.add_done_callback(lambda submission: self._submitted_again(opened, submission))
 
-    def _submitted_again(self, opened: OpenRequest, submission: asyncio.Task[SubmittedOnce]) -> None:
+    def _submitted_again(self, opened: OpenRequest, submission: asyncio.Task[SubmitResult]) -> None:
         """Go on listening, or end the stream of a client whose request the log does not take once more."""
         error = None if submission.cancelled() else submission.exception()
         if error is not None and not isinstance(error, LogError):
@@ -567,7 +564,6 @@ class Frontend:
                     uid,
                     event,
                     frontend=opened.event.frontend,
-                    retention_ms=int(self.limits.retention_s * 1000),
                     once=opened.once,
                     attached=bool(came_to),
                 )

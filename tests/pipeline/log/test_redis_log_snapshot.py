@@ -10,7 +10,8 @@ from redis_servers import command
 
 from pipeline.errors import LogError
 from pipeline.events import Cancelled, Preempted, Submitted, decode
-from pipeline.log.calls import HEAD_ENTRIES, LIVING_PER_LOOK, SLOTS_PER_LOOK
+from pipeline.log.operations.frontends import HEAD_ENTRIES, LIVING_PER_LOOK
+from pipeline.log.operations.workers import SLOTS_PER_LOOK
 from pipeline.log.protocol import GUEST, Depth, Inbox, Occupancy, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery

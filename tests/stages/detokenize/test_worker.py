@@ -65,7 +65,7 @@ class Rig:
 
     def submit(self, uid: str) -> None:
         event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
-        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=10)
+        self.log.submit(uid, [event])
         (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
         self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
 
@@ -76,7 +76,7 @@ class Rig:
 
     def another_worker(self) -> DetokenizeWorker:
         fold = DetokenizeFold(Decoder(characters, characters, chr))
-        return DetokenizeWorker(self.log, self.slot_lease, fold, "generate-0", 60_000, self.measures)
+        return DetokenizeWorker(self.log, self.slot_lease, fold, "generate-0", self.measures)
 
     def counted(self) -> tuple[float, ...]:
         """Return how often there was a first token, another one, a commit, and an end in time and in error."""

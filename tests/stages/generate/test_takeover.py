@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rig import LEASE_MS, LIMITS, POISON, RETENTION_MS, CountingEngine, Running, running, send
+from engine_rig import LEASE_MS, LIMITS, POISON, CountingEngine, Running, running, send
 from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
@@ -33,7 +33,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.calls import script_text
+from pipeline.log.operation import script_text
 from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
@@ -71,7 +71,7 @@ def detokenizing(another_log: Callable[[], StreamLog], index: int) -> Iterator[N
     log, stop = another_log(), Stop()
     slot_lease = SlotLease(another_log(), acquire_slot(log, "detokenize", LEASE_MS, preferred=index), LEASE_MS)
 
-    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, RETENTION_MS, stop))
+    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, stop))
     thread.start()
     try:
         yield
@@ -451,7 +451,7 @@ def test_a_request_that_ended_while_nobody_had_it_is_let_go(another_log: Callabl
     log = another_log()
     uid = send(log, 10)
     dead = DeadEngine(log, uid)
-    log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+    log.end(uid, Cancelled(by="client"), frontend="web-0")
     with (
         detokenizing(another_log, 0),
         running(another_log, slot=1, lease_ms=SHORT_MS) as peer,
@@ -819,7 +819,7 @@ def test_a_suspect_that_ends_before_its_turn_is_forgotten(another_log: Callable[
     engine.gate.clear()
     with lives.one(engine) as life:
         until(lambda: life.schedule.num_running == 1)
-        log.end(lives.uids[30], Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+        log.end(lives.uids[30], Cancelled(by="client"), frontend="web-0")
         engine.gate.set()
         until(lambda: has_ended(log, *lives.uids.values()) or life.errors)
         assert not life.errors

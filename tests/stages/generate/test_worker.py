@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rig import CONTEXT, LEASE_MS, POISON, RETENTION_MS, running, send
+from engine_rig import CONTEXT, LEASE_MS, POISON, running, send
 from redis_servers import Servers, until
 from structlog.testing import capture_logs
 
@@ -107,7 +107,7 @@ def test_a_cancelled_request_is_let_go_and_its_pages_are_free(another_log: Calla
         engine.engine.gate.clear()
         uid = send(log, 1)
         until(lambda: engine.schedule.num_running == 1)
-        assert log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+        assert log.end(uid, Cancelled(by="client"), frontend="web-0")
         engine.engine.gate.set()
         until(lambda: uid in steps.let_go())
         until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
@@ -118,7 +118,7 @@ def test_a_request_that_ended_before_it_was_taken_never_runs(another_log: Callab
     log = another_log()
     steps = Steps(log)
     uid = send(log, 1)
-    log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+    log.end(uid, Cancelled(by="client"), frontend="web-0")
     with running(another_log) as engine:
         until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
         assert uid in steps.let_go() and engine.engine.plans == []
@@ -185,7 +185,7 @@ def write_histories(log: StreamLog, steps: Steps) -> int:
                 event = TokensProduced(count=1, tokens=(row.token,), text="x", step=entry.id)
                 produced.append(Produced(row.uid, tokens_id(row.n), row.n, event, "web-0"))
                 last = row.n
-        assert log.produced(owner, entry, "generate-0", produced, retention_ms=RETENTION_MS)
+        assert log.produced(owner, entry, "generate-0", produced)
     return last
 
 

@@ -21,9 +21,9 @@ import web.live.frontend
 import web.live.readers
 import web.live.tail
 from pipeline.events import Cancelled, Presentation, SamplingParams, Submitted, new_uid
+from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
-from web.live.ready import RequestLimits
 
 DEAD = "web-9"
 """A frontend that is not there."""
@@ -111,7 +111,7 @@ def submit(
         sampling=SamplingParams(),
         presentation=Presentation(**shown),
     )
-    log.submit_once(uid, count * [event], None, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+    log.submit(uid, count * [event])
 
 
 async def take_in_chat(stages: Stages) -> str:
@@ -728,7 +728,7 @@ def test_a_request_that_its_client_left_goes_on_while_somebody_reads_it(
                     await until(lambda: not here.frontend._background)
                     with closing(stand_in.stages.log.another()) as log:
                         assert not seal_of(log, uid)
-                        log.end(uid, Cancelled(by="me"), frontend="web-0", retention_ms=60_000)
+                        log.end(uid, Cancelled(by="me"), frontend="web-0")
                     assert b"cancelled by me" in await received(reading, DONE)
 
     asyncio.run(scenario())

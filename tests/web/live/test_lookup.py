@@ -37,7 +37,7 @@ def stages(redis_url: str) -> Iterator[Stages]:
 def submit(log: RedisLog, uid: str, count: int = 1, *, endpoint: str = "/generate") -> None:
     """Submit a request, or siblings, as another frontend would."""
     event = Submitted(endpoint=endpoint, frontend="web-9", prompt="p", sampling=SamplingParams())
-    log.submit_once(uid, count * [event], None, timeout_ms=60_000, retention_ms=60_000, max_queued=1000)
+    log.submit(uid, count * [event])
 
 
 async def abort(here: Site, **body: Any) -> dict[str, list[str]]:

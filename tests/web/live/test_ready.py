@@ -14,10 +14,9 @@ from stand_in_stages import Stages, StandIn, finished, tokens
 from web_site import Site, chat, seal_of, site, until
 
 import web.live.ready
-from pipeline.log.protocol import Quota
+from pipeline.log.protocol import Quota, RequestLimits
 from pipeline.names import Names
 from web.keys import Keys, hash_of
-from web.live.ready import RequestLimits
 
 PATH = "/health_generate"
 

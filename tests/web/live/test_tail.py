@@ -185,9 +185,7 @@ def test_an_end_said_by_anybody_is_heard(redis_url: str, stages: Stages) -> None
             with closing(tail.listen(uid)) as listener:
                 stages.begin(uid, WEB)
                 await say(stages, uid, 1, tokens(1, "a"))
-                await asyncio.to_thread(
-                    lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=WEB, retention_ms=1000)
-                )
+                await asyncio.to_thread(lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=WEB))
                 replies = [reply async for reply in listener]
                 assert [(reply.entry_id, reply.n) for reply in replies] == [(tokens_id(1), 1), (SEAL, 1)]
                 assert isinstance(replies[1].event, Cancelled) and replies[1].event.by == "operator"
@@ -410,9 +408,7 @@ def test_an_end_that_says_why_is_told_though_tokens_before_it_are_missing(redis_
         stages.begin(uid, NOBODY)
         for n in (1, 2):
             await say(stages, uid, n, tokens(n, str(n)), frontend=NOBODY)
-        await asyncio.to_thread(
-            lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=NOBODY, retention_ms=60_000)
-        )
+        await asyncio.to_thread(lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=NOBODY))
         command(redis_url, "XDEL", Names().request(uid), tokens_id(2))
         async with tailing(redis_url) as tail:
             with closing(tail.follow(uid)) as listener:

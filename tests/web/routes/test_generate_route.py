@@ -169,7 +169,7 @@ def test_while_it_waits_a_client_of_sglang_reads_nothing_but_blank_lines(
         async with site(redis_url) as here, here.connection(body, path=GENERATE) as connection:
             assert await connection.receive() == await connection.receive() == b"\n"
             ((uid, _),) = stand_in.requests()
-            await here.log.end(uid, Cancelled(by="me"), frontend="web-0", retention_ms=60_000)
+            await here.log.end(uid, Cancelled(by="me"), frontend="web-0")
             while not (piece := await connection.receive()).strip():
                 pass
             assert b"cancelled by me" in piece and piece.endswith(DONE)

@@ -21,9 +21,9 @@ import web.live.ready
 import web.live.tail
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
+from pipeline.log.protocol import RequestLimits
 from pipeline.names import SEAL, Names
 from web.app import MAX_BODY_BYTES
-from web.live.ready import RequestLimits
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_request_that_somebody_cancels_ends_with_an_error(redis_url: str, stan
             answer = asyncio.create_task(error_of(here.post(chat("silent"))))
             await until(stand_in.requests)
             ((uid, _),) = stand_in.requests()
-            await here.log.end(uid, Cancelled(by="operator"), frontend="web-0", retention_ms=1000)
+            await here.log.end(uid, Cancelled(by="operator"), frontend="web-0")
             status, error = await answer
             assert (status, error["code"]) == (499, "cancelled")
 
@@ -134,7 +134,7 @@ def test_a_stream_is_kept_alive_while_it_waits(
             assert await connection.receive() == b": waiting\n\n"
             ((uid, _),) = stand_in.requests()
             failed = Failed(status=503, code="engine_gone", message="It is gone.")
-            await here.log.end(uid, failed, frontend="web-0", retention_ms=1000)
+            await here.log.end(uid, failed, frontend="web-0")
             while (piece := await connection.receive()).startswith(b":"):
                 pass
             assert b'"code":"engine_gone"' in piece and piece.endswith(b"data: [DONE]\n\n")
@@ -146,7 +146,7 @@ def test_a_stream_is_kept_alive_while_it_waits(
 def test_a_request_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
-            here.frontend.limits = RequestLimits(timeout_s=0.2)
+            here.log.limits = RequestLimits(timeout_s=0.2)
             status, error = await error_of(here.post(chat("silent")))
             assert (status, error["code"]) == (504, "timeout")
 
@@ -160,7 +160,7 @@ def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
         stand_in = StandIn(server.url)
         with capture_logs() as lines:
             async with site(server.url) as here:
-                here.frontend.limits = RequestLimits(timeout_s=1)
+                here.log.limits = RequestLimits(timeout_s=1)
                 answer = asyncio.create_task(error_of(here.post(chat("silent"))))
                 await until(stand_in.requests)
                 stand_in.close()

@@ -17,10 +17,9 @@ from web_site import Site, chat, error_of, seal_of, site, until
 
 import web.live.tail
 from pipeline.events import Answered, Cancelled, Failed, Submitted, Templating
-from pipeline.log.protocol import Quota
+from pipeline.log.protocol import Quota, RequestLimits
 from pipeline.names import SEAL, Names
 from web.keys import Keys, hash_of
-from web.live.ready import RequestLimits
 from web.wire.openai.tokenizer import MOST_TOKENS, TokenizeRequest, parse_detokenize, parse_tokenize
 
 SECRET = "a-word-that-must-not-come-back"
@@ -283,7 +282,7 @@ def test_a_request_that_is_read_while_it_waits_ends_with_its_answer(redis_url: s
             reading = asyncio.create_task(here.get(f"/v1/requests/{uid}/events?format=events"))
             await until(lambda: len(here.frontend.tail.listeners) == 2)
             answer = Answered(token_ids=(7,), by="tokenize-0")
-            await here.log.end(uid, answer, frontend="web-0", retention_ms=60_000)
+            await here.log.end(uid, answer, frontend="web-0")
             assert (await json_of(await waiting))["tokens"] == [7]
             assert '"token_ids":[7]' in await (await reading).get_data(as_text=True)
 
@@ -299,7 +298,7 @@ def test_an_answer_whose_reply_is_lost_is_read_off_the_history(
             await until(stand_in.requests)
             ((uid, _),) = stand_in.requests()
             answer = Answered(token_ids=(7,), by="tokenize-0")
-            await here.log.end(uid, answer, frontend="somebody-else", retention_ms=60_000)
+            await here.log.end(uid, answer, frontend="somebody-else")
             assert (await json_of(await waiting))["tokens"] == [7]
 
     monkeypatch.setattr(web.live.tail, "SILENCE_S", 0.05)
@@ -325,7 +324,7 @@ def test_a_client_that_leaves_cancels_its_request(redis_url: str, stand_in: Stan
 def test_one_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
-            here.frontend.limits = RequestLimits(timeout_s=0.2)
+            here.log.limits = RequestLimits(timeout_s=0.2)
             status, error = await error_of(post(here, "/tokenize", {"prompt": "silent"}))
             assert (status, error["code"]) == (504, "timeout")
 
@@ -358,7 +357,7 @@ def test_it_does_not_count_in_the_estimate_of_when_there_is_room_again(redis_url
             async with here.connection(chat("silent")):
                 await until(lambda: len(stand_in.requests()) == 2)
                 await until(lambda: len(here.frontend._pace._running) == 1)
-            await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0", retention_ms=1000)
+            await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0")
             assert (await tokenizing).status_code == 499
 
     asyncio.run(scenario())
@@ -399,12 +398,12 @@ def test_one_that_ended_in_vain_is_asked_again_under_its_key(
         async with site(redis_url) as here:
             waiting = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}, headers=KEY))
             await until(stand_in.requests)
-            await here.log.end(stand_in.requests()[0][0], end, frontend="web-0", retention_ms=60_000)
+            await here.log.end(stand_in.requests()[0][0], end, frontend="web-0")
             assert (await waiting).status_code in (499, 500)
             again = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}, headers=KEY))
             await until(lambda: len(stand_in.requests()) == 2)
             answer = Answered(token_ids=(7,), by="tokenize-0")
-            await here.log.end(stand_in.requests()[1][0], answer, frontend="web-0", retention_ms=60_000)
+            await here.log.end(stand_in.requests()[1][0], answer, frontend="web-0")
             assert (await json_of(await again))["tokens"] == [7]
 
     asyncio.run(scenario())
