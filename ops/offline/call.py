@@ -20,16 +20,15 @@ from pipeline.events import (
     Submitted,
     Tokenized,
     TokensProduced,
-    decode,
     new_uid,
 )
 from pipeline.log.protocol import Entry, Submission
+from pipeline.walk import walk
 
 ENDPOINT: Final = "offline"
 BLOCK_MS: Final = 200
 LOOK_EVERY_S: Final = 1.0
 """How often the truth is looked up beside the doorbell, which may lose entries."""
-"""Nobody else waits for these requests: they take as long as they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +150,28 @@ class Call:
 
 
 def completion_of(history: Sequence[Entry]) -> Completion | str:
-    """Fold a sealed history; return what was written, or why it was not."""
+    """Fold a sealed history; return what was written, or why it was not.
+
+    Raises:
+        UndecodableEvent: Tokens are missing.
+    """
     prompt_token_ids: tuple[int, ...] = ()
     token_ids: list[int] = []
     texts: list[str] = []
-    for entry in history:
-        match decode(entry.fields):
-            case Tokenized() as event:
+    for _, _, event, _ in walk(history):
+        match event:
+            case Tokenized():
                 prompt_token_ids = event.token_ids
-            case TokensProduced() as event:
+            case TokensProduced():
                 token_ids += event.tokens
                 texts.append(event.text)
-            case Finished() as event:
+            case Finished():
                 return Completion(
                     prompt_token_ids, tuple(token_ids), "".join(texts), event.reason, event.usage.cached_tokens
                 )
-            case Failed() as event:
+            case Failed():
                 return event.message
-            case Cancelled() as event:
+            case Cancelled():
                 return f"it was cancelled by {event.by}"
             case _:
                 pass

@@ -38,6 +38,7 @@ from stages.tokenize.worker import TokenizeWorker
 
 LEASE_MS: Final = 3000
 LIMITS: Final = RequestLimits(timeout_s=365 * 24 * 3600, retention_s=24 * 3600, max_queued=sys.maxsize)
+"""Nobody else waits for these requests: they take as long as they take."""
 """The longest that a history is kept; it is forgotten as soon as its completion is made."""
 POLL_S: Final = 0.005
 ASK_AGAIN_S: Final = 1.0

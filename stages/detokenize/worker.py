@@ -12,13 +12,14 @@ from tokenizers import Tokenizer
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
-from pipeline.events import AnyEvent, Failed, StepCompleted, decode
+from pipeline.events import Failed, StepCompleted, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import SlotLease, acquire_guest
+from pipeline.walk import walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
@@ -134,9 +135,9 @@ class DetokenizeWorker:
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
         """Give a history to the fold. One that does not decode ends its request alone."""
         try:
-            events = _events(history)
-            self._fold.learn(uid, events)
-            self._meter.learn(uid, events)
+            moments = list(walk(history, over_holes=True))
+            self._fold.learn(uid, moments)
+            self._meter.learn(uid, moments)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
@@ -158,10 +159,6 @@ def _follows(step: tuple[int, int], last: tuple[int, int]) -> bool:
     """Return whether no step lies between *last* and *step*: an engine numbers its steps from 1 in each epoch."""
     (epoch, number), (last_epoch, last_number) = step, last
     return step <= (last_epoch, last_number + 1) or (epoch > last_epoch > 0 and number == 1)
-
-
-def _events(history: Sequence[Entry]) -> list[tuple[str, AnyEvent]]:
-    return [(entry.id, decode(entry.fields)) for entry in history]
 
 
 def load_decoder(folder: Path) -> Decoder:

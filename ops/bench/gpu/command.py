@@ -19,7 +19,7 @@ from ops.bench import report
 from ops.bench.gpu import document, install, show
 from ops.bench.gpu.document import Document, Phase
 from ops.bench.gpu.phase import Scale
-from ops.bench.gpu.runner import Interrupted, Planned, run_all
+from ops.bench.gpu.runner import Planned, run_all
 from pipeline.config import flag, parse_flags, seconds
 
 ABOUT: Final = """\
@@ -129,10 +129,12 @@ def run(arguments: Sequence[str], environment: Mapping[str, str], install_s: flo
     with Console(stderr=True).status("", refresh_per_second=1) as status:
         try:
             run_all(chosen, Scale(device, size), budget_s, keep, lambda phase: status.update(phase.name))
-        except Interrupted:
+        except KeyboardInterrupt:
             interrupted = True
     show.table(found(phases))
     if interrupted:
+        if config.json:
+            document.write(Path(config.json), found(phases))
         return INTERRUPTED
     return 0 if found(phases).ok else 1
 

@@ -84,6 +84,9 @@ def run_one(phase: Planned, scale: Scale, left_s: float) -> Phase:
         (temporary := Path(scratch) / "tmp").mkdir()
         reports.touch()
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
+        if scale.size == "toy":
+            environment["OMP_NUM_THREADS"] = "1"  # tests share their cores: threads that wait for each other spin
         began_s = time.monotonic()
         with said.open("wb") as output:
             process = subprocess.Popen(
@@ -92,7 +95,7 @@ def run_one(phase: Planned, scale: Scale, left_s: float) -> Phase:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=scratch,
-                env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)},
+                env=environment,
                 start_new_session=True,  # a group of its own, so that all of it can be ended
             )
         code: int | None = None

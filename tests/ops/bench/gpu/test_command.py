@@ -100,8 +100,9 @@ def test_all_that_ran_was_right_and_some_was_skipped_or_cut_is_no_failure(
 
 def test_what_an_interrupted_run_found_is_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    for name in ("fine", "hangs"):
-        (tmp_path / f"stub_{name}.py").write_text(STUBS[name])
+    (tmp_path / "stub_fine.py").write_text(STUBS["fine"])
+    runs = f"open({str(tmp_path / 'runs')!r}, 'w')"
+    (tmp_path / "stub_hangs.py").write_text(STUBS["hangs"].replace("    time.sleep", f"    {runs}\n    time.sleep"))
     program = f"""
 import sys
 from ops.bench.gpu import command
@@ -113,7 +114,7 @@ sys.exit(command.run(["--device", "cpu", "--json", {str(file)!r}], {{}}, None))
     environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin"}
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     try:
-        eventually(lambda: file.exists() and '"fine"' in file.read_text(), "the first phase has ended")
+        eventually((tmp_path / "runs").exists, "the second phase runs")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 130
     finally:
@@ -121,6 +122,7 @@ sys.exit(command.run(["--device", "cpu", "--json", {str(file)!r}], {{}}, None))
         process.wait()
     one = Document.model_validate_json(file.read_text())
     assert [(phase.name, phase.status) for phase in one.phases] == [("fine", "ok"), ("hangs", "cut")]
+    assert [item.item for item in one.phases[1].items] == ["before"]
     assert not one.finished
 
 
