@@ -60,7 +60,7 @@ def test_everything_that_is_made_from_code_is_on_a_page() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_file_that_is_named_exists(page: Path) -> None:
     for path in PATH.findall(page.read_text()):
-        wildcards = re.sub(r"<\w+>", "*", path)
+        wildcards = re.sub(r"<\w+>", "*", path)  # `<name>.lua` stands for any
         assert any(ROOT.glob(wildcards.rstrip("/"))), path
 
 
