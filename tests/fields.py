@@ -82,7 +82,8 @@ class Field:
 
 FIELDS = (
     Field(
-        "max_completion_tokens", "whole number from 1", "rest of the context", "Maximum number of output tokens. Reaching it ends the answer with `length`.",
+        "max_completion_tokens", "whole number from 1", "rest of the context",
+        "Maximum number of output tokens. Reaching it ends the answer with `length`.",
         GREEDY, 5, lambda a, b: b.token_ids == a.token_ids[:5] and b.reason == "length", 0,
     ),
     Field(
@@ -101,7 +102,8 @@ FIELDS = (
         lambda said: {"stop": said.text[3:5]},
     ),
     Field(
-        "stop_token_ids", "up to 256 token ids", "none", "Ends the answer at such a token (`stop`). Its text is not sent.",
+        "stop_token_ids", "up to 256 token ids", "none",
+        "Ends the answer at such a token (`stop`). Its text is not sent.",
         GREEDY, None,
         lambda a, b: b.token_ids == a.token_ids[: a.token_ids.index(a.token_ids[4]) + 1] and b.reason == "stop", [-1],
         lambda said: {"stop_token_ids": [said.token_ids[4]]},
@@ -149,7 +151,8 @@ FIELDS = (
         FEW, 2, lambda a, b: b.num_different > a.num_different, 0,
     ),
     Field(
-        "logit_bias", "token id: -100 to 100, up to 1,024", "none", "Added to the logits of these tokens. 100 forces a token.",
+        "logit_bias", "token id: -100 to 100, up to 1,024", "none",
+        "Added to the logits of these tokens. 100 forces a token.",
         GREEDY, {"77": 100}, lambda a, b: set(b.token_ids) == {77} != set(a.token_ids), {"a": 1},
     ),
     Field(
@@ -197,7 +200,8 @@ FIELDS = (
         and all(len(one) in (2, 3) for one in b.choice["logprobs"]["top_logprobs"]), -1, completions=True,
     ),
     Field(
-        "prompt_logprobs", "0 to 20, not streamed", "none", "Log-probabilities of the prompt's tokens, in vLLM's format.",
+        "prompt_logprobs", "0 to 20, not streamed", "none",
+        "Log-probabilities of the prompt's tokens, in vLLM's format.",
         GREEDY, 0, lambda a, b: b.answer["prompt_logprobs"][0] is None and a.token_ids == b.token_ids
         and len(b.answer["prompt_logprobs"]) == b.prompt_tokens, -1,
     ),
