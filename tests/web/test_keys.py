@@ -577,20 +577,20 @@ class Clock:
 def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
     clock = Clock()
     pace = RetryAfter(clock)
-    assert pace.retry_after_s() == 1  # nothing runs here
+    assert pace.estimate_s() == 1  # nothing runs here
     for request in range(100):
         pace.begun(request)
-    assert pace.retry_after_s() == 1
+    assert pace.estimate_s() == 1
     clock.now_s += 6.5
-    assert pace.retry_after_s() == 7  # none has ended yet
+    assert pace.estimate_s() == 7  # none has ended yet
     for request in range(4):
         clock.now_s += 3
         pace.ended(request)
-    assert pace.retry_after_s() == 5  # 4 in 18.5 s
+    assert pace.estimate_s() == 5  # 4 in 18.5 s
     for request in range(4, 40):
         clock.now_s += 0.1
         pace.ended(request)
-    assert pace.retry_after_s() == 1
+    assert pace.estimate_s() == 1
 
 
 def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> None:
@@ -602,7 +602,7 @@ def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> Non
     told = []
     for _ in range(40):
         clock.now_s += 5
-        told.append(pace.retry_after_s())
+        told.append(pace.estimate_s())
     assert told[0] == 5 and told == sorted(told) and told[-1] == LONGEST_S
 
 
@@ -616,7 +616,7 @@ def test_what_was_before_a_pause_does_not_count() -> None:
     clock.now_s += 50
     pace.begun("b")
     clock.now_s += 2
-    assert pace.retry_after_s() == 2
+    assert pace.estimate_s() == 2
 
 
 def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
@@ -627,11 +627,11 @@ def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
     for request in range(900):
         clock.now_s += 0.05
         pace.ended(request)
-    assert pace.retry_after_s() == 1
+    assert pace.estimate_s() == 1
     clock.now_s += 7.5
-    assert pace.retry_after_s() == 8
+    assert pace.estimate_s() == 8
     pace.ended(900)
-    assert pace.retry_after_s() == 1
+    assert pace.estimate_s() == 1
 
 
 @pytest.mark.parametrize("full", ["backlog", "log"])
@@ -640,7 +640,7 @@ def test_a_server_without_room_says_when_there_is_some(
 ) -> None:
     async def scenario() -> None:
         async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
-            await until(lambda: here.frontend._pace._running)
+            await until(lambda: here.frontend.retry_after._running)
             if full == "log":
                 command(redis_url, "CONFIG", "SET", "maxmemory", "1")
             monkeypatch.setattr(RetryAfter, "retry_after_s", lambda self: 17)

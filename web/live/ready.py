@@ -129,8 +129,8 @@ class Readiness:
 
         Those who ask at once share one probe, in a task of its own that *spawn* runs; nobody waits longer than 6 s.
         """
-        now_s, heard_s, trial = time.monotonic(), self._tail.heard_tokens_s, self._trial
-        if heard_s > self._tried_s and now_s - heard_s < TRIAL_COUNTS_S:
+        now_s, token_s, trial = time.monotonic(), self._tail.last_token_s, self._trial
+        if token_s > self._tried_s and now_s - token_s < TRIAL_COUNTS_S:
             return ""
         if trial is None or (trial.done() and now_s - self._tried_s >= TRIAL_COUNTS_S):
             self._trial = trial = spawn(self._try_once())
@@ -144,14 +144,14 @@ class Readiness:
         finally:
             self._tried_s = time.monotonic()
         # Behind much work the probe is late, but then the tokens of others show the same.
-        return "" if self._tail.heard_tokens_s > began_s else failure
+        return "" if self._tail.last_token_s > began_s else failure
 
     async def run(self) -> NoReturn:
         """Poll, and beside it try the way once everybody is there; never ends."""
         trying = asyncio.create_task(self._try_the_way())
         try:
             while True:
-                arrived = self._tail.heard_tokens or (trying.done() and trying.result())
+                arrived = self._tail.has_seen_tokens or (trying.done() and trying.result())
                 try:
                     await self._poll()
                 except LogError as error:
@@ -186,7 +186,7 @@ class Readiness:
         """
         patience_s = PROBE_PATIENCE_S
         while True:
-            if self._tail.heard_tokens:
+            if self._tail.has_seen_tokens:
                 return True
             if self.missing:
                 await asyncio.sleep(POLL_LOADING_S)
@@ -218,8 +218,8 @@ class Readiness:
                 )
                 if outcome is not Submission.BUSY:
                     async with asyncio.timeout(patience_s):
-                        async for reply in listener:
-                            outcome = reply.event
+                        async for event in listener:
+                            outcome = event.event
         except TimeoutError:
             outcome = f"nothing within {patience_s:g} s"
         except LogError as error:  # it may have got through all the same

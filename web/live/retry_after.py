@@ -40,7 +40,7 @@ class RetryAfter:
             self._running.remove(request)
             self._ends_s.append(self._clock_s())
 
-    def retry_after_s(self) -> int:
+    def estimate_s(self) -> int:
         """Return when to come again, in whole seconds: 1 to 30, and 1 when nothing runs here."""
         if not self._running:
             return 1

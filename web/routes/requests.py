@@ -19,10 +19,12 @@ from pipeline.events import Cancelled
 from pipeline.views.history import story
 from web.live.frontend import UNREACHABLE, Frontend
 from web.live.lookup import Lookup, cancel, find, living
+from web.live.open_request import read_request
 from web.routes.answers import json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, operation
+from web.wire.endpoints import frames_for
+from web.wire.frames import EventFrames
 from web.wire.sglang.schemas import AbortRequest, parse_abort
-from web.wire.streams import EventFrames, frames_for, written
 from web.wire.uids import drawn_ms, uid_of
 
 logger = structlog.get_logger()
@@ -41,11 +43,11 @@ def request_routes(frontend: Frontend) -> Blueprint:
     async def tell(name: str) -> Response:
         uid = _uid(name)
         with _Unreachable(uid):
-            known = await _find(frontend, uid)
-            histories = await frontend.log.histories(dict.fromkeys(known.uids, ""))
+            found = await _find(frontend, uid)
+            histories = await frontend.log.histories(dict.fromkeys(found.uids, ""))
             stories = [story(each, history) for each, history in histories.items() if history]
-        if known.uids != (uid,):
-            return json_response({"uid": uid, "siblings": known.uids, "requests": stories})
+        if found.uids != (uid,):
+            return json_response({"uid": uid, "siblings": found.uids, "requests": stories})
         if not stories:
             raise _absent(uid, frontend.limits.retention_s)
         return json_response(stories[0])
@@ -55,12 +57,12 @@ def request_routes(frontend: Frontend) -> Blueprint:
     async def cancel(name: str) -> Response:
         uid = _uid(name)
         with _Unreachable(uid):
-            known = await _find(frontend, uid)
-            cancelled = await _cancel(frontend, dict.fromkeys(known.uids, known.submitted.frontend))
+            found = await _find(frontend, uid)
+            cancelled = await _cancel(frontend, dict.fromkeys(found.uids, found.submitted.frontend))
         logger.info("request_cancelled", uid=uid, cancelled=bool(cancelled))
         body: dict[str, object] = {"id": uid, "object": "request", "cancelled": bool(cancelled)}
-        if known.uids != (uid,):
-            body["siblings"] = {each: each in cancelled for each in known.uids}
+        if found.uids != (uid,):
+            body["siblings"] = {each: each in cancelled for each in found.uids}
         return json_response(body)
 
     @routes.post("/abort_request")
@@ -93,18 +95,18 @@ def request_routes(frontend: Frontend) -> Blueprint:
         whole = _asks_for_events(request.args.get("format"))
         after, where = _cursor()
         with _Unreachable(uid):
-            known = await frontend.ask(_find(frontend, uid))
-            if known.uids != (uid,):
-                raise _several(known.uids)
+            found = await frontend.ask(_find(frontend, uid))
+            if found.uids != (uid,):
+                raise _several(found.uids)
             if after and not await frontend.ask(frontend.log.entries(uid, (after,))):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
-        submitted = known.submitted
+        submitted = found.submitted
         frames = EventFrames() if whole else frames_for(uid, [submitted])
         if frames is None:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")
-        client = await frontend.read(uid, submitted, whole=whole)
-        response = stream_response(written(client, frames, after=after))
+        client = await read_request(frontend, uid, submitted, whole=whole)
+        response = stream_response(client, frames, after=after)
         response.headers["x-minisgl-uid"] = uid
         return response
 
@@ -135,10 +137,10 @@ def _uid(name: str) -> str:
 
 async def _find(frontend: Frontend, uid: str) -> Lookup:
     """Return what there is under *uid*. Raises RequestError when there is nothing, and as the log does."""
-    known = await find(frontend.log, uid)
-    if known is None:
+    found = await find(frontend.log, uid)
+    if found is None:
         raise _absent(uid, frontend.limits.retention_s)
-    return known
+    return found
 
 
 async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]:
@@ -160,10 +162,10 @@ async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]
             frontends = await living(frontend.log)
         else:
             uid = uid_of(name)
-            known = await find(frontend.log, uid) if uid else None
-            if known is None:
+            found = await find(frontend.log, uid) if uid else None
+            if found is None:
                 return {"aborted": [], "ended": [], "unknown": [name]}
-            frontends = dict.fromkeys(known.uids, known.submitted.frontend)
+            frontends = dict.fromkeys(found.uids, found.submitted.frontend)
         aborted = await _cancel(frontend, frontends)
     return {"aborted": aborted, "ended": sorted(frontends.keys() - set(aborted)), "unknown": []}
 

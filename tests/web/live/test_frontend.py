@@ -17,9 +17,9 @@ from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import CHAT, Site, chat, error_of, seal_of, site, until
 
-import web.live.frontend
+import web.live.listener
+import web.live.open_request
 import web.live.readers
-import web.live.tail
 from pipeline.events import Cancelled, Presentation, SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
@@ -46,7 +46,7 @@ def stages(redis_url: str) -> Iterator[Stages]:
 @pytest.fixture
 def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Histories are not looked at for their silence: what comes is what was waited for."""
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)
 
 
 def events(uid: str, query: str = "") -> str:
@@ -204,7 +204,7 @@ def test_every_answer_says_that_a_request_was_created_when_its_uid_was_drawn(
 ) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
-            monkeypatch.setattr(web.live.frontend, "new_uid", lambda: drawn(5000))
+            monkeypatch.setattr(web.live.open_request, "new_uid", lambda: drawn(5000))
             whole = await here.post(chat())
             _, stream = await streamed(here, stand_in, chat())
             uid = whole.headers["x-minisgl-uid"]

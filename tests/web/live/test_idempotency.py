@@ -14,13 +14,13 @@ from stand_in_stages import StandIn
 from structlog.testing import capture_logs
 from web_site import Site, chat, error_of, seal_of, site, until
 
-import web.live.tail
+import web.live.listener
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed
 from pipeline.log.protocol import Once
 from pipeline.names import Names, tokens_id
-from web.live.idempotency import once_of
 from web.live.ready import RequestLimits
+from web.wire.idempotency import once_of
 
 KEY = {"Idempotency-Key": "a-key"}
 DONE = b"data: [DONE]\n\n"
@@ -166,7 +166,7 @@ def test_one_that_is_sent_again_while_it_runs_gets_all_of_it_as_it_comes(
         assert [line["uid"] for line in said] == 3 * [uid]
         assert sorted(bool(line.get("attached")) for line in said) == [False, True, True]
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)  # what comes is what was waited for
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)  # what comes is what was waited for
     asyncio.run(scenario())
 
 

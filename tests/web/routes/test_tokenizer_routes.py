@@ -15,7 +15,7 @@ from stand_in_stages import CONTEXT, MODELS, StandIn
 from structlog.testing import capture_logs
 from web_site import Site, chat, error_of, seal_of, site, until
 
-import web.live.tail
+import web.live.listener
 from pipeline.events import Answered, Cancelled, Failed, Submitted, Templating
 from pipeline.log.protocol import Quota
 from pipeline.names import SEAL, Names
@@ -302,7 +302,7 @@ def test_an_answer_whose_reply_is_lost_is_read_off_the_history(
             await here.log.end(uid, answer, frontend="somebody-else", retention_ms=60_000)
             assert (await json_of(await waiting))["tokens"] == [7]
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 0.05)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.05)
     asyncio.run(scenario())
 
 
@@ -354,10 +354,10 @@ def test_it_does_not_count_in_the_estimate_of_when_there_is_room_again(redis_url
         async with site(redis_url) as here:
             tokenizing = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}))
             await until(stand_in.requests)
-            assert not here.frontend._pace._running
+            assert not here.frontend.retry_after._running
             async with here.connection(chat("silent")):
                 await until(lambda: len(stand_in.requests()) == 2)
-                await until(lambda: len(here.frontend._pace._running) == 1)
+                await until(lambda: len(here.frontend.retry_after._running) == 1)
             await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0", retention_ms=1000)
             assert (await tokenizing).status_code == 499
 

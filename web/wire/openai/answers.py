@@ -40,7 +40,7 @@ class Choice:
         assert self.finished is not None
         return "length" if self.shown.prompt_only else self.finished.reason
 
-    def hear(self, event: TokensProduced) -> AnswerPart:
+    def apply(self, event: TokensProduced) -> AnswerPart:
         """Take tokens in, and return what of them is shown."""
         self.prompt = self.prompt or event.prompt
         if self.shown.prompt_only:

@@ -13,8 +13,7 @@ import orjson
 
 from pipeline.events import Cancelled, Failed, Finished, FinishReason, Submitted, TokensProduced
 from web.wire import sse
-from web.wire.client_event import ClientEvent
-from web.wire.frames import Frames
+from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.answers import AnswerPart, Choice, choices_for, usage_of
 from web.wire.openai.errors import error_of
 from web.wire.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
@@ -35,7 +34,7 @@ class Style:
         """Return the part of the chunk with which a choice begins; None where it begins with text."""
         raise NotImplementedError
 
-    def part(self, text: str) -> Mapping[str, Any]:
+    def text(self, text: str) -> Mapping[str, Any]:
         """Return the part of a chunk's choice that brings *text*."""
         raise NotImplementedError
 
@@ -47,8 +46,8 @@ class Style:
         """Return the part of a body's choice that has its text."""
         raise NotImplementedError
 
-    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
-        """Return what is told of the probability of a *piece*, which begins at *offset*; *first* with the prompt."""
+    def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        """Return what is told of the probability of a *part*, which begins at *offset*; *first* with the prompt."""
         raise NotImplementedError
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -64,7 +63,7 @@ class ChatStyle(Style):
     def opening(self) -> Mapping[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def part(self, text: str) -> Mapping[str, Any]:
+    def text(self, text: str) -> Mapping[str, Any]:
         return {"delta": {"content": text}}
 
     def closing(self) -> Mapping[str, Any]:
@@ -73,8 +72,8 @@ class ChatStyle(Style):
     def message(self, choice: Choice) -> Mapping[str, Any]:
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
-    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
-        return chat_logprobs(piece.scores) if piece.scores else None
+    def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        return chat_logprobs(part.scores) if part.scores else None
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         told: dict[str, Any] = {}
@@ -92,7 +91,7 @@ class CompletionStyle(Style):
     def opening(self) -> None:
         return None
 
-    def part(self, text: str) -> Mapping[str, Any]:
+    def text(self, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
     def closing(self) -> Mapping[str, Any]:
@@ -101,11 +100,11 @@ class CompletionStyle(Style):
     def message(self, choice: Choice) -> Mapping[str, Any]:
         return {"text": self._echoed(choice) + choice.text}
 
-    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+    def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
         prompt = choice.prompt if choice.shown.echo and first else None
-        if not piece.scores and not (prompt is not None and prompt.first):
+        if not part.scores and not (prompt is not None and prompt.first):
             return None
-        return completion_logprobs(prompt, piece.scores, len(self._echoed(choice)) + offset)
+        return completion_logprobs(prompt, part.scores, len(self._echoed(choice)) + offset)
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         told: dict[str, Any] = {}
@@ -131,9 +130,9 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
     for choice in choices:
         for_all, within = style.of_prompt(choice)
         beside |= for_all
-        piece = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
+        part = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
         token_ids = {"token_ids": choice.token_ids} if choice.shown.token_ids else {}
-        logprobs = {"logprobs": style.logprobs(choice, piece, 0, first=True), "finish_reason": choice.reason}
+        logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True), "finish_reason": choice.reason}
         told.append({"index": choice.index, **style.message(choice), **logprobs, **token_ids, **within})
     head = _head(style, style.whole, uid, events[0].model)
     return orjson.dumps({**head, "choices": told, "usage": usage_of(choices), **beside})
@@ -158,19 +157,19 @@ class ChunkFrames(Frames):
             _ChoiceChunks(style, choice, self._start, include_usage=self._include_usage) for choice in choices
         ]
 
-    def of(self, heard: ClientEvent) -> bytes:
+    def of(self, event: ClientEvent) -> bytes:
         """Return the frames of the next event, none for what clients do not see; the last one has the event's id."""
-        chunks = self._chunks[heard.index]
-        entry_id = heard.entry_id if self._says_ids else ""
-        match heard.event:
+        chunks = self._chunks[event.index]
+        entry_id = event.entry_id if self._says_ids else ""
+        match event.event:
             case TokensProduced() as tokens:
                 return _framed(chunks.tokens(tokens), entry_id)
             case Finished() as finished:
-                pieces = chunks.finish(finished)
+                told = chunks.finish(finished)
                 if self._include_usage and all(choice.finished is not None for choice in self._choices):
                     counts = orjson.dumps(usage_of(self._choices))
-                    pieces.append(self._start + b',"choices":[],"usage":' + counts + b"}")
-                return _framed(pieces, entry_id)
+                    told.append(self._start + b',"choices":[],"usage":' + counts + b"}")
+                return _framed(told, entry_id)
             case Failed() | Cancelled() as ended:
                 return self.error(error_of(ended), entry_id)
             case _:
@@ -195,22 +194,22 @@ class _ChoiceChunks:
     def __post_init__(self) -> None:
         shown = self.choice.shown
         self.is_plain = not (shown.token_ids or shown.continuous_usage or shown.prompt_only)
-        whole = self._chunk(self.style.part("\0"))  # what is around the text of a chunk that brings nothing else
+        whole = self._chunk(self.style.text("\0"))  # what is around the text of a chunk that brings nothing else
         self.before, _, self.after = whole.partition(b'"\\u0000"')
 
     def tokens(self, event: TokensProduced) -> list[bytes]:
         """Return the chunks of tokens, none where there is nothing to show."""
         choice = self.choice
-        piece = choice.hear(event)
-        chunks = self._begin(piece)
-        if self.is_plain and not piece.scores:
-            if piece.text:
-                chunks.append(self.before + orjson.dumps(piece.text) + self.after)
-        elif piece.text or piece.token_ids:
-            token_ids = {"token_ids": piece.token_ids} if choice.shown.token_ids else {}
-            logprobs = self.style.logprobs(choice, piece, self.offset, first=False)
-            chunks.append(self._chunk(self.style.part(piece.text), logprobs, choice_more=token_ids))
-        self.offset += len(piece.text)
+        part = choice.apply(event)
+        chunks = self._begin(part)
+        if self.is_plain and not part.scores:
+            if part.text:
+                chunks.append(self.before + orjson.dumps(part.text) + self.after)
+        elif part.text or part.token_ids:
+            token_ids = {"token_ids": part.token_ids} if choice.shown.token_ids else {}
+            logprobs = self.style.logprobs(choice, part, self.offset, first=False)
+            chunks.append(self._chunk(self.style.text(part.text), logprobs, choice_more=token_ids))
+        self.offset += len(part.text)
         return chunks
 
     def finish(self, finished: Finished) -> list[bytes]:
@@ -218,7 +217,7 @@ class _ChoiceChunks:
         self.choice.finished = finished
         return [*self._begin(AnswerPart("")), self._chunk(self.style.closing(), reason=self.choice.reason)]
 
-    def _begin(self, piece: AnswerPart) -> list[bytes]:
+    def _begin(self, part: AnswerPart) -> list[bytes]:
         """Return the chunk before the first event: who speaks, or the prompt; for tokens without text too."""
         if self.speaks:
             return []
@@ -232,7 +231,7 @@ class _ChoiceChunks:
             return [self._chunk(opening, logprobs, choice_more=within, beside=beside)]
         if opening is None and not within:
             return []
-        return [self._chunk(opening or self.style.part(""), choice_more=within, beside=beside)]
+        return [self._chunk(opening or self.style.text(""), choice_more=within, beside=beside)]
 
     def _chunk(
         self,

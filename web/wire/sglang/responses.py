@@ -13,8 +13,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced, ToldCandidate, ToldScore, ToldToken
 from pipeline.names import sibling_uids
 from web.wire import sse
-from web.wire.client_event import ClientEvent
-from web.wire.frames import Frames
+from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.answers import Choice, choices_for
 from web.wire.openai.errors import error_body, error_of
 from web.wire.openai.logprobs import utf8
@@ -27,15 +26,15 @@ class TextFrames(Frames):
     def __init__(self) -> None:
         self._ended_in_return = False  # then a newline at the beginning of the next text is the rest of one line break
 
-    def of(self, heard: ClientEvent) -> bytes:
+    def of(self, event: ClientEvent) -> bytes:
         """As Frames.of."""
-        match heard.event:
+        match event.event:
             case TokensProduced(text=text) if text:
                 rest = text.removeprefix("\n") if self._ended_in_return else text
                 self._ended_in_return = text.endswith("\r")
-                return sse.text_frames(rest, heard.entry_id) if rest else b""
+                return sse.text_frames(rest, event.entry_id) if rest else b""
             case Failed() | Cancelled() as ended:
-                return self.error(error_of(ended), heard.entry_id)
+                return self.error(error_of(ended), event.entry_id)
             case _:
                 return b""
 
@@ -58,12 +57,12 @@ class WholeTextFrames(Frames):
             choices[0].index = index_of(uid)
         self._answers = _answers(uid, events, choices)
 
-    def of(self, heard: ClientEvent) -> bytes:
+    def of(self, event: ClientEvent) -> bytes:
         """As Frames.of."""
-        answer = self._answers[heard.index]
-        match heard.event:
+        answer = self._answers[event.index]
+        match event.event:
             case TokensProduced() as tokens:
-                answer.choice.hear(tokens)
+                answer.choice.apply(tokens)
                 return b"" if answer.choice.shown.prompt_only else self._frame(answer)
             case Finished() as finished:
                 answer.choice.finished = finished
