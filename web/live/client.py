@@ -132,7 +132,7 @@ class Client:
 
     def shut_down(self) -> None:
         """End the answer: this process stops. The request goes on."""
-        again = "The server is shutting down; come again."
+        again = "The server is shutting down; connect again."
         self.fail(Failed(status=503, code="shutting_down", message=again))
 
     def refuse(self, error: RequestError) -> RequestError:

@@ -164,7 +164,7 @@ class Listener:
     def give_up(self) -> None:
         """End the stream of this client: the history is lost, or has expired."""
         if time.time() >= self._expires_s:
-            self.fail("request_expired", "The log keeps a request for some time after its end; that is over.", 404)
+            self.fail("request_expired", "The request has expired: the log keeps it for some time after its end.", 404)
         else:
             self.fail("log_lost", "The log lost this request: Redis came back without it. Send it again.")
 
@@ -283,7 +283,7 @@ class Listener:
             event = decode(entry.fields)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=self.uid, entry=entry.id, error=str(error))
-            self.fail("log_undecodable", "The history of this request does not read; that is our bug.")
+            self.fail("log_undecodable", "The history of this request cannot be decoded; this is a bug of the server.")
             return False
         n = self.n
         if isinstance(event, TokensProduced | Finished):

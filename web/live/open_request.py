@@ -41,9 +41,6 @@ END_TRIES = 30
 the rest of the answer for nobody."""
 LOG_PATIENCE_S = 2.0
 """How long the log has to say that a request is past its deadline, before its client is told without it."""
-LOST: Final = Failed(
-    status=500, code="log_lost", message="The log lost this request: Redis came back without it. Send it again."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +100,7 @@ async def open_request(
     """
     if len(events) > frontend.limits.max_queued:
         most = f"{frontend.limits.max_queued} (--max-queued-requests)"
-        raise RequestError(
-            f"n: with so many prompts and choices it is {len(events)} answers; at most {most}", param="n"
-        )
+        raise RequestError(f"n: these prompts and choices make {len(events)} answers; at most {most}", param="n")
     opened = OpenRequest(frontend, events, once=once, quota=quota)
     timeout_s = frontend.limits.timeout_s
     timer = asyncio.get_running_loop().call_later(timeout_s, opened.expire, timeout_s)
@@ -260,7 +255,7 @@ class OpenRequest(Client):
             for listener in self.listeners:
                 listener.check()
         elif not isinstance(error, LogUnavailable):  # then the next look at the history tries again
-            self.fail(LOST)
+            super().recover(self.listeners)
 
     # the end
 

@@ -1,7 +1,7 @@
-"""/v1/requests/<uid>: a request that is there, running or finished, whoever sent it and whichever process took it.
+"""/v1/requests/<uid>: any request of the log, running or finished, whichever client sent it to whichever process.
 
-GET tells its story, DELETE cancels it, GET .../events sends what its endpoint sent, from the start or after an event.
-The uid that siblings have in common stands for all of them. POST /abort_request cancels as SGLang has it.
+GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start or after an
+event. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
         return json_response(body)
 
     @routes.post("/abort_request")
-    @operation("Cancel a request, or all of them, as SGLang has it", AbortRequest)
+    @operation("Cancel a request, or all requests, as in SGLang", AbortRequest)
     async def abort() -> Response:
         try:
             asked = parse_abort(await request.get_data(False, False, False))
@@ -81,7 +81,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
 
     @routes.get(f"{PATH}/events")
     @operation(
-        "What a request's client was sent, from the start or after an event",
+        "The stream of a request, from the start or after an event",
         answers=(EVENTS,),
         query={
             "format": {"description": "`events`: every event of the history", "enum": ["events"]},
@@ -114,7 +114,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
 
 
 class _Unreachable:
-    """What fails in it because of the log is told to the client as such."""
+    """Turns errors of the log within it into 503."""
 
     def __init__(self, uid: str) -> None:
         self._uid = uid
@@ -122,13 +122,13 @@ class _Unreachable:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, LogError) and not isinstance(error, UndecodableEvent):  # which would be our bug
+        if isinstance(error, LogError) and not isinstance(error, UndecodableEvent):  # that is our bug
             logger.warning("request_not_read", uid=self._uid, error=str(error))
             raise RequestError(UNREACHABLE, code="overloaded", status=503) from None
 
 
 def _uid(name: str) -> str:
-    """Return the uid in a path. Raises RequestError when it is none."""
+    """Return the uid in a path. Raises RequestError if there is none."""
     uid = uid_of(name)
     if not uid:
         raise _not_found()
@@ -136,7 +136,7 @@ def _uid(name: str) -> str:
 
 
 async def _find(frontend: Frontend, uid: str) -> Lookup:
-    """Return what there is under *uid*. Raises RequestError when there is nothing, and as the log does."""
+    """Return the requests that *uid* stands for. Raises RequestError if there are none, and as the log does."""
     found = await find(frontend.log, uid)
     if found is None:
         raise _absent(uid, frontend.limits.retention_s)
@@ -151,7 +151,7 @@ async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]
 
 
 async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]]:
-    """Cancel what is *asked* for; return which requests that ended, which had ended before, and what is none.
+    """Cancel the requests that are *asked* for; return which of them ended now, which before, and which are unknown.
 
     Raises:
         RequestError: The log cannot be reached.
@@ -171,36 +171,37 @@ async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]
 
 
 def _several(uids: Sequence[str]) -> RequestError:
-    """Return the error for who wants the events of several at once, which have no common order."""
-    message = f"These are {len(uids)} requests; ask for the events of each, from {uids[0]} to {uids[-1]}."
+    """Return the error for a client that asks for the events of siblings, which have no common order."""
+    message = f"This uid stands for {len(uids)} requests; ask for the events of each, from {uids[0]} to {uids[-1]}."
     return RequestError(message, code="several_requests")
 
 
 def _absent(uid: str, retention_s: float) -> RequestError:
-    """Return the error for a request that has no history: it has expired, if it was there at all."""
+    """Return the error for a request without a history: it has expired, or never was."""
     age_s = time.time() - drawn_ms(uid) / 1000
-    if age_s < retention_s:  # so young, or of the future, that it cannot have expired
+    if age_s < retention_s:  # too young to have expired, or from the future
         return _not_found()
-    message = f"The log keeps a request for {retention_s:g} s after its end (--retention); that is over."
+    message = f"The request has expired: the log keeps it for {retention_s:g} s after its end (--retention)."
     return RequestError(message, code="request_expired", status=404)
 
 
 def _not_found() -> RequestError:
-    message = "There is no such request; the response header x-minisgl-uid of a request names it."
+    message = "There is no such request. The response header x-minisgl-uid has the uid of a request."
     return RequestError(message, code="request_not_found", status=404)
 
 
 def _asks_for_events(given: str | None) -> bool:
-    """Say whether the raw events are meant, not the frames. Raises RequestError for what is neither."""
+    """Say whether the client wants raw events, not frames. Raises RequestError for anything else."""
     if given not in (None, "events"):
         raise RequestError("format: should be `events`, or left out", param="format", code="invalid_value")
     return given is not None
 
 
 def _cursor() -> tuple[str, str]:
-    """Return the id after which the client wants to go on, or nothing, and where it said so.
+    """Return the id after which the client wants to resume, or "", and the name of the header or parameter.
 
-    A browser that comes again sends the header beside the address that it was given. Raises RequestError for no id.
+    A browser that reconnects sends the header beside the original address, so the header wins. Raises RequestError if
+    it is not an id.
     """
     for where, given in ((LAST_EVENT_ID, request.headers.get(LAST_EVENT_ID)), _asked("starting_after")):
         if given:

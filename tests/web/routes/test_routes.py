@@ -320,7 +320,7 @@ def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_url: st
             response = await (here.client.post(path, data=b"{}") if method == "POST" else here.client.get(path))
             error = (await response.get_json())["error"]
             assert (response.status_code, error["code"], error["param"]) == (501, "not_implemented", None)
-            assert path.startswith(error["message"].split()[5].rstrip(":")), error["message"]
+            assert path.startswith(error["message"].split()[5].rstrip(";")), error["message"]
             assert response.headers["x-should-retry"] == "false"
 
     asyncio.run(scenario())
@@ -376,7 +376,7 @@ def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str
             assert await waiting_for() == ["generate"]
             assert here.said[-1] == {"phase": "waiting", "detail": "generate"}
             _, error = await error_of(here.post(chat()))
-            assert "not up yet: generate;" in error["message"]
+            assert "still loading: generate;" in error["message"]
             stages.say_phase("ready", "generate")
             await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
             assert await waiting_for() == ["probe"]

@@ -1,6 +1,6 @@
-"""What clients of OpenAI's endpoints are sent: one body, or chunks. A plain chunk is a byte template around a string.
+"""The answers of OpenAI's endpoints: one body, or chunks. A plain chunk is a byte template around a string.
 
-The frames are a fold over the events of histories: who folds them again gets the same bytes.
+The frames are a fold of events: the same events always give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from web.wire.uids import drawn_ms, family_of, index_of
 
 
 class Style:
-    """How an endpoint puts an answer: the words of its bodies and chunks."""
+    """What differs between endpoints: the fields of their bodies and chunks."""
 
     prefix: str
     """Before the uid, in `id`."""
@@ -31,27 +31,27 @@ class Style:
     """`object` of a chunk."""
 
     def opening(self) -> Mapping[str, Any] | None:
-        """Return the part of the chunk with which a choice begins; None where it begins with text."""
+        """Return the fields of the chunk that begins a choice; None if it begins with text."""
         raise NotImplementedError
 
     def text(self, text: str) -> Mapping[str, Any]:
-        """Return the part of a chunk's choice that brings *text*."""
+        """Return the fields of a chunk's choice that bring *text*."""
         raise NotImplementedError
 
     def closing(self) -> Mapping[str, Any]:
-        """Return that part of the chunk that says why a choice has ended."""
+        """Return the fields of the last chunk of a choice, beside `finish_reason`."""
         raise NotImplementedError
 
     def message(self, choice: Choice) -> Mapping[str, Any]:
-        """Return the part of a body's choice that has its text."""
+        """Return the fields of a body's choice that have its text."""
         raise NotImplementedError
 
     def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
-        """Return what is told of the probability of a *part*, which begins at *offset*; *first* with the prompt."""
+        """Return the log-probabilities of a *part* that begins at *offset*; the *first* part includes the prompt."""
         raise NotImplementedError
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what is told of the prompt: beside `choices`, and within the choice."""
+        """Return the fields about the prompt: beside `choices`, and within the choice."""
         raise NotImplementedError
 
 
@@ -139,13 +139,13 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
 
 
 class ChunkFrames(Frames):
-    """The frames of a stream, from the events of its history, told in order; of several siblings, as they come.
+    """The frames of a stream. Events of one history come in order, those of siblings as they happen.
 
-    Only the stream of a single request, or of a single sibling, says the ids of events: several have no common order.
+    Only the stream of one history has event ids: siblings have no common order.
     """
 
     def __init__(self, style: Style, uid: str, events: Sequence[Submitted]) -> None:
-        """*uid* is the history's; with several *events* what their siblings have in common."""
+        """*uid* is that of the history; with several *events*, the one that siblings share."""
         self._says_ids = len(events) == 1
         choices = choices_for(events)
         if self._says_ids:
@@ -158,7 +158,7 @@ class ChunkFrames(Frames):
         ]
 
     def of(self, event: ClientEvent) -> bytes:
-        """Return the frames of the next event, none for what clients do not see; the last one has the event's id."""
+        """Return the frames of the next event, none if clients do not see it; the last one has the event's id."""
         chunks = self._chunks[event.index]
         entry_id = event.entry_id if self._says_ids else ""
         match event.event:
@@ -184,7 +184,7 @@ class _ChoiceChunks:
     choice: Choice
     start: bytes
     include_usage: bool
-    speaks: bool = False
+    begun: bool = False
     offset: int = 0
     """Characters of the answer so far."""
     before: bytes = b""
@@ -194,11 +194,11 @@ class _ChoiceChunks:
     def __post_init__(self) -> None:
         shown = self.choice.shown
         self.is_plain = not (shown.token_ids or shown.continuous_usage or shown.prompt_only)
-        whole = self._chunk(self.style.text("\0"))  # what is around the text of a chunk that brings nothing else
+        whole = self._chunk(self.style.text("\0"))  # what surrounds the text of a chunk that has nothing else
         self.before, _, self.after = whole.partition(b'"\\u0000"')
 
     def tokens(self, event: TokensProduced) -> list[bytes]:
-        """Return the chunks of tokens, none where there is nothing to show."""
+        """Return the chunks of tokens; none if there is nothing to show."""
         choice = self.choice
         part = choice.apply(event)
         chunks = self._begin(part)
@@ -218,10 +218,10 @@ class _ChoiceChunks:
         return [*self._begin(AnswerPart("")), self._chunk(self.style.closing(), reason=self.choice.reason)]
 
     def _begin(self, part: AnswerPart) -> list[bytes]:
-        """Return the chunk before the first event: who speaks, or the prompt; for tokens without text too."""
-        if self.speaks:
+        """Return the chunk before the first event: the role, or the prompt; also for tokens without text."""
+        if self.begun:
             return []
-        self.speaks = True
+        self.begun = True
         beside, within = self.style.of_prompt(self.choice)
         opening = self.style.opening()
         if opening is None and self.choice.shown.echo:
