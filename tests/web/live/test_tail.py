@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
 import pytest
@@ -24,12 +24,6 @@ from web.wire.frames import ClientEvent
 WEB = "web-0"
 NOBODY = "web-9"
 """A frontend that is not there: what is said to it is in the history and in no replies."""
-
-
-@pytest.fixture
-def stages(redis_url: str) -> Iterator[Stages]:
-    with closing(Stages(redis_url)) as stages:
-        yield stages
 
 
 @asynccontextmanager

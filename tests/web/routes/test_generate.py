@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,24 +13,16 @@ from quart import Response
 from redis_servers import command
 from stand_in_stages import MODELS, Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import Site, error_of, seal_of, site, until
+from web_site import Site, error_of, site, until
 
 import web.live.listener
 import web.live.open_request
 from pipeline.events import Cancelled
-from pipeline.log.protocol import Quota
 from pipeline.names import SEAL, Names, sibling_uids, tokens_id
-from web.keys import Keys, hash_of
 
 GENERATE = "/generate"
 DONE = b"data: [DONE]\n\n"
 FORMS: tuple[dict[str, Any], ...] = ({"prompt": "hello"}, {"text": "hello", "stream": True})
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 async def generate(here: Site, body: dict[str, Any], **options: Any) -> Response:
@@ -287,38 +278,6 @@ def test_the_frames_of_an_answer_that_was_not_streamed_are_those_of_a_stream(red
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("body", FORMS, ids=["mini-sglang", "sglang"])
-def test_what_is_sent_twice_under_one_key_is_one_request(
-    redis_url: str, stand_in: StandIn, body: dict[str, Any]
-) -> None:
-    async def scenario() -> None:
-        key = {"Idempotency-Key": "k"}
-        async with site(redis_url) as here:
-            first, second = [await streamed(here, body, headers=key) for _ in range(2)]
-            assert first == second and len(stand_in.requests()) == 1
-            status, error = await error_of(generate(here, {**body, "model": "demo"}, headers=key))
-            assert (status, error["code"]) == (400, "idempotency_key_reused")
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("body", FORMS, ids=["mini-sglang", "sglang"])
-def test_a_queued_request_whose_client_leaves_is_cancelled_before_it_has_a_token(
-    redis_url: str, stand_in: StandIn, body: dict[str, Any]
-) -> None:
-    async def scenario() -> None:
-        silent = {name: "silent" if value == "hello" else value for name, value in body.items()}
-        async with site(redis_url) as here:
-            async with here.connection(silent, path=GENERATE):
-                await until(stand_in.requests)
-            ((uid, _),) = stand_in.requests()
-            await until(lambda: not here.frontend.is_busy)
-        with closing(stand_in.stages.log.another()) as log:
-            assert seal_of(log, uid)["by"] == "client"
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("body", [{"prompt": "refuse"}, {"text": "refuse"}, {"text": "refuse", "stream": True}])
 def test_a_prompt_that_is_too_long_is_refused_and_nobody_waits(
     redis_url: str, stand_in: StandIn, body: dict[str, Any]
@@ -355,31 +314,6 @@ def test_what_is_wrong_is_a_400_or_404_in_the_body_of_every_error_and_reaches_no
         assert not stand_in.requests()
         (line,) = [line for line in lines if line["event"] == "request"]
         assert (line["status"], line["error"]) == (status, error["code"])
-
-    asyncio.run(scenario())
-
-
-def test_no_two_requests_have_one_id_whichever_server_took_them(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        uids = []
-        for name in ("web-0", "web-0", "web-1"):
-            async with site(redis_url, name) as here:
-                uids += [(await generate(here, {"text": "hello"})).headers["x-minisgl-uid"] for _ in range(2)]
-        assert len(set(uids)) == 6
-
-    asyncio.run(scenario())
-
-
-def test_a_key_is_needed_and_its_limits_count(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        key = {"authorization": "Bearer secret"}
-        keys = Keys([Quota(hash_of("secret"), requests_per_minute=1)])
-        async with site(redis_url, keys=keys) as here:
-            assert (await error_of(generate(here, {"text": "hello"})))[0] == 401
-            first, second = [await generate(here, {"text": "hello"}, headers=key) for _ in range(2)]
-            assert first.status_code == 200 and second.status_code in (200, 429)  # another minute may have begun
-            third = await generate(here, {"prompt": "hello"}, headers=key)
-            assert 429 in (second.status_code, third.status_code)
 
     asyncio.run(scenario())
 
