@@ -11,9 +11,6 @@ from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, site
 
 import web.app
-import web.live.listener
-import web.live.open_request
-import web.live.ready
 from web.app import MAX_BODY_BYTES
 
 

@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 from redis_servers import RunningServer, Servers, command, running_server
-from stand_in_stages import StandIn
+from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import chat, error_of, seal_of, site, until
+from web_site import CHAT, chat, error_of, seal_of, site, until
 
-import web.app
-import web.live.listener
 import web.live.open_request
-import web.live.readers
-import web.live.ready
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, SamplingParams, Submitted
 from pipeline.names import SEAL, Names
@@ -196,3 +192,48 @@ def test_a_request_that_its_client_left_goes_on_while_somebody_reads_it(
                     assert b"cancelled by me" in await received(reading, DONE)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_request_that_the_log_lost_before_its_first_token_is_submitted_again(
+    redis_url: str, stages: Stages, choices: int
+) -> None:
+    async def scenario() -> None:
+        with capture_logs() as lines:
+            async with site(redis_url, ready=False) as here:
+                stages.say_phase("ready")
+                await until(lambda: here.frontend.readiness.models)
+                answer = asyncio.create_task(here.post(chat(n=choices)))
+                uids = await chats(stages, choices)
+                command(redis_url, "DEL", *map(Names().request, uids))
+                assert await chats(stages, choices) == uids
+                for uid in uids:
+                    stages.say(uid, 1, tokens(1, "a"), finished(1), frontend="web-0")
+                told = await (await answer).get_json()
+                assert [choice["message"]["content"] for choice in told["choices"]] == choices * ["a"]
+        assert len([line for line in lines if line["event"] == "submitted_again"]) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_the_log_lost_after_a_token_of_a_sibling_fails(redis_url: str, stages: Stages) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, ready=False) as here:
+            stages.say_phase("ready")
+            await until(lambda: here.frontend.readiness.models)
+            async with here.connection(chat(n=2, stream=True)) as connection:
+                uids = await chats(stages, 2)
+                stages.say(uids[0], 1, tokens(1, "a"), frontend="web-0")
+                assert b"assistant" in await connection.receive()
+                command(redis_url, "DEL", Names().request(uids[1]))
+                assert b'"code":"log_lost"' in await connection.receive()
+
+    asyncio.run(scenario())
+
+
+async def chats(stages: Stages, count: int) -> list[str]:
+    """Take in requests until there are so many chats; return their uids in order."""
+    uids: list[str] = []
+    while len(uids) < count:
+        uids += [uid for uid, event in await asyncio.to_thread(stages.take_in) if event.endpoint == CHAT]
+    return sorted(uids)

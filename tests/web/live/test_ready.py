@@ -13,9 +13,6 @@ from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import Site, chat, error_of, seal_of, site, until
 
-import web.app
-import web.live.listener
-import web.live.open_request
 import web.live.ready
 from pipeline.events import SamplingParams
 from pipeline.log.protocol import Quota

@@ -11,10 +11,8 @@ from stand_in_stages import StandIn
 from structlog.testing import capture_logs
 from web_site import chat, error_of, seal_of, site, until
 
-import web.app
 import web.live.listener
 import web.live.open_request
-import web.live.ready
 from pipeline.events import Failed
 
 
