@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from stand_in_stages import finished, tokens
 
-from pipeline.events import Cancelled, Failed, Finished, encode, new_uid
+from pipeline.events import Cancelled, Failed, Finished, Preempted, encode, new_uid
 from pipeline.log.protocol import Entry, Reply
 from pipeline.names import SEAL, tokens_id
 from web.live.listener import KEEP_ALIVE_S, Listener, State, next_of
@@ -188,3 +188,34 @@ def test_a_client_that_waits_for_long_is_woken_with_nothing() -> None:
     listener.wait(True)
     listener.wake_if_idle(later_s)
     assert listener.wake.is_set()
+
+
+@pytest.mark.parametrize("missing", [2, 3, 4])
+def test_no_text_goes_on_over_a_hole_in_the_history(missing: int) -> None:
+    listener = in_state(READING, room=9)
+    listener.apply_history(
+        [*(entry(n) for n in (2, 3) if n != missing), Entry(SEAL, encode(finished(3 + missing // 4)))]
+    )
+    *before, end = listener.drain()
+    assert [event.n for event in before] == list(range(2, missing))
+    assert isinstance(end.event, Failed) and (end.event.code, end.entry_id) == ("log_lost", "")
+
+
+def test_an_end_that_says_why_is_told_though_tokens_before_it_are_missing() -> None:
+    listener = in_state(READING)
+    listener.apply_history([Entry(SEAL, encode(Cancelled(n=5, by="operator")))])
+    assert [event.event.kind for event in listener.drain()] == ["cancelled"] and listener.state is ENDED
+
+
+def test_a_history_that_does_not_decode_ends_its_stream_with_an_error() -> None:
+    listener = in_state(READING)
+    listener.apply_history([Entry(tokens_id(2), {"kind": "of tomorrow"})])
+    (end,) = listener.drain()
+    assert isinstance(end.event, Failed) and end.event.code == "log_undecodable"
+
+
+def test_marks_that_are_not_for_clients_move_the_cursor_and_take_no_room() -> None:
+    listener = in_state(READING, room=2)
+    marks = [Entry(f"1-{k}", encode(Preempted(engine="generate-0", epoch=1, step=k))) for k in range(1, 20)]
+    listener.apply_history(marks)
+    assert (listener.state, listener.cursor, listener.drain()) == (LIVE, "1-19", [])
