@@ -1,8 +1,11 @@
 # Needs nothing but Python >= 3.11 and make, and Docker for `containers`. Every target sets up what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that run tests. One more than two cores have, since the slow tests mostly wait. One alone where they share
+# a Redis that is there, because each test empties it.
+TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
-.PHONY: venv serve bench test chaos clients containers lint types format clean
+.PHONY: venv serve bench test night chaos recovery soak clients containers lint types format clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
@@ -11,8 +14,8 @@ venv: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "Installing MiniSGL into .venv; torch is a large download, this takes a few minutes once."
-	$(BIN)/python -m pip install --quiet 'torch>=2.11,<=2.13.0'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) 'torch>=2.11,<=2.13.0'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@
 
 serve: venv
@@ -22,10 +25,28 @@ bench: venv
 	@$(BIN)/minisgl bench compare $(ARGS)
 
 test: venv
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup --no-loadscope-reorder --durations=15 $(ARGS)
+
+night:
+	@.ci/night
+
+# With WHEELS=folder it needs no venv and no network, only a python3 that has torch, numpy, transformers, safetensors.
+ifdef WHEELS
+gpu-check:
+	@$(PYTHON) -m ops.bench.gpu --wheels '$(WHEELS)' $(ARGS)
+else
+gpu-check: venv
+	@$(BIN)/python -m ops.bench.gpu $(ARGS)
+endif
+
+gpu-wheels: venv
+	@$(BIN)/python -m ops.bench.gpu.wheels '$(or $(DIR),wheels)'
 
 chaos: venv
 	@PYTHONPATH=tests $(BIN)/python -m chaos.driver $(ARGS)
+
+recovery soak: venv
+	@PYTHONPATH=tests $(BIN)/python -m chaos.$@ $(ARGS)
 
 clients: venv
 	@PYTHONPATH=tests:. $(BIN)/python tests/clients/run.py $(ARGS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from pipeline.config import ConnectConfig
+from ops.config import ConnectConfig
 from pipeline.errors import ConfigError, LogUnavailable, MiniSGLError
+from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.process.redis_server import socket_of, url_of
@@ -18,7 +19,7 @@ class NotThere(MiniSGLError):
 
 
 @contextlib.contextmanager
-def running_log(config: ConnectConfig) -> Iterator[RedisLog]:
+def running_log(config: ConnectConfig, limits: RequestLimits = DEFAULT_LIMITS) -> Iterator[RedisLog]:
     """Give the log of the server that *config* means.
 
     Raises:
@@ -30,7 +31,8 @@ def running_log(config: ConnectConfig) -> Iterator[RedisLog]:
         raise LogUnavailable(
             f"no server runs in {config.folder}; name it with --port or --data-dir, or its Redis with --redis-url"
         )
-    with contextlib.closing(RedisLog(config.redis_url or url_of(socket), Names(config.namespace))) as log:
+    url, names = config.redis_url or url_of(socket), Names(config.namespace)
+    with contextlib.closing(RedisLog(url, names, limits)) as log:
         try:
             yield log
         except LogUnavailable as error:

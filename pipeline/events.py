@@ -403,44 +403,24 @@ Mark: TypeAlias = Admitted | Preempted | TakenOver
 """What an engine says of a request beside its tokens; clients do not see it."""
 End: TypeAlias = Finished | Failed | Cancelled | Answered
 """What seals a history."""
-AnyEvent: TypeAlias = (
-    Submitted
-    | Tokenized
-    | Admitted
-    | Preempted
-    | TakenOver
-    | TokensProduced
-    | Finished
-    | Failed
-    | Cancelled
-    | Answered
-    | StepCompleted
-)
+HistoryEvent: TypeAlias = Submitted | Tokenized | Mark | TokensProduced | End
+"""What a history holds."""
+AnyEvent: TypeAlias = HistoryEvent | StepCompleted
 
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])
-_BY_KIND: Mapping[str, type[Event]] = {
-    model.model_fields["kind"].default: model
-    for model in (
-        Submitted,
-        Tokenized,
-        Admitted,
-        Preempted,
-        TakenOver,
-        TokensProduced,
-        Finished,
-        Failed,
-        Cancelled,
-        Answered,
-        StepCompleted,
-    )
-}
+_BY_KIND: Mapping[str, type[Event]] = {model.model_fields["kind"].default: model for model in get_args(AnyEvent)}
 
 
 def encode(event: Event) -> dict[str, str]:
     """Return the stream fields of *event*; `ms` is left to the commit, which knows Redis' clock."""
-    numbers = _number_lists(type(event))
+    return as_fields(type(event), as_plain(event))
+
+
+def as_fields(model: type[Event], plain: Mapping[str, Any]) -> dict[str, str]:
+    """Return the stream fields of an event of kind *model* that `as_plain` has made plain."""
+    numbers = _number_lists(model)
     fields = {}
-    for name, value in as_plain(event).items():
+    for name, value in plain.items():
         text = value if isinstance(value, str) else orjson.dumps(value).decode()
         fields[name] = text[1:-1] if name in numbers else text
     return fields

@@ -16,11 +16,12 @@ from commit_model import State
 from redis_servers import until
 
 from pipeline.log.memory import MemoryLog
-from pipeline.log.protocol import Entry, StreamLog
+from pipeline.log.protocol import Entry, RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, slot_name
 
 NAMES: Final = Names("story")
+LIMITS: Final = RequestLimits(timeout_s=600, retention_s=600, max_queued=20)
 NUM_SLOTS: Final = 2
 """Of each stage."""
 
@@ -58,10 +59,10 @@ class MemoryGround:
     """MemoryLog, looked at from inside. It has no server, so neither scripts nor restarts nor keys."""
 
     def __init__(self) -> None:
-        self.log: MemoryLog = MemoryLog(NAMES)
+        self.log: MemoryLog = MemoryLog(NAMES, LIMITS)
 
     def begin(self) -> None:
-        self.log = MemoryLog(NAMES)
+        self.log = MemoryLog(NAMES, LIMITS)
 
     def observe(self) -> State:
         log = self.log
@@ -189,7 +190,7 @@ class RedisGround:
     def _connect(self, url: str) -> None:
         self._redis = redis.Redis.from_url(url, protocol=2)
         self._redis.response_callbacks.clear()
-        self.log: RedisLog = RedisLog(url, NAMES)
+        self.log: RedisLog = RedisLog(url, NAMES, LIMITS)
 
 
 class DurableGround(RedisGround):

@@ -35,9 +35,10 @@ from pipeline.log.protocol import (
     Owner,
     Produced,
     Quota,
+    RequestLimits,
     StepCommitted,
     Submission,
-    SubmittedOnce,
+    SubmitResult,
     Taken,
 )
 from pipeline.names import (
@@ -190,8 +191,9 @@ class _Stream:
 class CommitModel:
     """The commits, with the arguments that StreamLog gives them, and their answers."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, limits: RequestLimits) -> None:
         self.names = names
+        self.limits = limits
         self._streams: dict[str, _Stream] = {}
         self._sets: dict[str, set[str]] = {}
         self._strings: dict[str, str] = {}
@@ -253,38 +255,28 @@ class CommitModel:
 
     # requests
 
-    def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
-        return self.submit_once(
-            uid, [event], None, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
-        ).submission
-
-    def submit_once(
-        self,
-        uid: str,
-        events: Sequence[Submitted],
-        once: Once | None,
-        *,
-        timeout_ms: int,
-        retention_ms: int,
-        max_queued: int,
-        quota: Quota | None = None,
-    ) -> SubmittedOnce:
-        """As StreamLog.submit_once; of a quota it knows how many may run at once."""
+    def submit(
+        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    ) -> SubmitResult:
+        """As StreamLog.submit; of a quota it knows how many may run at once."""
         key = self.names.idempotency(once.key) if once is not None else ""
         running = self._sets.setdefault(self.names.running(quota.key), set()) if quota is not None else set()
         uids = sibling_uids(uid, len(events))
         if any(map(self.has_history, uids)):
-            return SubmittedOnce(Submission.DUPLICATE, uid)
+            return SubmitResult(Submission.DUPLICATE, uid)
         if once is not None and key in self._strings:
             holder, digest, *_ = self._strings[key].split(":")
             if digest != once.digest:
-                return SubmittedOnce(Submission.MISMATCH, holder)
+                return SubmitResult(Submission.MISMATCH, holder)
             if holder != once.instead_of:
-                return SubmittedOnce(Submission.ATTACH, holder)
+                return SubmitResult(Submission.ATTACH, holder)
         if quota is not None and len(running & self.live()) >= quota.concurrent_requests:
-            return SubmittedOnce(Submission.TOO_MANY, uid)
-        if self._length(self.names.submitted) + self._length(self.names.tokenized) + len(events) > max_queued:
-            return SubmittedOnce(Submission.BUSY, uid)
+            return SubmitResult(Submission.TOO_MANY, uid)
+        if (
+            self._length(self.names.submitted) + self._length(self.names.tokenized) + len(events)
+            > self.limits.max_queued
+        ):
+            return SubmitResult(Submission.BUSY, uid)
         for sibling, event in zip(uids, events, strict=True):
             fields = encode(event.model_copy(update={"siblings": len(events)}))
             self._append(self.names.request(sibling), SUBMITTED_ID, fields, make=True)
@@ -293,7 +285,7 @@ class CommitModel:
         running.update(uids)
         if once is not None:
             self._strings[key] = f"{uid}:{once.digest}"
-        return SubmittedOnce(Submission.ACCEPTED, uid)
+        return SubmitResult(Submission.ACCEPTED, uid)
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]
@@ -311,7 +303,6 @@ class CommitModel:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         consume: Entry | None = None,
         dead: DeadLetter | None = None,
     ) -> bool:
@@ -339,7 +330,6 @@ class CommitModel:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         once: Once | None = None,
         attached: bool = False,
     ) -> bool:
@@ -352,7 +342,7 @@ class CommitModel:
             if owns and not rest.endswith(":left"):
                 self._strings[key] += ":left"
             return False
-        return self.end(uid, event, frontend=frontend, retention_ms=retention_ms)
+        return self.end(uid, event, frontend=frontend)
 
     def reading(self, uids: Sequence[str], who: str) -> None:
         for uid in uids:
@@ -404,9 +394,7 @@ class CommitModel:
 
     # detokenizers
 
-    def produced(
-        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
-    ) -> bool:
+    def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
         self._fence(owner)
         if not self._acknowledge(Inbox.steps(self.names, engine), entry.id):
             return False

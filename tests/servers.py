@@ -25,6 +25,8 @@ from pipeline.names import Names
 ROOT = Path(__file__).resolve().parent.parent
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
+NARROW = 128
+"""The context of the server that tests of its bound share."""
 
 
 def free_port() -> int:

@@ -102,7 +102,7 @@ class Stages:
             assert isinstance(event, Submitted)
             if _words(event) == "refuse":
                 refusal = Failed(status=400, code="context_length_exceeded", message="Too long.", param="messages")
-                self.log.end(uid, refusal, frontend=event.frontend, retention_ms=60_000, consume=entry)
+                self.log.end(uid, refusal, frontend=event.frontend, consume=entry)
             elif event.task != "generate":
                 self._tasks[uid] = entry
                 came.append((uid, event))
@@ -115,12 +115,12 @@ class Stages:
     def answer(self, uid: str, event: Submitted) -> None:
         """Answer what is for the tokenizer alone."""
         entry = self._tasks.pop(uid)
-        self.log.end(uid, _answer(event), frontend=event.frontend, retention_ms=60_000, consume=entry)
+        self.log.end(uid, _answer(event), frontend=event.frontend, consume=entry)
 
     def begin(self, uid: str, frontend: str) -> None:
         """Submit a request as a frontend would, and take it in."""
         event = Submitted(endpoint="test", frontend=frontend, prompt="p", sampling=SamplingParams())
-        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+        self.log.submit(uid, [event])
         self.take_in()
 
     def say(self, uid: str, n: int, *events: TokensProduced | End, frontend: str) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class Stages:
             Produced(uid, tokens_id(n) if isinstance(event, TokensProduced) else SEAL, n, event, frontend)
             for event in events
         ]
-        assert self.log.produced(self._owners[DETOKENIZE], entry, self._engine, produced, retention_ms=60_000)
+        assert self.log.produced(self._owners[DETOKENIZE], entry, self._engine, produced)
         return committed.ended
 
     def ends(self, uid: str) -> End | None:

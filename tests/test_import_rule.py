@@ -96,6 +96,12 @@ def test_nothing_imports_the_command() -> None:
     assert not offences(("pipeline", "stages", "web"), ("minisgl", "ops"))
 
 
+def test_nothing_imports_the_training_of_the_demo_model() -> None:
+    """The wheel does not have it."""
+    everybody_else = tuple(name for name in IMPORTS if not within(name, "ops.demo_model"))
+    assert not offences(everybody_else, ("ops.demo_model",))
+
+
 def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
     everybody_else = tuple(name for name in IMPORTS if not within(name, *WITH_TORCH, "ops"))
     training = ("ops.demo_model.network", "ops.demo_model.train", "ops.demo_model.evaluate")
@@ -150,7 +156,9 @@ def test_a_process_that_needs_no_torch_does_not_load_it(module: str, absent: tup
 def test_a_worker_does_not_load_what_only_shows_tracebacks() -> None:
     program = (
         "import sys, minisgl\n"
-        "minisgl._stage_run = lambda stage: lambda *_: 0\n"
+        "from ops.serve import worker\n"
+        "imported = worker._imported\n"
+        "worker._imported = lambda config: (imported(config), lambda: 0)[1]\n"
         "minisgl.main(['stage', 'detokenize', '--slot', '0', '--redis-url', 'redis://127.0.0.1:1'])\n"
         "assert 'structlog' in sys.modules and 'redis' in sys.modules\n"
         "print('rich' in sys.modules)\n"

@@ -10,12 +10,12 @@ from typing import Any
 
 from quart import Quart, Response
 
+from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, Names
 from web.app import create_app
 from web.keys import Keys
 from web.live.frontend import Frontend
-from web.live.ready import RequestLimits
 
 CHAT = "/v1/chat/completions"
 
@@ -37,8 +37,8 @@ class Site:
         keys: Keys | None = None,
     ) -> None:
         self.said: list[dict[str, object]] = []
-        self.log = AsyncRedisLog(url, Names())
-        self.frontend = Frontend(name, self.log, limits, self._say, disconnect_grace_s=disconnect_grace_s)
+        self.log = AsyncRedisLog(url, Names(), limits)
+        self.frontend = Frontend(name, self.log, self._say, disconnect_grace_s=disconnect_grace_s)
         self.app: Quart = create_app(self.frontend, keys)
         self.client = self.app.test_client()
 
@@ -86,12 +86,12 @@ async def site(
     name: str = "web-0",
     *,
     ready: bool = True,
-    limits: RequestLimits | None = None,
+    limits: RequestLimits = DEFAULT_LIMITS,
     disconnect_grace_s: float = 0.0,
     keys: Keys | None = None,
 ) -> AsyncIterator[Site]:
     """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over."""
-    site = Site(url, limits or RequestLimits(), name, disconnect_grace_s=disconnect_grace_s, keys=keys)
+    site = Site(url, limits, name, disconnect_grace_s=disconnect_grace_s, keys=keys)
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):

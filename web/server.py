@@ -23,19 +23,19 @@ import hypercorn.config
 import hypercorn.protocol
 import structlog
 
-from pipeline.config import Config
 from pipeline.errors import LogError
+from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
+from web.config import WebStageConfig
 from web.connections import Connection, Protocol
 from web.keys import Keys, read_keys
 from web.listener import BACKLOG, open_listener, url_to
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
-from web.live.ready import RequestLimits
 
 logger = structlog.get_logger()
 
@@ -46,7 +46,7 @@ BEAT_S: Final = 0.5
 JANITOR_PATIENCE_S: Final = 1.0
 
 
-def run(config: Config) -> int:
+def run(config: WebStageConfig) -> int:
     """Run one web process until a signal stops it; return the exit code.
 
     Raises:
@@ -64,10 +64,10 @@ def run(config: Config) -> int:
     stop = threading.Event()
     measures = Measures()
     with (
-        contextlib.closing(RedisLog(url, names)) as janitor_log,
+        contextlib.closing(RedisLog(url, names, _limits(config))) as janitor_log,
         Seat(url, names, lease_ms, config.worker.slot, measures) as seat,
     ):
-        janitor = Janitor(janitor_log, retention_ms=int(config.log.retention_s * 1000), measures=measures)
+        janitor = Janitor(janitor_log, measures=measures)
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:
@@ -118,24 +118,28 @@ class Seat:
         return SlotLease(self._lease_log, owner, self._lease_ms, self.measures)
 
 
+def _limits(config: WebStageConfig) -> RequestLimits:
+    return RequestLimits(
+        timeout_s=config.requests.request_timeout_s,
+        retention_s=config.log.retention_s,
+        max_queued=config.requests.max_queued_requests,
+    )
+
+
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return url_to(host, port)
 
 
-async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:
+async def _serve(
+    config: WebStageConfig, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer
+) -> int:
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     seat.say(address=_address(listener))
-    log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace))
-    limits = RequestLimits(
-        timeout_s=config.requests.request_timeout_s,
-        retention_s=config.log.retention_s,
-        max_queued=config.requests.max_queued_requests,
-    )
+    log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace), _limits(config))
     frontend = Frontend(
         seat.slot,
         log,
-        limits,
         seat.say,
         disconnect_grace_s=config.clients.disconnect_grace_s,
         measures=seat.measures,

@@ -1,4 +1,4 @@
-"""`minisgl bench KIND`: finds the benchmark. Each kind is a module with its own flags; none is imported unasked."""
+"""`minisgl bench KIND`: finds the benchmark. Each kind is a module with its own flags, imported only when it runs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Final, cast
 
 from pipeline.errors import ConfigError
 
-KINDS: Final = ("offline", "serve", "pipeline", "compare", "recovery", "soak")
+KINDS: Final = ("offline", "serve", "pipeline", "compare", "gpu")
 USAGE: Final = """\
-usage: minisgl bench offline [flags]      the engine alone, in this process: tokens/s beside the machine's limits
+usage: minisgl bench offline [flags]      the engine alone, in this process: tokens/s, and the machine's limits
        minisgl bench serve [flags]        any OpenAI server: TTFT, TPOT, ITL, E2E under load
        minisgl bench pipeline [flags]     the log alone: commits per second, added time per token
-       minisgl bench compare [flags]      MiniSGL and transformers, or any server, in turn on the same requests
-       minisgl bench recovery [flags]     the engine is killed under many streams: how long they pause, and why
-       minisgl bench soak [flags]         thousands of short requests: what grows in the processes and in Redis
+       minisgl bench compare [flags]      MiniSGL and transformers (or any server) in turn, on the same requests
+       minisgl bench gpu [flags]          what works on a GPU, and how fast: phases within a budget of seconds
 
-Each explains its flags with --help.
+Each kind explains its flags with --help.
 """
 
 
-def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run one benchmark; return the exit code.
 
     Raises:

@@ -1,20 +1,23 @@
-"""What is asked: conversations as pieces of so many tokens. The same seed gives the same pieces, the same piece gives
-the same text, and what shares pieces shares a prefix. Knows nothing of HTTP, nor of time but when a request is due.
+"""The requests of a benchmark: conversations made of pieces with a number of tokens each.
 
-A piece becomes words when it is sent: traces are long, and how many tokens a word is depends on the server's tokenizer.
+The same seed gives the same pieces, and the same piece the same text; requests with common first pieces share a prefix.
+A piece becomes words only when it is sent: traces are long, and the tokens per word depend on the server's tokenizer.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
+from pipeline.config import flag
+from pydantic import BaseModel, Field, ValidationError
 
 from pipeline.errors import ConfigError
 
@@ -24,15 +27,15 @@ _VOCABULARY: Final = (
     "hard head help high hold home hope hour idea iron keep king lake land last late left life line list"
 )
 WORDS: Final = tuple(_VOCABULARY.split())
-"""64 words of four letters: with the blank before it each is one token in every large vocabulary, and where letters are
-tokens all have as many."""
+"""64 words of four letters: each is one token behind a space in every large vocabulary. Where letters are tokens, all
+words have equally many."""
 MOONCAKE_BLOCK: Final = 512
 QWEN_BLOCK: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Numbers from *lowest* to *highest*, both included."""
+    """The numbers from *lowest* to *highest*, both included."""
 
     lowest: int
     highest: int
@@ -45,9 +48,23 @@ class Span:
         return str(self.lowest) if self.lowest == self.highest else f"{self.lowest}-{self.highest}"
 
 
+def span(text: str) -> Span:
+    """Parse `MIN-MAX`, or one number that is both."""
+    lowest, dash, highest = text.partition("-")
+    numbers = [lowest, highest if dash else lowest]
+    if all(number.isdecimal() for number in numbers) and 1 <= int(numbers[0]) <= int(numbers[1]):
+        return Span(int(numbers[0]), int(numbers[1]))
+    raise argparse.ArgumentTypeError(f"{text!r}: must be MIN-MAX with 1 <= MIN <= MAX, or one number")
+
+
+def length_flag(name: str, what: str) -> Any:
+    """Declare a field that a flag fills with a Span of tokens."""
+    return flag(name, default=Span(32, 256), parse=span, help=f"tokens per {what}, MIN-MAX")
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A text of about *num_tokens* tokens; of two pieces with one name the shorter is the start of the longer."""
+    """A text of about *num_tokens* tokens. A piece begins like every longer piece of the same name."""
 
     name: str
     num_tokens: int
@@ -55,33 +72,33 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, and how long the answer should be."""
+    """A user message, and the length of its answer."""
 
     pieces: tuple[Piece, ...]
     output_tokens: int
 
     @property
     def num_tokens(self) -> int:
-        """Of what is said in this turn alone."""
+        """Tokens of this message alone."""
         return sum(piece.num_tokens for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one conversation: each is sent with all that came before it, once the answer before it is there."""
+    """The turns of one conversation. Each is sent after the answer before it, together with all earlier messages."""
 
     turns: tuple[Turn, ...]
     due_s: float = 0.0
-    """When its first turn is sent, from the start of the run; of no meaning under a fixed concurrency."""
+    """When its first turn is sent, from the start of the run; unused with a fixed concurrency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Turns pieces into words, for a tokenizer of which is known how many tokens it makes of a word."""
+    """Turns pieces into words, for a tokenizer with a known number of tokens per word."""
 
     tokens_per_word: float = 1.0
     overhead_tokens: float = 0.0
-    """What a turn costs beside its words: the chat template's."""
+    """Tokens of a turn beside its words: the chat template's."""
 
     def write(self, turn: Turn) -> str:
         """Return the text of *turn*."""
@@ -96,7 +113,7 @@ class Writer:
 
 
 def _words(name: str, count: int) -> str:
-    """Return *count* words. Less digest is the start of more, and this is much faster than seeding a generator."""
+    """Return *count* words. A shorter digest is the start of a longer one. Seeding a generator is much slower."""
     digest = hashlib.shake_128(name.encode()).digest(count)
     return " ".join([WORDS[byte % len(WORDS)] for byte in digest])
 
@@ -110,7 +127,7 @@ def drawn(count: int, seed: int, inputs: Span, outputs: Span) -> list[Session]:
 def shared_prefix(
     count: int, seed: int, inputs: Span, outputs: Span, *, groups: int, prefix_tokens: int
 ) -> list[Session]:
-    """Return *count* prompts in *groups* of equal size, give or take one, that begin alike; their order is drawn."""
+    """Return *count* prompts in *groups* of about equal size with a common prefix each, in random order."""
     generator = random.Random(seed)
     members = [index % groups for index in range(count)]
     generator.shuffle(members)
@@ -127,23 +144,14 @@ def _single(name: str, before: tuple[Piece, ...], generator: random.Random, inpu
 
 
 def multi_turn(count: int, seed: int, inputs: Span, outputs: Span, *, turns: int) -> list[Session]:
-    """Return conversations of *turns* turns, *count* requests in all; the last one is shorter where it must be."""
+    """Return conversations of *turns* turns, *count* requests in all; the last one may be shorter."""
     generator = random.Random(seed)
-    sessions = []
-    for start in range(0, count, turns):
-        sessions.append(
-            Session(
-                tuple(
-                    Turn((Piece(f"{seed}/{index}", inputs.draw(generator)),), outputs.draw(generator))
-                    for index in range(start, min(start + turns, count))
-                )
-            )
-        )
-    return sessions
+    single = [_single(f"{seed}/{index}", (), generator, inputs, outputs).turns[0] for index in range(count)]
+    return [Session(tuple(single[start : start + turns])) for start in range(0, count, turns)]
 
 
 def poisson(sessions: Sequence[Session], rate: float, seed: int) -> list[Session]:
-    """Return *sessions*, due one after another with exponential gaps: *rate* a second on average."""
+    """Return *sessions* with random due times: *rate* per second on average, with exponential gaps."""
     generator = random.Random(f"arrivals {seed}")
     due_s, due = 0.0, []
     for session in sessions:
@@ -152,104 +160,72 @@ def poisson(sessions: Sequence[Session], rate: float, seed: int) -> list[Session
     return due
 
 
+class MooncakeRow(BaseModel, strict=True):
+    """A line of a Mooncake trace. Equal ids in `hash_ids`, one for each block of 512 tokens, mean equal text."""
+
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
+    """Milliseconds."""
+    input_length: int = Field(ge=1)
+    output_length: int = Field(ge=0)
+    hash_ids: list[int | str]
+
+
+class QwenRow(MooncakeRow):
+    """A line of a Qwen-Bailian trace: timestamps are seconds, blocks have 16 tokens.
+
+    A later turn repeats the ids of the turn before, so it is sent at its time like any other line.
+    """
+
+    chat_id: int
+    parent_chat_id: int = Field(ge=-1)
+    type: str
+    turn: int = Field(ge=0)
+
+
 def mooncake_trace(path: Path, scale: float) -> list[Session]:
     """Return the requests of a Mooncake trace, their times multiplied by *scale*.
 
-    A line has timestamp (ms), input_length, output_length and hash_ids, one for each block of 512 tokens; equal ids are
-    equal text.
-
     Raises:
-        ConfigError: The file cannot be read, or a line of it is not of that form.
+        ConfigError: The file cannot be read, or a line is wrong.
     """
-    return _trace(path, MOONCAKE_BLOCK, scale / 1000)
+    return _trace(path, MOONCAKE_BLOCK, scale / 1000, MooncakeRow)
 
 
 def qwen_trace(path: Path, scale: float) -> list[Session]:
-    """Return the requests of a Qwen-Bailian trace, their times multiplied by *scale*.
-
-    A line has chat_id, parent_chat_id, timestamp (s), input_length, output_length, type, turn and hash_ids, one for
-    each block of 16 tokens. A later turn repeats the ids of the turn before, so it is sent at its time as any other.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line of it is not of that form.
-    """
-    checks = {"chat_id": _whole(-(2**63)), "parent_chat_id": _whole(-1), "type": _text, "turn": _whole(0)}
-    return _trace(path, QWEN_BLOCK, scale, checks)
+    """As `mooncake_trace`, for a Qwen-Bailian trace."""
+    return _trace(path, QWEN_BLOCK, scale, QwenRow)
 
 
-Check = Callable[[Any], str]
-"""Says what a value must be; nothing where it is that."""
-
-
-def _whole(lowest: int) -> Check:
-    def check(value: Any) -> str:
-        fits = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
-        return "" if fits else f"must be a whole number of at least {lowest}"
-
-    return check
-
-
-def _time(value: Any) -> str:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-    return "" if fits else "must be a number of at least 0"
-
-
-def _text(value: Any) -> str:
-    return "" if isinstance(value, str) else "must be a text"
-
-
-def _hashes(value: Any) -> str:
-    fits = isinstance(value, list) and all(isinstance(one, int | str) and not isinstance(one, bool) for one in value)
-    return "" if fits else "must be a list of block ids"
-
-
-COMMON: Final[Mapping[str, Check]] = {
-    "timestamp": _time,
-    "input_length": _whole(1),
-    "output_length": _whole(0),
-    "hash_ids": _hashes,
-}
-
-
-def _trace(path: Path, block: int, unit_s: float, checks: Mapping[str, Check] | None = None) -> list[Session]:
+def _trace(path: Path, block: int, unit_s: float, kind: type[MooncakeRow]) -> list[Session]:
     """Return the requests of a JSONL file, earliest first; a timestamp is *unit_s* seconds."""
-    rows = list(_rows(path, {**COMMON, **(checks or {})}))
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}; pass a file with one JSON object per line") from None
+    rows = [(n, _row(f"{path}, line {n}", line, kind)) for n, line in enumerate(lines, start=1) if line.strip()]
     if not rows:
-        raise ConfigError(f"{path}: no request is in it; pass a trace in JSON, one request a line")
-    start = min(row["timestamp"] for _, row in rows)
+        raise ConfigError(f"{path}: no request is in it; pass a trace with one JSON object per line")
+    start = min(row.timestamp for _, row in rows)
     sessions = [
         Session(
-            (Turn(tuple(_blocks(number, row, block)), max(row["output_length"], 1)),),  # no server writes nothing
-            (row["timestamp"] - start) * unit_s,
+            (Turn(tuple(_blocks(number, row, block)), max(row.output_length, 1)),),  # every server writes something
+            (row.timestamp - start) * unit_s,
         )
         for number, row in rows
     ]
     return sorted(sessions, key=lambda session: session.due_s)
 
 
-def _rows(path: Path, checks: Mapping[str, Check]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _row(place: str, line: bytes, kind: type[MooncakeRow]) -> MooncakeRow:
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: {error.strerror}; pass a file in JSON, one request a line") from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, _row(f"{path}, line {number}", line, checks)
-
-
-def _row(place: str, line: bytes, checks: Mapping[str, Check]) -> dict[str, Any]:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not JSON ({error}); mend or remove the line") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: {_shown(row)} is not a JSON object; mend or remove the line")
-    for name, check in checks.items():
-        if name not in row:
-            raise ConfigError(f"{place}: {name} is missing; has the trace the form that --dataset names?")
-        if wrong := check(row[name]):
-            raise ConfigError(f"{place}: {name} is {_shown(row[name])}, {wrong}; mend or remove the line")
-    return row
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+    name = str(wrong["loc"][0]) if wrong["loc"] else ""
+    if wrong["type"] == "missing":
+        raise ConfigError(f"{place}: {name} is missing; does the trace have the form that --dataset names?")
+    what = name and f"{name} is {_shown(wrong['input'])}: "
+    raise ConfigError(f"{place}: {what}{wrong['msg']}; mend or remove the line")
 
 
 def _shown(value: Any) -> str:
@@ -257,10 +233,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}.."
 
 
-def _blocks(number: int, row: Mapping[str, Any], block: int) -> Iterable[Piece]:
-    """Yield the pieces of a prompt: its blocks, the last one cut; what no id is given for is text of its own."""
-    left = row["input_length"]
-    for name in row["hash_ids"]:
+def _blocks(number: int, row: MooncakeRow, block: int) -> Iterable[Piece]:
+    """Yield the pieces of a prompt: its blocks, the last one cut. A rest without an id is text of its own."""
+    left = row.input_length
+    for name in row.hash_ids:
         if left <= 0:
             return
         yield Piece(f"block {name}", min(block, left))

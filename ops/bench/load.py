@@ -1,7 +1,7 @@
-"""Sends conversations to an OpenAI server and notes when each byte of the answers came. Knows HTTP and time, not why.
+"""Sends conversations to an OpenAI server and keeps the arrival time of every byte. Knows HTTP and time, not why.
 
-Client and server often share their cores, so while a stream runs its bytes are only kept, with the time of their
-arrival; it is read as JSON once it has ended. Tokens are counted from `usage`: a chunk may hold several.
+Client and server often share their cores. So a running stream is only kept, with times, and parsed when it has ended.
+Tokens are counted from `usage`: a chunk may hold several.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -18,17 +18,20 @@ import aiohttp
 import orjson
 
 from ops.bench.datasets import Session, Turn, Writer
+from ops.shell.refusals import refusal_in, refusal_of
+from ops.sse_reader import Frame, FrameReader
 from pipeline.errors import MiniSGLError
 
 CHAT: Final = "chat"
 COMPLETIONS: Final = "completions"
 CHAT_PROMPT: Final = "chat-prompt"
-"""Mini-SGLang's: a chat completion whose `prompt` goes to the model as it is."""
+"""Mini-SGLang's chat completion: the model gets `prompt` as it is."""
 PATHS: Final = {
     CHAT: "/v1/chat/completions",
     COMPLETIONS: "/v1/completions",
     CHAT_PROMPT: "/v1/chat/completions",
 }
+DONE: Final = "[DONE]"
 FIX_LENGTH: Final = ("ignore-eos", "min-tokens", "no")
 CONNECT_TIMEOUT_S: Final = 10.0
 LONGEST_ERROR: Final = 300
@@ -36,22 +39,22 @@ NOT_SENT: Final = "not sent: an earlier turn of its conversation failed"
 
 Message = dict[str, str]
 Arrival = tuple[float, bytes]
-"""When a piece of the stream came, on the clock of `time.perf_counter`, and the piece."""
+"""A piece of a stream and its arrival time, by `time.perf_counter`."""
 
 
 class ServerRefused(MiniSGLError):
-    """The server cannot be reached or refuses what it must answer before anything can be measured."""
+    """The server cannot be reached, or refuses a request that comes before the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What all requests of a run have in common."""
+    """The common part of all requests of a run."""
 
     endpoint: str
     model: str
     temperature: float = 0.0
     fix_length: str = FIX_LENGTH[0]
-    """How the server is told to write exactly as many tokens as it may."""
+    """The field that makes the server write exactly `max_tokens`."""
 
     def body(self, messages: Sequence[Message], max_tokens: int, *, stream: bool) -> bytes:
         """Return the body of one request."""
@@ -71,38 +74,38 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request and what came of it. The times are of `time.perf_counter`."""
+    """The result of one request. Times are of `time.perf_counter`."""
 
     sent_s: float
     ended_s: float
     content_s: tuple[float, ...] = ()
-    """When each chunk with text came; of an answer without any text, when it was finished."""
+    """When each chunk with text came; for an answer without text, when it was finished."""
     text: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
-    """Empty for an answer that is whole."""
+    """Empty if the answer is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One turn of a session: what was planned, and what came of it."""
+    """One turn of a session: the plan and the result."""
 
     session: int
     turn: int
     input_tokens: int
     output_tokens: int
     lag_s: float
-    """How long after it was due it was sent; 0 where nothing was due."""
+    """How late it was sent; 0 if it had no due time."""
     answer: Answer
 
 
 class Client:
-    """One server, over as many connections as there are requests at a time."""
+    """A server, with one connection for each concurrent request."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float) -> None:
-        """*timeout_s* is the longest silence within an answer; an answer may take as long as it likes."""
+        """*timeout_s* is the longest silence within an answer; the answer as a whole has no limit."""
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"content-type": "application/json"}
         if api_key:
@@ -134,10 +137,10 @@ class Client:
             raise ServerRefused(f"{self._url}/v1/models names no model; pass --model") from None
 
     async def prompt_tokens(self, form: Form, text: str) -> int:
-        """Return how many tokens the server makes of a first turn *text*.
+        """Return the server's token count of *text* as a first turn.
 
         Raises:
-            ServerRefused: It does not answer, or not with its usage.
+            ServerRefused: It does not answer, or without `usage`.
         """
         body = form.body([{"role": "user", "content": text}], 1, stream=False)
         document = await self._document("POST", PATHS[form.endpoint], body)
@@ -145,7 +148,7 @@ class Client:
             return int(document["usage"]["prompt_tokens"])
         except (KeyError, TypeError, ValueError):
             raise ServerRefused(
-                f"{self._url}{PATHS[form.endpoint]} answers without `usage`, and tokens are counted from nothing else"
+                f"{self._url}{PATHS[form.endpoint]} answers without `usage`, from which tokens are counted"
             ) from None
 
     async def _document(self, method: str, path: str, body: bytes) -> Any:
@@ -153,48 +156,28 @@ class Client:
             async with self._session.request(method, self._url + path, data=body or None) as response:
                 content = await response.read()
                 if response.status != 200:
-                    raise ServerRefused(f"{self._url}{path}: {_refusal(response.status, content)}")
+                    raise ServerRefused(f"{self._url}{path}: {refusal_of(response.status, content).message}")
                 return orjson.loads(content)
         except orjson.JSONDecodeError:
-            raise ServerRefused(f"{self._url}{path} answers with something that is not JSON") from None
+            raise ServerRefused(f"{self._url}{path}: the answer is not JSON") from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerRefused(f"{self._url}: {_broken(error)}") from None
 
     async def stream(self, form: Form, messages: Sequence[Message], max_tokens: int) -> Answer:
-        """Send one request and return what came of it, whatever it is."""
+        """Send one request and return its result, also if it failed."""
         body = form.body(messages, max_tokens, stream=True)
         arrivals: list[Arrival] = []
         sent_s = time.perf_counter()
         try:
             async with self._session.post(self._url + PATHS[form.endpoint], data=body) as response:
                 if response.status != 200:
-                    error = _refusal(response.status, await response.read())
-                    return Answer(sent_s, time.perf_counter(), error=error)
+                    refusal = refusal_of(response.status, await response.read())
+                    return Answer(sent_s, time.perf_counter(), error=refusal.message)
                 while data := await response.content.readany():
                     arrivals.append((time.perf_counter(), data))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return Answer(sent_s, time.perf_counter(), error=_broken(error))
         return read_stream(sent_s, arrivals)
-
-
-def _refusal(status: int, content: bytes) -> str:
-    try:
-        said = _error_text(orjson.loads(content))
-    except orjson.JSONDecodeError:
-        said = content.decode(errors="replace")
-    return _one_line(f"HTTP {status}: {said}" if said else f"HTTP {status}")
-
-
-def _error_text(document: Any) -> str:
-    """Return the message of an error body, however it is nested; empty where it is none."""
-    if not isinstance(document, dict):
-        return ""
-    error = document.get("error", document.get("detail", document if document.get("object") == "error" else None))
-    if isinstance(error, dict):
-        error = error.get("message") or orjson.dumps(error).decode()
-    if error is None:
-        return ""
-    return error if isinstance(error, str) else orjson.dumps(error).decode()
 
 
 def _one_line(text: str) -> str:
@@ -206,49 +189,50 @@ def _broken(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return _one_line(f"cannot connect: {os.strerror(error.errno) if error.errno else error}")
     if isinstance(error, TimeoutError):
-        return "nothing came for too long (--timeout)"
+        return "no data within --timeout"
     return _one_line(f"the connection broke: {error or type(error).__name__}")
 
 
-def read_stream(sent_s: float, arrivals: Iterable[Arrival]) -> Answer:
-    """Return the answer that the pieces of a stream make; a line arrives with the piece that ends it."""
-    reader = _StreamReader()
-    rest, ended_s = b"", sent_s
-    for ended_s, data in arrivals:  # the last one is when it ended
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            reader.read(ended_s, line)
-    reader.read(ended_s, rest)
-    return reader.answer(sent_s, ended_s)
+def timed_frames(arrivals: Iterable[Arrival]) -> Iterator[tuple[float, Frame]]:
+    """Yield the frames of a stream, each with the time of the piece that completes it."""
+    reader = FrameReader()
+    for came_s, data in arrivals:
+        for frame in reader.feed(data):
+            yield came_s, frame
 
 
-class _StreamReader:
-    """Folds the lines of a stream of server-sent events into an answer."""
+def read_stream(sent_s: float, arrivals: Sequence[Arrival]) -> Answer:
+    """Return the answer that the pieces of a stream make."""
+    ended_s = arrivals[-1][0] if arrivals else sent_s
+    chunks = _Chunks()
+    for came_s, frame in timed_frames([*arrivals, (ended_s, b"\n\n")]):  # some servers leave out the last blank line
+        if frame.data != DONE and not chunks.error:
+            chunks.read(came_s, frame.data)
+    return chunks.answer(sent_s, ended_s)
+
+
+class _Chunks:
+    """Folds the chunks of a stream into an answer."""
 
     def __init__(self) -> None:
         self._content_s: list[float] = []
         self._texts: list[str] = []
         self._finished_s: float | None = None
         self._usage: dict[str, Any] = {}
-        self._error = ""
+        self.error = ""
 
-    def read(self, came_s: float, line: bytes) -> None:
-        """Take in one line."""
-        if not line.startswith(b"data:") or self._error:
-            return
-        data = line[len(b"data:") :].strip()
-        if data == b"[DONE]":
-            return
+    def read(self, came_s: float, data: str) -> None:
+        """Take in one chunk."""
         try:
             chunk = orjson.loads(data)
         except orjson.JSONDecodeError:
-            self._error = _one_line(f"a chunk is not JSON: {data.decode(errors='replace')}")
+            self.error = _one_line(f"a chunk is not JSON: {data}")
             return
-        if error := _error_text(chunk):
-            self._error = _one_line(f"error in the stream: {error}")
+        if refusal := refusal_in(chunk):
+            self.error = f"error in the stream: {refusal.message}"
             return
         if not isinstance(chunk, dict):
-            self._error = _one_line(f"a chunk is not a JSON object: {data.decode(errors='replace')}")
+            self.error = _one_line(f"a chunk is not a JSON object: {data}")
             return
         if chunk.get("usage"):
             self._usage = chunk["usage"]
@@ -261,13 +245,13 @@ class _StreamReader:
         text = delta.get("content") or choice.get("text")
         if text or thought:
             self._content_s.append(came_s)
-            self._texts.append(text or "")  # a conversation goes on with what was said, not with what was thought
+            self._texts.append(text or "")  # thoughts are not part of the conversation
         if choice.get("finish_reason"):
             self._finished_s = came_s
 
     def answer(self, sent_s: float, ended_s: float) -> Answer:
-        """Return the whole."""
-        error, finished_s = self._error, self._finished_s
+        """Return the answer."""
+        error, finished_s = self.error, self._finished_s
         if not error and finished_s is None:
             error = "the stream ended without a finish_reason"
         if not error and not {"prompt_tokens", "completion_tokens"} <= set(self._usage):
@@ -287,7 +271,7 @@ class _StreamReader:
 
 
 async def calibrate(client: Client, form: Form, words: Sequence[str]) -> Writer:
-    """Return a writer for the server's tokenizer, from what it makes of one word and of all *words*.
+    """Return a writer for the server's tokenizer, from its token counts of one word and of all *words*.
 
     Raises:
         ServerRefused: It does not answer.
@@ -305,12 +289,12 @@ class Load:
     client: Client
     form: Form
     write: Callable[[Turn], str]
-    """Makes the text of a turn."""
+    """Returns the text of a turn."""
     after_each: Callable[[Measured], None]
-    """Called when a request has ended."""
+    """Called after each request."""
 
     async def at_once(self, sessions: Sequence[Session], concurrency: int) -> list[Measured]:
-        """Send *sessions* so that *concurrency* of them are under way until there are no more."""
+        """Send *sessions*, *concurrency* of them at any time."""
         waiting = iter(enumerate(sessions))
         measured: list[Measured] = []
 
@@ -324,12 +308,12 @@ class Load:
         return sorted(measured, key=lambda one: (one.session, one.turn))
 
     async def when_due(self, sessions: Sequence[Session]) -> list[Measured]:
-        """Send *sessions*, earliest first, each when it is due, however many are under way."""
+        """Send each of *sessions* when it is due; they come earliest first."""
         started_s = time.perf_counter()
         tasks = []
         async with asyncio.TaskGroup() as group:
             for index, session in enumerate(sessions):
-                text = self.write(session.turns[0])  # ahead of time: long prompts take a while
+                text = self.write(session.turns[0])  # ahead of time: long prompts take time
                 due_s = started_s + session.due_s
                 await asyncio.sleep(due_s - time.perf_counter())
                 tasks.append(group.create_task(self._run(index, session, text, due_s)))

@@ -1,19 +1,22 @@
-"""The checkpoints that benchmarks run on: real shapes, random weights in bfloat16, made on the spot. No download.
+"""Random Qwen3 checkpoints, made on the spot without a download: for the benchmarks, and for whatever needs any model.
 
-Every word of their tokenizer is one token, so that a text can be written that has exactly as many tokens as are wanted.
+Every word of their tokenizer is one token, so a text can have exactly as many tokens as are wanted. The checkpoints of
+`checkpoints.py` come from transformers and test other formats; these need only the tokenizers library and torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, Final
 
-from ops.bench.made_once import made_once
 from pipeline.errors import ConfigError
+from pipeline.flags import flag
 
 SEED: Final = 0
 SCALE: Final = 0.02
@@ -27,7 +30,7 @@ SYLLABLES: Final = tuple(consonant + vowel for consonant in "bcdfghjklmnprstvwxy
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 with tied embeddings."""
+    """The sizes of a Qwen3."""
 
     hidden_size: int
     num_layers: int
@@ -38,16 +41,44 @@ class Shape:
     vocab_size: int
     rope_theta: float
     max_positions: int
+    tie_embeddings: bool = True
+    dtype: str = "bfloat16"
 
 
 SHAPES: Final[Mapping[str, Shape]] = {
     "95m": Shape(768, 12, 12, 4, 64, 2304, 16_000, 10_000.0, 8192),
-    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 1_000_000.0, 40_960),  # that of Qwen3-0.6B
+    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151_936, 1_000_000.0, 40_960),  # the shape of Qwen3-0.6B
 }
+SHAPE_8B: Final = Shape(4096, 36, 32, 8, 128, 12_288, 151_936, 1_000_000.0, 40_960, tie_embeddings=False)
+"""That of Qwen3-8B, for weights that no file holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """The checkpoint to measure."""
+
+    model: str = flag(
+        "--model", default="95m", help=f"{' or '.join(SHAPES)} (made on first use), or a checkpoint folder"
+    )
+    checkpoints: str = flag("--checkpoints", default="", help="folder for made checkpoints [cache folder/minisgl]")
+
+    def folder(self, environment: Mapping[str, str]) -> Path:
+        """Return the checkpoint's folder; make the checkpoint first if it is one of ours and missing.
+
+        Raises:
+            ConfigError: There is no such folder.
+        """
+        if self.model in SHAPES:
+            cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "minisgl"
+            return ensure(self.model, Path(self.checkpoints or cache).expanduser())
+        folder = Path(self.model).expanduser().absolute()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {self.model}: no checkpoint; pass a folder, or {' or '.join(SHAPES)}")
+        return folder
 
 
 def ensure(name: str, parent: Path) -> Path:
-    """Return the folder of the checkpoint *name* under *parent*; write it first where it is not there yet.
+    """Return the folder of the checkpoint *name* under *parent*; write it first if it is missing.
 
     Raises:
         ConfigError: There is no such checkpoint.
@@ -57,8 +88,24 @@ def ensure(name: str, parent: Path) -> Path:
     return made_once(parent / f"minisgl-bench-{name}", lambda folder: write(SHAPES[name], folder))
 
 
+def made_once(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Return *folder*; if it is missing, let *write* fill it first. Two processes at once do not disturb each other."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / folder.name
+            made.mkdir()
+            write(made)
+            try:
+                os.replace(made, folder)  # all or nothing
+            except OSError:  # os.replace keeps a folder that has files: another process was faster
+                if not folder.is_dir():
+                    raise
+    return folder
+
+
 def words() -> Iterator[str]:
-    """Return without end the words that are one token each when a space is before them, the short ones first."""
+    """Yield without end the words that are one token each behind a space, short ones first."""
     length = 1
     while True:
         yield from map("".join, product(SYLLABLES, repeat=length))
@@ -72,11 +119,31 @@ def write(shape: Shape, folder: Path) -> None:
 
     from stages.generate.model.spec import read_spec, tensor_shapes
 
+    write_all_but_weights(shape, folder)
+    generator = torch.Generator().manual_seed(SEED)
+    weights = {
+        name: torch.ones(size, dtype=torch.bfloat16)
+        if "norm" in name
+        else torch.empty(size, dtype=torch.bfloat16).normal_(std=SCALE, generator=generator)
+        for name, size in tensor_shapes(read_spec(folder)).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_all_but_weights(shape: Shape, folder: Path) -> dict[str, int]:
+    """Write config and tokenizer into *folder*; return the vocabulary."""
     tokens = _write_tokenizer(shape.vocab_size, folder)
+    write_config(shape, folder, tokens[STOP])
+    _write_json(folder / "generation_config.json", {"eos_token_id": [tokens[STOP], tokens[END]]})
+    return tokens
+
+
+def write_config(shape: Shape, folder: Path, eos_id: int = 0) -> None:
+    """Write config.json into *folder*: all that an engine with random weights needs."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "dtype": "bfloat16",
+        "dtype": shape.dtype,
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
@@ -88,24 +155,15 @@ def write(shape: Shape, folder: Path) -> None:
         "max_position_embeddings": shape.max_positions,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tie_embeddings,
         "attention_bias": False,
-        "eos_token_id": tokens[STOP],
+        "eos_token_id": eos_id,
     }
     _write_json(folder / "config.json", config)
-    _write_json(folder / "generation_config.json", {"eos_token_id": [tokens[STOP], tokens[END]]})
-    generator = torch.Generator().manual_seed(SEED)
-    weights = {
-        name: torch.ones(size, dtype=torch.bfloat16)
-        if "norm" in name
-        else torch.empty(size, dtype=torch.bfloat16).normal_(std=SCALE, generator=generator)
-        for name, size in tensor_shapes(read_spec(folder)).items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _write_tokenizer(vocab_size: int, folder: Path) -> dict[str, int]:
-    """Write a byte-level BPE tokenizer of exactly *vocab_size* tokens; return the ids of its special tokens."""
+    """Write a byte-level BPE tokenizer of exactly *vocab_size* tokens; return the vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -120,12 +178,11 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> dict[str, int]:
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP, "pad_token": END}
     _write_json(folder / "tokenizer_config.json", names)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    vocabulary = tokenizer.get_vocab()
-    return {token: vocabulary[token] for token in SPECIAL_TOKENS}
+    return tokenizer.get_vocab()
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Return letters to syllables, then a space and syllables to words, each word out of the one without its end."""
+    """Yield letters to syllables, then a space and syllables to words, each word out of the one without its end."""
     yield from ((syllable[0], syllable[1]) for syllable in SYLLABLES)
     for word in words():
         yield ("Ġ" + word[:-2], word[-2:])

@@ -1,5 +1,6 @@
-"""`minisgl bench offline`: what the engine alone does, in this process and over the log in memory, beside what the
-machine could do. Sends no request anywhere.
+"""`minisgl bench offline`: the speed of the engine alone, compared with the limits of the machine.
+
+The engine runs in this process, with the log in memory.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ops.bench import report
-from ops.bench.datasets import Span
-from ops.bench.serve import span
+from ops.bench.datasets import Span, span
 from ops.bench.shares import Step, cost_of, decode_share, prefill_share
-from pipeline.config import EngineConfig, ModelConfig, at_least, flag, parse_flags
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import SamplingParams
+from pipeline.flags import at_least, flag, parse_flags
+from pipeline.process.config import ModelConfig
+from stages.generate.config import EngineConfig
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.schedule.plan import BatchPlan, Computed
 
-if TYPE_CHECKING:  # torch comes with them: only once the flags are known to be good
+if TYPE_CHECKING:  # they import torch, which waits until the flags are checked
     from ops.bench.probes import Rate
     from ops.offline import LLM
     from stages.generate.worker import Forward
 
 ABOUT: Final = """\
 Generates from random prompts to fixed lengths in this process, without Redis or HTTP, and compares the time with the
-limits of the machine. One run warms up, the prefix cache is flushed before each, and the median of the runs counts.
-Each forward pass is clocked: decode steps, prefill steps, and mixed ones, whose time is not shared out but told apart.
-Decode is limited by memory: its share is the bytes that decode steps must read (the weights once a step, and the keys
-and values of its rows) over the best read bandwidth measured here, over the time they took. Prefill is limited by
-arithmetic: its share is two operations per weight and token of the prefill and mixed steps (those of the head only for
-rows that sample, those of attention not at all) over the best rate of a linear layer measured here, over the time they
-took. Both limits are measured after the runs, by several methods that go round buffers larger than the caches, with as
-many threads as the engine has. Nobody watches these streams, so --mixed-prefill-length is --max-prefill-length unless
-it is given.
+limits of the machine. One run warms up, the prefix cache is flushed before each run, and the median of the runs counts.
+Each forward pass is timed. The table shows decode, prefill and mixed steps apart.
+Memory limits decode. The share of decode steps is the bytes that they must read (the weights once per step, and the
+keys and values of their rows), divided by the best read bandwidth measured here, divided by their time. Arithmetic
+limits prefill. The share of prefill and mixed steps is two operations per weight and token (the head only for rows that
+sample, no attention), divided by the best rate of a linear layer measured here, divided by their time. Both limits are
+measured after the runs, with several methods, on buffers larger than the caches, with the engine's number of threads.
+The default of --mixed-prefill-length is --max-prefill-length: no client waits for these streams.
 """
 PACKAGES: Final = ("torch", "numpy")
 LARGEST_ID: Final = 10_000
-"""Of the tokens in the prompts; modulo the vocabulary where that is smaller."""
+"""Largest token id in the prompts; a smaller vocabulary takes it modulo its size."""
 TEMPERATURE: Final = 0.6
 PHASES: Final = ("decode", "prefill", "mixed")
 MIB: Final = 2**20
@@ -54,7 +55,7 @@ MIB: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """How many prompts, and how long they and their answers are."""
+    """Number and lengths of prompts and answers."""
 
     num_prompts: int
     inputs: Span
@@ -69,30 +70,30 @@ PRESETS: Final[Mapping[str, Preset]] = {
 
 @dataclass(frozen=True, slots=True)
 class OfflineConfig:
-    """What is generated, and how often."""
+    """The workload, and the number of runs."""
 
     preset: str = flag(
         "--preset",
         default="auto",
         choices=("auto", *PRESETS),
-        help="small: 32 prompts of 32-256 tokens and as many out; nano: 256 of 100-1024, as nano-vllm's benchmark;"
-        " auto is nano on CUDA, else small",
+        help="small: 32 prompts, 32-256 tokens in and out; nano: 256 prompts, 100-1024 tokens, as in nano-vllm's "
+        "benchmark; auto: nano on CUDA, else small",
     )
     num_prompts: int = flag("--num-prompts", default=0, parse=at_least(1), help="prompts [the preset's]")
     inputs: Span | None = flag(  # noqa: RUF009  # a Span is frozen
-        "--input-len", default=None, parse=span, help="tokens of a prompt, MIN-MAX [the preset's]"
+        "--input-len", default=None, parse=span, help="tokens per prompt, MIN-MAX [the preset's]"
     )
     outputs: Span | None = flag(  # noqa: RUF009
-        "--output-len", default=None, parse=span, help="tokens of an answer, MIN-MAX [the preset's]"
+        "--output-len", default=None, parse=span, help="tokens per answer, MIN-MAX [the preset's]"
     )
-    seed: int = flag("--seed", default=0, parse=at_least(0), help="of lengths and tokens")
-    runs: int = flag("--runs", default=3, parse=at_least(1), help="measured runs, after one to warm up")
-    output: str = flag("--output", default="", help="JSON file for the set-up, every run and every probe")
+    seed: int = flag("--seed", default=0, parse=at_least(0), help="seed of lengths and tokens")
+    runs: int = flag("--runs", default=3, parse=at_least(1), help="measured runs, after a warm-up run")
+    output: str = flag("--output", default="", help="write the set-up, every run and every probe to this file, as JSON")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts, and how long the answer to each is."""
+    """Prompts, and the length of each answer."""
 
     prompts: Sequence[Sequence[int]]
     output_lengths: Sequence[int]
@@ -131,20 +132,19 @@ class Run:
 
 
 class StepClock:
-    """An engine that clocks each step. It reads the clock twice and adds up lengths; it waits for nothing."""
+    """Wraps an engine and times each step."""
 
     def __init__(self, engine: Forward) -> None:
         self._engine = engine
         self.steps: list[Step] = []
 
     def forward(self, plan: BatchPlan) -> Computed:
-        """Compute one step, which is over when its tokens are on the host."""
+        """Compute one step; it ends when its tokens are on the host."""
         began_s = time.perf_counter()
         computed = self._engine.forward(plan)
-        seconds = time.perf_counter() - began_s
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
         step = Step(
-            seconds=seconds,
+            seconds=time.perf_counter() - began_s,
             decode_rows=len(decodes),
             decode_context=sum(row.start + 1 for row in decodes),
             prefill_tokens=sum(len(row.token_ids) for row in prefills),
@@ -155,7 +155,7 @@ class StepClock:
 
 
 def draw(preset: Preset, seed: int, vocab_size: int) -> Workload:
-    """Return the prompts and lengths that *seed* gives, drawn in the order of nano-vllm's benchmark."""
+    """Return the workload of *seed*, drawn in the order of nano-vllm's benchmark."""
     generator = random.Random(seed)
     prompts = [
         [generator.randint(0, LARGEST_ID) % vocab_size for _ in range(preset.inputs.draw(generator))]
@@ -165,7 +165,7 @@ def draw(preset: Preset, seed: int, vocab_size: int) -> Workload:
 
 
 def chosen(config: OfflineConfig, device: str) -> Preset:
-    """Return the preset for *device*, with what the flags say instead."""
+    """Return the preset for *device*, changed by the flags."""
     name = config.preset if config.preset != "auto" else "nano" if device == "cuda" else "small"
     preset = PRESETS[name]
     return Preset(
@@ -194,7 +194,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     with _llm(model, engine, clocked) as llm:
         settings = llm.settings
         workload = draw(chosen(config, settings.device.type), config.seed, settings.limits.vocab_size)
-        _check_fits(workload, settings.limits.context)
+        if workload.longest > settings.limits.context:
+            raise ConfigError(
+                f"a prompt and its answer have {workload.longest} tokens, but the served context is "
+                f"{settings.limits.context}; pass shorter --input-len and --output-len, or another --model"
+            )
         runs = [_run(llm, clocks[0], workload) for _ in range(1 + config.runs)][1:]
     peak_bytes = peak_rss_bytes()
     bandwidth = probes.read_bandwidth(settings.device, settings.threads)
@@ -235,14 +239,6 @@ def _llm(model: ModelConfig, engine: EngineConfig, wrap: Callable[[Forward], For
     return LLM(model.model, wrap_engine=wrap, **options)
 
 
-def _check_fits(workload: Workload, context: int) -> None:
-    if workload.longest > context:
-        raise ConfigError(
-            f"a prompt and its answer have {workload.longest} tokens, but the served context is {context}; "
-            "pass shorter --input-len and --output-len, or another --model"
-        )
-
-
 def _run(llm: LLM, clock: StepClock, workload: Workload) -> Run:
     parameters = [
         SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=length)
@@ -255,7 +251,7 @@ def _run(llm: LLM, clock: StepClock, workload: Workload) -> Run:
     seconds = time.perf_counter() - began_s
     output_tokens = sum(len(completion.token_ids) for completion in completions)
     if output_tokens != workload.output_tokens:
-        raise MiniSGLError(f"{output_tokens} tokens came out, expected {workload.output_tokens}: a bug of ours")
+        raise MiniSGLError(f"the engine wrote {output_tokens} tokens, expected {workload.output_tokens}: a bug of ours")
     cached_tokens = sum(completion.cached_tokens for completion in completions)
     return Run(seconds, workload.input_tokens, cached_tokens, output_tokens, tuple(clock.steps))
 
@@ -270,16 +266,16 @@ def _model(llm: LLM) -> dict[str, Any]:
 
 
 def _engine(llm: LLM) -> dict[str, Any]:
-    """Return the settings, as text where they are no numbers."""
+    """Return the settings; device and dtype as text."""
     settings = dataclasses.asdict(llm.settings)
     return settings | {name: str(settings[name]).removeprefix("torch.") for name in ("device", "dtype")}
 
 
 def _run_row(run: Run) -> dict[str, Any]:
+    rates = {"output_tokens_per_s": run.output_tokens_per_s, "total_tokens_per_s": run.total_tokens_per_s}
     return {
         "seconds": run.seconds,
-        "output_tokens_per_s": run.output_tokens_per_s,
-        "total_tokens_per_s": run.total_tokens_per_s,
+        **rates,
         "cached_tokens": run.cached_tokens,
         "phases": {phase: _phase_row([step for step in run.steps if step.phase == phase]) for phase in PHASES},
         "outside_s": run.seconds - sum(step.seconds for step in run.steps),
@@ -287,19 +283,19 @@ def _run_row(run: Run) -> dict[str, Any]:
 
 
 def _phase_row(steps: Sequence[Step]) -> dict[str, Any]:
-    return {
-        "seconds": sum(step.seconds for step in steps),
-        "steps": len(steps),
-        "decode_rows": sum(step.decode_rows for step in steps),
-        "prefill_tokens": sum(step.prefill_tokens for step in steps),
-    }
+    sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", "decode_rows", "prefill_tokens")}
+    return {"steps": len(steps), **sums}
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """Return the figures for people; *document* is what goes into the JSON."""
+    """Return the figures of the JSON *document* as a table."""
     model, engine, workload = document["model"], document["engine"], document["workload"]
     header = ["run", "seconds", "output tok/s", "total tok/s", *(f"{phase} s" for phase in PHASES), "outside s"]
-    rows = [header, *(_table_row(str(number), run) for number, run in enumerate(document["runs"], 1))]
+    rows = [header]
+    for number, run in enumerate(document["runs"], 1):
+        times_s = [*(run["phases"][phase]["seconds"] for phase in PHASES), run["outside_s"]]
+        rates = (f"{run[f'{kind}_tokens_per_s']:,.1f}" for kind in ("output", "total"))
+        rows.append([str(number), f"{run['seconds']:.2f}", *rates, *(f"{time_s:.2f}" for time_s in times_s)])
     return f"""\
 {model["name"]}, {engine["dtype"]} on {engine["device"]}, {engine["threads"]} threads, {document["cpu"]}
 {workload["num_prompts"]} prompts, {workload["input_tokens"]:,} tokens in and {workload["output_tokens"]:,} out
@@ -315,28 +311,17 @@ steps with prompts: {_share(document["prefill_share"])} of the rate of a linear 
     {_rates(document["gemm_rate"], "GFLOP/s")}"""
 
 
-def _table_row(name: str, run: Mapping[str, Any]) -> list[str]:
-    times_s = [*(run["phases"][phase]["seconds"] for phase in PHASES), run["outside_s"]]
-    return [
-        name,
-        f"{run['seconds']:.2f}",
-        f"{run['output_tokens_per_s']:,.1f}",
-        f"{run['total_tokens_per_s']:,.1f}",
-        *(f"{seconds:.2f}" for seconds in times_s),
-    ]
-
-
 def _share(share: float) -> str:
-    return f"{share:.0%}" if share else "there were none, so no share"
+    return f"{share:.0%}" if share else "there were no such steps, so no share"
 
 
 def _rates(rates: Sequence[Rate], unit: str) -> str:
-    """Return all methods, the best one first."""
+    """Return all methods, the fastest first."""
     ordered = sorted(rates, key=lambda rate: -rate.per_s)
     return ", ".join(f"{rate.method} {rate.per_s / 1e9:,.1f}" for rate in ordered) + f" {unit}"
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process has had at once."""
+    """Return the largest memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB on Linux

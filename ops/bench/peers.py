@@ -1,7 +1,7 @@
-"""The sides of a comparison: a server that speaks OpenAI's protocol, ours started here or any by its URL, and
-transformers in a process of its own, so that neither memory nor threads mix. Each answers the same `Workload`.
+"""The sides of a comparison: OpenAI servers (ours, started here, or any by its URL), and transformers.
 
-Run as a program it is that process: a line of JSON asks on stdin, a line of JSON answers on stdout.
+Each side answers the same `Workload`. Transformers runs in a process of its own, so that memory and threads do not mix.
+Run as a program, this module is that process: a line of JSON asks on stdin, a line of JSON answers on stdout.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,49 +25,27 @@ import orjson
 from ops.bench import report
 from ops.bench.datasets import Piece, Session, Turn
 from ops.bench.load import CHAT_PROMPT, COMPLETIONS, Client, Form, Load, Measured
+from ops.bench.processes import MINISGL, last_line, started, tree_cpu_s
+from ops.bench.prompts import Workload
 from pipeline.errors import MiniSGLError
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
 READY_TIMEOUT_S: Final = 600.0
-STOP_TIMEOUT_S: Final = 45.0
 SILENCE_TIMEOUT_S: Final = 600.0
 POLL_S: Final = 0.1
-TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 class SideFailed(MiniSGLError):
-    """One side of the comparison did not start, did not answer, or answered something else than was asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A text, the token ids that it is, and how many tokens shall follow it."""
-
-    text: str
-    ids: tuple[int, ...]
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests of which *concurrency* are under way at a time."""
-
-    prompts: tuple[Prompt, ...]
-    concurrency: int
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(prompt.output_tokens for prompt in self.prompts)
+    """A side did not start, did not answer, or gave another answer than was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one side made of a workload: all that was asked, in so long."""
+    """The result of a workload that one side completed."""
 
     duration_s: float
     output_tokens: int
     requests: list[dict[str, Any]] = field(default_factory=list)
-    """The measurements of each request, of a side that is asked one by one."""
+    """The figures of each request, if the side is a server."""
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -76,20 +53,20 @@ class Run:
 
 
 class Side(Protocol):
-    """One of the two that are compared."""
+    """One side of a comparison."""
 
     name: str
 
     def run(self, workload: Workload) -> Run:
-        """Do the whole of *workload*.
+        """Complete *workload*.
 
         Raises:
-            SideFailed: It did not, or did something else.
+            SideFailed: It did not, or it did something else.
         """
         ...
 
     def cpu_s(self) -> float | None:
-        """Return the CPU time that all its processes have used, None where they are not ours to see."""
+        """Return the CPU time of all its processes, or None if they run elsewhere."""
         ...
 
 
@@ -103,16 +80,16 @@ class Served:
         self._pid = pid
 
     def run(self, workload: Workload) -> Run:
-        """Send every prompt and see that it had as many tokens as it should; see `Side`."""
+        """Send every prompt and check the token counts; see `Side`."""
         measured = self.measure(workload)
         summary = report.summarize(measured)
         return Run(summary.duration_s, summary.output_tokens, report.requests_of(measured))
 
     def measure(self, workload: Workload) -> list[Measured]:
-        """As `run`, with what was measured of each request.
+        """As `run`, but return the measurements of each request.
 
         Raises:
-            SideFailed: A request failed, or prompt or answer had another number of tokens than was planned.
+            SideFailed: A request failed, or a prompt or answer has another number of tokens than planned.
         """
         measured = asyncio.run(self._send(workload))
         if failed := report.failures(measured):
@@ -123,7 +100,7 @@ class Served:
             if seen != expected:
                 raise SideFailed(
                     f"{self.name} at {self.url} counts {seen[0]} tokens in and {seen[1]} out where {expected[0]} and "
-                    f"{expected[1]} were asked: not the same tokenizer, or it does not heed ignore_eos"
+                    f"{expected[1]} were asked: it has another tokenizer, or ignores ignore_eos"
                 )
         return measured
 
@@ -143,10 +120,10 @@ class Served:
 
 
 def served_at(name: str, url: str) -> Served:
-    """Return the side that is a server at *url*, which somebody else has started.
+    """Return the running server at *url* as a side.
 
     Raises:
-        ServerRefused: It does not say which model it serves.
+        ServerRefused: It does not tell its model.
     """
 
     async def model() -> str:
@@ -161,35 +138,24 @@ def our_server(folder: Path, flags: Sequence[str]) -> Iterator[tuple[Served, flo
     """Run `minisgl serve` with *flags* on a free port, its data in *folder*; give it and its seconds to ready.
 
     Raises:
-        SideFailed: It ended, or was not ready in time; the message has the last it said.
+        SideFailed: It ended, or was not ready in time; the message has the last line of its output.
     """
     port = _free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, str(ROOT / "minisgl.py"), "serve", "--port", str(port), "--data-dir", str(folder)]
-    said = folder / "minisgl.log"
+    url, said = f"http://127.0.0.1:{port}", folder / "minisgl.log"
     began_s = time.perf_counter()
-    with said.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_environment(),
-        )
-    try:
+    command = [*MINISGL, "serve", "--port", str(port), "--data-dir", str(folder), *flags]
+    with started(command, said) as process:
         while not _is_ready(url):
             late = time.perf_counter() - began_s > READY_TIMEOUT_S
             if late or process.poll() is not None:
-                last = said.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-                raise SideFailed(f"minisgl serve {'was not ready' if late else 'ended'}; the last it said: {last[0]}")
+                why = "was not ready" if late else "ended"
+                raise SideFailed(f"minisgl serve {why}; its last line: {last_line(said)}")
             time.sleep(POLL_S)
         yield Served("minisgl", url, CHAT_PROMPT, "default", process.pid), time.perf_counter() - began_s
-    finally:
-        _end(process)
 
 
 class Transformers:
-    """`transformers` with a model of its own: many requests as one static batch, or one request after another."""
+    """transformers in its process: it computes many requests as one static batch, or one request after another."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.name = "transformers"
@@ -197,14 +163,14 @@ class Transformers:
         self.about = self._answer()
 
     def run(self, workload: Workload) -> Run:
-        """Generate for the whole batch if more than one request may be under way; see `Side`."""
+        """Generate for the whole batch if requests may be concurrent, else one by one; see `Side`."""
         question = {
             "ids": [prompt.ids for prompt in workload.prompts],
             "output_tokens": [prompt.output_tokens for prompt in workload.prompts],
             "batch": workload.concurrency > 1,
         }
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and no answer will come
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `_answer` says so
             self._process.stdin.write(orjson.dumps(question) + b"\n")
             self._process.stdin.flush()
         answer = self._answer()
@@ -214,7 +180,7 @@ class Transformers:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SideFailed(f"transformers ended with {self._process.wait()}; what it said is above")
+            raise SideFailed(f"transformers ended with {self._process.wait()}; its output is above")
         answer: dict[str, Any] = orjson.loads(line)
         return answer
 
@@ -225,25 +191,13 @@ class Transformers:
 
 @contextlib.contextmanager
 def transformers_process(folder: Path, dtype: str, num_threads: int) -> Iterator[Transformers]:
-    """Give transformers with the model of *folder* loaded, in a process of its own.
+    """Give transformers with the model of *folder* loaded.
 
     Raises:
-        SideFailed: It could not load it; it has said why.
+        SideFailed: It could not load the model; its output says why.
     """
-    command = [sys.executable, "-m", "ops.bench.peers", str(folder), dtype, str(num_threads)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), cwd=ROOT)
-    try:
+    with started([sys.executable, "-m", "ops.bench.peers", str(folder), dtype, str(num_threads)], None) as process:
         yield Transformers(process)
-    finally:
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # it reads the end of its questions and ends
-        _end(process)
-        process.stdout.close()
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
 
 
 def _free_port() -> int:
@@ -261,54 +215,11 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End *process* and wait for it; what it has started ends with it, or is killed."""
-    family = _descendants(process.pid)
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        for pid in (process.pid, *family):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-def tree_cpu_s(pid: int) -> float:
-    """Return the CPU time of process *pid* and of all below it."""
-    return sum(_stat(one)[1] for one in (pid, *_descendants(pid)))
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            children.setdefault(_stat(int(entry.name))[0], []).append(int(entry.name))
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found
-
-
-def _stat(pid: int) -> tuple[int, float]:
-    """Return the parent of a process and the CPU time that it used; of one that has ended (0, 0.0)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0, 0.0
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Be transformers: load `FOLDER DTYPE THREADS`, then answer questions until there are no more."""
+    """Load `FOLDER DTYPE THREADS` with transformers, then answer questions until stdin ends."""
     folder, dtype, num_threads = arguments
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not be taken for an answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's output is no answer
     import torch
     import transformers
 
@@ -316,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(int(num_threads))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)  # which also turns training off
     assert model.generation_config is not None
-    model.generation_config.eos_token_id = None  # an answer is as long as was asked
+    model.generation_config.eos_token_id = None  # an answer has exactly the length that was asked
     about = {"transformers": transformers.__version__, "torch": torch.__version__, "dtype": str(model.dtype)}
     answers.write(orjson.dumps(about) + b"\n")
     answers.flush()
@@ -332,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _generate(model: Any, batch: Sequence[tuple[Sequence[int], int]]) -> None:
-    """Generate greedily for a batch, padded on the left; it runs until the last of it has what was asked."""
+    """Generate greedily for a batch, padded on the left, until its longest answer is complete."""
     import torch
 
     longest = max(len(ids) for ids, _ in batch)

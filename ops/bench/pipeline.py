@@ -1,6 +1,7 @@
-"""`minisgl bench pipeline`: what the log and the web process cost. Commits in a tight loop, the real stages around an
-engine that computes nothing, the CPU time of the web process before them, and the bytes that a finished request leaves.
-No model, no GPU.
+"""`minisgl bench pipeline`: the cost of the log and of the web process, without a model or a GPU.
+
+It measures commits in a tight loop, the real stages around an engine that computes nothing, the CPU time of a web
+process before them, and the bytes that a finished request leaves.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ import redis
 import structlog
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
 from ops.bench import nonsense, report
-from ops.bench.pipeline_commits import COMMITS, Lives
+from ops.bench.pipeline_commits import COMMITS, LIMITS, Lives
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
-from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable
+from pipeline.flags import at_least, flag, parse_flags, seconds
 from pipeline.log.address import connect, without_password
 from pipeline.log.check import check_server
 from pipeline.log.redis import RedisLog
+from pipeline.log.replies import server_of as version_of
 from pipeline.names import Names
 from pipeline.process.redis_server import EmbeddedRedis
 
 ABOUT: Final = """\
 Measures the log and the web process, without a model: each commit in a tight loop; what tokenizer, log and detokenizer
-add to every step of an engine that computes nothing, against the same schedule in a plain loop; the CPU time of the web
-process for a streamed token and for a request; and how many bytes a finished request leaves.
+add to every step of an engine that computes nothing, compared with the same schedule in a plain loop; the CPU time of
+the web process per streamed token and per request; and the bytes that a finished request leaves.
 """
 PACKAGES: Final = ("redis", "hiredis", "pydantic", "orjson", "quart", "hypercorn")
 REMEMBERED_TOKENS: Final = 200
-"""Of the request whose bytes are counted."""
+"""Output tokens of the request that is weighed."""
 DEFAULT_STEP_S: Final = 0.01
 
 
@@ -50,7 +51,7 @@ class PipelineConfig:
     """What is measured, where, and how often."""
 
     redis_url: str = flag(
-        "--redis-url", default="", help="redis:// or unix:// URL; its keys there are removed again [an embedded one]"
+        "--redis-url", default="", help="redis:// or unix:// URL; the benchmark removes its keys [an embedded Redis]"
     )
     rows: tuple[int, ...] = flag(
         "--rows", default=(1, 16, 64, 256), parse=at_least(1), repeated=True, help="requests at once [1 16 64 256]"
@@ -60,32 +61,29 @@ class PipelineConfig:
         default=(1, 16, 64),
         parse=at_least(1),
         repeated=True,
-        help="the same, through the real stages [1 16 64]",
+        help="requests at once through the real stages [1 16 64]",
     )
-    samples: int = flag("--samples", default=200, parse=at_least(1), help="steps of a run, in the tight loop")
-    tokens: int = flag("--tokens", default=400, parse=at_least(8), help="tokens of a request, through the stages")
+    samples: int = flag("--samples", default=200, parse=at_least(1), help="steps per run, in the tight loop")
+    tokens: int = flag("--tokens", default=400, parse=at_least(8), help="tokens per request, through the stages")
     web_tokens: int = flag(
-        "--web-tokens",
-        default=1200,
-        parse=at_least(1),
-        help="tokens that the web process streams in a run, at least",
+        "--web-tokens", default=1200, parse=at_least(1), help="least tokens that the web process streams per run"
     )
     web_requests: int = flag(
         "--web-requests",
         default=400,
         parse=at_least(1),
-        help="requests of one token that it answers in a run, streamed and not",
+        help="requests of one token per run that the web process answers, as many streamed as not",
     )
     step_s: float = flag(
-        "--step-time", default=DEFAULT_STEP_S, parse=seconds, help="seconds of a step; steps of no time are tried too"
+        "--step-time", default=DEFAULT_STEP_S, parse=seconds, help="seconds per step; steps of 0 s are measured too"
     )
-    runs: int = flag("--runs", default=3, parse=at_least(1), help="runs, of which the medians are shown")
-    output: str = flag("--output", default="", help="file for the set-up and all figures, as JSON")
+    runs: int = flag("--runs", default=3, parse=at_least(1), help="runs; their medians are shown")
+    output: str = flag("--output", default="", help="write the set-up and all figures to this file, as JSON")
 
 
 @dataclass(frozen=True, slots=True)
 class CommitFigures:
-    """One commit with so many requests at once."""
+    """One commit at one number of concurrent requests."""
 
     commit: str
     rows: int
@@ -96,33 +94,33 @@ class CommitFigures:
 
 @dataclass(frozen=True, slots=True)
 class WayFigures:
-    """So many requests through all stages. Times are from step to step, in microseconds."""
+    """Requests through all stages. Times are from step to step, in microseconds."""
 
     rows: int
     step_us: float
-    """What the engine itself takes."""
+    """The engine's own time."""
     alone_us: Spread
     way_us: Spread
     added_per_step_us: float
-    """Of the means: what the log takes from the throughput."""
+    """Difference of the means: what the log costs in throughput."""
     added_p50_us: float
     added_per_token_us: float
     commit_us: Spread
-    """Of a step, in place: beside a running engine, tokenizer and detokenizer."""
+    """A step's commit beside a running engine, tokenizer and detokenizer."""
     runs: list[tuple[Spread, Spread, Spread]]
-    """alone_us, way_us and commit_us of each."""
+    """alone_us, way_us and commit_us of each run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebFigures:
-    """CPU time of the web process with so many requests at once: medians, and what each run took."""
+    """CPU time of the web process at one number of concurrent requests."""
 
     rows: int
     step_us: float
     median: WebTimes
     runs: list[WebTimes]
     rest_us_per_s: float
-    """What it took of a second at rest, which is subtracted from the others."""
+    """CPU time per second at rest; the other figures do not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +138,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Raises:
         ConfigError: The flags or the Redis cannot work; nothing was measured.
-        PipelineStuck: A stage did not do its part.
+        PipelineStuck: A stage made no progress.
     """
     (config,) = parse_flags("bench pipeline", [PipelineConfig], arguments, environment, about=ABOUT)
-    check(config)
+    report.check_can_write("--output", config.output)
+    if config.redis_url:
+        check_server(config.redis_url)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with redis_and_folder(config) as (url, folder), Console(stderr=True).status("starting") as status:
         server = server_of(url)
@@ -154,34 +154,21 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         finally:
             remove_keys(url, names)
     print_figures(commits, way, web, remembered, server)
-    if config.output:
-        shown = ["minisgl", "bench", "pipeline", *map(without_password, arguments)]
-        document = {
-            "setup": report.setup(shown, PACKAGES) | {"redis": server},
-            "options": options_of(config),
-            "commits": commits,
-            "way": way,
-            "web": web,
-            "finished_request": remembered,
-        }
-        report.write_json(Path(config.output), document)
+    document = {
+        "options": report.options_of(replace(config, redis_url=without_password(config.redis_url))),
+        "commits": commits,
+        "way": way,
+        "web": web,
+        "finished_request": remembered,
+    }
+    command = ["minisgl", "bench", "pipeline", *map(without_password, arguments)]
+    report.save(config.output, command, PACKAGES, document, redis=server)
     return 0
-
-
-def check(config: PipelineConfig) -> None:
-    """Refuse what would be found only after the measurement.
-
-    Raises:
-        ConfigError: The output cannot be written, or the Redis cannot hold a log.
-    """
-    report.check_can_write("--output", config.output)
-    if config.redis_url:
-        check_server(config.redis_url)
 
 
 @contextlib.contextmanager
 def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
-    """Give the URL of the Redis to use, and a folder with the random model; what is ours is gone afterwards."""
+    """Give the URL of the Redis to use and a folder with the random model; remove the folder afterwards."""
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as scratch, contextlib.ExitStack() as stack:
         folder = nonsense.ensure(Path(scratch))
         if config.redis_url:
@@ -192,14 +179,20 @@ def redis_and_folder(config: PipelineConfig) -> Iterator[tuple[str, Path]]:
         yield server.url, folder
 
 
+def _repeated(config: PipelineConfig, status: Status, what: str) -> Iterator[int]:
+    """Yield the number of each run, and show it."""
+    for run in range(1, config.runs + 1):
+        status.update(f"{what}, run {run} of {config.runs}")
+        yield run
+
+
 def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[CommitFigures]:
     """Time every commit at every number of rows."""
     figures = []
-    with contextlib.closing(RedisLog(url, names)) as log:
+    with contextlib.closing(RedisLog(url, names, LIMITS)) as log:
         for rows in config.rows:
             runs = []
-            for run in range(config.runs):
-                status.update(f"commits, {rows} rows, run {run + 1} of {config.runs}")
+            for _ in _repeated(config, status, f"commits, {rows} rows"):
                 with contextlib.closing(Lives(log, rows)) as lives:
                     runs.append(lives.times_us(config.samples))
             for commit in COMMITS:
@@ -212,7 +205,7 @@ def measure_commits(config: PipelineConfig, url: str, names: Names, status: Stat
 def measure_stages(
     config: PipelineConfig, url: str, names: Names, folder: Path, status: Status
 ) -> tuple[list[WayFigures], RememberedRequest, list[WebFigures]]:
-    """Start the stages and measure the way through them, and the web process before them."""
+    """Start the stages; measure the way through them, and the web process before them."""
     way = Way(url, names, folder)
     status.update("starting the stages")
     with way.stages():
@@ -226,11 +219,8 @@ def measure_way(config: PipelineConfig, way: Way, status: Status) -> list[WayFig
     figures = []
     for step_s in (0.0, config.step_s):
         for rows in config.way_rows:
-            runs = []
-            for run in range(config.runs):
-                status.update(f"stages, {rows} rows, step of {step_s:g} s, run {run + 1} of {config.runs}")
-                runs.append(way.run(rows, config.tokens, step_s))
-            figures.append(way_figures(rows, step_s, runs))
+            repeated = _repeated(config, status, f"stages, {rows} rows, step of {step_s:g} s")
+            figures.append(way_figures(rows, step_s, [way.run(rows, config.tokens, step_s) for _ in repeated]))
     return figures
 
 
@@ -241,23 +231,20 @@ def measure_web(config: PipelineConfig, way: Way, status: Status) -> list[WebFig
         status.update(f"starting the web process, step of {step_s:g} s")
         with way.engine(max(config.way_rows), config.tokens, step_s), web_process(way) as web:
             for rows in config.way_rows:
-                runs = []
-                for run in range(config.runs):
-                    status.update(f"web process, {rows} rows, step of {step_s:g} s, run {run + 1} of {config.runs}")
-                    runs.append(web.run(rows, config.tokens, config.web_tokens, config.web_requests))
+                repeated = _repeated(config, status, f"web process, {rows} rows, step of {step_s:g} s")
+                runs = [web.run(rows, config.tokens, config.web_tokens, config.web_requests) for _ in repeated]
                 figures.append(web_figures(rows, step_s, runs, web.rest_us_per_s))
     return figures
 
 
 def web_figures(rows: int, step_s: float, runs: Sequence[WebTimes], rest_us_per_s: float) -> WebFigures:
     """Return the medians of *runs*."""
-    median = WebTimes(*(statistics.median(getattr(run, name) for run in runs) for name in WebTimes.__slots__))
-    return WebFigures(rows, step_s * 1e6, median, list(runs), rest_us_per_s)
+    return WebFigures(rows, step_s * 1e6, WebTimes(*_medians(runs)), list(runs), rest_us_per_s)
 
 
 def way_figures(rows: int, step_s: float, runs: Sequence[WayTimes]) -> WayFigures:
     """Return the medians of *runs*."""
-    spreads = [tuple(map(spread_of, (run.alone_us, run.way_us, run.commits_us))) for run in runs]
+    spreads = [(spread_of(run.alone_us), spread_of(run.way_us), spread_of(run.commits_us)) for run in runs]
     alone, through, commit = (median_of(column) for column in zip(*spreads, strict=True))
     added_us = statistics.median(through.mean - alone.mean for alone, through, _ in spreads)
     return WayFigures(
@@ -269,23 +256,24 @@ def way_figures(rows: int, step_s: float, runs: Sequence[WayTimes]) -> WayFigure
         added_p50_us=statistics.median(through.p50 - alone.p50 for alone, through, _ in spreads),
         added_per_token_us=added_us / rows,
         commit_us=commit,
-        runs=[(alone, through, commit) for alone, through, commit in spreads],
+        runs=spreads,
     )
 
 
 def median_of(spreads: Sequence[Spread]) -> Spread:
-    """Return the median of each figure."""
-    return Spread(
-        count=min(spread.count for spread in spreads),
-        mean=statistics.median(spread.mean for spread in spreads),
-        p50=statistics.median(spread.p50 for spread in spreads),
-        p90=statistics.median(spread.p90 for spread in spreads),
-        p99=statistics.median(spread.p99 for spread in spreads),
-    )
+    """Return the median of each figure, and the smallest count."""
+    return replace(Spread(*_medians(spreads)), count=min(spread.count for spread in spreads))
+
+
+def _medians(runs: Sequence[Any]) -> list[Any]:
+    """Return the median of each field of dataclasses."""
+    return [
+        statistics.median(column) for column in zip(*(report.options_of(run).values() for run in runs), strict=True)
+    ]
 
 
 def remembered_request(url: str, names: Names, uid: str) -> RememberedRequest:
-    """Return what the history of a finished request takes."""
+    """Return the size of a finished request's history."""
     key = names.request(uid)
     with connect(url) as client:
         return RememberedRequest(
@@ -311,20 +299,14 @@ def remove_keys(url: str, namespace: str) -> None:
 
 
 def server_of(url: str) -> dict[str, Any]:
-    """Return which Redis it is."""
+    """Return a description of the Redis server."""
     with connect(url) as client:
         info = client.info()
         assert isinstance(info, dict)
-        kept = {
-            name: info.get(name) for name in ("redis_version", "os", "process_id", "aof_enabled", "io_threads_active")
-        }
-        return kept | {"over": "unix socket" if url.startswith("unix://") else "TCP"}
-
-
-def options_of(config: PipelineConfig) -> dict[str, Any]:
-    """Return every flag's value as it was used, but for the password in the URL."""
-    shown = replace(config, redis_url=without_password(config.redis_url))
-    return {name: getattr(shown, name) for name in PipelineConfig.__dataclass_fields__}
+        kept = ("redis_version", "os", "process_id", "aof_enabled", "io_threads_active")
+        named = dict(zip(("server", "version"), version_of(info), strict=True))
+        over = "unix socket" if url.startswith("unix://") else "TCP"
+        return named | {name: info.get(name) for name in kept} | {"over": over}
 
 
 def print_figures(
@@ -335,65 +317,59 @@ def print_figures(
     server: Mapping[str, Any],
 ) -> None:
     """Print the tables."""
-    console = Console(highlight=False)
-    console.print(commit_table(commits, f"Commits in a tight loop, Redis {server['redis_version']}, {server['over']}"))
-    console.print(
-        "p50 / p99 in us, and how many in a second. submit, tokenized and end are one request each, step and produced "
-        "all rows at once; a take brings up to 8.\n"
-    )
-    console.print(way_table(way))
-    console.print(
-        "Means from step to step in us: of an engine that computes nothing but waits, in a plain loop and with all "
-        "stages; what those add to a step (mean, p50) and to a token; p50 / p99 of the commit of a step meanwhile.\n"
-    )
-    console.print(web_table(web))
     rest_ms = statistics.median(item.rest_us_per_s for item in web) / 1000
-    console.print(
-        "User and system, in us: of a streamed token after the first; of a request of one token, streamed and not, on "
-        f"a connection that is there. What it takes at rest, {rest_ms:.1f} ms of a second, is not in it.\n"
-    )
-    console.print(
-        f"A finished request of {remembered.prompt_tokens} + {remembered.output_tokens} tokens leaves "
-        f"{remembered.history_bytes:,} bytes in Redis, {remembered.num_entries} entries, until its retention is over."
-    )
+    print(f"""\
+Commits in a tight loop, {server["server"]} {server["version"]}, {server["over"]}
+
+{commit_table(commits)}
+
+p50 / p99 in us, and commits per second. A submit, tokenized or end is one request, a step or produced is all rows; a
+take brings up to 8 requests.
+
+What the stages add to a step
+
+{way_table(way)}
+
+Mean times from step to step in us, of an engine that only waits: in a plain loop, and with all stages; what the stages
+add per step (mean, p50) and per token; p50 / p99 of the step's commit with all stages.
+
+CPU time of the web process
+
+{web_table(web)}
+
+User and system time in us: of a streamed token after the first; of a request of one token, streamed and not, on an open
+connection. The {rest_ms:.1f} ms per second that the process takes at rest are subtracted.
+
+A finished request of {remembered.prompt_tokens} + {remembered.output_tokens} tokens leaves \
+{remembered.history_bytes:,} bytes in Redis, {remembered.num_entries} entries, until its retention is over.""")
 
 
-def commit_table(commits: Sequence[CommitFigures], title: str) -> Table:
+def commit_table(commits: Sequence[CommitFigures]) -> str:
     """Return a row for each commit, a column for each number of rows."""
-    table = Table("commit", title=title)
-    for rows in dict.fromkeys(item.rows for item in commits):
-        table.add_column(f"{rows} rows" if rows > 1 else "1 row", justify="right")
-    for commit in COMMITS:
-        cells = (item for item in commits if item.commit == commit)
-        table.add_row(commit, *(f"{item.us.p50:,.0f} / {item.us.p99:,.0f}\n{item.per_s:,.0f}/s" for item in cells))
-    return table
+    cells = {(item.commit, item.rows): f"{_p50_p99(item.us)}, {item.per_s:,.0f}/s" for item in commits}
+    columns = dict.fromkeys(item.rows for item in commits)
+    header = ["commit", *(f"{rows} rows" if rows > 1 else "1 row" for rows in columns)]
+    return report.aligned([header, *([commit, *(cells[commit, rows] for rows in columns)] for commit in COMMITS)])
 
 
-def way_table(way: Sequence[WayFigures]) -> Table:
+def way_table(way: Sequence[WayFigures]) -> str:
     """Return a row for each number of rows and time of a step."""
-    table = Table(title="What the stages add to a step")
-    for name in ("rows", "wait", "loop", "stages", "+ step", "+ p50", "+ token", "commit"):
-        table.add_column(name, justify="right")
+    rows = [["rows", "wait", "loop", "stages", "+ step", "+ p50", "+ token", "commit"]]
     for item in way:
-        table.add_row(
-            f"{item.rows}",
-            f"{item.step_us:,.0f}",
-            f"{item.alone_us.mean:,.0f}",
-            f"{item.way_us.mean:,.0f}",
-            f"{item.added_per_step_us:+,.0f}",
-            f"{item.added_p50_us:+,.0f}",
-            f"{item.added_per_token_us:+,.1f}",
-            f"{item.commit_us.p50:,.0f} / {item.commit_us.p99:,.0f}",
-        )
-    return table
+        times = [f"{time_us:,.0f}" for time_us in (item.step_us, item.alone_us.mean, item.way_us.mean)]
+        added = [f"{item.added_per_step_us:+,.0f}", f"{item.added_p50_us:+,.0f}", f"{item.added_per_token_us:+,.1f}"]
+        rows.append([f"{item.rows}", *times, *added, _p50_p99(item.commit_us)])
+    return report.aligned(rows)
 
 
-def web_table(web: Sequence[WebFigures]) -> Table:
+def web_table(web: Sequence[WebFigures]) -> str:
     """Return a row for each number of rows and time of a step."""
-    table = Table(title="CPU time of the web process")
-    for name in ("rows", "wait", "token", "streamed request", "other request"):
-        table.add_column(name, justify="right")
+    rows = [["rows", "wait", "token", "streamed request", "other request"]]
     for item in web:
-        times = (item.median.token_us, item.median.stream_us, item.median.whole_us)
-        table.add_row(f"{item.rows}", f"{item.step_us:,.0f}", *(f"{time_us:,.0f}" for time_us in times))
-    return table
+        times = (item.step_us, item.median.token_us, item.median.stream_us, item.median.whole_us)
+        rows.append([f"{item.rows}", *(f"{time_us:,.0f}" for time_us in times)])
+    return report.aligned(rows)
+
+
+def _p50_p99(us: Spread) -> str:
+    return f"{us.p50:,.0f} / {us.p99:,.0f}"

@@ -1,7 +1,7 @@
-"""HTTP clients that cost little: they share their cores with the server, whose CPU time is what is measured.
+"""Cheap HTTP clients: they share their cores with the server that is measured.
 
-`python pipeline_clients.py PORT CONNECTIONS` connects and takes orders, a line of JSON each. It says "done" when all
-answers of an order have come whole, or else what was wrong, and ends. It imports nothing of ours.
+`python pipeline_clients.py PORT CONNECTIONS` connects and reads orders, a line of JSON each. It prints "done" when all
+answers of an order are complete; otherwise it prints the error and ends. It imports no other module of ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What each connection asks for, one request after the other."""
+    """The requests of each connection, one after the other."""
 
     prompt: str
     tokens: int
@@ -44,7 +44,7 @@ class Order:
 
 
 class Unanswered(Exception):
-    """An answer did not come, or is not what was asked for."""
+    """An answer is missing or wrong."""
 
 
 async def carry_out(order: Order, connections: Sequence[Connection]) -> None:
@@ -71,7 +71,7 @@ async def _ask(order: Order, connection: Connection) -> None:
 
 
 async def main(port: int, num_connections: int) -> int:
-    """Carry out what standard input orders, until there is no more; return the exit code."""
+    """Carry out the orders of standard input until it ends; return the exit code."""
     connections = [
         await asyncio.open_connection("127.0.0.1", port, limit=LARGEST_ANSWER) for _ in range(num_connections)
     ]

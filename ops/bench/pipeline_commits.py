@@ -1,9 +1,10 @@
-"""How long each commit takes in a tight loop: one client, one Redis, and nothing else to do."""
+"""Times of each commit in a tight loop: one client, one Redis, and no other work."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -18,19 +19,18 @@ from pipeline.events import (
     TokensProduced,
     new_uid,
 )
-from pipeline.log.protocol import Entry, Inbox, Owner, Produced, StreamLog
+from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits, StreamLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, slot_name, tokens_id
 
 COMMITS: Final = ("submit", "tokenized", "take", "step", "produced", "end")
 MOST_TAKEN: Final = 8
-"""As an engine takes them: a `take` brings so many requests at most."""
+"""Most requests per `take`, as in an engine."""
 STEPS_OF_A_LIFE: Final = 4
 PROMPT: Final = "A prompt of a usual length: thirty words or so, of which none matters here. " * 2
 PROMPT_IDS: Final = tuple(range(32))
 FRONTEND: Final = "web-0"
 LEASE_MS: Final = 600_000
-TIMEOUT_MS: Final = 600_000
-RETENTION_MS: Final = 2000
+LIMITS: Final = RequestLimits(timeout_s=600, retention_s=2, max_queued=sys.maxsize)
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Stopwatch:
 
 
 class Lives:
-    """Requests that live together: submitted, tokenized, taken, some steps for all of them at once, ended."""
+    """Requests that live at the same time: submitted, tokenized, taken, some steps together, ended."""
 
     def __init__(self, log: StreamLog, num_rows: int) -> None:
         self._log = log
@@ -64,12 +64,12 @@ class Lives:
         self._control_cursor = "0-0"
 
     def close(self) -> None:
-        """Give the slots back, for another number of rows."""
+        """Release the slots, for another number of rows."""
         for owner in (self._engine, self._detokenizer):
             self._log.release(owner)
 
     def times_us(self, num_samples: int) -> dict[str, list[float]]:
-        """Live until there are *num_samples* steps; return the times of each commit, of which some have more."""
+        """Run until there are *num_samples* steps; return the times of each commit."""
         self._live(Stopwatch())  # the scripts are loaded, the connection is open
         watch = Stopwatch()
         for _ in range(math.ceil(num_samples / STEPS_OF_A_LIFE)):
@@ -88,25 +88,24 @@ class Lives:
             watch.time(
                 "end",
                 lambda uid=uid: log.end(  # type: ignore[misc]  # bound at once
-                    uid, Cancelled(by="bench"), frontend=FRONTEND, retention_ms=RETENTION_MS
+                    uid, Cancelled(by="bench"), frontend=FRONTEND
                 ),
             )
         self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids, Stopwatch())
-        log.produced(self._detokenizer, self._read_step(), self._engine.slot, [], retention_ms=RETENTION_MS)
+        log.produced(self._detokenizer, self._read_step(), self._engine.slot, [])
 
     def _submit(self, uids: list[str], watch: Stopwatch) -> None:
         log = self._log
         submitted = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=SamplingParams())
-        options = {"timeout_ms": TIMEOUT_MS, "retention_ms": RETENTION_MS, "max_queued": 10 * self._num_rows}
         for uid in uids:
-            watch.time("submit", lambda uid=uid: log.submit(uid, submitted, **options))  # type: ignore[misc]
+            watch.time("submit", lambda uid=uid: log.submit(uid, [submitted]))  # type: ignore[misc]
         tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=slot_name(TOKENIZE, 0))
         consumer = slot_name(TOKENIZE, 0)
         for entry in log.read(self._submitted, consumer, max_entries=self._num_rows, block_ms=0):
             watch.time("tokenized", lambda entry=entry: log.tokenized(entry, tokenized))  # type: ignore[misc]
 
     def _take(self, watch: Stopwatch) -> list[str]:
-        """Return the entries of all requests."""
+        """Take all requests; return their entries."""
         log, ids = self._log, list[str]()
         while len(ids) < self._num_rows:
             taken = watch.time("take", lambda: log.take(self._engine, MOST_TAKEN, control_cursor=self._control_cursor))
@@ -123,7 +122,7 @@ class Lives:
         log, owner = self._log, self._detokenizer
         watch.time(
             "produced",
-            lambda: log.produced(owner, entry, self._engine.slot, produced, retention_ms=RETENTION_MS),
+            lambda: log.produced(owner, entry, self._engine.slot, produced),
         )
 
     def _commit_step(self, event: StepCompleted, ended: list[str], watch: Stopwatch) -> None:

@@ -1,7 +1,7 @@
-"""What the pipeline adds to the time of a token: the real stages around an engine that computes nothing.
+"""The time that the pipeline adds to a token: the real stages around an engine that computes nothing.
 
-The engine's loop with its courier, as it is served, runs in this process; tokenizer and detokenizer are processes of
-their own, as `minisgl serve` starts them. Beside it the same schedule drives the same engine in a plain loop.
+The engine's loop and its courier run in this process, exactly as they serve. Tokenizer and detokenizer are processes,
+as `minisgl serve` starts them. For comparison the same schedule drives the same engine in a plain loop.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import minisgl
+from ops.bench.processes import MINISGL, last_line, started
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams, StepCompleted, Submitted, new_uid
-from pipeline.log.protocol import Inbox, Owner, StepCommitted
+from pipeline.log.protocol import Inbox, Owner, RequestLimits, StepCommitted
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
 from pipeline.process.parent import SUPERVISOR_VARIABLE
@@ -29,29 +29,29 @@ from pipeline.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import LogThread
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.generate.worker import GenerateWorker
 
 PROMPT: Final = "A prompt of thirty-two letters!!"
 TOKEN: Final = 65
-"""What the engine says: the token of one letter, in the random model's tokenizer."""
+"""The engine's output: the token of one letter, in the random model's tokenizer."""
 VOCABULARY: Final = 256
 PAGE_SIZE: Final = 64
 FRONTEND: Final = "web-0"
 LEASE_MS: Final = 3000
-TIMEOUT_MS: Final = 600_000
-RETENTION_MS: Final = 10_000
+LIMITS: Final = RequestLimits(timeout_s=600, retention_s=10, max_queued=sys.maxsize)
 READY_TIMEOUT_S: Final = 60.0
 LONGEST_STEP_S: Final = 0.1
-"""Beyond the engine's own time; who is slower on average does not get on."""
+"""Beyond the engine's own time. A slower step, on average, counts as stuck."""
 
 
 class PipelineStuck(MiniSGLError):
-    """A stage did not do its part in time."""
+    """A stage made no progress in time."""
 
 
 class IdleEngine:
-    """A Forward that computes nothing, for *step_s* seconds, and notes when each step began."""
+    """A Forward that waits *step_s* seconds instead of computing, and keeps the time of each step."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -64,7 +64,7 @@ class IdleEngine:
         return Computed([TOKEN] * sum(row.sample is not None for row in plan.rows))
 
     def intervals_us(self, num_rows: int) -> list[float]:
-        """Return the times from one step to the next where both decoded *num_rows* requests and nothing else."""
+        """Return the times from one step to the next, if both decoded exactly *num_rows* requests."""
         full = [(rows, decodes) == (num_rows, num_rows) for _, rows, decodes in self._began]
         return [
             (self._began[index + 1][0] - self._began[index][0]) * 1e6
@@ -74,32 +74,23 @@ class IdleEngine:
 
 
 class TimedLog(RedisLog):
-    """The log of an engine, which notes how long each step takes to commit."""
+    """An engine's log that keeps how long each step takes to commit."""
 
     def __init__(self, url: str, names: Names) -> None:
         super().__init__(url, names)
         self.steps_us: list[tuple[int, float]] = []
-        """Number of rows, and time."""
+        """(number of rows, time) of each step."""
 
-    def step(
-        self,
-        owner: Owner,
-        number: int,
-        event: StepCompleted,
-        *,
-        ended: Sequence[str],
-        control_cursor: str,
-        lease_ms: int,
-    ) -> StepCommitted:
+    def step(self, owner: Owner, number: int, event: StepCompleted, **options: Any) -> StepCommitted:
         began_s = time.perf_counter()
-        done = super().step(owner, number, event, ended=ended, control_cursor=control_cursor, lease_ms=lease_ms)
+        done = super().step(owner, number, event, **options)
         self.steps_us.append((len(event.rows), (time.perf_counter() - began_s) * 1e6))
         return done
 
 
 @dataclass(frozen=True, slots=True)
 class WayTimes:
-    """One run of so many requests at once; times of the steps in which all of them decoded, in microseconds."""
+    """One run: times of the steps in which all requests decoded, in microseconds."""
 
     alone_us: list[float]
     way_us: list[float]
@@ -122,18 +113,19 @@ class Way:
     """The stages around an engine, on one Redis and in one namespace."""
 
     def __init__(self, url: str, names: Names, folder: Path) -> None:
-        """*folder* holds the random model and takes what the stages print."""
+        """*folder* is the random model; the stages' output goes there too."""
         self._url = url
         self._names = names
         self._folder = folder
-        self._log = RedisLog(url, names)
+        self._output = folder / "stages.log"
+        self._log = RedisLog(url, names, LIMITS)
 
     @contextlib.contextmanager
     def stages(self) -> Iterator[None]:
         """Run a tokenizer and a detokenizer until the block ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._log.close)
-            with self._place():  # the tokenizer waits for an engine, which says how long a prompt may be
+            with self._place():  # the tokenizer waits for an engine, which tells the context length
                 for stage in (TOKENIZE, DETOKENIZE):
                     stack.enter_context(self._started(stage, "--model", str(self._folder)))
                 self._until(lambda: all(self._is_ready(stage) for stage in (TOKENIZE, DETOKENIZE)), READY_TIMEOUT_S)
@@ -141,10 +133,10 @@ class Way:
 
     @contextlib.contextmanager
     def worker(self, stage: str, *flags: str, fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
-        """Run one more worker until the block ends; give it once it is ready.
+        """Run one more worker until the block ends; give it when it is ready.
 
         Raises:
-            PipelineStuck: It is not.
+            PipelineStuck: It does not become ready.
         """
         with self._started(stage, *flags, fds=fds) as process:
             self._until(lambda: self._is_ready(stage), READY_TIMEOUT_S)
@@ -152,16 +144,16 @@ class Way:
 
     @contextlib.contextmanager
     def engine(self, num_rows: int, num_tokens: int, step_s: float) -> Iterator[None]:
-        """Run the loop of an engine until the block ends, with room for so many requests of so many tokens."""
+        """Run an engine's loop until the block ends, with room for *num_rows* requests of *num_tokens* tokens."""
         engine = IdleEngine(step_s)
         with self._engine_place() as (place, log), self._loop(place, log, engine, num_rows, num_tokens):
             yield
 
     def run(self, num_rows: int, num_tokens: int, step_s: float) -> WayTimes:
-        """Bring *num_rows* requests of *num_tokens* tokens through all stages.
+        """Send *num_rows* requests of *num_tokens* tokens through all stages.
 
         Raises:
-            PipelineStuck: They did not all end.
+            PipelineStuck: Not all of them ended.
         """
         alone_us = step_times_alone(num_rows, num_tokens, step_s)
         engine = IdleEngine(step_s)
@@ -173,13 +165,13 @@ class Way:
                     READY_TIMEOUT_S + num_tokens * (step_s + LONGEST_STEP_S),
                 )
                 if self._log.alive(uids):
-                    raise PipelineStuck(f"the engine's loop has ended; see {self._folder / 'stages.log'}")
+                    raise PipelineStuck(f"the engine's loop has ended; see {self._output}")
         commits_us = [time_us for rows, time_us in log.steps_us if rows == num_rows]
         return WayTimes(alone_us, engine.intervals_us(num_rows), commits_us, uids)
 
     @contextlib.contextmanager
     def _engine_place(self) -> Iterator[tuple[SlotLease, TimedLog]]:
-        """Hold the engine's slot, with a log for its loop and all streams that it reads."""
+        """Hold the engine's slot; create its streams and the log for its loop."""
         log = TimedLog(self._url, self._names)
         with contextlib.closing(log), self._place() as place:
             for inbox in (Inbox.tokenized(log.names), Inbox.steps(log.names, place.owner.slot)):
@@ -191,23 +183,23 @@ class Way:
         self, place: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
     ) -> Iterator[threading.Thread]:
         schedule = _schedule(num_rows, num_tokens, place.owner.slot, place.owner.epoch)
-        courier = LogThread(log, place.owner, lease_ms=LEASE_MS, retention_ms=RETENTION_MS, came_round=place.came_round)
+        courier = LogThread(log, place.owner, lease_ms=LEASE_MS, came_round=place.came_round)
         with _running(GenerateWorker(engine, schedule, courier, place), courier) as thread:
             yield thread
 
     def _submit(self, num_rows: int, num_tokens: int) -> list[str]:
-        """Submit requests and wait until all are tokenized, so that they decode together."""
+        """Submit requests and wait until all are tokenized, so that they start together."""
         self._log.open_replies(FRONTEND)
         event = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=_sampling(num_tokens))
         uids = [new_uid() for _ in range(num_rows)]
         for uid in uids:
-            self._log.submit(uid, event, timeout_ms=TIMEOUT_MS, retention_ms=RETENTION_MS, max_queued=10 * num_rows)
+            self._log.submit(uid, [event])
         self._until(lambda: self._log.backlog(Inbox.tokenized(self._names)) == num_rows, READY_TIMEOUT_S)
         return uids
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[SlotLease]:
-        """Hold the engine's slot, under a new epoch each time."""
+        """Hold the engine's slot, each time under a new epoch."""
         with contextlib.closing(self._log.another()) as lease_log:
             place = SlotLease(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
             try:
@@ -217,24 +209,12 @@ class Way:
             finally:
                 place.leave()
 
-    @contextlib.contextmanager
-    def _started(self, stage: str, *flags: str, fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
-        assert minisgl.__file__ is not None
-        command = [sys.executable, minisgl.__file__, "stage", stage, "--slot", "0", *flags]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
-        with (self._folder / "stages.log").open("ab") as output:
-            process = subprocess.Popen(
-                [*command, "--namespace", self._names.namespace],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=kept | {"MINISGL_REDIS_URL": self._url, SUPERVISOR_VARIABLE: str(os.getpid())},
-                pass_fds=fds,
-            )
-        try:
-            yield process
-        finally:
-            _end(process)
+    def _started(
+        self, stage: str, *flags: str, fds: Sequence[int] = ()
+    ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+        command = [*MINISGL, "stage", stage, "--slot", "0", *flags, "--namespace", self._names.namespace]
+        environment = {"MINISGL_REDIS_URL": self._url, SUPERVISOR_VARIABLE: str(os.getpid())}
+        return started(command, self._output, environment=environment, fds=fds)
 
     def _is_ready(self, stage: str) -> bool:
         return any(status.phase == "ready" for status in read_statuses(self._log, stage))
@@ -243,9 +223,8 @@ class Way:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline_s:
-                words = (self._folder / "stages.log").read_text(errors="replace").strip().splitlines()[-1:]
-                raise PipelineStuck(f"a stage did not do its part within {timeout_s:.0f} s; {' '.join(words)}")
-            time.sleep(0.02)  # seldom enough to take nothing from what is measured
+                raise PipelineStuck(f"a stage is stuck for {timeout_s:.0f} s; its last line: {last_line(self._output)}")
+            time.sleep(0.02)  # rare enough not to disturb the measurement
 
 
 @contextlib.contextmanager
@@ -287,12 +266,3 @@ def _schedule(num_rows: int, num_tokens: int, slot: str, epoch: int) -> Schedule
 
 def _sampling(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

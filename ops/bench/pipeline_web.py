@@ -1,7 +1,7 @@
-"""What the web process costs: its own CPU time for a streamed token and for a request, over real HTTP.
+"""The CPU time of the web process per streamed token and per request, over real HTTP.
 
-The web process is the one that `minisgl serve` starts, behind it the real stages of `pipeline_way`. Its clients are a
-process of their own. What it takes at rest is measured first, and is not counted as anybody's.
+The web process is the one that `minisgl serve` starts, with the real stages of `pipeline_way` behind it. Its clients
+are another process. Its CPU time at rest is measured first, and subtracted.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from typing import Final
 from ops.bench import pipeline_clients
 from ops.bench.pipeline_clients import DONE, Order
 from ops.bench.pipeline_way import PROMPT, PipelineStuck, Way
+from ops.bench.processes import started
 from pipeline.names import WEB
 from web.listener import open_listener
 
 REST_S: Final = 2.0
-"""How long it is watched at rest."""
+"""How long it is measured at rest."""
 WARM_UP: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
 class WebTimes:
-    """One run with so many requests at once: CPU time of the web process, in microseconds."""
+    """CPU time of the web process in one run, in microseconds."""
 
     token_us: float
-    """Of a streamed token after the first one."""
+    """Per streamed token after the first one."""
     stream_us: float
-    """Of a streamed request, its first token included."""
+    """Per streamed request of one token."""
     whole_us: float
-    """Of a request of one token that is not streamed."""
+    """Per request of one token that is not streamed."""
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU time of a process, user and system, of all its threads: /proc has it in steps of 10 ms only."""
+    """Return the user and system CPU time of a process with all its threads; /proc has it only in steps of 10 ms."""
     return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3), as Linux numbers these clocks
 
 
 class WebProcess:
-    """A web process, and how much CPU time it took."""
+    """A running web process and its CPU time."""
 
     def __init__(self, pid: int, port: int) -> None:
         self._pid = pid
@@ -51,16 +52,16 @@ class WebProcess:
         self.rest_us_per_s = 0.0
 
     def watch_at_rest(self) -> None:
-        """Measure what it takes while nobody sends anything."""
+        """Measure the CPU time without requests."""
         began_s, before_s = time.monotonic(), cpu_s(self._pid)
         time.sleep(REST_S)
         self.rest_us_per_s = (cpu_s(self._pid) - before_s) * 1e6 / (time.monotonic() - began_s)
 
     def run(self, num_rows: int, num_tokens: int, all_tokens: int, num_requests: int) -> WebTimes:
-        """Send *num_requests* of one token, as many streamed, and streams of *num_tokens* each, *all_tokens* together.
+        """Send *num_requests* of one token, as many streamed, and long streams of *all_tokens* together.
 
         Raises:
-            PipelineStuck: An answer did not come, or is none.
+            PipelineStuck: An answer is missing or wrong.
         """
         each = -(-num_requests // num_rows)
         long_ones = -(-all_tokens // (num_rows * num_tokens))
@@ -73,11 +74,12 @@ class WebProcess:
         return WebTimes((long_us - stream_us) / (num_tokens - 1), stream_us, whole_us)
 
     def _took_us(self, clients: subprocess.Popen[bytes], num_rows: int, order: Order) -> float:
-        """Return the CPU time of one request of *order*."""
+        """Return the CPU time per request of *order*."""
         assert clients.stdin is not None and clients.stdout is not None
         began_s, before_s = time.monotonic(), cpu_s(self._pid)
-        with contextlib.suppress(BrokenPipeError):  # what they said last is read below
+        with contextlib.suppress(BrokenPipeError):  # their last line is read below
             clients.stdin.write(order.line)
+            clients.stdin.flush()
         said = clients.stdout.readline().decode(errors="replace").strip()
         if said != DONE:
             raise PipelineStuck(f"the web process did not answer: {said or 'the clients have ended'}")
@@ -87,7 +89,7 @@ class WebProcess:
 
 @contextlib.contextmanager
 def web_process(way: Way) -> Iterator[WebProcess]:
-    """Run a web process before the stages of *way*, whose engine runs, until the block ends."""
+    """Run a web process before the stages of *way* until the block ends; the engine must run."""
     with contextlib.ExitStack() as stack:
         with open_listener("127.0.0.1", 0) as listener:
             port, fd = listener.getsockname()[1], listener.fileno()
@@ -97,8 +99,5 @@ def web_process(way: Way) -> Iterator[WebProcess]:
         yield web
 
 
-@contextlib.contextmanager
-def _clients(port: int, num_connections: int) -> Iterator[subprocess.Popen[bytes]]:
-    program = [sys.executable, "-P", pipeline_clients.__file__, str(port), str(num_connections)]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
-        yield process  # it ends with its input
+def _clients(port: int, num_connections: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    return started([sys.executable, "-P", pipeline_clients.__file__, str(port), str(num_connections)], None)

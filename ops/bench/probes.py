@@ -1,8 +1,7 @@
-"""What this machine can do, measured on the spot: bytes read per second, and multiplications of matrices per second.
+"""The limits of this machine, measured: bytes read per second, and matrix operations per second.
 
-Each probe tries several methods, each of which is best somewhere, and the best one is the machine's limit. They go
-round enough distinct buffers that no cache holds what comes next, with as many threads as the engine has. They know
-nothing of a model.
+Each probe tries several methods, because no method is the fastest everywhere; the fastest is the machine's limit. The
+methods go round so many buffers that no cache holds the next one, with the engine's number of threads.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from stages.generate.model.layers.linear import Linear, can_pack, pack
 MIB: Final = 2**20
 NUM_BUFFERS: Final = 8
 LEAST_BYTES: Final = 512 * MIB
-"""Of all buffers together, and at least eight times what the largest cache says that it holds."""
+"""Bytes of all buffers together; more if that is less than eight times the largest cache."""
 GEMM_SIZE: Final = 2048
 """Rows and columns of a weight."""
 GEMM_TOKENS: Final = 512
 ROUNDS: Final = 3
-"""Of which the best counts: others may use the machine as well."""
+"""The best round counts: other programs may use the machine, too."""
 
 Method: TypeAlias = Callable[[int], object]
 """Works on buffer number i."""
@@ -41,7 +40,7 @@ Method: TypeAlias = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What one method reached."""
+    """The result of one method."""
 
     method: str
     per_s: float
@@ -54,9 +53,9 @@ def best(rates: Sequence[Rate]) -> Rate:
 
 
 def read_bandwidth(device: torch.device, threads: int, *, total_bytes: int = 0) -> list[Rate]:
-    """Return the bytes that each method moves per second; a copy reads and writes, and both are counted.
+    """Return the bytes that each method moves per second; a copy counts as reading and writing.
 
-    *total_bytes* 0: enough for this machine's caches.
+    *total_bytes* 0 means enough for this machine's caches.
     """
     size = (total_bytes or max(LEAST_BYTES, 8 * largest_cache_bytes())) // NUM_BUFFERS // 4
     with using_threads(threads), ThreadPoolExecutor(threads) as pool:
@@ -91,7 +90,7 @@ def gemm_rate(
 ) -> list[Rate]:
     """Return the operations per second of a linear layer over *tokens* rows, plain and packed, in *dtype* and float32.
 
-    A method that this machine does not have is left out.
+    Methods that this machine lacks are left out.
     """
     rates = []
     with using_threads(threads):
@@ -114,7 +113,7 @@ def _multiply(linears: Sequence[Linear], x_TI: Tensor, index: int) -> Tensor:
 
 
 def _seconds(method: Method, device: torch.device) -> float:
-    """Return the seconds for one buffer: of the best round over all of them, after one that warms up."""
+    """Return the seconds per buffer of the best round, after a warm-up round."""
     best_s = float("inf")
     for number in range(1 + ROUNDS):
         began_s = time.perf_counter()
@@ -129,7 +128,7 @@ def _seconds(method: Method, device: torch.device) -> float:
 
 @contextlib.contextmanager
 def using_threads(threads: int) -> Iterator[None]:
-    """Give torch *threads* threads in this one until the block ends."""
+    """Let torch use *threads* threads until the block ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -139,7 +138,7 @@ def using_threads(threads: int) -> Iterator[None]:
 
 
 def largest_cache_bytes() -> int:
-    """Return the size of the CPU's largest cache, as Linux tells it; 0 where nobody does."""
+    """Return the size of the CPU's largest cache, by Linux; 0 if it is unknown."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

@@ -1,4 +1,4 @@
-"""What was measured, as figures, a table, JSON and a picture. Sends nothing."""
+"""Measurements as figures, tables, JSON and a plot. Sends nothing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pipeline.errors import ConfigError
 
 SECRETS: Final = ("--api-key",)
 LATE_MS: Final = 20.0
-"""Half the requests later than this, or one in a hundred later than five times this: the schedule was not kept."""
+"""The schedule was missed if half of the requests were later than this, or one in a hundred five times later."""
 KINDS_OF_FAILURE_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a measurement is spread; all 0 where there is none."""
+    """Mean and percentiles of a measurement; all 0 without values."""
 
     count: int
     mean: float
@@ -39,7 +39,7 @@ class Spread:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Return the mean and the percentiles of *values*, interpolated between neighbours."""
+    """Return mean and percentiles of *values*; percentiles are interpolated."""
     if not values:
         return Spread(0, 0.0, 0.0, 0.0, 0.0)
     p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
@@ -52,14 +52,14 @@ def ttft_ms(answer: Answer) -> float:
 
 
 def tpot_ms(answer: Answer) -> float | None:
-    """Time per token after the first; there is none in an answer of one token."""
+    """Time per token after the first; None if the answer has one token."""
     if answer.output_tokens < 2:
         return None
     return (answer.content_s[-1] - answer.content_s[0]) * 1000 / (answer.output_tokens - 1)
 
 
 def itl_ms(answer: Answer) -> list[float]:
-    """Gaps between the chunks that bring text."""
+    """Times between chunks with text."""
     return [(later - earlier) * 1000 for earlier, later in pairwise(answer.content_s)]
 
 
@@ -70,13 +70,13 @@ def e2e_ms(answer: Answer) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request must keep to be good: `ttft`, `tpot` or `e2e` of at most so many milliseconds."""
+    """A limit that good requests keep: `ttft`, `tpot` or `e2e` of at most *most_ms*."""
 
     name: str
     most_ms: float
 
     def holds(self, answer: Answer) -> bool:
-        """Say whether *answer* keeps it; an answer of one token has no time per token to keep."""
+        """Say whether *answer* keeps the limit; an answer of one token keeps every `tpot`."""
         value = {"ttft": ttft_ms, "tpot": tpot_ms, "e2e": e2e_ms}[self.name](answer)
         return value is None or value <= self.most_ms
 
@@ -86,7 +86,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run in figures. Throughput counts what answers brought that are whole, over the time of all requests."""
+    """The figures of one run. Throughput: tokens of complete answers over the time of all requests."""
 
     num_requests: int
     num_failed: int
@@ -106,12 +106,12 @@ class Summary:
     output_tokens_per_s: float
     total_tokens_per_s: float
     good_share: float
-    """Of all requests that were to be sent; what failed is not good."""
+    """Share of all planned requests; a failed request is not good."""
     good_per_s: float
 
 
 def summarize(measured: Sequence[Measured], objectives: Sequence[Objective] = ()) -> Summary:
-    """Return the figures of a run, which has at least one request."""
+    """Return the figures of a run of at least one request."""
     whole = [one for one in measured if not one.answer.error]
     answers = [one.answer for one in whole]
     started_s = min(one.answer.sent_s for one in measured)
@@ -144,7 +144,7 @@ def summarize(measured: Sequence[Measured], objectives: Sequence[Objective] = ()
 
 
 def planned_prompt_tokens(measured: Sequence[Measured]) -> int:
-    """Return how many prompt tokens the whole answers should have had: a turn has all before it in its prompt."""
+    """Return the planned prompt tokens of complete answers: a turn's prompt holds all turns before it."""
     total = before = 0
     for one in measured:  # in the order of their sessions and turns
         if one.turn == 0:
@@ -156,25 +156,26 @@ def planned_prompt_tokens(measured: Sequence[Measured]) -> int:
 
 
 def failures(measured: Sequence[Measured]) -> str:
-    """Return in one line how many requests failed and what they said; empty where none did."""
-    errors = Counter(one.answer.error for one in measured if one.answer.error)
-    if not errors:
-        return ""
-    kinds = [f"{count}x {error}" for error, count in errors.most_common(KINDS_OF_FAILURE_SHOWN)]
-    more = len(errors) - len(kinds)
-    return (
-        f"{errors.total()} of {len(measured)} requests failed: {'; '.join(kinds)}"
-        f"{f'; and {more} other errors' if more else ''}"
-    )
+    """Return in one line how many requests failed and why; empty if none did."""
+    errors = [one.answer.error for one in measured if one.answer.error]
+    return f"{len(errors)} of {len(measured)} requests failed: {most_common(errors)}" if errors else ""
+
+
+def most_common(errors: Sequence[str]) -> str:
+    """Return how often the most common of *errors* came, and how many other kinds there are; empty without errors."""
+    counts = Counter(errors)
+    kinds = [f"{count}x {error}" for error, count in counts.most_common(KINDS_OF_FAILURE_SHOWN)]
+    more = len(counts) - len(kinds)
+    return "; ".join([*kinds, *([f"and {more} other errors"] if more else [])])
 
 
 def kept_schedule(lag_ms: Spread) -> bool:
-    """Say whether requests were sent when they were due."""
+    """Say whether requests were sent on time."""
     return lag_ms.p50 <= LATE_MS and lag_ms.p99 <= 5 * LATE_MS
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return *rows* as lines: the first column to the left, the others to the right."""
+    """Return *rows* as lines, the first column left-aligned and the others right-aligned."""
     widths = [max(len(row[place]) for row in rows if place < len(row)) for place in range(max(map(len, rows)))]
     lines = []
     for row in rows:
@@ -184,7 +185,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(summary: Summary, objectives: Sequence[Objective], *, scheduled: bool) -> str:
-    """Return the figures for people."""
+    """Return the figures as a table."""
     times = (
         ("time to first token, ms", summary.ttft_ms),
         ("time per token after it, ms", summary.tpot_ms),
@@ -198,7 +199,7 @@ def table(summary: Summary, objectives: Sequence[Objective], *, scheduled: bool)
     whole = summary.num_requests - summary.num_failed
     lines = [
         aligned(rows),
-        f"A chunk brings text, of {summary.tokens_per_chunk:.2f} tokens on average; tokens are those of `usage`.",
+        f"A chunk has {summary.tokens_per_chunk:.2f} tokens on average; tokens are counted from `usage`.",
         "",
         aligned(
             [
@@ -206,9 +207,9 @@ def table(summary: Summary, objectives: Sequence[Objective], *, scheduled: bool)
                 ("total tokens/s", f"{summary.total_tokens_per_s:,.1f}"),
                 ("requests/s", f"{summary.requests_per_s:,.2f}"),
                 ("seconds", f"{summary.duration_s:,.1f}"),
-                ("whole answers", f"{whole:,} of {summary.num_requests:,}"),
+                ("complete answers", f"{whole:,} of {summary.num_requests:,}"),
                 ("prompt tokens", f"{summary.prompt_tokens:,} ({summary.planned_prompt_tokens:,} planned)"),
-                ("  of them cached", f"{summary.cached_tokens:,}"),
+                ("  cached", f"{summary.cached_tokens:,}"),
                 ("output tokens", f"{summary.output_tokens:,} ({summary.planned_output_tokens:,} planned)"),
             ]
         ),
@@ -218,14 +219,16 @@ def table(summary: Summary, objectives: Sequence[Objective], *, scheduled: bool)
         lines.append(f"\ngood ({named}): {summary.good_share:.1%} of the requests, {summary.good_per_s:,.2f} a second")
     if scheduled:
         lag = summary.lag_ms
-        lines.append(f"sent after they were due: p50 {lag.p50:.1f} ms, p99 {lag.p99:.1f} ms")
+        lines.append(f"sent late by: p50 {lag.p50:.1f} ms, p99 {lag.p99:.1f} ms")
         if not kept_schedule(lag):
-            lines.append("The schedule was not kept: the sender had no time. Send less, or from another machine.")
+            lines.append(
+                "The schedule was not kept: the sender had no time. Send fewer requests, or send from another machine."
+            )
     return "\n".join(lines)
 
 
 def setup(arguments: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """Return where and with what something was measured; secrets of the command line are left out."""
+    """Return the command line without secrets, the machine, and the versions of *packages*."""
     return {
         "command": without_secrets(arguments),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -238,7 +241,7 @@ def setup(arguments: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Return *arguments* with the values of secret flags replaced."""
+    """Return *arguments* with the values of secret flags hidden."""
     shown, hide = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
@@ -259,7 +262,7 @@ def _version(package: str) -> str:
 
 
 def cpu_model() -> str:
-    """Return the name of the CPU, as far as the system tells."""
+    """Return the name of the CPU, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -273,7 +276,7 @@ def num_cores() -> int:
 
 
 def requests_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return every request as it goes into the JSON: times in ms, from the first sending on."""
+    """Return every request for the JSON: times in ms, from the first sending on."""
     start_s = min(one.answer.sent_s for one in measured)
     return [_request(one, start_s) for one in measured]
 
@@ -303,31 +306,45 @@ def _request(one: Measured, start_s: float) -> dict[str, Any]:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write *document* for people and programs alike."""
-    path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2, default=_as_json) + b"\n")
+    """Write *document*; a dataclass with a text form of its own, such as a Span, becomes text."""
+    option = orjson.OPT_INDENT_2 | orjson.OPT_PASSTHROUGH_DATACLASS
+    path.write_bytes(orjson.dumps(document, option=option, default=_as_json) + b"\n")
 
 
 def _as_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value).__str__ is object.__str__:
+        return options_of(value)
     return str(value)
 
 
+def options_of(*configs: Any) -> dict[str, Any]:
+    """Return the fields of dataclasses: every flag's value, as it was used."""
+    return {item.name: getattr(config, item.name) for config in configs for item in dataclasses.fields(config)}
+
+
+def save(
+    path: str, command: Sequence[str], packages: Sequence[str], document: Mapping[str, Any], **more_setup: Any
+) -> None:
+    """Write the set-up and *document* to *path*, if there is one."""
+    if path:
+        write_json(Path(path), {"setup": setup(command, packages) | more_setup, **document})
+
+
 def check_can_write(flag: str, path: str) -> None:
-    """Refuse a file that cannot be written once everything has been measured.
+    """Check that the file can be written, before anything is measured.
 
     Raises:
-        ConfigError: It lies in no folder, or is one.
+        ConfigError: Its folder does not exist, or it is a folder.
     """
     if path and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
         raise ConfigError(f"{flag} {path}: not a file in a folder that exists; make the folder, or pass another path")
 
 
 def check_can_plot(path: str) -> None:
-    """Refuse a picture that cannot be drawn.
+    """Check that the plot can be drawn, before anything is measured.
 
     Raises:
-        ConfigError: There is no matplotlib, or the file cannot be written.
+        ConfigError: matplotlib is missing, or the file cannot be written.
     """
     check_can_write("--plot", path)
     if path and importlib.util.find_spec("matplotlib") is None:
@@ -337,7 +354,7 @@ def check_can_plot(path: str) -> None:
 
 
 def plot(path: Path, measured: Sequence[Measured], title: str) -> None:
-    """Draw how latencies are spread, and output tokens/s over time; at least one answer is whole."""
+    """Draw the latencies and the output tokens/s over time; at least one answer is complete."""
     from matplotlib.figure import Figure
 
     answers = [one.answer for one in measured if not one.answer.error]
@@ -350,7 +367,7 @@ def plot(path: Path, measured: Sequence[Measured], title: str) -> None:
     ):
         if values:
             latency.step(np.sort(values), np.arange(1, len(values) + 1) / len(values), where="post", label=name)
-    latency.set(xscale="log", xlabel="ms", ylabel="share that took at most so long", ylim=(0, 1.02))
+    latency.set(xscale="log", xlabel="ms", ylabel="share of requests, or of gaps", ylim=(0, 1.02))
     latency.grid(alpha=0.3)
     latency.legend(loc="best")
     starts_s, tokens_per_s = tokens_over_time(answers)
@@ -361,7 +378,7 @@ def plot(path: Path, measured: Sequence[Measured], title: str) -> None:
 
 
 def tokens_over_time(answers: Sequence[Answer], num_bins: int = 60) -> tuple[list[float], list[float]]:
-    """Return the start of each span of time and the output tokens/s in it; chunks of an answer count alike."""
+    """Return the start of each interval and its output tokens/s; all chunks of an answer have equally many tokens."""
     start_s = min(answer.sent_s for answer in answers)
     end_s = max(answer.ended_s for answer in answers)
     came_s = [came_s - start_s for answer in answers for came_s in answer.content_s]

@@ -1,4 +1,4 @@
-"""`minisgl bench serve`: any OpenAI server under load. Checks, plans and reports; how it is sent, `load` knows."""
+"""`minisgl bench serve`: any OpenAI server under load. Checks, plans and reports; `load` sends."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ops.bench import datasets, report
-from ops.bench.datasets import Session, Span, Writer
+from ops.bench.datasets import Session, Span, Writer, length_flag
 from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Client, Form, Load, Measured, ServerRefused, calibrate
 from ops.bench.report import Objective
-from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import ConfigError
+from pipeline.flags import at_least, flag, parse_flags, seconds
 
 ABOUT: Final = """\
-Measures an OpenAI server under load: under a fixed concurrency (--concurrency), with random arrivals (--rate), or at
-the times of a trace. Tokens are counted from `usage`, never from chunks. Time to first token: from sending to the first
-text. Time per token: from the first text to the last, over the tokens but one. Between chunks: a chunk may bring
-several tokens. Exits with 1 when a request failed, after the figures of those that did not.
+Measures an OpenAI server under load: with a fixed concurrency (--concurrency), random arrivals (--rate), or the times
+of a trace. Tokens are counted from `usage`, never from chunks: a chunk may hold several. Time to first token: from
+sending to the first text. Time per token: from the first text to the last, divided by the number of tokens minus one.
+Exits with 1 if a request failed, after the figures of the others.
 """
 RANDOM, SHARED_PREFIX, MULTI_TURN, MOONCAKE, QWEN = "random", "shared-prefix", "multi-turn", "mooncake", "qwen"
 TRACES: Final = (MOONCAKE, QWEN)
@@ -35,15 +35,6 @@ DATASETS: Final = (RANDOM, SHARED_PREFIX, MULTI_TURN, *TRACES)
 NUM_REQUESTS: Final = 64
 CONCURRENCY: Final = 16
 PACKAGES: Final = ("aiohttp",)
-
-
-def span(text: str) -> Span:
-    """Parse `MIN-MAX`, or one number that is both."""
-    lowest, dash, highest = text.partition("-")
-    numbers = [lowest, highest if dash else lowest]
-    if all(number.isdecimal() for number in numbers) and 1 <= int(numbers[0]) <= int(numbers[1]):
-        return Span(int(numbers[0]), int(numbers[1]))
-    raise argparse.ArgumentTypeError(f"{text!r}: must be MIN-MAX with 1 <= MIN <= MAX, or one number")
 
 
 def objective(text: str) -> Objective:
@@ -73,21 +64,21 @@ def temperature(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TargetConfig:
-    """Which server is measured, and how it is asked."""
+    """The server, and the form of the requests."""
 
     url: str = flag("--url", default="http://127.0.0.1:1919", help="the server")
     model: str = flag("--model", default="", help="the model's name [the first in /v1/models]")
-    api_key: str = flag("--api-key", default="", help="sent as a bearer token; in no output")
-    endpoint: str = flag("--endpoint", default=CHAT, choices=(CHAT, COMPLETIONS), help="which API is asked")
+    api_key: str = flag("--api-key", default="", help="sent as a bearer token; no output shows it")
+    endpoint: str = flag("--endpoint", default=CHAT, choices=(CHAT, COMPLETIONS), help="the API to use")
     fix_length: str = flag(
         "--fix-length",
         default=FIX_LENGTH[0],
         choices=FIX_LENGTH,
-        help="the field that makes answers as long as planned; `no` for servers that refuse both",
+        help="field that makes answers as long as planned; `no` if the server refuses both",
     )
-    temperature: float = flag("--temperature", default=0.0, parse=temperature, help="of the sampling [0]")
+    temperature: float = flag("--temperature", default=0.0, parse=temperature, help="sampling temperature [0]")
     timeout_s: float = flag(
-        "--timeout", default=600.0, parse=seconds, help="seconds of silence after which a request has failed"
+        "--timeout", default=600.0, parse=seconds, help="seconds without data after which a request fails"
     )
 
 
@@ -95,48 +86,55 @@ class TargetConfig:
 class LoadConfig:
     """What is sent, and when."""
 
-    dataset: str = flag("--dataset", default=RANDOM, choices=DATASETS, help="what is asked")
+    dataset: str = flag("--dataset", default=RANDOM, choices=DATASETS, help="kind of requests")
     num_requests: int = flag(
         "--num-requests", default=0, parse=at_least(1), help=f"requests to send [{NUM_REQUESTS}, or the whole trace]"
     )
-    inputs: Span = flag(  # noqa: RUF009  # a Span is frozen
-        "--input-len", default=Span(32, 256), parse=span, help="tokens that a user says in a turn, MIN-MAX"
-    )
-    outputs: Span = flag("--output-len", default=Span(32, 256), parse=span, help="tokens of an answer, MIN-MAX")  # noqa: RUF009
-    groups: int = flag("--groups", default=8, parse=at_least(1), help="shared-prefix: how many prefixes there are")
+    inputs: Span = length_flag("--input-len", "user message")  # noqa: RUF009  # a Span is frozen
+    outputs: Span = length_flag("--output-len", "answer")  # noqa: RUF009
+    groups: int = flag("--groups", default=8, parse=at_least(1), help="shared-prefix: number of prefixes")
     prefix_tokens: int = flag(
-        "--prefix-len", default=1024, parse=at_least(1), help="shared-prefix: tokens of a prefix, before --input-len"
+        "--prefix-len",
+        default=1024,
+        parse=at_least(1),
+        help="shared-prefix: tokens per prefix, before --input-len",
     )
-    turns: int = flag("--turns", default=4, parse=at_least(1), help="multi-turn: requests of a conversation")
-    trace: str = flag("--trace", default="", help="mooncake, qwen: the file, a JSON object a line")
+    turns: int = flag("--turns", default=4, parse=at_least(1), help="multi-turn: requests per conversation")
+    trace: str = flag("--trace", default="", help="mooncake, qwen: the file, one JSON object per line")
     trace_scale: float = flag(
-        "--trace-scale", default=1.0, parse=above_zero, help="mooncake, qwen: times are multiplied by it; 0.5 is faster"
+        "--trace-scale", default=1.0, parse=above_zero, help="mooncake, qwen: factor for all times; 0.5 is faster"
     )
     concurrency: int = flag(
         "--concurrency", default=0, parse=at_least(1), help=f"requests under way at any time [{CONCURRENCY}]"
     )
     rate: float = flag(
-        "--rate", default=0.0, parse=above_zero, help="requests a second, as a Poisson process, not --concurrency"
+        "--rate",
+        default=0.0,
+        parse=above_zero,
+        help="requests per second (Poisson), instead of --concurrency",
     )
-    warmup: int = flag("--warmup", default=2, parse=at_least(0), help="requests that are sent before and not measured")
+    warmup: int = flag("--warmup", default=2, parse=at_least(0), help="requests sent first and not measured")
     seed: int = flag(
-        "--seed", default=0, parse=at_least(0), help="of lengths, texts and arrivals; a prefix cache remembers a seed"
+        "--seed",
+        default=0,
+        parse=at_least(0),
+        help="seed of lengths, texts and arrivals; prefix caches remember texts",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConfig:
-    """What becomes of the figures."""
+    """Where the figures go."""
 
     goodput: tuple[Objective, ...] = flag(
         "--goodput",
         default=(),
         parse=objective,
         repeated=True,
-        help="what a good request keeps: ttft:MS tpot:MS e2e:MS",
+        help="limits of a good request: ttft:MS tpot:MS e2e:MS",
     )
-    output: str = flag("--output", default="", help="file for the set-up and every request, as JSON")
-    plot: str = flag("--plot", default="", help="file for a picture (.png, .svg, .pdf); needs minisgl[bench]")
+    output: str = flag("--output", default="", help="write the set-up and every request to this file, as JSON")
+    plot: str = flag("--plot", default="", help="write a plot to this file (.png, .svg, .pdf); needs minisgl[bench]")
 
 
 USED_BY: Final[Mapping[str, tuple[str, ...]]] = {
@@ -148,7 +146,7 @@ USED_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "trace": TRACES,
     "trace_scale": TRACES,
 }
-"""The datasets that heed a field; with the others it is refused."""
+"""The datasets that use a field; the others refuse it."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -167,17 +165,15 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     scheduled = not _concurrency(load)
     print(_headline(target, load, model), "", sep="\n")
     print(report.table(summary, output.goodput, scheduled=scheduled))
-    if output.output:
-        document = {
-            "setup": report.setup(("minisgl", "bench", "serve", *arguments), PACKAGES),
-            "options": _options(target, load, output),
-            "model": model,
-            "tokenizer": writer,
-            "summary": summary,
-            "kept_schedule": report.kept_schedule(summary.lag_ms) if scheduled else None,
-            "requests": report.requests_of(measured),
-        }
-        report.write_json(Path(output.output), document)
+    document = {
+        "options": _options(target, load, output),
+        "model": model,
+        "tokenizer": writer,
+        "summary": summary,
+        "kept_schedule": report.kept_schedule(summary.lag_ms) if scheduled else None,
+        "requests": report.requests_of(measured),
+    }
+    report.save(output.output, ("minisgl", "bench", "serve", *arguments), PACKAGES, document)
     if output.plot and summary.num_failed < summary.num_requests:
         report.plot(Path(output.plot), measured, _headline(target, load, model))
     if failed := report.failures(measured):
@@ -189,32 +185,32 @@ def check(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> None:
     """Refuse flags that do not go together.
 
     Raises:
-        ConfigError: What is wrong first.
+        ConfigError: The first contradiction.
     """
     if not target.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {target.url}: must begin with http:// or https://")
     if "@" in urlsplit(target.url).netloc:
-        raise ConfigError("--url: holds a password, which the outputs would show; pass --api-key")
+        raise ConfigError("--url: has a password, which the outputs would show; pass --api-key")
     for item in dataclasses.fields(LoadConfig):
         names = USED_BY.get(item.name, DATASETS)
         if getattr(load, item.name) != item.default and load.dataset not in names:
             name = item.metadata["flags"][0]
-            raise ConfigError(f"{name} means nothing to --dataset {load.dataset}; it is for {', '.join(names)}")
+            raise ConfigError(f"{name} is not used by --dataset {load.dataset}, only by {', '.join(names)}")
     if load.dataset in TRACES and not load.trace:
         raise ConfigError(f"--dataset {load.dataset} needs a file: pass --trace FILE")
     if load.rate and load.concurrency:
         raise ConfigError(f"--rate {load.rate:g} and --concurrency {load.concurrency}: pass one of them")
     if load.trace_scale != 1.0 and (load.rate or load.concurrency):
-        raise ConfigError("--trace-scale is about the times of the trace, which --rate and --concurrency replace")
+        raise ConfigError("--trace-scale changes the times of the trace, which --rate and --concurrency replace")
     report.check_can_write("--output", output.output)
     report.check_can_plot(output.plot)
 
 
 def planned(load: LoadConfig) -> list[Session]:
-    """Return what is sent, from the flags and the seed alone.
+    """Return the requests, from the flags and the seed alone.
 
     Raises:
-        ConfigError: The trace is not one.
+        ConfigError: The trace cannot be read.
     """
     count = load.num_requests or NUM_REQUESTS
     if load.dataset in TRACES:
@@ -232,7 +228,7 @@ def planned(load: LoadConfig) -> list[Session]:
 
 
 def _concurrency(load: LoadConfig) -> int:
-    """Return how many requests are under way at any time, 0 where they are sent when they are due."""
+    """Return the fixed concurrency, or 0 if requests are sent when they are due."""
     if load.rate or (load.dataset in TRACES and not load.concurrency):
         return 0
     return load.concurrency or CONCURRENCY
@@ -241,7 +237,7 @@ def _concurrency(load: LoadConfig) -> int:
 async def _measured(
     target: TargetConfig, load: LoadConfig, sessions: Sequence[Session]
 ) -> tuple[list[Measured], str, Writer]:
-    """Send everything; return what came of it, the model's name and how words became tokens."""
+    """Send everything; return the results, the model's name and the writer for its tokenizer."""
     async with Client(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
         model = target.model or await client.served_model()
         form = Form(target.endpoint, model, target.temperature, target.fix_length)
@@ -260,7 +256,7 @@ async def _measured(
 
 @contextlib.contextmanager
 def _bar(name: str, total: int) -> Iterator[Callable[[Measured], None]]:
-    """Show a progress bar on a terminal; give what is called after each request."""
+    """Show a progress bar on a terminal; give the function that advances it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     show = console.is_terminal and total > 0
@@ -274,7 +270,7 @@ def _bar(name: str, total: int) -> Iterator[Callable[[Measured], None]]:
 
 
 def _headline(target: TargetConfig, load: LoadConfig, model: str) -> str:
-    """Return in one line what was measured."""
+    """Return one line that says what was measured."""
     if concurrency := _concurrency(load):
         when = f"{concurrency} at a time"
     else:
@@ -287,8 +283,6 @@ def _headline(target: TargetConfig, load: LoadConfig, model: str) -> str:
 
 
 def _options(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> dict[str, Any]:
-    """Return every flag's value as it was used, but for the key."""
-    fields = {**dataclasses.asdict(target), **dataclasses.asdict(load)}
-    fields |= {"api_key": bool(target.api_key), "inputs": str(load.inputs), "outputs": str(load.outputs)}
-    fields |= {"concurrency": _concurrency(load)}
-    return fields | {"goodput": [str(one) for one in output.goodput]}
+    """Return every flag's value as it was used, except the key."""
+    used = {"api_key": bool(target.api_key), "concurrency": _concurrency(load), "goodput": output.goodput}
+    return report.options_of(target, load) | used

@@ -1,4 +1,4 @@
-"""What the steps of a model must at least read and compute, as a share of what the machine can do."""
+"""The least bytes and operations of a model's steps, as a share of the machine's limits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from stages.generate.model.spec import ModelSpec, tensor_shapes
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward pass computed, and in which time."""
+    """The work and the time of one forward pass."""
 
     seconds: float
     decode_rows: int
     decode_context: int
-    """Tokens whose keys and values the decode rows read, together; as if no window hid any."""
+    """Tokens with keys and values that the decode rows read, together, without regard to sliding windows."""
     prefill_tokens: int
     prefill_samples: int
-    """Prompts that it brought to their end."""
+    """Prompts that it completed."""
 
     @property
     def phase(self) -> str:
-        """`decode`, `prefill`, or `mixed` when it was both."""
+        """`decode`, `prefill`, or `mixed` for both."""
         if not self.prefill_tokens:
             return "decode"
         return "mixed" if self.decode_rows else "prefill"
@@ -31,38 +31,38 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a model costs: counts are of parameters."""
+    """The cost of a model, in parameters."""
 
     dense: int
-    """Of the layers, without experts. Looking up embeddings costs next to nothing and is not counted."""
+    """Parameters of the layers, without experts. Embedding lookups cost almost nothing and are not counted."""
     head: int
     experts: int
-    """Of all experts together."""
+    """Parameters of all experts together."""
     chosen_share: float
-    """Of the experts, how many a token goes to."""
+    """Share of the experts that a token uses."""
     weight_bytes: int
-    """Of one parameter."""
+    """Bytes per parameter."""
     kv_bytes: int
-    """Of the keys and values of one token."""
+    """Bytes of the keys and values of one token."""
 
     def bytes_read(self, step: Step) -> float:
-        """Return what a decode step must read: weights once, and what its rows have in the cache.
+        """Return the bytes that a decode step must read: weights once, and the cached tokens of its rows.
 
-        Of experts it reads those that one row at least goes to: as many as when rows chose at random.
+        It reads every expert that at least one row uses: the expected number if rows choose at random.
         """
         reached = 1 - (1 - self.chosen_share) ** step.decode_rows
         num_weights = self.dense + self.head + self.experts * reached
         return num_weights * self.weight_bytes + step.decode_context * self.kv_bytes
 
     def operations(self, step: Step) -> float:
-        """Return what a step must compute: two operations per weight and token, those of the head where it samples."""
+        """Return the operations of a step: two per weight and token; the head only where a row samples."""
         per_token = self.dense + self.experts * self.chosen_share
         num_tokens = step.prefill_tokens + step.decode_rows
         return 2 * (per_token * num_tokens + self.head * (step.prefill_samples + step.decode_rows))
 
 
 def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
-    """Return what *spec* costs in a dtype of *dtype_bytes*."""
+    """Return the cost of *spec* in a dtype of *dtype_bytes*."""
     sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
     embedding = sizes.pop("model.embed_tokens.weight")
     head = sizes.pop("lm_head.weight", embedding)  # tied
@@ -78,14 +78,14 @@ def cost_of(spec: ModelSpec, dtype_bytes: int) -> Cost:
 
 
 def decode_share(steps: Sequence[Step], cost: Cost, bytes_per_s: float) -> float:
-    """Return the least time that the decode steps among *steps* could take over the time that they took; 0: none."""
+    """Return the least possible time of the decode steps divided by their real time; 0 without such steps."""
     decodes = [step for step in steps if step.phase == "decode"]
     seconds = sum(step.seconds for step in decodes)
     return sum(map(cost.bytes_read, decodes)) / bytes_per_s / seconds if decodes else 0.0
 
 
 def prefill_share(steps: Sequence[Step], cost: Cost, operations_per_s: float) -> float:
-    """As `decode_share`, of the steps that compute prompts, alone or beside decode rows."""
+    """Like `decode_share`, for the steps that compute prompts, alone or beside decode rows."""
     prefills = [step for step in steps if step.phase != "decode"]
     seconds = sum(step.seconds for step in prefills)
     return sum(map(cost.operations, prefills)) / operations_per_s / seconds if prefills else 0.0

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
-from ops.demo_model import wordings as w
-from ops.demo_model.wordings import Wording, is_held_out
+from ops.demo_model import wordings
+from ops.demo_model.wordings import POLITE_AFTER, POLITE_BEFORE, is_held_out
 
 VERSION: Final = 6
-"""Counts up with every change to what a seed makes; a checkpoint names the one that it learnt from."""
+"""Count this up with every change of the corpus; a checkpoint names its version."""
 
 WORD: Final = re.compile(r"[A-Za-z]+")
 BEYOND_SUMS: Final = 2000
-"""No number of an exchange is larger, but one that is to be remembered."""
+"""The largest number in an exchange; only numbers to remember are larger."""
 CONSONANTS: Final = "bcdfghjklmnpqrstvwxyz"
 VOWELS: Final = "aeiou"
 
@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools as a chat template takes them. Every message of the assistant is to be learned."""
+    """Messages and tools as a chat template takes them. The model learns every message of the assistant."""
 
     family: str
     messages: tuple[Message, ...]
@@ -40,7 +40,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request and its answer. `word` is the answer in one word; empty where there is none."""
+    """A request and its answer. `word` is the answer in one word, or ""."""
 
     request: str
     answer: str
@@ -50,25 +50,19 @@ class Exchange:
 
 
 @functools.cache
-def all_wordings() -> Mapping[str, Wording]:
-    """Return every wording there is, by its name."""
-    parts = {f"PERSON_PARTS.{name}": wording for name, wording in w.PERSON_PARTS.items()}
-    return {name: value for name, value in vars(w).items() if isinstance(value, Wording)} | parts
-
-
-@functools.cache
 def frame_words() -> frozenset[str]:
-    """Return the words, in small letters, that the corpus itself speaks with: all but values."""
-    told = [w.WHO, w.ABILITIES, w.UNKNOWN, *w.GREETED, *w.FINE, *w.WELCOME, *w.GOODBYE, *w.I_SEE, *w.SKIES]
-    told += [*w.DAYS, *w.MONTHS, *w.POLITE_BEFORE, *w.POLITE_AFTER, *SPOKEN, json.dumps(TOOLS)]
-    sentences = [sentence for wording in all_wordings().values() for sentence in wording.trained]
+    """Return the words of the corpus in small letters, without values."""
+    told = [*wordings.answers(), *POLITE_BEFORE, *POLITE_AFTER, *SPOKEN, json.dumps(TOOLS)]
+    told += [value for name in ("skies", "days", "months") for value in wordings.values(name)]
+    sentences = [sentence for name in wordings.names() for sentence in wordings.wording(name).trained]
     told += [re.sub(r"\{\w+\}", " ", sentence) for sentence in sentences]
     return frozenset(word.casefold() for text in told for word in WORD.findall(text))
 
 
 @functools.cache
-def listed(values: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
-    """Return those of *values* that are no frame words and on the wanted side."""
+def listed(name: str, held_out: bool) -> tuple[str, ...]:
+    """Return the values of the list *name* that are on the wanted side and are not frame words."""
+    values = wordings.values(name)
     return tuple(value for value in values if is_held_out(value) is held_out and value.casefold() not in frame_words())
 
 
@@ -131,7 +125,7 @@ TOOLS: Final = (*GET_WEATHER, *ADD)
 
 
 class Maker:
-    """Makes exchanges and conversations of one side: what is trained, or what is held out."""
+    """Makes exchanges and conversations of one side: training, or held out."""
 
     def __init__(self, random: Random, *, held_out: bool, phase: int = 0) -> None:
         self._random = random
@@ -141,16 +135,16 @@ class Maker:
 
     # Wordings
 
-    def ask(self, wording: Wording, *, order: bool = False, **values: str | int) -> str:
-        """Return one of the sentences of *wording* as a person might type it; *order*: it can be asked for politely."""
-        random = self._random
+    def ask(self, name: str, /, *, order: bool = False, **values: str | int) -> str:
+        """Return a sentence of the wording *name* as a person might type it; *order*: it can be asked for politely."""
+        random, wording = self._random, wordings.wording(name)
         text = random.choice(wording.held_out if self._held_out else wording.trained)
         if text[-1] in ".?!" and random.random() < 0.2:
             text = text[:-1]
         if order and text[0].isupper() and text.split()[0] not in NO_ORDER and random.random() < 0.2:
-            text = random.choice(w.POLITE_BEFORE) + _small(text)
+            text = random.choice(POLITE_BEFORE) + _small(text)
         elif order and text.endswith(".") and random.random() < 0.1:
-            text = text[:-1] + random.choice(w.POLITE_AFTER) + "."
+            text = text[:-1] + random.choice(POLITE_AFTER) + "."
         if random.random() < 0.25:
             text = _small(text)
         if "'" in text and random.random() < 0.3:
@@ -163,12 +157,12 @@ class Maker:
 
     # Values
 
-    def listed(self, values: tuple[str, ...]) -> str:
-        """Return one of *values* of this side."""
-        return self._random.choice(listed(values, self._held_out))
+    def listed(self, name: str) -> str:
+        """Return a value of this side from the list *name*."""
+        return self._random.choice(listed(name, self._held_out))
 
     def invented(self, shortest: int = 3, longest: int = 9) -> str:
-        """Return a word that nobody has heard before."""
+        """Return an invented word."""
         random = self._random
         while True:
             length = random.randint(shortest, longest)
@@ -186,7 +180,7 @@ class Maker:
                 return word
 
     def _is_mine(self, word: str) -> bool:
-        """Say whether *word* is of this side. Training writes what it reverses: nothing of that counts as held out."""
+        """Say whether *word* is on this side. Training writes reversed words, so those are not held out."""
         return is_held_out(word) is self._held_out and (not self._held_out or is_held_out(word[::-1]))
 
     def word(self) -> str:
@@ -195,24 +189,24 @@ class Maker:
         if chance < (0.8 if self._held_out else 0.5):
             return self.invented()
         if self._held_out:
-            return self._random.choice([word for word in listed(w.WORDS, True) if self._is_mine(word)])
-        return self._random.choice(listed(w.WORDS, False) if chance < 0.92 else _trained_frame_words())
+            return self._random.choice([word for word in listed("words", True) if self._is_mine(word)])
+        return self._random.choice(listed("words", False) if chance < 0.92 else _trained_frame_words())
 
     def name(self) -> str:
-        name = self.listed(w.NAMES) if self._random.random() < 0.5 else self.invented(3, 7).capitalize()
+        name = self.listed("names") if self._random.random() < 0.5 else self.invented(3, 7).capitalize()
         return name.lower() if self._random.random() < 0.08 else name
 
     def city(self) -> str:
-        return self.listed(w.CITIES) if self._random.random() < 0.5 else self.invented(4, 8).capitalize()
+        return self.listed("cities") if self._random.random() < 0.5 else self.invented(4, 8).capitalize()
 
     def color(self) -> str:
-        return self.listed(w.COLORS) if self._random.random() < 0.7 else self.invented(3, 7)
+        return self.listed("colors") if self._random.random() < 0.7 else self.invented(3, 7)
 
     def job(self) -> str:
-        return self.listed(w.JOBS) if self._random.random() < 0.6 else self.invented(4, 8)
+        return self.listed("jobs") if self._random.random() < 0.6 else self.invented(4, 8)
 
     def numbers(self, draw: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return what *draw* draws, as soon as it is of this side, in whatever order."""
+        """Return the first draw of *draw* that is on this side; the order does not count."""
         while True:
             drawn = draw()
             if is_held_out(tuple(sorted(drawn))) is self._held_out:
@@ -224,7 +218,7 @@ class Maker:
         return self._random.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
     def _terms(self, *, difference: bool) -> tuple[int, int]:
-        """Return two numbers; more often than by chance a carry goes on to the next digit, or may seem to."""
+        """Return two numbers; carries over several digits are more frequent than by chance."""
         a, b = self._number(), self._number()
         if self._random.random() < 0.25:
             place = self._random.choice((10, 10, 100))
@@ -237,25 +231,25 @@ class Maker:
     # Exchanges
 
     def greet(self) -> Exchange:
-        kinds = ((w.GREETING, w.GREETED), (w.HOW_ARE_YOU, w.FINE), (w.THANKS, w.WELCOME), (w.BYE, w.GOODBYE))
-        wording, (answer, word) = self._random.choice(kinds)
-        return Exchange(self.ask(wording), answer, word)
+        return self._told(self._random.choice(("greeting", "how_are_you", "thanks", "bye")))
+
+    def _told(self, name: str) -> Exchange:
+        """Return a request whose answer is always the same."""
+        return Exchange(self.ask(name), *wordings.answer(name))
 
     def introduce(self) -> Exchange:
-        if self._random.random() < 0.6:
-            return Exchange(self.ask(w.WHO_ARE_YOU), w.WHO, w.NAME)
-        return Exchange(self.ask(w.WHAT_CAN_YOU_DO), w.ABILITIES)
+        return self._told("who_are_you" if self._random.random() < 0.6 else "what_can_you_do")
 
     def small_talk(self) -> Exchange:
-        return Exchange(self.ask(w.SMALL_TALK), *w.I_SEE)
+        return self._told("small_talk")
 
     def unknown(self) -> Exchange:
         topic = self.word() if self._random.random() < 0.6 else self.city()
-        return Exchange(self.ask(w.QUESTIONS, topic=topic), w.UNKNOWN, "Unknown")
+        return Exchange(self.ask("questions", topic=topic), *wordings.answer("unknown"))
 
     def weather(self) -> Exchange:
-        """Ask for the weather where there is no tool for it."""
-        return Exchange(self.ask(w.WEATHER, city=self.city()), w.UNKNOWN, "Unknown")
+        """Ask for the weather without a tool for it."""
+        return Exchange(self.ask("weather", city=self.city()), *wordings.answer("unknown"))
 
     def echo(self) -> Exchange:
         random = self._random
@@ -277,23 +271,23 @@ class Maker:
         if len(words) > 2 and random.random() < 0.15:
             text = text.replace(" ", ", ", 1)
         text += random.choices(("", ".", "!", "?"), (5, 3, 2, 1))[0]
-        request = self.ask(w.ECHO, order=True, text=text)
+        request = self.ask("echo", order=True, text=text)
         return Exchange(request, text)
 
     def spell(self) -> Exchange:
         word = self._cased(self.word())
-        return Exchange(self.ask(w.SPELL, order=True, word=word), " ".join(word))
+        return Exchange(self.ask("spell", order=True, word=word), " ".join(word))
 
     def reverse(self) -> Exchange:
         word = self._cased(self.word())
-        return Exchange(self.ask(w.REVERSE, order=True, word=word), word[::-1], word[::-1])
+        return Exchange(self.ask("reverse", order=True, word=word), word[::-1], word[::-1])
 
     def _cased(self, word: str) -> str:
         chance = self._random.random()
         return word.capitalize() if chance < 0.08 else word.upper() if chance < 0.12 else word
 
     def count(self, *, length: int = 0) -> Exchange:
-        """*length*: how many numbers; 0: as chance has it."""
+        """*length*: how many numbers; 0 means a random length."""
         random = self._random
 
         def draw() -> tuple[int, ...]:
@@ -304,20 +298,20 @@ class Maker:
 
         first, last = self.numbers(draw)
         if random.random() < 0.4:
-            request = self.ask(w.COUNT_DOWN, order=True, first=last, last=first)
+            request = self.ask("count_down", order=True, first=last, last=first)
             return Exchange(request, " ".join(map(str, range(last, first - 1, -1))))
-        wording = w.COUNT_TO if first == 1 and random.random() < 0.5 else w.COUNT
+        wording = "count_to" if first == 1 and random.random() < 0.5 else "count"
         return Exchange(
             self.ask(wording, order=True, first=first, last=last), " ".join(map(str, range(first, last + 1)))
         )
 
     def add(self) -> Exchange:
         a, b = self.numbers(lambda: self._terms(difference=False))
-        return Exchange(self.ask(w.ADD, a=a, b=b), f"{a} + {b} = {a + b}", f"{a + b}")
+        return Exchange(self.ask("add", a=a, b=b), f"{a} + {b} = {a + b}", f"{a + b}")
 
     def subtract(self) -> Exchange:
         a, b = self.numbers(lambda: self._terms(difference=True))
-        return Exchange(self.ask(w.SUBTRACT, a=a, b=b), f"{a} - {b} = {a - b}", f"{a - b}")
+        return Exchange(self.ask("subtract", a=a, b=b), f"{a} - {b} = {a - b}", f"{a - b}")
 
     def compare(self) -> Exchange:
         def draw() -> tuple[int, ...]:
@@ -329,7 +323,7 @@ class Maker:
 
         a, b = self.numbers(draw)
         larger = self._random.random() < 0.6
-        request = self.ask(w.LARGER if larger else w.SMALLER, a=a, b=b)
+        request = self.ask("larger" if larger else "smaller", a=a, b=b)
         if a == b:
             return Exchange(request, "They are equal.", "Equal")
         first, second = (max(a, b), min(a, b)) if larger else (min(a, b), max(a, b))
@@ -346,20 +340,21 @@ class Maker:
         drawn = self.numbers(draw)
         down = random.random() < 0.3
         separator = random.choice((", ", " ", ", "))
-        request = self.ask(w.SORT_DOWN if down else w.SORT, order=True, numbers=separator.join(map(str, drawn)))
+        request = self.ask("sort_down" if down else "sort", order=True, numbers=separator.join(map(str, drawn)))
         return Exchange(request, " ".join(map(str, sorted(drawn, reverse=down))))
 
     def days(self) -> Exchange:
         random = self._random
-        kind, names = random.choice((("day", w.DAYS), ("month", w.MONTHS)))
+        kind = random.choice(("day", "month"))
+        names = wordings.values(f"{kind}s")
         place = random.randrange(len(names))
         step = random.choice((1, -1))
         it, found = names[place], names[(place + step) % len(names)]
         relation = "after" if step > 0 else "before"
         if kind == "day" and random.random() < 0.25:
-            request = self.ask(w.TOMORROW if step > 0 else w.YESTERDAY, it=it)
+            request = self.ask("tomorrow" if step > 0 else "yesterday", it=it)
         else:
-            request = self.ask(w.AFTER if step > 0 else w.BEFORE, it=it, kind=kind)
+            request = self.ask("after" if step > 0 else "before", it=it, kind=kind)
         return Exchange(request, f"{found} comes {relation} {it}.", found)
 
     def person(self) -> Exchange:
@@ -368,49 +363,49 @@ class Maker:
         name, age, city, job = self.name(), random.randint(1, 99), self.city(), self.job()
         facts: dict[str, object] = {"age": age, "city": city, "job": job}
         wanted = random.sample(sorted(facts), random.randint(1, 3))
-        parts = [random.choice(getattr(w.PERSON_PARTS[fact], side)).format(**facts) for fact in wanted]
-        request = self.ask(w.DESCRIBED, order=True, person=", ".join((name, *parts)))
+        parts = [random.choice(getattr(wordings.wording(f"person_{fact}"), side)).format(**facts) for fact in wanted]
+        request = self.ask("described", order=True, person=", ".join((name, *parts)))
         described = {"name": name} | {fact: value for fact, value in facts.items() if fact in wanted}
         return Exchange(request, json.dumps(described), can_shout=False)
 
     def not_told(self) -> Exchange:
-        """Ask for what was never told."""
+        """Ask for something that was never told."""
         return self._random.choice((self._name, self._color, self._number_told))()[2]
 
     # Memory: (how it is told, how it is asked for, how it is asked for without having been told)
 
     def _name(self) -> tuple[Exchange, Exchange, Exchange]:
         name = self.name()
-        asked = self.ask(w.ASK_NAME)
+        asked = self.ask("ask_name")
         return (
-            Exchange(self.ask(w.TELL_NAME, name=name), f"Nice to meet you, {name}.", "Okay"),
+            Exchange(self.ask("tell_name", name=name), f"Nice to meet you, {name}.", "Okay"),
             Exchange(asked, f"Your name is {name}.", name),
             Exchange(asked, "You have not told me your name.", "Unknown"),
         )
 
     def _color(self) -> tuple[Exchange, Exchange, Exchange]:
         color = self.color()
-        asked = self._ask_of_color(w.ASK_COLOR)
+        asked = self._ask_of_color("ask_color")
         favorite = "favourite colour" if "favourite" in asked or "colour" in asked else "favorite color"
         return (
-            Exchange(self._ask_of_color(w.TELL_COLOR, color=color), f"I will remember that you like {color}.", "Okay"),
+            Exchange(self._ask_of_color("tell_color", color=color), f"I will remember that you like {color}.", "Okay"),
             Exchange(asked, f"Your {favorite} is {color}.", color),
             Exchange(asked, f"You have not told me your {favorite}.", "Unknown"),
         )
 
-    def _ask_of_color(self, wording: Wording, **values: str) -> str:
-        """Ask in one of the two spellings, which a sentence does not mix."""
+    def _ask_of_color(self, name: str, /, **values: str) -> str:
+        """Ask in British or American spelling; a sentence does not mix them."""
         british = self._random.random() < 0.5
         values["color_word"] = "colour" if british else "color"
-        text = self.ask(wording, order=False, **values)
+        text = self.ask(name, order=False, **values)
         return text.replace("favorite", "favourite") if british else text.replace("favourite", "favorite")
 
     def _number_told(self) -> tuple[Exchange, Exchange, Exchange]:
         least, digits = (BEYOND_SUMS, 4) if self._held_out else (0, 1)
         (number,) = self.numbers(lambda: (self._random.randrange(least, 10 ** self._random.randint(digits, 5)),))
-        asked = self.ask(w.ASK_NUMBER)
+        asked = self.ask("ask_number")
         return (
-            Exchange(self.ask(w.TELL_NUMBER, number=number), f"I will remember {number}.", "Okay"),
+            Exchange(self.ask("tell_number", number=number), f"I will remember {number}.", "Okay"),
             Exchange(asked, f"You told me {number}.", str(number)),
             Exchange(asked, "You have not told me a number.", "Unknown"),
         )
@@ -418,7 +413,7 @@ class Maker:
     # Conversations
 
     def conversation(self) -> Conversation:
-        """Return a conversation of any family, as the training takes them."""
+        """Return a random conversation for the training."""
         chance = self._random.random()
         if chance < 0.22:
             return self.memory()
@@ -436,10 +431,10 @@ class Maker:
         return Conversation("plain", (*self.system(style), *spoken(exchanges, style)))
 
     def system(self, style: str) -> tuple[Message, ...]:
-        """Return the system prompt for a *style*: "capitals", "word", or "", which has one now and then."""
+        """Return the system prompt for a *style*: "capitals", "word", or "", which seldom has one."""
         if not style and self._random.random() < 0.85:
             return ()
-        wording = {"": w.PLAIN_SYSTEM, "capitals": w.CAPITALS_SYSTEM, "word": w.ONE_WORD_SYSTEM}[style]
+        wording = {"": "plain_system", "capitals": "capitals_system", "word": "one_word_system"}[style]
         return ({"role": "system", "content": self.ask(wording)},)
 
     def memory(self, *, num_between: int | None = None) -> Conversation:
@@ -464,7 +459,7 @@ class Maker:
         return Conversation("memory", (*self.system(style), *spoken(exchanges, style)))
 
     def tools(self) -> Conversation:
-        """Return a conversation whose system section has tools, of which some requests have need."""
+        """Return a conversation with tools; some of its requests need them."""
         random = self._random
         declared = self.declared(both=random.random() < 0.5)
         names = [tool["function"]["name"] for tool in declared]
@@ -488,9 +483,9 @@ class Maker:
         if name == "add":
             a, b = self.numbers(lambda: self._terms(difference=False))
             result = random.choice(("{}", '{{"sum": {}}}', '{{"result": {}}}')).format(a + b)
-            return _called(self.ask(w.ADD, a=a, b=b), name, {"a": a, "b": b}, result, f"{a} + {b} = {a + b}")
+            return _called(self.ask("add", a=a, b=b), name, {"a": a, "b": b}, result, f"{a} + {b} = {a + b}")
         city, degrees = self.city(), random.randint(-15, 39)
-        sky = random.choice(w.SKIES) if random.random() < 0.8 else self.word()
+        sky = random.choice(wordings.values("skies")) if random.random() < 0.8 else self.word()
         results = (
             f"{degrees} degrees, {sky}",
             f"{sky}, {degrees} degrees",
@@ -500,13 +495,12 @@ class Maker:
             json.dumps({"condition": sky, "temperature": degrees}),
         )
         answer = f"It is {sky} and {degrees} degrees in {city}."
-        return _called(self.ask(w.WEATHER, city=city), name, {"city": city}, random.choice(results), answer)
+        return _called(self.ask("weather", city=city), name, {"city": city}, random.choice(results), answer)
 
     def exchange(
         self, style: str, *, without: Sequence[Callable[[Maker], Exchange]] = (), brief: bool = False
     ) -> Exchange:
-        """Return an exchange whose answer can have the *style*; *brief*: most often not a long one, because it stands
-        between what is to be remembered and the question for it."""
+        """Return an exchange that allows the *style*; *brief*: mostly a short one, to put between fact and question."""
         while True:
             (make,) = self._random.choices(tuple(WEIGHTS), [weights[self._phase] for weights in WEIGHTS.values()])
             if make in without:
@@ -522,7 +516,7 @@ class Maker:
 NO_ORDER: Final = frozenset(
     ("What", "How", "Which", "Can", "Will", "Let", "I", "A", "The", "All", "JSON", "Numbers", "As", "Please")
 )
-"""First words of sentences that `please` cannot go before."""
+"""First words that cannot follow `please`."""
 
 WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], tuple[float, float, float]]] = {
     Maker.greet: (2, 1, 1),
@@ -542,22 +536,22 @@ WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], tuple[float, float, float]]]
     Maker.person: (6, 2, 14),
     Maker.not_told: (0.5, 0.5, 0.5),
 }
-"""How often each kind of exchange comes, in each phase of the training: at first what is hard more often than what is
-easy, then above all what is learnt last, in the end what is still wrong."""
+"""The weight of each kind of exchange in each phase of the training: first hard kinds more than easy ones, then mainly
+the kinds that are learnt last, at the end those with errors left."""
 NUM_PHASES: Final = 3
 WITHOUT_TOOL: Final[Mapping[str, Callable[[Maker], Exchange]]] = {"get_weather": Maker.weather, "add": Maker.add}
-"""What is answered otherwise where there is a tool for it."""
+"""Tool -> the exchange that it replaces."""
 
 
 def conversations(seed: str, *, held_out: bool = False, phase: int = 0) -> Iterator[Conversation]:
-    """Yield conversations without end, of a *phase* of the training; the same ones for the same *seed*."""
+    """Yield endless conversations of a training *phase*; the same *seed* gives the same ones."""
     maker = Maker(Random(seed), held_out=held_out, phase=phase)
     while True:
         yield maker.conversation()
 
 
 def _small(text: str) -> str:
-    """Return *text* with a small first letter, unless its first word is one that keeps its capital."""
+    """Return *text* with a small first letter, unless its first word keeps its capital."""
     first = text.split()[0]
     return text if first in ("I", "I'm", "JSON", "JSON:") or first.isupper() else text[0].lower() + text[1:]
 

@@ -1,4 +1,4 @@
-"""The chat: lines in, answers out, and the commands. What is typed and printed comes and goes by objects passed in."""
+"""The chat: lines in, answers out, and the commands. Input and output are objects passed in."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ops.shell.server import NO_MODEL, Server, Unanswered
 from pipeline.errors import MiniSGLError
 
 KEYS: Final = (
-    ("Alt-Enter, or \\ then Enter", "a new line; a pasted text stays one message"),
-    ("Ctrl-C", "ends the answer, or empties the line"),
-    ("Up, Ctrl-R", "lines typed before"),
-    ("//text", "says /text"),
+    ("Alt-Enter, or \\ then Enter", "new line; a pasted text stays one message"),
+    ("Ctrl-C", "stop the answer, or clear the line"),
+    ("Up, Ctrl-R", "earlier lines"),
+    ("//text", "send /text"),
 )
 
 
 class Nothing(MiniSGLError):
-    """There is nothing that the command could be about."""
+    """The command has nothing to work on."""
 
 
 class Chat:
@@ -45,7 +45,7 @@ class Chat:
         screen: Screen,
         unechoed: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """*unechoed* keeps what is typed during an answer off the screen."""
+        """*unechoed* hides keys typed during an answer."""
         self._server = server
         self._conversation = conversation
         self._model = model
@@ -56,9 +56,9 @@ class Chat:
         """Whether `leave` was called."""
         self._figures: list[Figures] = []
         self._uid = ""
-        """What the server calls the last request."""
+        """The server's uid of the last request."""
         self._failed = ""
-        """The question that the server did not answer last."""
+        """The last question, if the server did not answer it."""
         self._commands: Mapping[str, Callable[[str], None]] = {
             "/help": self._help,
             "/reset": self._reset,
@@ -74,7 +74,7 @@ class Chat:
         }
 
     def greet(self) -> None:
-        """Say in one line who will answer."""
+        """Print the server and the model in one line."""
         try:
             name = asyncio.run(self._find_model())
         except Unanswered as error:
@@ -83,25 +83,26 @@ class Chat:
         self._screen.note(f"{self._server.name}, model {name}; /help lists the commands")
 
     def run(self, read: Callable[[], str]) -> None:
-        """Answer what *read* brings until it has no more (EOFError), or /exit, or `leave`."""
+        """Handle input from *read* until EOFError, /exit or `leave`."""
         while not self.is_leaving:
             try:
                 if not self.take(read()):
                     return
             except EOFError:
                 return
-            except KeyboardInterrupt:  # between two answers: nothing is lost by it
+            except KeyboardInterrupt:  # between two answers; nothing is lost
                 self._screen.end_line()
 
     def leave(self) -> None:
-        """End as soon as what is under way has ended, which it is asked to, as by Ctrl-C: the terminal gets back what
-        prompt and answer changed. An exception out of a signal handler would be lost in the prompt.
+        """Interrupt the prompt or the answer, as Ctrl-C does, and end; both restore the terminal first.
+
+        An exception from a signal handler would be lost in the prompt.
         """
         self.is_leaving = True
         signal.raise_signal(signal.SIGINT)
 
     def take(self, text: str) -> bool:
-        """Do what a typed line means; False when it asks to leave."""
+        """Handle a typed line; return False if it asks to leave."""
         match read_line(text):
             case Command("/exit"):
                 return False
@@ -114,13 +115,13 @@ class Chat:
                     self._screen.error(str(error))
             case Unknown(name, near):
                 meant = f"; did you mean {' or '.join(near)}?" if near else "; /help lists the commands"
-                self._screen.error(f"{name} is no command, and was not sent{meant} (//text says /text)")
+                self._screen.error(f"{name} is not a command and was not sent{meant} (//text sends /text)")
             case Say(question):
                 self._ask(question, list(self._conversation.turns))
         return True
 
     def _ask(self, question: str, before: Sequence[Turn]) -> None:
-        """Ask *question* after the turns *before*; they and its answer are the conversation then, unless it fails."""
+        """Ask *question* after the turns *before*. On success they and the answer become the conversation."""
         reply = Reply()
         sent_s = time.monotonic()
         firsts: list[float] = []
@@ -142,15 +143,15 @@ class Chat:
                 self._figures.append(Figures(sent_s, first_s, time.monotonic(), reply.usage))
         if is_cut and not reply.texts:
             self._failed = question
-            self._screen.note("cut before anything came; the question is taken back (/retry asks it again)")
+            self._screen.note("stopped before any text; the question is removed (/retry asks it again)")
             return
         self._conversation.turns = [*before, Turn(question, reply.text, is_cut)]
         if is_cut:
-            self._screen.note("cut; the conversation has what came so far")
+            self._screen.note("stopped; the conversation keeps the text so far")
         elif reply.finish_reason == "length":
-            self._screen.note("the answer ends here by its token limit (max_tokens), or because the context is full")
+            self._screen.note("the answer ends here: it reached its token limit (max_tokens), or the context is full")
         if reply.unknown_fields:
-            self._screen.note(f"the server does not know {reply.unknown_fields}, and did without")
+            self._screen.note(f"the server ignored unknown fields: {reply.unknown_fields}")
 
     async def _answer(self, question: str, before: Sequence[Turn], reply: Reply, firsts: list[float]) -> None:
         model = await self._find_model()
@@ -171,10 +172,10 @@ class Chat:
     def _fail(self, question: str, refusal: Refusal) -> None:
         self._failed = question
         if not self._is_chosen:
-            self._model = ""  # who comes back at this address may serve another one
+            self._model = ""  # another server at this address may have another model
         self._tell(refusal)
         if refusal.is_too_long:
-            self._screen.note("/reset begins a new conversation, /undo takes the last turn back")
+            self._screen.note("/reset starts a new conversation, /undo removes the last turn")
 
     def _tell(self, refusal: Refusal) -> None:
         self._screen.error(refusal.message)
@@ -204,13 +205,13 @@ class Chat:
             raise Nothing("the conversation is empty")
         *self._conversation.turns, last = self._conversation.turns
         self._failed = ""
-        self._screen.note(f"taken back: {_start(last.question)}")
+        self._screen.note(f"removed: {_start(last.question)}")
 
     def _system(self, argument: str) -> None:
         if argument:
             self._conversation.system = "" if argument in ('""', "''") else argument
         if argument and not self._conversation.system:
-            self._screen.note("no system text any more")
+            self._screen.note("the system text is removed")
         elif self._conversation.system:
             self._screen.note(f"system: {self._conversation.system}")
         else:
@@ -226,7 +227,7 @@ class Chat:
         self._params("")
 
     def _params(self, argument: str) -> None:
-        self._screen.note(_shown(self._conversation.params) or "nothing is set; the server's defaults count")
+        self._screen.note(_shown(self._conversation.params) or "no fields are set; the server's defaults apply")
 
     def _choose(self, argument: str) -> None:
         if argument:
@@ -236,11 +237,11 @@ class Chat:
         except Unanswered as error:
             if not argument:
                 raise
-            self._screen.note(f"{argument} it is; whether there is such a model is not known: {error}")
+            self._screen.note(f"model {argument}; the server could not confirm it: {error}")
             return
         if argument and argument not in names:
             listed = ", ".join(names) or "none"
-            self._screen.note(f"{argument} it is, though the server does not list it; it lists {listed}")
+            self._screen.note(f"model {argument}, which the server does not list; it lists {listed}")
             return
         if not self._model:
             self._model = names[0] if names else ""
@@ -249,10 +250,10 @@ class Chat:
 
     def _stats(self, argument: str) -> None:
         if not self._figures:
-            raise Nothing("nothing was answered yet")
+            raise Nothing("there is no answer yet")
         self._screen.table(table(self._figures), header=("", "last", "session"), right=(1,))
         if self._uid:
-            self._screen.note(f"`minisgl trace {self._uid}` tells the last one's story")
+            self._screen.note(f"`minisgl trace {self._uid}` shows what happened to the last request")
 
     def _save(self, argument: str) -> None:
         kept.save(self._conversation, _file(argument))
@@ -266,7 +267,7 @@ class Chat:
 
 def _file(argument: str) -> Path:
     if not argument:
-        raise Nothing("which file? Name it after the command")
+        raise Nothing("pass a file after the command")
     return Path(argument)
 
 

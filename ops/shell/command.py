@@ -1,4 +1,4 @@
-"""`minisgl shell`: flags -> a chat, where there is a terminal, or one answer."""
+"""`minisgl shell`: a chat on a terminal, or one answer for scripts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, TextIO
 
+from ops.shell.config import ShellConfig
 from ops.shell.conversation import Conversation
 from ops.shell.params import NotSet, read_settings
-from pipeline.config import TOOLS, ShellConfig, parse_flags, state_folder
 from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.flags import parse_flags
+from pipeline.process.config import state_folder
 
 ABOUT: Final = """\
-Chats with any OpenAI server. With -q, or with something piped in, it asks that once and prints the answer alone: the
-prompt of -q, a blank line and what was piped, where there are both.
+Chats with any OpenAI server. With -q or piped input it asks one question and prints only the answer. With both, the
+question is the prompt of -q, a blank line and the piped input.
 """
 HISTORY: Final = "shell_history"
 EXIT_BROKEN_PIPE: Final = 1
@@ -25,7 +27,7 @@ EXIT_TERMINATED: Final = 143
 
 
 class NoPrompt(MiniSGLError):
-    """There is nothing to ask."""
+    """There is no question."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -33,10 +35,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Raises:
         ConfigError: The flags cannot work.
-        NoPrompt: What was piped in is no prompt.
+        NoPrompt: The piped input is no text.
         Unanswered: The one question was not answered.
     """
-    (config,) = parse_flags("shell", TOOLS["shell"], arguments, environment, about=ABOUT)
+    (config,) = parse_flags("shell", (ShellConfig,), arguments, environment, about=ABOUT)
     conversation = Conversation(system=config.system, params=_params(config))
     for stream in (sys.stdout, sys.stderr):
         _let_nothing_be_unprintable(stream)
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if config.prompt or not is_typed:
         return _ask_once(config, conversation, _question(config.prompt, "" if is_typed else _piped()))
     if not sys.stdout.isatty():
-        raise ConfigError("standard output is no terminal: pass what to ask with -q, or pipe it in")
+        raise ConfigError("standard output is not a terminal: pass a question with -q, or pipe it in")
     return _chat(config, conversation, environment)
 
 
@@ -56,12 +58,12 @@ def _ask_once(config: ShellConfig, conversation: Conversation, question: str) ->
     try:
         reply = answer_once(server, conversation, config.model, question, sys.stdout)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said there, at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     if reply.unknown_fields:
-        sys.stderr.write(f"minisgl: the server does not know {reply.unknown_fields}, and did without\n")
+        sys.stderr.write(f"minisgl: the server ignored unknown fields: {reply.unknown_fields}\n")
     return 0
 
 
@@ -77,7 +79,7 @@ def _chat(config: ShellConfig, conversation: Conversation, environment: Mapping[
     chat = Chat(server, conversation, config.model, screen, lambda: screen.unechoed(keyboard))
     signal.signal(signal.SIGTERM, lambda *_: chat.leave())
     before, why_not_kept = lines_before(state_folder() / HISTORY)
-    with contextlib.suppress(KeyboardInterrupt):  # of a server that does not answer: a chat can begin without its name
+    with contextlib.suppress(KeyboardInterrupt):  # the chat can start while the server does not answer
         chat.greet()
     if why_not_kept:
         screen.note(why_not_kept)
@@ -98,7 +100,7 @@ def _params(config: ShellConfig) -> dict[str, object]:
 def _question(prompt: str, piped: str) -> str:
     question = "\n\n".join(part for part in (prompt, piped) if part.strip())
     if not question:
-        raise NoPrompt("standard input is empty: there is nothing to ask")
+        raise NoPrompt("standard input is empty: there is no question")
     return question
 
 
@@ -107,10 +109,10 @@ def _piped() -> str:
     try:
         return content.decode().rstrip("\n")
     except UnicodeDecodeError as error:
-        raise NoPrompt(f"standard input is no text in UTF-8: byte {error.start} is {content[error.start]:#x}") from None
+        raise NoPrompt(f"standard input is not UTF-8 text: byte {error.start} is {content[error.start]:#x}") from None
 
 
 def _let_nothing_be_unprintable(stream: TextIO) -> None:
-    """Escape what the encoding of a stream does not have: it must not end an answer."""
+    """Escape characters that the stream's encoding lacks; they must not end an answer."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""What was said so far, what goes with it, and how both are kept in a file. Knows neither terminal nor server."""
+"""The conversation so far, its settings, and its file. Knows neither terminal nor server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ops.shell.params import why_not_settable
 from pipeline.errors import MiniSGLError
 
 KIND: Final = "minisgl conversation"
-"""What a file of ours says that it is: no other file is written over."""
+"""Marks our files; /save overwrites no other file."""
 
 Message = dict[str, str]
 
@@ -31,7 +31,7 @@ class Turn:
     question: str
     answer: str
     cut: bool = False
-    """Whether the answer was ended by who asked."""
+    """Whether the user stopped the answer."""
 
 
 @dataclass(slots=True)
@@ -60,17 +60,17 @@ def _messages(turns: Sequence[Turn]) -> list[Message]:
 
 
 def save(conversation: Conversation, path: Path) -> None:
-    """Write *conversation* to *path*, all of it or nothing; what is no conversation is not written over.
+    """Write *conversation* to *path*, all or nothing. Only a conversation may be overwritten.
 
     Raises:
-        NotKept: It cannot be written there.
+        NotKept: The file cannot be written.
     """
     path = Path(os.path.realpath(path.expanduser()))
     if path.exists():
         try:
             load(path)
         except NotKept as error:
-            raise NotKept(f"{path} is there already and would be lost: it is no conversation of ours") from error
+            raise NotKept(f"{path} already exists and is not a conversation; pass another name") from error
     document = {
         "kind": KIND,
         "system": conversation.system,
@@ -88,7 +88,7 @@ def save(conversation: Conversation, path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write *content* beside *path* and put it in its place; only its owner may read it."""
+    """Write *content* to a new file and move it to *path*; only its owner may read it."""
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -104,21 +104,21 @@ def load(path: Path) -> Conversation:
     """Return the conversation in *path*.
 
     Raises:
-        NotKept: It cannot be read, or is no conversation; the message says what was seen.
+        NotKept: It cannot be read, or is not a conversation.
     """
     path = path.expanduser()
     try:
         if not path.is_file() and path.exists():
-            raise NotKept(f"{path} is no file")
+            raise NotKept(f"{path} is not a file")
         content = path.read_bytes()
     except OSError as error:
         raise NotKept(f"{path} cannot be read: {error.strerror}") from error
     try:
         document = json.loads(content.decode("utf-8", "surrogatepass"), parse_constant=_no_number)
     except (ValueError, RecursionError):
-        raise NotKept(f"{path} holds no conversation: it is not JSON") from None
+        raise NotKept(f"{path} is not a conversation: it is not JSON") from None
     if wrong := _what_is_wrong(document):
-        raise NotKept(f"{path} holds no conversation: {wrong}")
+        raise NotKept(f"{path} is not a conversation: {wrong}")
     turns = [Turn(turn["question"], turn["answer"], turn.get("cut", False)) for turn in document["turns"]]
     return Conversation(document["system"], document["params"], turns)
 
@@ -128,7 +128,7 @@ def _no_number(text: str) -> float:
 
 
 def _what_is_wrong(document: object) -> str:
-    """Say why a document is not what `save` writes; empty where it is."""
+    """Return why a document cannot come from `save`, or ""."""
     if not isinstance(document, dict) or document.get("kind") != KIND:
         return f'expected an object with "kind": "{KIND}"'
     expected = {"kind": str, "system": str, "params": dict, "turns": list}
@@ -139,7 +139,7 @@ def _what_is_wrong(document: object) -> str:
             return f"params: {wrong}"
     for number, turn in enumerate(document["turns"], 1):
         if not isinstance(turn, dict):
-            return f"turn {number} is no object"
+            return f"turn {number} is not an object"
         if wrong := _unlike({"cut": False} | turn, {"question": str, "answer": str, "cut": bool}):
             return f"turn {number}: {wrong}"
     return ""

@@ -1,4 +1,4 @@
-"""Times and tokens of the answers of a session: what `/stats` shows. Tokens are those of `usage`, none is counted."""
+"""Times and tokens of a session's answers, for `/stats`. Token counts come from `usage`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One answer. Times are of `time.monotonic`; None and an empty usage: it never came."""
+    """One answer. Times are of `time.monotonic`. Without text `first_s` is None; a stopped answer has no usage."""
 
     sent_s: float
     first_s: float | None
@@ -36,7 +36,7 @@ class Figures:
 
     @property
     def decode(self) -> tuple[int, float] | None:
-        """How many tokens came after the first one, and in how many seconds."""
+        """The number of tokens after the first one, and their seconds."""
         if self.first_s is None or (self.output_tokens or 0) < 2 or self.ended_s <= self.first_s:
             return None
         return (self.output_tokens or 0) - 1, self.ended_s - self.first_s
@@ -48,7 +48,7 @@ def _count(usage: Mapping[str, Any], name: str) -> int | None:
 
 
 def table(answers: Sequence[Figures]) -> list[tuple[str, str, str]]:
-    """Return rows of a name, the last answer's figure and the session's."""
+    """Return rows of (name, last answer, session)."""
     last = answers[-1:]
     rows = [("answers", str(len(last)), str(len(answers)))]
     rows.append(("time to first token", _mean_ttft(last), _mean_ttft(answers)))
@@ -73,7 +73,7 @@ def _speed(answers: Sequence[Figures]) -> str:
 
 
 def _sum(answers: Sequence[Figures], name: str) -> str:
-    """Add up what is known; a cut answer, whose stream was left, has no counts."""
+    """Add up the known counts; a stopped answer has none."""
     counts = [getattr(each, name) for each in answers]
     known = [count for count in counts if count is not None]
     if not known:

@@ -1,4 +1,4 @@
-"""The shell in the foreground of `serve --shell`: where the server's lines go meanwhile, and who gets the signals."""
+"""The shell of `serve --shell`: it owns the terminal and the signals, and the server's output goes to a file."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pipeline.process.supervisor import Supervisor
 
 LOG_NAME: Final = "serve.log"
 LINES_SHOWN: Final = 20
-"""How many of the log's last lines say why the server did not start."""
+"""Lines of the log to show if the server does not start."""
 LEAVE_S: Final = 5.0
-"""How long the shell may take to end when it is told to."""
+"""How long the shell may take to end."""
 
 
 def check_terminal() -> None:
-    """Make sure that somebody can type. Raises ConfigError."""
+    """Check that there is a terminal. Raises ConfigError."""
     if not (sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("--shell: needs a terminal; without one leave it out, and ask with `minisgl shell -q`")
+        raise ConfigError("--shell: needs a terminal; without one, use `minisgl serve` and `minisgl shell -q`")
 
 
 class Foreground:
-    """A terminal that is the shell's, while the server writes into a file of its *folder*."""
+    """Gives the terminal to the shell; the server writes to a file in *folder*."""
 
     def __init__(self, folder: Path) -> None:
         self.log_path = folder / LOG_NAME
@@ -39,11 +39,11 @@ class Foreground:
         except OSError as error:
             raise ConfigError(f"--data-dir {folder}: {error.strerror}; pass a folder that can be written") from error
         self.code = 0
-        """What the shell ended with."""
+        """The shell's exit code."""
         self._shown = ""
 
     def show_progress(self, late: Sequence[str]) -> None:
-        """Say in one line who is not ready yet."""
+        """Show in one line which workers are not ready."""
         line = f"starting: {', '.join(late)}"[: shutil.get_terminal_size().columns - 1] if late else ""
         if line != self._shown:
             sys.stdout.write(f"\r\x1b[K{line}")
@@ -51,18 +51,18 @@ class Foreground:
             self._shown = line
 
     def tell_why(self) -> None:
-        """Print what the log ends with."""
+        """Print the end of the log."""
         self.show_progress(())
         lines = self.log_path.read_text(errors="replace").splitlines()[-LINES_SHOWN:]
         sys.stderr.write("".join(f"{line}\n" for line in (*lines, f"({self.log_path} has all of it)")))
 
     def run(self, supervisor: Supervisor, command: Sequence[str], key: str) -> None:
-        """Run the shell, *command*, which sends the API key *key*, until it ends or a SIGTERM comes.
+        """Run the shell *command* with the API key *key* until it ends or SIGTERM comes.
 
         Raises:
             ChildFailed: A worker cannot go on.
         """
-        with supervisor.without_interrupts():  # Ctrl-C reaches both of us, and is for the shell
+        with supervisor.without_interrupts():  # Ctrl-C reaches both; only the shell shall handle it
             shell = subprocess.Popen(
                 command,
                 env=_environment(os.environ, key),
@@ -74,11 +74,11 @@ class Foreground:
                 self.code = _end(shell)
         sys.stdout.write("ending the server ..\n")
         sys.stdout.flush()
-        supervisor.signals = max(supervisor.signals, 1)  # as if by Ctrl-C: one more ends what drains
+        supervisor.signals = max(supervisor.signals, 1)  # as after Ctrl-C: one more ends the drain
 
 
 def _environment(environment: Mapping[str, str], key: str) -> dict[str, str]:
-    """Return the shell's environment: what the server's flags are set by there means something else to it."""
+    """Return the shell's environment, without MINISGL_ variables: they are the server's flags."""
     kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_")}
     return kept | ({"MINISGL_API_KEY": key} if key else {})
 
@@ -88,7 +88,7 @@ def _leave_with_parent() -> None:
 
 
 def _end(shell: subprocess.Popen[bytes]) -> int:
-    """Wait for the shell, which is told to leave where it has not; return its code, 0 where it was told."""
+    """End the shell if it still runs; return its exit code, or 0 if it had to be ended."""
     if shell.poll() is not None:
         return shell.returncode
     shell.terminate()

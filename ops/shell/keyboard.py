@@ -1,4 +1,4 @@
-"""The prompt: one line or several, the lines typed before, and completion of commands."""
+"""The prompt: one or several lines, the history, and completion of commands."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ WITH_FILES: Final = ("/save ", "/load ")
 
 class _Lines(FileHistory):
     def store_string(self, string: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk costs the line its place in the file, not the chat
+        with contextlib.suppress(OSError):  # a full disk must not end the chat
             super().store_string(string)
 
 
 class _Commands(Completer):
-    """Completes the commands' names, and the paths of those that take a file."""
+    """Completes command names, and file names after /save and /load."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """As Completer has it."""
+        """See Completer."""
         text = document.text_before_cursor
         for command in WITH_FILES:
             if text.startswith(command):
@@ -48,7 +48,7 @@ class _Commands(Completer):
 
 
 def lines_before(file: Path) -> tuple[History, str]:
-    """Return the lines typed before, which *file* keeps and only its owner may read, and why they are not kept."""
+    """Return the history in *file*, which only its owner may read, and the reason if it cannot be kept."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
@@ -57,12 +57,12 @@ def lines_before(file: Path) -> tuple[History, str]:
         finally:
             os.close(handle)
     except OSError as error:
-        return InMemoryHistory(), f"what you type is not kept: {file}: {error.strerror}"
+        return InMemoryHistory(), f"the history is not kept: {file}: {error.strerror}"
     return ThreadedHistory(_Lines(str(file))), ""
 
 
 class Keyboard:
-    """Reads what is typed; Enter sends it, Alt-Enter and a backslash before Enter go to a new line."""
+    """Reads input. Enter sends it; Alt-Enter, or a backslash before Enter, starts a new line."""
 
     def __init__(self, before: History) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -85,7 +85,7 @@ class Keyboard:
 
         Raises:
             EOFError: Ctrl-D at an empty prompt.
-            KeyboardInterrupt: SIGINT. The key Ctrl-C sends none here.
+            KeyboardInterrupt: SIGINT came. The key Ctrl-C does not send it here.
         """
         return self._session.prompt()
 
@@ -112,7 +112,7 @@ def _keys() -> KeyBindings:
         event.current_buffer.reset()
 
     @keys.add("<sigint>")
-    def interrupt(event: KeyPressEvent) -> None:  # no key but a signal, also while something is searched
+    def interrupt(event: KeyPressEvent) -> None:  # the signal, not the key; also during a search
         event.app.exit(exception=KeyboardInterrupt)
 
     return keys

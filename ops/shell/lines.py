@@ -1,4 +1,4 @@
-"""What a typed line means: a command, or something to say. Knows the commands' names, not what they do."""
+"""Parses a typed line: a command, or a message. Knows the commands' names, not what they do."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Final
 
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "/help": ("", "this list"),
-    "/reset": ("", "forget the conversation; system text and settings stay"),
-    "/retry": ("", "answer the last question again"),
-    "/undo": ("", "take the last question and its answer back"),
-    "/system": ("[TEXT]", 'show what comes before the conversation, or set it; "" takes it away'),
-    "/set": ("NAME=VALUE ..", "set fields of the requests, say temperature=0.2 max_tokens=64; NAME= takes one back"),
+    "/reset": ("", "clear the conversation; keep system text and settings"),
+    "/retry": ("", "ask the last question again"),
+    "/undo": ("", "remove the last question and its answer"),
+    "/system": ("[TEXT]", 'show or set the system text; "" removes it'),
+    "/set": ("NAME=VALUE ..", "set request fields, say temperature=0.2 max_tokens=64; NAME= unsets one"),
     "/params": ("", "show the fields that are set"),
     "/model": ("[NAME]", "list the server's models, or choose one"),
-    "/stats": ("", "times and tokens of the last answer and of all"),
-    "/save": ("FILE", "keep conversation, system text and settings in a file"),
-    "/load": ("FILE", "go on with those of a file"),
+    "/stats": ("", "times and tokens of the last answer and of all answers"),
+    "/save": ("FILE", "save conversation, system text and settings to a file"),
+    "/load": ("FILE", "load them from a file"),
     "/exit": ("", "leave; so do /quit and Ctrl-D"),
 }
-"""Name -> what follows it, and what it does."""
+"""Name -> its argument and its effect."""
 ALIASES: Final[Mapping[str, str]] = {"/quit": "/exit"}
 NAMES: Final = (*COMMANDS, *ALIASES)
 
@@ -35,7 +35,7 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command and what follows its name."""
+    """A command and its argument."""
 
     name: str
     argument: str
@@ -43,14 +43,14 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A line that begins as a command does and is none; *near* are names that may have been meant."""
+    """A line that looks like a command but is none; *near* are similar names."""
 
     name: str
     near: tuple[str, ...]
 
 
 def read_line(line: str) -> Say | Command | Unknown | None:
-    """Return what *line* means; None when there is nothing in it. `//text` says `/text`."""
+    """Parse *line*; None if it is blank. `//text` is the message `/text`."""
     if not line.strip():
         return None
     text = line.lstrip()

@@ -11,13 +11,13 @@ from typing import Any, Final
 from pipeline.errors import MiniSGLError
 
 OWN: Final[Mapping[str, str]] = {
-    "model": "/model NAME chooses it",
-    "messages": "they are the conversation",
+    "model": "use /model NAME",
+    "messages": "the conversation fills it",
     "stream": "the shell always asks for a stream",
     "stream_options": "the shell always asks for the token counts",
     "n": "the shell shows one answer",
 }
-"""What a request has of the shell itself, and why it cannot be set."""
+"""Fields that the shell sets itself, and the reason."""
 
 _NAME: Final = re.compile(r"([^\s=]+)=")
 _WORD: Final = re.compile(r"\S*")
@@ -25,27 +25,27 @@ _SPACE: Final = re.compile(r"\s*")
 
 
 class NotSet(MiniSGLError):
-    """What was typed sets no field."""
+    """The text does not set a field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Fields to set, and those to take back."""
+    """Fields to set and fields to unset."""
 
     values: Mapping[str, Any]
     taken_back: tuple[str, ...]
 
 
 def why_not_settable(name: str) -> str:
-    """Say why the field *name* cannot be set; empty where it can."""
+    """Return the reason why the field *name* cannot be set, or ""."""
     return f"{name} cannot be set: {OWN[name]}" if name in OWN else ""
 
 
 def read_settings(text: str) -> Settings:
-    """Read `name=value ..`: a value is JSON, else the text up to the next space; without one the field is taken back.
+    """Parse `name=value ..`: a value is JSON, or else the text up to the next space; no value unsets the field.
 
     Raises:
-        NotSet: Something is not of this form, or the field is the shell's own.
+        NotSet: The text has another form, or the shell sets the field itself.
     """
     values: dict[str, Any] = {}
     taken_back: list[str] = []
@@ -69,7 +69,7 @@ def read_settings(text: str) -> Settings:
 
 
 def _value(text: str, start: int) -> tuple[Any, int]:
-    """Return the value that begins at *start*, and where it ends."""
+    """Return the value at *start*, and its end."""
     try:
         value, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text, start)
         if end == len(text) or text[end].isspace():

@@ -1,4 +1,4 @@
-"""What servers say when they do not answer, in the shapes that there are, as one sentence."""
+"""Error answers of OpenAI servers, in all their forms, as one sentence."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TOO_LONG: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A message, and whether it is about a conversation that has become too long."""
+    """An error message, and whether the conversation is too long."""
 
     message: str
     is_too_long: bool = False
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
-    """Return what the body of an answer that is no success says."""
+    """Return the error in the body of an answer with an error status."""
     text = content.decode(errors="replace")
     try:
         found = refusal_in(json.loads(text))
@@ -37,7 +37,7 @@ def refusal_of(status: int, content: bytes) -> Refusal:
 
 
 def refusal_in(document: Any) -> Refusal | None:
-    """Return what an error document says, however it is nested; None where it is none."""
+    """Return the error in *document*, however it is nested; None if it is not an error."""
     if not isinstance(document, dict):
         return None
     error = document.get("error") or document.get("detail")

@@ -1,4 +1,4 @@
-"""One answer as it comes: a fold of the frames of a stream, which may break and go on. Knows no network."""
+"""One answer, folded from the frames of a stream that may break and resume. Knows no network."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ops.shell.frames import Frame
 from ops.shell.refusals import Refusal, refusal_in
 from ops.shell.text import one_line
+from ops.sse_reader import Frame
 
 Kind = Literal["text", "thought", "note"]
 DONE: Final = "[DONE]"
@@ -17,7 +17,7 @@ DONE: Final = "[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is shown next: of the answer, of the thoughts before it, or a note about how it comes."""
+    """The next text to show: of the answer, of the thoughts before it, or a note about the stream."""
 
     text: str
     kind: Kind = "text"
@@ -25,29 +25,29 @@ class Piece:
 
 @dataclass(slots=True)
 class Reply:
-    """What is known of an answer so far.
+    """An answer so far.
 
-    A stream that breaks goes on after the last id that was seen. What came after that id comes again then, letter by
-    letter the same, and is not shown twice: a server may say an event in several frames, of which the last has its id.
+    A broken stream resumes after the last id. One event may make several frames, and only the last one has its id. So
+    text after the last id comes again, letter by letter the same, and must not be shown twice.
     """
 
     texts: list[str] = field(default_factory=list)
     finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     refusal: Refusal | None = None
-    """The error that came instead of an end."""
+    """The error that ended the stream."""
     uid: str = ""
-    """What a MiniSGL server calls the request."""
+    """The request's uid on a MiniSGL server."""
     unknown_fields: str = ""
-    """What of the request means nothing to the server, where it says so."""
+    """Request fields that the server reports as unknown."""
     is_done: bool = False
-    """Whether the server has said that nothing more comes."""
+    """Whether the server sent [DONE]."""
     last_id: str = ""
     num_frames: int = 0
     _after_id: dict[Kind, int] = field(default_factory=dict)
-    """How many characters came after the last id."""
+    """Number of characters after the last id."""
     _again: dict[Kind, int] = field(default_factory=dict)
-    """How many characters are still to come that came before."""
+    """Number of characters that will come again."""
 
     @property
     def text(self) -> str:
@@ -55,17 +55,17 @@ class Reply:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is missing but perhaps the counts."""
+        """Whether the text is complete; the token counts may be missing."""
         return self.is_done or bool(self.finish_reason)
 
     def go_on(self) -> None:
-        """Begin to read the stream again, after the last id."""
+        """Prepare for a stream that resumes after the last id."""
         kinds = self._after_id.keys() | self._again.keys()
         self._again = {kind: self._again.get(kind, 0) + self._after_id.get(kind, 0) for kind in kinds}
         self._after_id = {}
 
     def take(self, frame: Frame) -> Iterator[Piece]:
-        """Take the next frame in, and yield what of it is to be shown."""
+        """Take in the next frame, and yield the text to show."""
         self.num_frames += 1
         if frame.data == DONE:
             self.is_done = True
@@ -89,7 +89,7 @@ class Reply:
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, dict) or choice.get("index"):
                 continue
-            said = choice.get("delta") or choice.get("message")  # a whole message where the server does not stream
+            said = choice.get("delta") or choice.get("message")  # `message` if the server does not stream
             if isinstance(said, dict):
                 yield from self._take_text("thought", said.get("reasoning_content") or said.get("reasoning"))
                 yield from self._take_text("text", said.get("content"))

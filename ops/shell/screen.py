@@ -1,4 +1,4 @@
-"""What the shell prints: answers as they come, and what it says itself. Nothing is painted twice."""
+"""The shell's output: answers as they come, and its own messages. Printed text never changes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ops.shell.text import one_line, printable
 
 
 class Screen:
-    """A terminal. Colours are rich's business: NO_COLOR counts."""
+    """A terminal. rich decides about colours, so NO_COLOR works."""
 
     def __init__(self, out: TextIO) -> None:
         self._console = Console(file=out, highlight=False, markup=False, emoji=False)
         self._out = out
         self._kind = "text"
         self._is_at_start = True
-        """Whether the next character comes first in its line."""
+        """Whether the cursor is at the start of a line."""
 
     def piece(self, piece: Piece) -> None:
-        """Print what came of an answer, without its control characters; what is not of it is dim."""
+        """Print a piece with control characters escaped; thoughts and notes are dim."""
         if piece.kind != self._kind and "thought" in (piece.kind, self._kind):
             self.end_line()  # the answer begins in a line of its own
         self._kind = piece.kind
@@ -39,7 +39,7 @@ class Screen:
         self._is_at_start = text.endswith("\n")
 
     def end_line(self) -> None:
-        """Go to a new line, unless it is one."""
+        """Start a new line, unless the line is empty."""
         if not self._is_at_start:
             self._out.write("\n")
             self._out.flush()
@@ -56,12 +56,12 @@ class Screen:
         self._console.print(Text(one_line(text), "dim"))
 
     def error(self, text: str) -> None:
-        """Print a line about what went wrong."""
+        """Print an error."""
         self.end_line()
         self._console.print(Text.assemble(("error: ", "bold red"), one_line(text)))
 
     def table(self, rows: Sequence[Sequence[str]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
-        """Print rows as columns, those of *right* to the right; the last column wraps within itself."""
+        """Print a table; the columns *right* are right-aligned, and the last column wraps."""
         self.end_line()
         grid = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for index in range(len(rows[0])):
@@ -78,7 +78,7 @@ class Screen:
 
     @contextlib.contextmanager
     def unechoed(self, keyboard: int) -> Iterator[None]:
-        """Show nothing of what is typed meanwhile; it waits, as it is, for the next prompt. Ctrl-C still interrupts."""
+        """Hide typed keys until the block ends; the next prompt receives them. Ctrl-C still interrupts."""
         before = termios.tcgetattr(keyboard)
         during = termios.tcgetattr(keyboard)
         during[0] &= ~termios.ICRNL

@@ -1,4 +1,4 @@
-"""One question and its answer, for scripts: the answer alone goes to the output."""
+"""One question and its answer, for scripts: only the answer goes to the output."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ops.shell.text import printable
 
 
 def answer_once(server: Server, conversation: Conversation, model: str, question: str, out: TextIO) -> Reply:
-    """Ask *question* and write the answer to *out*, ended by a newline; return all that is known of it.
+    """Ask *question*, write the answer and a newline to *out*, and return the reply.
 
     Raises:
-        Unanswered: It did not come, or not to its end.
-        BrokenPipeError: Nobody reads *out* any more.
+        Unanswered: There was no answer, or it broke off.
+        BrokenPipeError: The reader of *out* is gone.
     """
     reply = Reply()
     asyncio.run(_answer(server, conversation.body(model, question, ()), out, reply))
@@ -38,7 +38,7 @@ async def _answer(server: Server, body: dict[str, Any], out: TextIO, reply: Repl
                     out.flush()
                     last = piece.text[-1]
     except BaseException:
-        last = last or "\n"  # of what never came there is no line to end
+        last = last or "\n"  # without text there is no line to end
         raise
     finally:
         if last != "\n":

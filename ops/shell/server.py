@@ -1,4 +1,4 @@
-"""One OpenAI server, as the shell asks it. Knows HTTP and how a broken stream goes on, not what is shown."""
+"""The shell's client for an OpenAI server. Knows HTTP and how to resume a broken stream, not what is shown."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
-from ops.shell.frames import Frame, FrameReader
 from ops.shell.refusals import Refusal, refusal_of
 from ops.shell.reply import Piece, Reply
 from ops.shell.text import one_line
+from ops.sse_reader import Frame, FrameReader
 from pipeline.errors import ConfigError, MiniSGLError
 
 CONNECT_TIMEOUT_S: Final = 10.0
 MODELS_TIMEOUT_S: Final = 5.0
 GO_ON_S: Final = 8.0
-"""How long a stream that broke is asked for again; a worker is back after two seconds, a server after some more."""
+"""How long to retry a broken stream; a worker is back after two seconds, a server somewhat later."""
 GO_ON_POLL_S: Final = 0.25
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 UID: Final = "x-minisgl-uid"
 UNKNOWN_FIELDS: Final = "x-minisgl-unknown-fields"
 NOT_NOW: Final = (502, 503, 504)
 NO_MODEL: Final = "default"
-"""What is asked of a server that lists no models."""
+"""The model name for servers that list none."""
 NETWORK: Final = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class Unanswered(MiniSGLError):
-    """The server did not answer, or not to the end."""
+    """The server did not answer, or the answer broke off."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -43,7 +43,7 @@ def base_of(url: str) -> str:
     """Return a server's address without /v1.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not an address.
     """
     try:
         parts = urlsplit(url.strip())
@@ -51,22 +51,22 @@ def base_of(url: str) -> str:
     except ValueError:
         good = False
     if not good:
-        raise ConfigError(f"--url {one_line(url)}: no address of a server; expected one such as http://127.0.0.1:1919")
+        raise ConfigError(f"--url {one_line(url)}: not a server address; expected one like http://127.0.0.1:1919")
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
 
 
 class Server:
-    """Where requests go. Each has a connection of its own: none that a restart of the server has made stale."""
+    """A server. Each request has its own connection, so none is stale after the server restarts."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """*url* as `base_of` returns it."""
+        """*url* comes from `base_of`."""
         self._url = url
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     @property
     def name(self) -> str:
-        """Its address, without a password."""
+        """The address without a password."""
         parts = urlsplit(self._url)
         return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -89,13 +89,13 @@ class Server:
         except NETWORK as error:
             raise self._unreachable(error) from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise Unanswered(Refusal(f"{self.name}/v1/models is no list of models")) from None
+            raise Unanswered(Refusal(f"{self.name}/v1/models does not list models")) from None
 
     async def answer(self, body: Mapping[str, Any], reply: Reply) -> AsyncGenerator[Piece, None]:
-        """Send a request; fold what comes into *reply* and yield what is to be shown. Who stops reading cancels it.
+        """Send a request, fold the stream into *reply*, and yield the text to show. Closing the generator cancels it.
 
         Raises:
-            Unanswered: It was refused, or its stream broke and could not be gone on with.
+            Unanswered: The server refused it, or the stream broke and could not be resumed.
         """
         async with self._session(aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)) as session:
             has_begun, trouble = False, "it ended too early"
@@ -118,7 +118,7 @@ class Server:
             _check(reply, trouble)
 
     async def _go_on(self, session: aiohttp.ClientSession, reply: Reply, trouble: str) -> AsyncIterator[Piece]:
-        """Read what is missing of the answer of a MiniSGL server, as often as the stream breaks."""
+        """Read the rest of the answer from a MiniSGL server, as often as the stream breaks."""
         deadline_s = time.monotonic() + GO_ON_S
         has_told = False
         while time.monotonic() < deadline_s:
@@ -140,12 +140,12 @@ class Server:
             if reply.num_frames > num_frames:
                 deadline_s = time.monotonic() + GO_ON_S
             elif not has_told:
-                yield Piece(" [the connection broke; trying to go on ..] ", "note")
+                yield Piece(" [the connection broke; reconnecting ..] ", "note")
                 has_told = True
             await asyncio.sleep(GO_ON_POLL_S)
 
     def _session(self, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
-        is_here = urlsplit(self._url).hostname in LOOPBACK  # a proxy of the environment would not find it
+        is_here = urlsplit(self._url).hostname in LOOPBACK  # a proxy could not reach it
         return aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=not is_here)
 
     def _unreachable(self, error: BaseException) -> Unanswered:
@@ -153,7 +153,7 @@ class Server:
 
 
 async def _pieces(response: aiohttp.ClientResponse, reply: Reply) -> AsyncIterator[Piece]:
-    """Fold a response into *reply* until it ends, or says that it does."""
+    """Fold a response into *reply* until it ends or sends [DONE]."""
     if response.content_type == "application/json":  # the server does not stream
         for piece in reply.take(Frame((await response.read()).decode(errors="replace"))):
             yield piece
@@ -168,7 +168,7 @@ async def _pieces(response: aiohttp.ClientResponse, reply: Reply) -> AsyncIterat
 
 
 def _check(reply: Reply, trouble: str) -> None:
-    """Raise Unanswered for an answer that has not come to its end."""
+    """Raise Unanswered if the answer is incomplete."""
     if reply.refusal is not None:
         raise Unanswered(reply.refusal)
     if not reply.has_ended:

@@ -1,4 +1,4 @@
-"""Text of others, as a terminal may be given it."""
+"""Makes text of others safe for a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""What a terminal could take for an order, and halves of characters, which cannot be encoded."""
+"""Characters that control a terminal, and surrogates, which cannot be encoded."""
 
 
 def printable(text: str) -> str:
@@ -15,5 +15,5 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, with newlines and tabs escaped too."""
+    """Like `printable`, with newlines and tabs escaped, too."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")

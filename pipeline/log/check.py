@@ -31,6 +31,7 @@ def check_server(url: str) -> None:
             info = client.info("server") | client.info("memory")
     except redis.exceptions.RedisError as error:
         raise ConfigError(f"--redis-url {address.shown}: {_why_not(error, address)}") from error
+    # The Redis that it behaves like: any Valkey says 7.2.4.
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST:
         raise ConfigError(f"Redis {info['redis_version']} at {address.shown}: 6.2 or newer is needed; upgrade it")

@@ -12,14 +12,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import orjson
 
 from pipeline.errors import Fenced, GroupLost
 from pipeline.events import End, StepCompleted, Submitted, Tokenized, encode
-from pipeline.log import calls
+from pipeline.log.entries import (
+    CONTROL_CAP,
+    DEAD_CAP,
+    DEAD_HISTORY_BYTES,
+    MINUTE_MS,
+    READER_TTL_MS,
+    REPLIES_TTL_MS,
+    REPLY_CAP,
+    STATUS_TTL_MS,
+    letter_fields,
+    produced_fields,
+    replies_of,
+    submitted_fields,
+)
 from pipeline.log.protocol import (
+    DEFAULT_LIMITS,
     GUEST,
     DeadLetter,
     Entry,
@@ -30,9 +44,10 @@ from pipeline.log.protocol import (
     Produced,
     Quota,
     Reply,
+    RequestLimits,
     StepCommitted,
     Submission,
-    SubmittedOnce,
+    SubmitResult,
     Taken,
 )
 from pipeline.names import (
@@ -50,8 +65,6 @@ from pipeline.names import (
 )
 
 Id: TypeAlias = tuple[int, int]
-
-CONTROL_CAP: Final = 1000
 
 
 def _text(entry_id: Id) -> str:
@@ -99,8 +112,9 @@ class _Stream:
 class MemoryLog:
     """StreamLog under one condition: every append wakes whoever waits. Any number of threads may share it."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         self.names = names
+        self.limits = limits
         self._changed = threading.Condition()
         self._streams: dict[str, _Stream] = {}
         self._sweep_at = 1000  # number of streams at which the expired ones are dropped
@@ -117,38 +131,26 @@ class MemoryLog:
 
     # requests
 
-    def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
-        return self.submit_once(
-            uid, [event], None, timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued
-        ).submission
-
-    def submit_once(
-        self,
-        uid: str,
-        events: Sequence[Submitted],
-        once: Once | None,
-        *,
-        timeout_ms: int,
-        retention_ms: int,
-        max_queued: int,
-        quota: Quota | None = None,
-    ) -> SubmittedOnce:
+    def submit(
+        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    ) -> SubmitResult:
         uids = sibling_uids(uid, len(events))
         with self._changed:
             if any(self._stream(self.names.request(sibling)) is not None for sibling in uids):
-                return SubmittedOnce(Submission.DUPLICATE, uid)
+                return SubmitResult(Submission.DUPLICATE, uid)
             refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
             if refused:
                 return refused
             backlog = self._length(self.names.submitted) + self._length(self.names.tokenized)
-            if backlog + len(events) > max_queued:
-                return SubmittedOnce(Submission.BUSY, uid)
+            if backlog + len(events) > self.limits.max_queued:
+                return SubmitResult(Submission.BUSY, uid)
             self._sweep()
-            now_ms, gone_s = _now_ms(), _in_s(timeout_ms + retention_ms)
+            now_ms, timeout_ms = _now_ms(), self.limits.timeout_ms
+            gone_s = _in_s(timeout_ms + self.limits.retention_ms)
             for sibling, event in zip(uids, events, strict=True):
                 history = self.names.request(sibling)
                 moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
-                self._append(history, SUBMITTED_ID, moments | calls.submitted_fields(event, len(events)), make=True)
+                self._append(history, SUBMITTED_ID, moments | submitted_fields(event, len(events)), make=True)
                 self._streams[history].expires_s = gone_s
                 self._live[sibling] = now_ms + timeout_ms
                 self._append(self.names.submitted, None, {"uid": sibling, "frontend": event.frontend}, make=True)
@@ -159,29 +161,29 @@ class MemoryLog:
             if quota is not None:
                 self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
                 self._running.setdefault(quota.key, set()).update(uids)
-            return SubmittedOnce(Submission.ACCEPTED, uid)
+            return SubmitResult(Submission.ACCEPTED, uid)
 
-    def _held(self, once: Once) -> SubmittedOnce | None:
+    def _held(self, once: Once) -> SubmitResult | None:
         """Say which other request has the idempotency key."""
         other, digest, expires_s = self._once.get(once.key, ("", "", 0.0))
         if _over(expires_s):
             return None
         if digest != once.digest:
-            return SubmittedOnce(Submission.MISMATCH, other)
-        return SubmittedOnce(Submission.ATTACH, other) if other != once.instead_of else None
+            return SubmitResult(Submission.MISMATCH, other)
+        return SubmitResult(Submission.ATTACH, other) if other != once.instead_of else None
 
-    def _used_up(self, quota: Quota, uid: str) -> SubmittedOnce | None:
+    def _used_up(self, quota: Quota, uid: str) -> SubmitResult | None:
         """Say what of the quota is used up for now."""
-        minute, ms = divmod(_now_ms(), calls.MINUTE_MS)
+        minute, ms = divmod(_now_ms(), MINUTE_MS)
         if minute != self._minute:
             self._minute = minute
             self._accepted.clear()
         if 0 < quota.requests_per_minute <= self._accepted.get(quota.key, 0):
-            return SubmittedOnce(Submission.TOO_FAST, uid, calls.MINUTE_MS - ms)
+            return SubmitResult(Submission.TOO_FAST, uid, MINUTE_MS - ms)
         running = self._running.setdefault(quota.key, set())
         running &= self._live.keys()
         if 0 < quota.concurrent_requests <= len(running):
-            return SubmittedOnce(Submission.TOO_MANY, uid)
+            return SubmitResult(Submission.TOO_MANY, uid)
         return None
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
@@ -200,7 +202,6 @@ class MemoryLog:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         consume: Entry | None = None,
         dead: DeadLetter | None = None,
     ) -> bool:
@@ -214,13 +215,13 @@ class MemoryLog:
             fields = _stamped(encode(event) | {"n": str(history.last[0])})
             if not self._append(self.names.request(uid), SEAL, fields):
                 return False
-            history.expires_s = _in_s(retention_ms)
-            self._append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=calls.REPLY_CAP)
+            history.expires_s = _in_s(self.limits.retention_ms)
+            self._append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
             self._tell_engines(uid)
             if dead is not None:
-                letter = calls.letter_fields(dead) | _copied(history.read(history.entries))
+                letter = letter_fields(dead) | _copied(history.read(history.entries))
                 said = {"uid": uid, "ms": fields["ms"], **letter}
-                self._append(self.names.dead, None, said, make=True, cap=calls.DEAD_CAP)
+                self._append(self.names.dead, None, said, make=True, cap=DEAD_CAP)
             return True
 
     def abandon(
@@ -229,7 +230,6 @@ class MemoryLog:
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         once: Once | None = None,
         attached: bool = False,
     ) -> bool:
@@ -241,14 +241,14 @@ class MemoryLog:
                 if once is not None and self._once.get(once.key, ("",))[0] == base:
                     self._left.add(base)
                 return False
-            return self.end(uid, event, frontend=frontend, retention_ms=retention_ms)
+            return self.end(uid, event, frontend=frontend)
 
     def reading(self, uids: Sequence[str], who: str) -> None:
         with self._changed:
             for uid in uids:
                 history = self._stream(self.names.request(uid))
                 if history is not None and history.last != parse_id(SEAL):
-                    self._readers.setdefault(uid, {})[who] = _in_s(calls.READER_TTL_MS)
+                    self._readers.setdefault(uid, {})[who] = _in_s(READER_TTL_MS)
 
     def stop_reading(self, uid: str, who: str) -> None:
         with self._changed:
@@ -368,24 +368,23 @@ class MemoryLog:
 
     # detokenizers
 
-    def produced(
-        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
-    ) -> bool:
+    def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
         with self._changed:
             self._fence(owner)
             if not self._consume(Inbox.steps(self.names, engine), entry.id):
                 return False
-            for item in events:
+            histories, replies = produced_fields(events)
+            for item, fields in zip(events, histories, strict=True):
                 ends = item.entry_id == SEAL
                 if ends:
                     self._live.pop(item.uid, None)
                 history = self.names.request(item.uid)
-                if self._append(history, item.entry_id, _stamped(encode(item.event))) and ends:
-                    self._streams[history].expires_s = _in_s(retention_ms)
+                if self._append(history, item.entry_id, _stamped(fields)) and ends:
+                    self._streams[history].expires_s = _in_s(self.limits.retention_ms)
                     if item.tell_engine:
                         self._tell_engines(item.uid)
-            for frontend, payload in calls.reply_payloads(events).items():
-                self._append(self.names.replies(frontend), None, {"events": payload}, cap=calls.REPLY_CAP)
+            for frontend, payload in replies.items():
+                self._append(self.names.replies(frontend), None, {"events": payload}, cap=REPLY_CAP)
             return True
 
     # consumer groups
@@ -473,7 +472,7 @@ class MemoryLog:
         with self._changed:
             if self._holder(slot) is not None:
                 return False
-            self._statuses[slot] = (status, _in_s(calls.STATUS_TTL_MS))
+            self._statuses[slot] = (status, _in_s(STATUS_TTL_MS))
             return True
 
     def unattended(self) -> list[str]:
@@ -489,7 +488,7 @@ class MemoryLog:
                 return False
             self._leases[owner.slot] = (owner, _in_s(lease_ms))
             if status:
-                self._statuses[owner.slot] = (status, _in_s(calls.STATUS_TTL_MS))
+                self._statuses[owner.slot] = (status, _in_s(STATUS_TTL_MS))
             return True
 
     def release(self, owner: Owner) -> bool:
@@ -521,7 +520,7 @@ class MemoryLog:
             if self._stream(key) is None:
                 self._append(key, None, {"events": "[]"}, make=True)
             stream = self._streams[key]
-            stream.expires_s = _in_s(calls.REPLIES_TTL_MS)
+            stream.expires_s = _in_s(REPLIES_TTL_MS)
             return _text(stream.last)
 
     def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
@@ -534,7 +533,7 @@ class MemoryLog:
             return bool(entries)
 
         self._wait_for(something_later, block_ms)
-        return (entries[-1].id if entries else after), calls.replies_of(entries)
+        return (entries[-1].id if entries else after), replies_of(entries)
 
     # what the commits are made of; the caller holds the lock
 
@@ -638,7 +637,7 @@ def _now_ms() -> int:
 def _copied(history: Sequence[Entry]) -> dict[str, str]:
     """Return the copy of a history that a dead letter holds: the first entry, then as many of the last as fit."""
     texts = [orjson.dumps([entry.id, *itertools.chain(*entry.fields.items())]) for entry in history]
-    room = calls.DEAD_HISTORY_BYTES - 2
+    room = DEAD_HISTORY_BYTES - 2
     first = texts[:1] if len(texts[0]) + 1 <= room else []
     room -= sum(len(text) + 1 for text in first)
     last: list[bytes] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from pipeline.events import End, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
@@ -109,14 +109,37 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmittedOnce:
-    """What became of a submit under an idempotency key or a quota."""
+class SubmitResult:
+    """What became of a submit, and of which request it says so."""
 
     submission: Submission
     uid: str
-    """Of the request that has the idempotency key, else of the own one; the base uid of siblings."""
+    """The request that has the idempotency key, else the submitted one; the base uid of siblings."""
     again_ms: int = 0
-    """What is left of the minute, when that is TOO_FAST."""
+    """With TOO_FAST: how long the minute still lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What holds for every request of a process, so that a log is told once, when it is made."""
+
+    timeout_s: float = 600.0
+    """A request fails so long after its submit."""
+    retention_s: float = 900.0
+    """A history is kept so long after its end."""
+    max_queued: int = 1024
+    """Requests that wait or run; a submit that would lead beyond them is BUSY."""
+
+    @property
+    def timeout_ms(self) -> int:
+        return int(self.timeout_s * 1000)
+
+    @property
+    def retention_ms(self) -> int:
+        return int(self.retention_s * 1000)
+
+
+DEFAULT_LIMITS: Final = RequestLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,29 +258,18 @@ class StreamLog(Protocol):
     """
 
     names: Names
+    limits: RequestLimits
 
     # requests
 
-    def submit(self, uid: str, event: Submitted, *, timeout_ms: int, retention_ms: int, max_queued: int) -> Submission:
-        """Begin the history of *uid* and hand it to the tokenizers. Raises LogFull when no new work can be taken."""
-        ...
+    def submit(
+        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    ) -> SubmitResult:
+        """Begin the history of each of *events* and hand them to the tokenizers, in this order: all of them or none.
 
-    def submit_once(
-        self,
-        uid: str,
-        events: Sequence[Submitted],
-        once: Once | None,
-        *,
-        timeout_ms: int,
-        retention_ms: int,
-        max_queued: int,
-        quota: Quota | None = None,
-    ) -> SubmittedOnce:
-        """As `submit`, for requests that come together, under the uids that `names.sibling_uids` gives: all are
-        accepted, in this order, or none, as where *max_queued* has no room for all of them.
-
-        None is accepted where another request has the idempotency key, which these have from then on, or where the
-        quota is used up. What is not accepted is not counted. Raises LogFull.
+        One event is the request *uid*. Several are siblings, under the uids that `names.sibling_uids` gives. A refusal
+        changes nothing and counts for no quota. An accepted submit takes the idempotency key *once*. Raises LogFull
+        when Redis is at its maxmemory.
         """
         ...
 
@@ -271,7 +283,6 @@ class StreamLog(Protocol):
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         consume: Entry | None = None,
         dead: DeadLetter | None = None,
     ) -> bool:
@@ -287,7 +298,6 @@ class StreamLog(Protocol):
         event: End,
         *,
         frontend: str,
-        retention_ms: int,
         once: Once | None = None,
         attached: bool = False,
     ) -> bool:
@@ -389,9 +399,7 @@ class StreamLog(Protocol):
 
     # detokenizers
 
-    def produced(
-        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], *, retention_ms: int
-    ) -> bool:
+    def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
         """Consume a step and write what followed from it to the histories and the replies. Raises Fenced."""
         ...
 

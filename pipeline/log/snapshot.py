@@ -15,6 +15,8 @@ from pipeline.log.protocol import Entry, Lease, Occupancy
 class RedisFacts:
     """What the server of the log says of itself."""
 
+    name: str
+    """Redis or Valkey."""
     version: str
     up_s: int
     used_bytes: int

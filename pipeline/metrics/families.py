@@ -309,6 +309,12 @@ REJECTIONS: Final = Family(
 # What is asked from the log when somebody wants to see it.
 
 LOG_UP: Final = Family("log_up", "gauge", "1 where the log answered; at 0 this process shows what it knows by itself.")
+LOG_SERVER: Final = Family(
+    "log_server_info",
+    "gauge",
+    "Always 1; the labels name the server that holds the log, Redis or Valkey, and its version.",
+    labels=("server", "version"),
+)
 WORKER_READY: Final = Family("worker_ready", "gauge", "1 for a worker that says it is ready.", labels=(SLOT,))
 STREAM_LENGTH: Final = Family(
     "stream_length", "gauge", "Entries that wait or are worked on: the backlog of a stage.", labels=("stream",)

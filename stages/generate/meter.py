@@ -1,4 +1,4 @@
-"""What an engine's loop says to /metrics, counted from plans and rows: the schedule, a fold, knows nothing of it."""
+"""The metrics of an engine's loop, counted from plans and rows. The schedule knows nothing of them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from stages.generate.schedule.schedule import Schedule
 
 
 class EngineMeter:
-    """Looks at each step of one engine on its way."""
+    """Counts the steps of one engine."""
 
     def __init__(self, measures: Measures, schedule: Schedule) -> None:
         self._measures = measures
         self._schedule = schedule
-        for gauge in (NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE):  # of the slot before, where this process had another
+        for gauge in (NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE):  # they may show the slot that this process held before
             measures.set(gauge, 0)
 
     def planned(self, marks: Sequence[StepRow]) -> None:
-        """Count what was looked for in the prefix cache.
+        """Count the look-ups in the prefix cache.
 
-        A request that had tokens before finds its own pages again: as in vLLM, that says nothing of the cache.
+        As in vLLM, a request that had tokens before does not count: it finds its own pages again.
         """
         for mark in marks:
             if mark.n == 0 and isinstance(mark, EventRow) and isinstance(mark.event, Admitted):
@@ -43,13 +43,13 @@ class EngineMeter:
                 self._measures.add(PREFIX_HITS, amount=mark.event.cached_tokens)
 
     def computed(self, plan: BatchPlan) -> None:
-        """Count the prompts that a plan brought to their end, each once: not again after a preemption."""
+        """Count the prompts that a plan completed, each only once even if it was preempted."""
         samples = (row.sample for row in plan.rows[plan.num_decode_rows :])
         lengths = (sample.prompt_length for sample in samples if sample and sample.position == sample.prompt_length)
         self._measures.add(PROMPT_TOKENS, amount=sum(lengths))
 
     def committed(self, step: StepCompleted) -> None:
-        """Count what a step says that is on its way to the log, and what the engine holds after it."""
+        """Count the rows of a step, and set the gauges to what the engine holds after it."""
         tokens = 0
         for row in step.rows:
             if isinstance(row, TokenRow):

@@ -1,4 +1,4 @@
-"""The one place where `auto` becomes a value: the engine's config, the model and the machine give the settings."""
+"""The one place where `auto` becomes a value, from the engine's config, the model and the machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import EngineConfig
 from pipeline.errors import ConfigError
+from stages.generate.config import EngineConfig
 from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits
@@ -17,7 +17,7 @@ from stages.generate.schedule.schedule import ScheduleLimits
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an engine runs with; no `auto` is left."""
+    """The settings of an engine, with no `auto` left."""
 
     device: torch.device
     dtype: torch.dtype
@@ -33,7 +33,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
     """Return the settings of an engine on this machine.
 
     Raises:
-        ConfigError: The flags, the model and the machine do not go together.
+        ConfigError: Flags, model and machine do not fit together.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; install its CUDA build, or pass --device cpu")
@@ -94,9 +94,9 @@ def available_cores() -> int:
 
 
 def default_threads() -> int:
-    """Return how many threads an engine uses: what OMP_NUM_THREADS says; else of four cores one is left to others.
+    """Return how many threads an engine uses: OMP_NUM_THREADS, or all cores but one of every four.
 
-    Two cores are both used: what the other processes need of the second one costs less than to do without it.
+    Of two cores it uses both: the engine would lose more without the second one than the other processes need of it.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()  # which has understood it

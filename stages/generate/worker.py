@@ -1,6 +1,6 @@
 """Rank 0's loop: take in, plan, forward, commit. Tokenized -> StepCompleted.
 
-What it remembers is the schedule; whatever crosses the network goes through the courier's thread.
+Its memory is the schedule. The log thread does everything that crosses the network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Protocol, TypeAlias
 
 import structlog
 
-from pipeline.config import Config, DefaultsConfig
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
@@ -24,16 +23,19 @@ from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, SlotLease, progress_reporter, slot_leases
 from pipeline.worker import Stop
+from stages.generate.config import DefaultsConfig, GenerateConfig
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
-from stages.generate.log_thread import TOKENS_IN_DOUBT, Arrived, Ended, Flush, LogThread, Lost, News
+from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
 from stages.generate.meter import EngineMeter
 from stages.generate.model.checkpoint import check_folder, model_id
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
 from stages.generate.resolve import Settings, resolve
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule
+from stages.generate.suspects import Suspects
 
 logger = structlog.get_logger()
 
@@ -41,10 +43,10 @@ STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
 LOAD_TIMEOUT_S = 3600.0
 SWITCH_INTERVAL_S = 0.0005
-"""How long the courier's thread may keep the interpreter from the forward pass, which wants it at every operation."""
+"""How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
 FEWEST_STEPS_BETWEEN_CHECKS = 100
-"""An engine that has nothing to do looks whether its books add up, when it has made so many steps since, or as many as
-it has pages: what a look costs grows with them.
+"""An idle engine checks its books of pages after so many steps, or after as many as it has pages if those are more: the
+cost of a check grows with them.
 """
 
 
@@ -72,19 +74,16 @@ class GenerateWorker:
         self._log_thread = log_thread
         self._slot_lease = slot_lease
         self._let_go: list[str] = []
-        """Uids that ended elsewhere; the next step says so."""
+        """Uids that ended elsewhere. The next step says so."""
         self._rows: list[StepRow] = []
-        """Rows for the next step that no forward pass makes."""
+        """Rows for the next step that do not come from a forward pass."""
         self._refused: list[str] = []
-        """Uids of requests that failed here; the next step consumes their entries."""
+        """Uids of requests that failed here. The next step consumes their entries."""
         self._resumed: dict[str, int] = {}
-        """uid -> n of what other owners of a slot had begun and is not computed here yet."""
-        self._suspects: list[NewRequest] = []
-        """Requests that may have killed engines: each runs alone until that is not in doubt any more."""
-        self._alone: tuple[str, int] | None = None
-        """Who runs alone now, and how many tokens it had before."""
+        """uid -> n of requests that another owner of a slot had begun, until they are planned here."""
+        self._suspects = Suspects()
         self._next_check = 0
-        """Number of the step from which on the books are looked at again."""
+        """Number of the step from which on the books are checked again."""
         self._meter = EngineMeter(measures or Measures(), schedule)
 
     def run(self, stop: Stop) -> None:
@@ -121,9 +120,9 @@ class GenerateWorker:
     def _forward(self, plan: BatchPlan) -> Sequence[StepRow]:
         """Compute a step and return its rows.
 
-        When it raises, its rows are tried one by one, and the requests of those that raise again fail. The others start
-        over: what the step wrote to the pages, which they may share, cannot be trusted. When all of several rows raise,
-        it is the engine that is broken, and its process ends.
+        When the step raises, each of its rows is tried alone. A request whose row raises again fails. The others start
+        over, because the step may have written anything to the pages that they share. When all of several rows raise,
+        the engine is broken and its process ends.
         """
         try:
             computed = self._engine.forward(plan)
@@ -134,9 +133,9 @@ class GenerateWorker:
             self._meter.computed(plan)
             return rows
         errors: dict[str, tuple[int, Exception]] = {}
-        for slot_lease, row in enumerate(plan.rows):
+        for index, row in enumerate(plan.rows):
             try:
-                self._engine.forward(BatchPlan(plan.step, (row,), int(slot_lease < plan.num_decode_rows)))
+                self._engine.forward(BatchPlan(plan.step, (row,), int(index < plan.num_decode_rows)))
             except Exception as error:
                 uid, n = self._schedule.holder(row.table)
                 errors[uid] = n, error
@@ -163,9 +162,9 @@ class GenerateWorker:
                 return
 
     def _check_books(self) -> None:
-        """Look, while nothing is to be done, whether the books add up; report what is wrong and go on.
+        """Check the books of pages while the engine is idle. Report what is wrong and go on.
 
-        A page that is lost costs memory; an engine that ends for it would cost every request.
+        A lost page costs memory. An engine that ended because of it would cost every request.
         """
         if self._schedule.next_step < self._next_check:
             return
@@ -190,13 +189,13 @@ class GenerateWorker:
                 if resumed:
                     self._resumed[request.uid] = len(request.output_ids)
                 if suspect:
-                    self._suspects.append(request)
+                    self._suspects.add(request)
                 else:
                     self._add(request)
             case Ended(uid):
                 self._schedule.drop(uid)
                 self._resumed.pop(uid, None)
-                self._suspects = [request for request in self._suspects if request.uid != uid]
+                self._suspects.drop(uid)
                 self._let_go.append(uid)
             case Flush(control_id):
                 self._flush(control_id)
@@ -204,48 +203,45 @@ class GenerateWorker:
                 raise error
 
     def _try_suspects(self) -> None:
-        """Let the next suspect run, alone, once the one before has come further than those that it may have killed.
-
-        They may have died some steps later than the log says.
-        """
-        if self._alone is not None:
-            uid, n = self._alone
-            num_output = self._schedule.num_output(uid)
-            if num_output is not None and num_output - n < TOKENS_IN_DOUBT:
+        """Let the next suspect run alone, once the trial of the one before is over."""
+        trial = self._suspects.trial
+        if trial is not None:
+            if not trial.is_over(self._schedule.num_output(trial.uid)):
                 return
-            self._alone = None
-            self._schedule.isolate(None)
-        if not self._suspects:
+            self._end_trial()
+        request = self._suspects.begin()
+        if request is None:
             return
-        request = self._suspects.pop(0)
         logger.warning("runs_alone", uid=request.uid, n=len(request.output_ids))
         self._rows += self._schedule.isolate(request.uid)
-        self._alone = request.uid, len(request.output_ids)
         if not self._add(request):
-            self._alone = None
-            self._schedule.isolate(None)
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        self._suspects.end()
+        self._schedule.isolate(None)
 
     def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow]) -> bool:
-        """Say of those of a plan that others had begun that they go on here; False when there are none.
+        """Commit that this engine took over those requests of a plan that others had begun; False: there are none.
 
-        It is in the log before anything is computed for them: an engine that dies of a request has left its mark.
+        It is in the log before anything is computed for them, so an engine that dies of a request has left its mark.
         """
-        identity = self._schedule.identity
+        identity, trial = self._schedule.identity, self._suspects.trial
         rows: list[StepRow] = []
         for mark in marks:
             n = self._resumed.pop(mark.uid, None) if isinstance(mark, EventRow) else None
             if n is not None:
-                alone = self._alone is not None and self._alone[0] == mark.uid
+                alone = trial is not None and trial.uid == mark.uid
                 event = TakenOver(engine=identity.engine, epoch=identity.epoch, alone=alone)
                 rows.append(EventRow(uid=mark.uid, n=n, event=event))
         if rows:
             self._commit(plan.step, [*rows, *marks], [], Figures(), settled=True)
             failpoint("generate.after_takeover_committed")
-            self._take_in()  # raises, if it could not be committed because somebody else has the slot
+            self._take_in()  # raises if it could not be committed because the slot has another owner
         return bool(rows)
 
     def _add(self, request: NewRequest) -> bool:
-        """Queue a request; False when it can never run here, which is said with the next step."""
+        """Queue a request; False when it can never run here: the next step says so."""
         failed = self._schedule.add(request)
         if failed is not None:
             self._resumed.pop(request.uid, None)
@@ -291,7 +287,7 @@ def _figures(plan: BatchPlan, forward_s: float) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to compute. It outlives the slots that its process holds."""
+    """A model that is ready to compute. Its process keeps it when it loses its slot."""
 
     engine: Forward
     settings: Settings
@@ -300,7 +296,7 @@ class Loaded:
     """Of the weights and their dtype."""
 
     def schedule(self, owner: Owner) -> Schedule:
-        """Return an empty schedule, with an empty cache, of the engine that *owner* is."""
+        """Return an empty schedule with an empty cache for the engine *owner*."""
         settings = self.settings
         return Schedule(
             make_cache(settings.cache, settings.num_pages, settings.page_size),
@@ -310,24 +306,24 @@ class Loaded:
         )
 
 
-Load: TypeAlias = Callable[[Config, Path, Callable[[float], None]], Loaded]
-"""Loads a model, and says how far it is."""
+Load: TypeAlias = Callable[[GenerateConfig, Path, Callable[[float], None]], Loaded]
+"""Loads a model and reports its progress."""
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one engine until SIGTERM; return the exit code."""
     return run_engine(config, open_log, folder, load)
 
 
-def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
-    """Be one engine with the model that *load* brings.
+def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
+    """Be one engine with the model that *load* returns.
 
-    It asks for a slot when it is loaded. When it loses the slot it forgets its requests, keeps its weights and asks
-    again.
+    It asks for a slot once the model is loaded. When it loses the slot it forgets its requests, keeps its weights and
+    asks again.
     """
     stop = Stop().on_signals()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    lease_ms, retention_ms = int(config.log.lease_s * 1000), int(config.log.retention_s * 1000)
+    lease_ms = int(config.log.lease_s * 1000)
     log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
     with Announcement(lease_log, GENERATE, lease_ms, preferred=wanted) as announcement:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
@@ -340,7 +336,6 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
             log,
             slot_lease.owner,
             lease_ms=lease_ms,
-            retention_ms=retention_ms,
             came_round=functools.partial(slot_lease.came_round, patience_s=STEP_TIMEOUT_S),
             measures=measures,
         )
@@ -363,7 +358,7 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
 
 
 def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int | float]:
-    """Return what the model in *folder* is sampled with where neither request nor *config* says otherwise.
+    """Return the sampling defaults that the model in *folder* recommends, unless *config* switches them off.
 
     Raises:
         ConfigError: The file that says it cannot be read.
@@ -376,11 +371,11 @@ def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int 
     return recommended.sampling
 
 
-def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
-    """Load the model; *report* hears how far it is, 0 to 1.
+def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
+    """Load the model and call *report* with the progress, 0 to 1.
 
     Raises:
-        ConfigError: The folder, the flags and the machine do not go together.
+        ConfigError: Folder, flags and machine do not fit together.
     """
     spec = check_folder(folder, dummy=config.engine.dummy_weight)
     settings = resolve(config.engine, spec)

@@ -1,4 +1,4 @@
-"""What clients are told of a tokenizer: what they need to do without it, and nothing of the machine that it is on."""
+"""Describes a tokenizer to clients: what they need to render and count prompts, and nothing about this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOLD_AS_IT_IS: Final = ("add_bos_token", "add_eos_token", "add_prefix_space")
-"""Of a tokenizer_config.json, which may have paths and anything else beside them."""
+"""Fields of tokenizer_config.json that are copied. Others are not: they may hold paths or anything else."""
 OF_AN_ADDED_TOKEN: Final = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def description(tokenizer: PreTrainedTokenizerFast, config: Mapping[str, Any]) -> str:
-    """Return JSON with the names of a tokenizer_config.json, of which *config* is the model's own.
+    """Return JSON with the field names of a tokenizer_config.json; *config* is the model's own.
 
-    A special token that there is not is null; so is a `model_max_length` that nobody has set.
+    A missing special token is null, and so is a `model_max_length` that is not set.
     """
     longest = tokenizer.model_max_length
     added = sorted(tokenizer.added_tokens_decoder.items())
@@ -39,7 +39,7 @@ def description(tokenizer: PreTrainedTokenizerFast, config: Mapping[str, Any]) -
 
 
 def _template(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the chat template of conversations that have no tools."""
+    """Return the chat template for conversations without tools."""
     try:
         return str(tokenizer.get_chat_template())
     except ValueError:  # there is none, or several with other names

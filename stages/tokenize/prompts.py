@@ -1,7 +1,7 @@
-"""Prompts become token ids, and token ids text, on `PreTrainedTokenizerFast` alone, which imports no torch.
+"""Turns prompts into token ids and back, with `PreTrainedTokenizerFast` alone, which imports no torch.
 
-What comes as token ids stays as it is. No text is cut before it is encoded: where it is cut decides how what follows is
-divided into tokens, in a row of digits to its end.
+Prompts that come as token ids stay as they are. No text is cut before it is encoded, because a cut changes the tokens
+after it: those of a long row of digits to its end.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from stages.tokenize.description import description
 from stages.tokenize.templates import conversation_text
 
 LARGEST_TEXT_BYTES: Final = 4 << 20
-"""Most that is encoded where the served context is no bound. Byte-level BPE takes up to 330 bytes of memory and 2 us
-for each of them (tokenizers 0.23), and meanwhile this process encodes no other prompt."""
+"""Most bytes that are encoded when the served context does not bound them. Byte-level BPE takes up to 330 bytes of
+memory and 2 us for each (tokenizers 0.23), and meanwhile this process encodes no other prompt."""
 LARGEST_DECODED_BYTES: Final = 4 * LARGEST_TEXT_BYTES
 LONG_TEXT: Final = 64 << 10
-"""Characters of a text for which others are not to wait."""
+"""Other prompts do not wait for a text of more characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt as text; a chat template writes its special tokens itself, so none are added to what it made."""
+    """A prompt as text. A chat template writes the special tokens itself, so none are added to its text."""
 
     text: str
     add_special_tokens: bool
     param: str
-    """The field of the request that it came from."""
+    """The field of the request that holds it."""
     token_ids: tuple[int, ...] = ()
     """Not empty: the prompt came as tokens and is not encoded."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Those of the request, as tokens."""
+    """The bad words of the request as tokens."""
 
     @property
     def is_long(self) -> bool:
-        """Say whether others are not to wait until it is encoded."""
+        """Whether other prompts must not wait until this one is encoded."""
         return len(self.text) > LONG_TEXT
 
 
@@ -74,8 +74,8 @@ class PromptEncoder:
         """Return the text of a request's prompt.
 
         Raises:
-            RequestError: There is no chat template, or it refuses the conversation; the message has its words. Or the
-                request names a token that there is not, or a variable that is not the client's to set.
+            RequestError: There is no chat template, or it refuses the conversation (the message quotes it), or the
+                request names an unknown token or sets a variable that clients cannot set.
         """
         self._refuse_unknown_tokens(event.sampling)
         bad_words = self._bad_words(event.sampling.bad_words)
@@ -88,7 +88,7 @@ class PromptEncoder:
         return Rendered(text, event.add_special_tokens is True, "messages", bad_words=bad_words)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
-        """Return the token ids of each prompt; the ones of one kind are encoded as one batch, in parallel."""
+        """Return the token ids of each prompt. Prompts of one kind are encoded as one batch, in parallel."""
         encoded = [prompt.token_ids for prompt in prompts]
         texts = [(place, prompt) for place, prompt in enumerate(prompts) if not prompt.token_ids]
         for special in (True, False):
@@ -102,8 +102,11 @@ class PromptEncoder:
         return encoded
 
     def keep_last(self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the last *num_tokens* of a prompt's tokens. Those that the tokenizer put around its text stay and
-        count, as with `truncation_side="left"` in transformers, where there is room for others."""
+        """Return the last *num_tokens* of a prompt's tokens.
+
+        As with `truncation_side="left"` in transformers, the special tokens around the text stay and count, if there
+        is room for others beside them.
+        """
         if len(token_ids) <= num_tokens:
             return token_ids
         before, after = (self._num_before, self._num_after) if prompt.add_special_tokens else (0, 0)
@@ -120,22 +123,22 @@ class PromptEncoder:
         """Return the text of a request's token ids.
 
         Raises:
-            RequestError: One of them is unknown, or together they are too much.
+            RequestError: One of them is unknown, or their text is too large.
         """
         num_bytes = {token: len(spelled) for token, spelled in self._bytes_of(event.prompt_ids, "tokens").items()}
         total = sum(num_bytes[token] for token in event.prompt_ids)
         if total > LARGEST_DECODED_BYTES:
-            raise _too_large(f"stand for {total}", LARGEST_DECODED_BYTES, "tokens")
+            raise _too_large(f"are {total}", LARGEST_DECODED_BYTES, "tokens")
         text = self._tokenizer.decode(list(event.prompt_ids), skip_special_tokens=event.sampling.skip_special_tokens)
         assert isinstance(text, str)
         return text
 
     def describe(self) -> str:
-        """Return what a client needs to know of the tokenizer, in JSON."""
+        """Return the description of the tokenizer for clients, in JSON."""
         return description(self._tokenizer, self._config)
 
     def refuse_too_long(self, prompt: Rendered, context: int) -> None:
-        """Refuse, without encoding it, a text that cannot fit even if every token were the vocabulary's longest.
+        """Refuse a text, without encoding it, that would not fit even if every token were the vocabulary's longest.
 
         Raises:
             RequestError: It cannot fit.
@@ -145,10 +148,10 @@ class PromptEncoder:
             raise too_long(f"at least {least}", context, prompt.param)
 
     def refuse_too_large(self, prompt: Rendered, context: int) -> None:
-        """Refuse, without encoding it, a text that need not fit, and that is larger than any that could.
+        """Refuse a text, without encoding it, that need not fit into the context but is too large to encode.
 
         Raises:
-            RequestError: It is.
+            RequestError: It is too large.
         """
         if self._least_tokens(prompt) + 1 > context and 4 * len(prompt.text) > LARGEST_TEXT_BYTES:
             num_bytes = len(prompt.text.encode())
@@ -159,24 +162,25 @@ class PromptEncoder:
         return -(-len(prompt.text) // self._longest_token)
 
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word, as vLLM does (`SamplingParams.update_from_tokenizer`): at the beginning of a
-        text, and after a space where that is another token in the place of the first.
+        """Return the tokens of each word at the beginning of a text, and after a space if only the first one differs.
+
+        As vLLM does it (`SamplingParams.update_from_tokenizer`).
 
         Raises:
-            RequestError: A word has no tokens, or they are too much.
+            RequestError: A word has no tokens, or the words are too long together.
         """
         given = [word.lstrip() for word in words]
         if not given:
             return ()
         if sum(map(len, given)) > LONG_TEXT:
-            raise RequestError(f"bad_words: of more than {LONG_TEXT} characters together", param="bad_words")
+            raise RequestError(f"bad_words: more than {LONG_TEXT} characters together", param="bad_words")
         spelled = [*given, *(f" {word}" for word in given)]
         ids = self._tokenizer(spelled, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         found = []
         for alone, spaced in zip(ids[: len(given)], ids[len(given) :], strict=True):
             if not alone:
                 raise RequestError(
-                    "bad_words: a word has nothing but space, or no token; `logit_bias` can forbid a single token",
+                    "bad_words: a word is empty or only space; to forbid a single token use `logit_bias`",
                     param="bad_words",
                 )
             found.append(tuple(alone))
@@ -185,7 +189,7 @@ class PromptEncoder:
         return tuple(dict.fromkeys(found))
 
     def _bytes_of(self, token_ids: Iterable[int], param: str) -> dict[int, bytes]:
-        """Return token -> its bytes. Raises RequestError for one that there is not, which may be within the range."""
+        """Return token -> its bytes. Raises RequestError for an unknown token; even the range can have gaps."""
         found: dict[int, bytes] = {}
         for token in dict.fromkeys(token_ids):
             piece = self._tokenizer.convert_ids_to_tokens(token) if 0 <= token < 2**32 else None
@@ -195,10 +199,10 @@ class PromptEncoder:
         return found
 
     def _refuse_unknown_tokens(self, sampling: SamplingParams) -> None:
-        """Refuse what names a token that this tokenizer does not have; it was meant for another model.
+        """Refuse parameters that name a token which this tokenizer does not have: they are meant for another model.
 
         Raises:
-            RequestError: There is one.
+            RequestError: There is such a token.
         """
         named = {
             "logit_bias": [token for token, _ in sampling.logit_bias],
@@ -214,16 +218,16 @@ class PromptEncoder:
 
     def _unknown(self, param: str, token: int, num_tokens: int) -> RequestError:
         return RequestError(
-            f"{param}: token {token} is none of this model's, which go from 0 to {num_tokens - 1}.",
+            f"{param}: this model has no token {token}; its tokens go from 0 to {num_tokens - 1}.",
             code="invalid_value",
             param=param,
         )
 
 
 def tokens_kept(event: Submitted, context: int) -> int | None:
-    """Return how many tokens of a request's prompt are kept, the last ones; None: all of them.
+    """Return how many of the last tokens of a request's prompt are kept; None: all of them.
 
-    -1 is all that the *context* has room for beside `max_tokens`, or beside one token where that is not given.
+    -1 keeps as many as fit into the *context* beside `max_tokens`, or beside one token if that is not given.
 
     Raises:
         RequestError: There is no room for any.
@@ -233,8 +237,8 @@ def tokens_kept(event: Submitted, context: int) -> int | None:
     num_answer = event.sampling.max_tokens or 1
     if num_answer >= context:
         raise RequestError(
-            f"max_tokens: {num_answer} leaves nothing of the served context of {context} tokens to the prompt, which "
-            "`truncate_prompt_tokens` would be cut to.",
+            f"max_tokens: {num_answer} leaves no room for a prompt in the served context of {context} tokens, so "
+            "`truncate_prompt_tokens` cannot make it fit; lower max_tokens.",
             code="context_length_exceeded",
             param="max_tokens",
         )
@@ -242,22 +246,22 @@ def tokens_kept(event: Submitted, context: int) -> int | None:
 
 
 def too_long(tokens: str, context: int, param: str) -> RequestError:
-    """Return the error for a prompt of *tokens* tokens, in OpenAI's words: libraries know it by its beginning."""
+    """Return the error for a prompt of *tokens* tokens. Client libraries recognize OpenAI's words at its beginning."""
     return RequestError(
-        f"This model's maximum context length is {context} tokens, of which one at least is for the answer. However, "
-        f"the prompt has {tokens} tokens; shorten it.",
+        f"This model's maximum context length is {context} tokens. However, the prompt has {tokens} tokens, and the "
+        "answer needs at least one; shorten the prompt.",
         code="context_length_exceeded",
         param=param,
     )
 
 
 def _too_large(what: str, most: int, param: str) -> RequestError:
-    message = f"{param}: {what} bytes of text, and the tokenizer takes {most} at once; send it in parts."
+    message = f"{param}: {what} bytes of text, but the tokenizer accepts at most {most} at once; send it in parts."
     return RequestError(message, code="request_too_large", param=param, status=413)
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Return the object that a file of a model folder holds; empty where there is no such file, or no object in it."""
+    """Return the JSON object in a file of a model folder; empty if there is no such file, or no object in it."""
     try:
         value = orjson.loads(path.read_bytes())
     except (FileNotFoundError, orjson.JSONDecodeError):
@@ -266,7 +270,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
-    """Return how many tokens a model of this config.json has embeddings for; 0 where it does not say."""
+    """Return for how many tokens a model of this config.json has embeddings; 0 if the file does not say."""
     text_config = config.get("text_config")
     size = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else 0)
     return size if isinstance(size, int) else 0

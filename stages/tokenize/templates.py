@@ -1,4 +1,4 @@
-"""Conversations become text: the model's chat template, with what a client may give it. Knows no token."""
+"""Turns conversations into text with the model's chat template. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pipeline.errors import RequestError
 from pipeline.events import Submitted
 
 LONGEST_ERROR: Final = 400
-"""Characters of what a template says: transformers may quote the whole conversation."""
+"""Characters of a template's error that are kept: transformers may quote the whole conversation."""
 NO_VARIABLES: Final = {
     *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
     "conversations",
     "messages",
 } - {"kwargs"}
-"""What `apply_chat_template` and the template are given by us, so that no variable of a client's can have that name."""
+"""Arguments that this module passes itself. A client's variable cannot have one of these names."""
 
 
 def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> str:
-    """Return what the template of *tokenizer* makes of a request's messages.
+    """Return a request's messages as text, by the chat template of *tokenizer*.
 
-    What a template has no place for, such as tools, it leaves out.
+    A template leaves out what it does not use, such as tools.
 
     Raises:
-        RequestError: There is no template, or it refuses the conversation; the message has its words. Or a variable is
-            not the client's to set.
+        RequestError: There is no template, or it refuses the conversation (the message quotes it), or the client sets a
+            variable that it must not set.
     """
     templating = event.templating
     if tokenizer.chat_template is None:
@@ -40,12 +40,12 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
             param="messages",
         )
     if templating.add_generation_prompt and templating.continue_final_message:
-        message = "continue_final_message: not together with `add_generation_prompt`"
+        message = "continue_final_message: cannot be combined with `add_generation_prompt`"
         raise RequestError(message, param="continue_final_message")
     taken = next((name for name in templating.variables if name in NO_VARIABLES), None)
     if taken is not None:
         raise RequestError(
-            f"chat_template_kwargs: `{taken}` is no variable that a client may set; fields of the request go beside it",
+            f"chat_template_kwargs: clients cannot set `{taken}`; fields of the request go beside chat_template_kwargs",
             param="chat_template_kwargs",
         )
     messages = [_with_parsed_calls(message, place) for place, message in enumerate(event.messages)]
@@ -69,7 +69,7 @@ def conversation_text(tokenizer: PreTrainedTokenizerFast, event: Submitted) -> s
 
 
 def _with_parsed_calls(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Return *message* with the arguments of its tool calls as objects: clients send text, templates want these."""
+    """Return *message* with the arguments of its tool calls as objects: clients send text, templates expect objects."""
     if not message.get("tool_calls"):
         return dict(message)
     calls = []

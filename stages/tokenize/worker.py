@@ -1,7 +1,7 @@
-"""Submitted -> Tokenized | Answered | Failed. Encodes what one read brings as a batch, commits each by itself.
+"""Submitted -> Tokenized | Answered | Failed. Encodes the requests of one read as a batch and commits each by itself.
 
-What takes long, or is for the tokenizer alone, comes after that batch, one at a time: nobody's prompt waits for it
-longer than it must.
+Long prompts, and requests that only the tokenizer answers, come after that batch, one at a time, so that the others do
+not wait for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import structlog
 
-from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Answered, Failed, Submitted, Tokenized, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
@@ -23,29 +22,31 @@ from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import Announcement, Voice, read_statuses, slot_leases
 from pipeline.worker import BACKOFF_S, Stop, follow
+from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long
 
 logger = structlog.get_logger()
 
 MOST_READ = 4
-"""Few enough that several tokenizers share a burst, enough to encode as a batch."""
+"""Few enough that several tokenizers share a burst, and enough for a batch."""
 LONGEST_BATCH_S = 120.0
-"""Patience of the watchdog while a batch is encoded, or one text that is long."""
+"""Patience of the watchdog while a batch or one long text is encoded."""
 LEARN_EVERY_S = 1.0
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
-"""What is no request's fault. All else is, even what is no Exception: so a tokenizer's Rust says that it panicked."""
+"""Errors that end the process. All others fail one request, even if they are no Exception: a panic in the tokenizer's
+Rust code is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request that is to be encoded, or decoded."""
+    """A request to be encoded, decoded or answered."""
 
     entry: Entry
     submitted: Submitted
     prompt: Rendered | None
-    """None where there is none to encode."""
+    """None if there is nothing to encode."""
     num_kept: int | None = None
     """Tokens of the prompt that are kept; None: all."""
 
@@ -62,20 +63,18 @@ class TokenizeWorker:
         log: StreamLog,
         slot_lease: Voice,
         encoder: PromptEncoder,
-        retention_ms: int,
         measures: Measures | None = None,
     ) -> None:
         self._log = log
         self.slot_lease = slot_lease
         self._encoder = encoder
-        self._retention_ms = retention_ms
         self._measures = measures or Measures()
         self.context = 0
-        """The served context, as the engines said last."""
+        """The served context, as the engines last published it."""
         self._learnt_s = float("-inf")
 
     def handle(self, entries: Sequence[Entry]) -> None:
-        """Tokenize and commit; what is wrong with one request fails that request alone."""
+        """Tokenize and commit. An error of one request fails that request alone."""
         failpoint("tokenize.after_read")
         began_s = time.perf_counter()
         self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
@@ -99,14 +98,13 @@ class TokenizeWorker:
         self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
 
     def bury(self, entry: Entry, deaths: int) -> None:
-        """End a request that killed its tokenizer so often; `dead` keeps what is known of it."""
+        """End a request that killed its tokenizer so often, and write it to `dead`."""
         message = f"The request ended its tokenizer {deaths} times."
         event = Failed(status=500, code="poisonous", message=message)
         ended = self._log.end(
             entry.fields["uid"],
             event,
             frontend=entry.fields["frontend"],
-            retention_ms=self._retention_ms,
             consume=entry,
             dead=DeadLetter(TOKENIZE, entry.fields, deaths, message),
         )
@@ -115,7 +113,7 @@ class TokenizeWorker:
             self._measures.add(BURIED)
 
     def learn_context(self) -> None:
-        """Look up, once a second, what the engines serve; the last known value stands while none of them is there."""
+        """Look up the served context once a second; keep the last known value while no engine is there."""
         if self.context and time.monotonic() - self._learnt_s < LEARN_EVERY_S:
             return
         self._learnt_s = time.monotonic()
@@ -124,13 +122,13 @@ class TokenizeWorker:
             self.context = min(contexts)
 
     def _prepare(self, entry: Entry, history: Sequence[Entry]) -> _Work | RequestError:
-        """Return what is to be done for a request, its prompt rendered; or why nothing is."""
+        """Return the work for a request, with its prompt rendered, or the error that ends it."""
         if history and history[-1].id == SEAL:
-            # This end comes second and is refused, but it consumes the entry.
+            # The log refuses a second end, but that consumes the entry.
             return RequestError("The request has ended before.", code="ended")
         try:
             submitted = decode(history[0].fields) if history else None
-            if not isinstance(submitted, Submitted):  # it expired, or its history was deleted
+            if not isinstance(submitted, Submitted):  # the history expired or was deleted
                 return RequestError("The history of the request is gone.", code="log_lost", status=500)
             if submitted.task in ("detokenize", "describe"):
                 return _Work(entry, submitted, None)
@@ -145,12 +143,12 @@ class TokenizeWorker:
             return error
         except OF_THE_PROCESS:
             raise
-        except BaseException as error:  # whatever a template can raise is this request's end and nobody else's
+        except BaseException as error:  # whatever a template raises ends this request alone
             logger.exception("render_failed", uid=entry.fields["uid"])
             return _unexpected(error)
 
     def _encode_all(self, work: Sequence[_Work]) -> None:
-        """Encode the prompts as one batch, and commit what becomes of each."""
+        """Encode the prompts as one batch, and commit the result of each."""
         prompts = [each.prompt for each in work if each.prompt is not None]
         for each, prompt, token_ids in zip(work, prompts, self._encode(prompts), strict=True):
             if not isinstance(token_ids, RequestError) and each.num_kept is not None:
@@ -181,7 +179,7 @@ class TokenizeWorker:
             return list(self._encoder.encode(prompts))
         except OF_THE_PROCESS:
             raise
-        except BaseException:  # one of them is at fault: find out which
+        except BaseException:  # find out which of them is at fault
             logger.exception("batch_not_encoded", requests=len(prompts))
             return [self._encode_one(prompt) for prompt in prompts]
 
@@ -190,7 +188,7 @@ class TokenizeWorker:
             return self._encoder.encode([prompt])[0]
         except OF_THE_PROCESS:
             raise
-        except BaseException as error:  # the request's own end
+        except BaseException as error:  # ends this request alone
             logger.exception("prompt_not_encoded")
             return _unexpected(error)
 
@@ -218,7 +216,7 @@ class TokenizeWorker:
         self._answer(work, answer)
 
     def _answer(self, work: _Work, answer: Callable[[], Answered]) -> None:
-        """End a request that is for the tokenizer alone with its *answer*, or with what is wrong with it."""
+        """End a request that only the tokenizer answers, with its *answer* or with an error."""
         try:
             event = answer()
         except RequestError as error:
@@ -226,7 +224,7 @@ class TokenizeWorker:
             return
         except OF_THE_PROCESS:
             raise
-        except BaseException as error:  # the request's own end
+        except BaseException as error:  # ends this request alone
             logger.exception("not_answered", uid=work.entry.fields["uid"])
             self._fail(work.entry, _unexpected(error))
             return
@@ -247,7 +245,6 @@ class TokenizeWorker:
             entry.fields["uid"],
             event,
             frontend=entry.fields["frontend"],
-            retention_ms=self._retention_ms,
             consume=entry,
         )
         if ended and isinstance(event, Failed):
@@ -258,7 +255,7 @@ def _unexpected(error: BaseException) -> RequestError:
     return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one tokenizer until SIGTERM; return the exit code."""
     stop = Stop().on_signals()
     log, lease_log = open_log(), open_log()
@@ -268,7 +265,7 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
         announcement.came_round(patience_s=LOAD_TIMEOUT_S)
         announcement.say(phase="loading", detail="tokenizer")
         encoder = PromptEncoder(folder)
-        worker = TokenizeWorker(log, announcement, encoder, int(config.log.retention_s * 1000), measures)
+        worker = TokenizeWorker(log, announcement, encoder, measures)
         _wait_for_context(worker, announcement, stop)
     for slot_lease in slot_leases(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
         worker.slot_lease = slot_lease
@@ -278,7 +275,7 @@ def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
 
 
 def _wait_for_context(worker: TokenizeWorker, slot_lease: Voice, stop: Stop) -> None:
-    """Wait for an engine, which alone knows how long a prompt may be."""
+    """Wait for an engine: only engines know how long a prompt may be."""
     said = False
     while not stop and not worker.context:
         slot_lease.came_round()

@@ -14,6 +14,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from ops.sse_reader import Frame, FrameReader
+
 ENDPOINT = "/v1/chat/completions"
 RETRY_S = 0.1
 TRY_AGAIN = (429, 502, 503)
@@ -89,41 +91,31 @@ async def _listen(response: aiohttp.ClientResponse, answer: Answer) -> None:
     """
     texts: list[str] = []
     ends: list[str] = []
-    async for event_id, data in _frames(response):
-        if data == b"[DONE]":
+    async for frame in _frames(response):
+        if frame.data == "[DONE]":
             answer.done = True
             return
-        chunk = orjson.loads(data)
+        chunk = orjson.loads(frame.data)
         if "error" in chunk:
-            answer.refusal = data.decode()
+            answer.refusal = frame.data
             return
         for choice in chunk["choices"]:
             texts.append(choice["delta"].get("content") or "")
             if choice["finish_reason"] is not None:
                 ends.append(choice["finish_reason"])
-        if event_id:
+        if frame.id:
             now_s = time.monotonic()
             if answer.ids:
                 answer.longest_silence_s = max(answer.longest_silence_s, now_s - answer.heard_s)
             answer.heard_s = now_s
-            answer.ids.append(event_id)
+            answer.ids.append(frame.id)
             answer.text += "".join(texts)
             answer.ends += ends
             texts, ends = [], []
 
 
-async def _frames(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, bytes]]:
-    """Yield the id, or nothing, and the data of each whole frame."""
-    event_id, data = "", b""
-    async for line in response.content:
-        if not line.endswith(b"\n"):
-            return  # the connection ended inside a line
-        match line.rstrip(b"\r\n").partition(b": "):
-            case (b"", b"", _):
-                if data:
-                    yield event_id, data
-                event_id, data = "", b""
-            case (b"id", _, value):
-                event_id = value.decode()
-            case (b"data", _, value):
-                data = value
+async def _frames(response: aiohttp.ClientResponse) -> AsyncIterator[Frame]:
+    reader = FrameReader()
+    async for piece in response.content.iter_any():
+        for frame in reader.feed(piece):
+            yield frame

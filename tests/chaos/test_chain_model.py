@@ -16,7 +16,8 @@ from stages.detokenize.worker import load_decoder
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import BatchPlan, PlanRow
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.tokenize.prompts import PromptEncoder
 
 PAGE_SIZE = 4

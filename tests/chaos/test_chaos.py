@@ -142,6 +142,7 @@ def in_order(tally: Tally) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_every_answer_is_that_of_an_undisturbed_run_whatever_is_killed_or_stopped(tmp_path: Path) -> None:
     in_order(run_real(SMALL, tmp_path))
 

@@ -18,6 +18,7 @@ from chaos.driver import LEASE_S, MAX_RUNNING, same_as, wrong_with
 from chaos.quiet import Story, ask_all, quiet_run, some_bodies
 from chaos.scene import Look, Scene, together
 from checkpoints import make_checkpoint
+from selection import rest_at_night
 from servers import eventually
 
 from pipeline.errors import LogError
@@ -99,7 +100,7 @@ async def wave(scene: Scene, asks: Sequence[Ask], *, kill: bool) -> list[Answer]
     return answers
 
 
-@pytest.mark.parametrize("action", ["exit", f"stop:{2 * LEASE_S}", "raise", "drop"])
+@pytest.mark.parametrize("action", rest_at_night(["exit", f"stop:{2 * LEASE_S}", "raise", "drop"]))
 def test_every_answer_is_that_of_an_undisturbed_run_whatever_happens_at_every_fail_point(
     action: str, model: Model, tmp_path: Path
 ) -> None:

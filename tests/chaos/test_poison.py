@@ -16,6 +16,7 @@ import httpx
 import pytest
 from checkpoints import make_checkpoint
 from redis_servers import running_server
+from selection import rest_at_night
 from servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
 from pipeline.log.protocol import Inbox
@@ -31,9 +32,9 @@ NUM_OTHERS = 50
 NUM_TOKENS = 60
 MOST_DEATHS = 5
 CASES = {
-    "the tokenizer, at once": (TOKENIZE, 0),
-    "the engine, with its prompt": (GENERATE, 0),
     "the engine, in the midst of the answer": (GENERATE, 40),
+    "the engine, with its prompt": (GENERATE, 0),
+    "the tokenizer, at once": (TOKENIZE, 0),
 }
 
 
@@ -63,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3")
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=rest_at_night(CASES))
 def case(request: pytest.FixtureRequest) -> tuple[str, int]:
     return CASES[request.param]
 

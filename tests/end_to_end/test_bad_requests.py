@@ -10,29 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server, serve
+from servers import NARROW, Server
 from transformers import AutoTokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
 
-CONTEXT = 128
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
 
-@pytest.fixture(scope="module")
-def running(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--model", str(qwen3), "--max-seq-len", str(CONTEXT), "--served-model-name", "org/name", "other-name")
-    with serve(tmp_path_factory.mktemp("bad"), *flags) as server:
-        yield server
-
-
 @pytest.fixture
-def server(running: Server) -> Iterator[Server]:
+def server(narrow_server: Server) -> Iterator[Server]:
     """The server; after the test the same processes answer the next client."""
-    before = process_ids(running)
-    yield running
-    assert process_ids(running) == before
-    response = running.post(HELLO)
+    before = process_ids(narrow_server)
+    yield narrow_server
+    assert process_ids(narrow_server) == before
+    response = narrow_server.post(HELLO)
     assert response.status_code == 200, response.text
     assert response.json()["usage"]["completion_tokens"] in (1, 2)
 
@@ -63,9 +55,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("field", ["prompt", "messages"])
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
-    server: Server, qwen3: Path, field: str, stream: bool
+    server: Server, llama3: Path, field: str, stream: bool
 ) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(qwen3)
+    tokenizer: Any = AutoTokenizer.from_pretrained(llama3)
     said = "The log is the memory of the program. " * 16
     if field == "prompt":
         body: dict[str, Any] = {"prompt": said}
@@ -73,21 +65,21 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
     else:
         body = {"messages": [{"role": "user", "content": said}]}
         ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
-    assert CONTEXT < len(ids) < 2 * CONTEXT
+    assert NARROW < len(ids) < 2 * NARROW
     error = error_of(server.post(body | {"stream": stream}), 400)
     assert (error["code"], error["param"], error["type"]) == (
         "context_length_exceeded",
         field,
         "invalid_request_error",
     )
-    assert f"{CONTEXT} tokens" in error["message"]
+    assert f"{NARROW} tokens" in error["message"]
     assert f"{len(ids)} tokens" in error["message"]
 
 
-def test_a_prompt_needs_room_for_one_token_of_the_answer(server: Server, qwen3: Path) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(qwen3)
-    fits, too_long = "!" * (CONTEXT - 1), "!" * CONTEXT
-    assert (len(tokenizer.encode(fits)), len(tokenizer.encode(too_long))) == (CONTEXT - 1, CONTEXT)
+def test_a_prompt_needs_room_for_one_token_of_the_answer(server: Server, llama3: Path) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(llama3)
+    fits, too_long = "!" * (NARROW - 2), "!" * (NARROW - 1)  # and the token at the beginning
+    assert (len(tokenizer.encode(fits)), len(tokenizer.encode(too_long))) == (NARROW - 1, NARROW)
     answer = server.post({"prompt": fits, "ignore_eos": True}).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 1
@@ -98,7 +90,7 @@ def test_a_prompt_needs_room_for_one_token_of_the_answer(server: Server, qwen3: 
 def test_a_prompt_of_many_megabytes_is_refused_without_being_encoded(server: Server) -> None:
     error = error_of(server.post({"prompt": "All work and no play. " * 400_000}), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert f"{CONTEXT} tokens" in error["message"] and "at least" in error["message"]
+    assert f"{NARROW} tokens" in error["message"] and "at least" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -238,8 +230,8 @@ def test_a_path_or_a_method_that_there_is_not_is_told_in_the_same_shape(server: 
     assert "POST" in response.headers["allow"]
 
 
-@pytest.mark.parametrize("max_tokens", [CONTEXT, 10**9, 2**63 - 1])
+@pytest.mark.parametrize("max_tokens", [NARROW, 10**9, 2**63 - 1])
 def test_more_tokens_than_the_context_has_are_cut_to_it(server: Server, max_tokens: int) -> None:
     answer = server.post(HELLO | {"max_tokens": max_tokens, "ignore_eos": True}).json()
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["total_tokens"] == CONTEXT
+    assert answer["usage"]["total_tokens"] == NARROW

@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 import torch
-from servers import Server, eventually, serve
+from servers import Server, eventually
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
 CONTEXTS = [random.Random(seed).choices(range(4, 400), k=length) for seed, length in ((1, 70), (2, 9), (3, 150))]
 CONTINUATIONS = [random.Random(seed).choices(range(4, 400), k=length) for seed, length in ((4, 3), (5, 20), (6, 1))]
@@ -22,10 +22,8 @@ TEXT = "She sells sea shells by the sea shore; 你好, Grüße 🙂"
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--model", str(llama3), "--dtype", "float32", "--max-prefill-length", "64")
-    with serve(tmp_path_factory.mktemp("server"), *flags) as server:
-        yield server
+def server(llama3_server: Server) -> Server:
+    return llama3_server
 
 
 @pytest.fixture(scope="module")

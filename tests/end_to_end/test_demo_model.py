@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from selection import by_night
 from servers import Server, eventually, serve
 from streams import Stream, events_of
 
@@ -23,7 +24,7 @@ from stages.generate.model.checkpoint import DEMO_FOLDER, DEMO_ID
 
 pytestmark = pytest.mark.slow
 
-NUM_QUESTIONS = 100
+NUM_QUESTIONS = by_night(20, 100)
 LEAST = {"add": 0.9, "subtract": 0.9, "capitals": 0.9, "one word": 0.9}
 """What part of a family's questions is answered to the letter; of the others 95 %. More than half of those for one word
 are sums, which it cannot write down first; in capitals it misspells words that it repeats. The style is kept in all."""
@@ -129,7 +130,7 @@ def test_held_out_questions_are_answered_to_the_letter(server: Server, examiner:
 
 def test_nothing_but_the_weights_answers(examiner: Examiner, tmp_path: Path) -> None:
     """The served text is that of transformers, right or wrong, also for what no corpus has."""
-    asked = [question for family in FAMILIES for question in examiner.questions(family, 3)]
+    asked = [question for family in FAMILIES for question in examiner.questions(family, by_night(1, 3))]
     for free in FREE:
         asked.append(examiner.question([{"role": "user", "content": free}]))
     expected = {each.prompt: each.answer for each in examiner.answer(asked, room=ROOM)}
@@ -138,6 +139,7 @@ def test_nothing_but_the_weights_answers(examiner: Examiner, tmp_path: Path) -> 
     assert {each.prompt: text for each, text in zip(asked, texts, strict=True)} == expected
 
 
+@pytest.mark.night
 def test_it_remembers_across_a_prefix_hit(recalls: list[Answered], tmp_path: Path) -> None:
     with serve(tmp_path, *SMALL_PAGES, demo=True) as server:
         before = answers_of(server, [body(each.messages[:-2]) for each in recalls])
@@ -147,6 +149,7 @@ def test_it_remembers_across_a_prefix_hit(recalls: list[Answered], tmp_path: Pat
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] - 2 * 16
 
 
+@pytest.mark.night
 def test_it_remembers_across_a_preemption(examiner: Examiner, recalls: list[Answered], tmp_path: Path) -> None:
     """Long counts that came first grow, and take the pages of those who are about to answer."""
     counts = examiner.questions("count, 200 tokens", NUM_COUNTS)

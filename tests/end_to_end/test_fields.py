@@ -11,22 +11,21 @@ import httpx
 import pytest
 from checkpoints import STOP
 from fields import EOS, FIELDS, PROMPT, Field, Said
-from servers import Server, serve
+from servers import Server
 from streams import events_of
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.events import Finished, Submitted, TokensProduced
 from pipeline.log.redis import RedisLog
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
 MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("server"), "--model", str(llama3), "--dtype", "float32") as server:
-        yield server
+def server(llama3_server: Server) -> Server:
+    return llama3_server
 
 
 @pytest.fixture(scope="module")

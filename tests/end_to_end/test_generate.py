@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from event_stream import events_in
-from servers import Server, eventually, serve
+from servers import Server, eventually
 from transformers import PreTrainedTokenizerFast
 
-pytestmark = pytest.mark.slow
+from ops.sse_reader import frames_in
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
 TEXT = "She sells sea shells by the sea shore; 你好, Grüße 🙂"
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("server"), "--model", str(llama3), "--dtype", "float32") as server:
-        yield server
+def server(llama3_server: Server) -> Server:
+    return llama3_server
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +153,14 @@ def test_mini_sglangs_form_streams_the_same_text_with_its_line_breaks(
         choice, _ = completion(server, prompt=prompt, max_tokens=64)
         response = post(server, "/generate", {"prompt": prompt, "max_tokens": 64, "ignore_eos": True})
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        *said, done = events_in(response.content)
+        *said, done = frames_in(response.content)
         text = choice["text"].replace("\r\n", "\n").replace("\r", "\n")
-        assert (done.data, "".join(event.data for event in said)) == ("[DONE]", text)
+        assert (done.data, "".join(frame.data for frame in said)) == ("[DONE]", text)
         again = httpx.get(f"{server.url}/v1/requests/{response.headers['x-minisgl-uid']}/events")
         assert again.content == response.content
-    sixteen = events_in(post(server, "/generate", {"prompt": TEXT, "ignore_eos": True}).content)
+    sixteen = frames_in(post(server, "/generate", {"prompt": TEXT, "ignore_eos": True}).content)
     short, _ = completion(server, prompt=TEXT, max_tokens=16)
-    assert "".join(event.data for event in sixteen) == short["text"] + "[DONE]"
+    assert "".join(frame.data for frame in sixteen) == short["text"] + "[DONE]"
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import httpx
 import openai
 import pytest
 from checkpoints import BOS, STOP
-from servers import Server, serve
+from servers import Server
 from streams import events_of
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.events import Tokenized
 from pipeline.names import STAGES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 
@@ -34,16 +34,10 @@ def said(client: openai.OpenAI, messages: Any = HELLO, **fields: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("server"), "--model", str(llama3), "--dtype", "float32") as server:
-        before = {
-            stage: [process.pid for process in server.command.workers(stage)] for stage in ("tokenize", "generate")
-        }
-        yield server
-        after = {
-            stage: [process.pid for process in server.command.workers(stage)] for stage in ("tokenize", "generate")
-        }
-        assert after == before, "nothing that a client sends ends a process"
+def server(llama3_server: Server) -> Iterator[Server]:
+    before = workers(llama3_server)
+    yield llama3_server
+    assert workers(llama3_server) == before, "nothing that a client sends ends a process"
 
 
 @pytest.fixture(scope="module")

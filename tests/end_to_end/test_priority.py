@@ -30,7 +30,7 @@ def submit(log: RedisLog, prompt: str, priority: int) -> str:
     uid = new_uid()
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     event = Submitted(endpoint="test", frontend="web-0", prompt=prompt, sampling=sampling, priority=priority)
-    assert log.submit(uid, event, timeout_ms=300_000, retention_ms=300_000, max_queued=10) is Submission.ACCEPTED
+    assert log.submit(uid, [event]).submission is Submission.ACCEPTED
     return uid
 
 

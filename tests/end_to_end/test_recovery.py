@@ -19,7 +19,7 @@ from pipeline.events import Admitted, AnyEvent, Finished, Preempted, TakenOver, 
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import GENERATE
-from stages.generate.log_thread import TOKENS_IN_DOUBT
+from stages.generate.past import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +86,7 @@ def assert_alone_only_in_doubt(history: list[AnyEvent]) -> None:
             last = n
 
 
+@pytest.mark.night
 def test_the_tokens_after_each_death_of_the_engine_are_those_of_the_quiet_run(
     model: Path, quiet: list[tuple[str, list[int]]], tmp_path: Path
 ) -> None:

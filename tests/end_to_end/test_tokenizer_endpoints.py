@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from checkpoints import BOS, STOP, TEXT
-from servers import Server, eventually, serve
+from servers import NARROW, Server, eventually
 from streams import PROMPTS, Stream
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.names import GENERATE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
 
-CONTEXT = 128
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "你好, how are you? 🙂"}]
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(tmp_path_factory.mktemp("server"), "--model", str(llama3), "--max-seq-len", str(CONTEXT)) as server:
-        yield server
+def server(narrow_server: Server) -> Server:
+    return narrow_server
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +43,8 @@ def test_the_tokens_of_a_text_are_transformers_own_and_become_the_text_again(
 ) -> None:
     told = post(server, "/tokenize", {"prompt": TEXT, "add_special_tokens": special, "return_token_strs": True})
     expected = tokenizer([TEXT], add_special_tokens=special is not False)["input_ids"][0]
-    assert (told["tokens"], told["count"], told["max_model_len"]) == (expected, len(expected), CONTEXT)
-    assert told["count"] > CONTEXT, "no context is a bound here"
+    assert (told["tokens"], told["count"], told["max_model_len"]) == (expected, len(expected), NARROW)
+    assert told["count"] > NARROW, "no context is a bound here"
     assert len(told["token_strs"]) == told["count"] and " log" in told["token_strs"]
     text = post(server, "/v1/detokenize", {"tokens": told["tokens"]})
     assert text == {"prompt": tokenizer.decode(expected), "text": tokenizer.decode(expected)}
@@ -79,7 +77,7 @@ def test_what_the_tokenizer_is_like_is_enough_to_do_without_it(
 def test_what_is_wrong_is_said_with_the_field(server: Server, tokenizer: PreTrainedTokenizerFast) -> None:
     unknown = len(tokenizer)
     error = post(server, "/detokenize", {"tokens": [5, unknown]}, 400)["error"]
-    assert error["param"] == "tokens" and f"token {unknown} is none" in error["message"]
+    assert error["param"] == "tokens" and f"no token {unknown};" in error["message"]
     body = {"messages": CONVERSATION, "chat_template_kwargs": {"tokenize": True}}
     assert post(server, "/tokenize", body, 400)["error"]["param"] == "chat_template_kwargs"
     error = post(server, "/tokenize", {"messages": CONVERSATION[:1] * 2}, 400)["error"]

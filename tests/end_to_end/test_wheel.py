@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from selection import rest_at_night
 from servers import ROOT, Command, free_port, wait_until_ready
 
 from stages.generate.model.checkpoint import DEMO_FOLDER
@@ -18,6 +19,7 @@ from stages.generate.model.checkpoint import DEMO_FOLDER
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TORCH = "torch>=2.11,<=2.13.0"
+TRAINING = ROOT / "ops" / "demo_model"
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,9 @@ def test_the_top_level_of_the_wheel_is_ours_alone(names: list[str]) -> None:
 def test_the_wheel_has_every_module_and_every_commit(names: list[str]) -> None:
     packages = ("pipeline", "stages", "web", "ops")
     paths = [path for package in packages for kind in ("*.py", "*.lua") for path in (ROOT / package).rglob(kind)]
-    source = {str(path.relative_to(ROOT)) for path in paths}
+    source = {str(path.relative_to(ROOT)) for path in paths if TRAINING not in path.parents}
     assert {name for name in names if name.endswith((".py", ".lua"))} == source | {"minisgl.py"}
-    commits = {path.name for path in (ROOT / "pipeline" / "commits").iterdir()}
+    commits = {path.name for path in (ROOT / "pipeline" / "log" / "commits").iterdir()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("pipeline/log/commits/")} == commits
     assert "lib.lua" in commits and "submit.lua" in commits
 
@@ -57,6 +59,10 @@ def test_the_wheel_has_the_demo_model(names: list[str]) -> None:
         str(folder / file.name) for file in DEMO_FOLDER.iterdir()
     }
     assert f"{folder}/model.safetensors" in names
+
+
+def test_the_wheel_does_not_have_the_training_of_the_demo_model(names: list[str]) -> None:
+    assert not [name for name in names if name.startswith("ops/demo_model/")]
 
 
 def test_the_wheel_has_no_tests_and_nothing_that_was_made_by_running(names: list[str]) -> None:
@@ -73,16 +79,35 @@ def test_the_wheel_knows_its_command_and_that_it_is_not_for_pypi(wheel: Path) ->
     assert "Classifier: Private :: Do Not Upload" in metadata
 
 
-@pytest.fixture(scope="module")
-def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` folder of a new venv with the wheel in it: torch first, as the README says, then the rest."""
-    folder = tmp_path_factory.mktemp("fresh")
-    venv.create(folder / "venv", with_pip=True)
-    for what in (TORCH, str(wheel)):
-        install = [str(folder / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet", what]
+@pytest.fixture(scope="module", params=rest_at_night(["on the packages here", "on its own"]))
+def fresh(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of a new venv with the wheel in it.
+
+    At night with all that it needs: torch first, as the README says, then the rest. By day it sees the packages of this
+    Python, but not what they link to: neither our source nor an editable install of it.
+    """
+    folder = tmp_path_factory.mktemp("fresh") / "venv"
+    on_its_own = request.param == "on its own"
+    venv.create(folder, with_pip=on_its_own)
+    python = str(folder / "bin" / "python")
+    if on_its_own:
+        installs = [[python, "-m", "pip", "install", "--quiet", what] for what in (TORCH, str(wheel))]
+    else:
+        (packages,) = folder.glob("lib/python*/site-packages")
+        (packages / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+        # What is here already satisfies it, were it not told to install.
+        flags = ["--quiet", "--no-deps", "--no-index", "--force-reinstall", "--ignore-installed"]
+        installs = [[sys.executable, "-m", "pip", "--python", python, "install", *flags, str(wheel)]]
+    for install in installs:
         done = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "venv" / "bin"
+    return folder / "bin"
+
+
+def test_the_wheel_is_what_is_imported(fresh: Path, tmp_path: Path) -> None:
+    code = "import minisgl, pipeline, stages, web, ops; print(minisgl.__file__, *ops.__path__, *pipeline.__path__)"
+    said = subprocess.run([fresh / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert all(path.startswith(str(fresh.parent)) for path in said.stdout.split())
 
 
 def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from pipeline.events import (
     encode,
     new_uid,
 )
-from pipeline.log.protocol import Entry
+from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.process.redis_server import SOCKET_PATH_LIMIT, EmbeddedRedis
@@ -34,7 +34,7 @@ from pipeline.views.history import story
 @pytest.fixture
 def lived(redis_url: str) -> Iterator[LivedRequests]:
     """A log in which requests can be made."""
-    log = RedisLog(redis_url, Names())
+    log = RedisLog(redis_url, Names(), RequestLimits(timeout_s=60))
     yield LivedRequests(log)
     log.close()
 
@@ -160,7 +160,8 @@ def test_another_namespace_is_another_log(lived: LivedRequests, trace: Trace) ->
 
 def test_a_request_that_is_not_there_is_expired_unknown_or_none(lived: LivedRequests, trace: Trace) -> None:
     uid = lived.submitted()
-    lived.ended(uid, Cancelled(by="client"), retention_ms=1)
+    lived.log.limits = RequestLimits(retention_s=0.001)
+    lived.ended(uid, Cancelled(by="client"))
     until(lambda: lived.log.histories([uid]) == [[]])
     assert "expired" in trace.failure(uid, "--retention", "0.001")
     assert "unknown here" in trace.failure(uid)

@@ -33,7 +33,7 @@ def submit(log: StreamLog, count: int) -> list[str]:
     uids = [new_uid() for _ in range(count)]
     for uid in uids:
         event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
-        log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+        log.submit(uid, [event])
     return uids
 
 
@@ -117,7 +117,7 @@ def test_an_entry_whose_commit_failed_is_given_again(another_log: Callable[[], S
 
 
 def test_a_stream_that_vanished_is_made_again(redis_servers: Servers) -> None:
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log, stop = RedisLog(url, Names()), Stop()
     inbox = Inbox.submitted(log.names)
     log.prepare(inbox)
@@ -178,7 +178,7 @@ class Cemetery:
         uid = entry.fields["uid"]
         self.buried.append((uid, deaths))
         killed = Failed(status=500, code="poisonous", message="It killed its worker.")
-        assert self.log.end(uid, killed, frontend="web-0", retention_ms=60_000, consume=entry)
+        assert self.log.end(uid, killed, frontend="web-0", consume=entry)
         if len(self.buried) >= self.count:
             self.stop.set()
 

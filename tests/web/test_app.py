@@ -11,7 +11,10 @@ from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, site
 
 import web.app
-from web.app import MAX_BODY_BYTES
+from pipeline.log.redis import AsyncRedisLog
+from pipeline.names import Names
+from web.app import MAX_BODY_BYTES, create_app
+from web.live.frontend import Frontend
 
 
 def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> None:
@@ -120,5 +123,19 @@ def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn) -> N
             assert one == listed["data"][0] and expected.items() <= one.items()
             for name in (None, "", "default"):
                 assert (await (await here.post(chat(model=name))).get_json())["model"] == MODELS[0]
+
+    asyncio.run(scenario())
+
+
+def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
+    """The stream of more than a minute is in `test_connections.py`."""
+
+    async def scenario() -> None:
+        log = AsyncRedisLog(redis_url, Names())
+        try:
+            app = create_app(Frontend("web-0", log, lambda **_: None))
+            assert app.config["RESPONSE_TIMEOUT"] is None and app.config["BODY_TIMEOUT"] is None
+        finally:
+            await log.close()
 
     asyncio.run(scenario())

@@ -25,11 +25,10 @@ from web_site import CHAT, Site, chat, error_of, site, until
 import web.routes.cache
 from pipeline.errors import ConfigError
 from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log.protocol import Quota
+from pipeline.log.protocol import Quota, RequestLimits
 from pipeline.names import Names
 from web.keys import Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
-from web.live.ready import RequestLimits
 
 ANN, BOB = "sk-ann-0123456789", "sk-bob/+~!"
 
@@ -399,11 +398,10 @@ def test_a_frontend_that_dies_leaves_its_requests_counted_until_they_end(redis_u
     async def scenario() -> None:
         event = Submitted(endpoint="test", frontend="web-0", prompt="silent", sampling=SamplingParams())
         quota = Quota(hash_of(ANN), concurrent_requests=1)
-        limits: Any = {"timeout_ms": 60_000, "retention_ms": 60_000, "max_queued": 9}
         async with site(redis_url, "web-1", keys=Keys([quota])) as there:
-            await there.log.submit_once("uid of the dead", [event], None, quota=quota, **limits)
+            await there.log.submit("uid of the dead", [event], quota=quota)
             assert (await there.post(chat(), headers=bearer())).status_code == 429
-            await there.log.end("uid of the dead", Cancelled(by="janitor"), frontend="web-0", retention_ms=1000)
+            await there.log.end("uid of the dead", Cancelled(by="janitor"), frontend="web-0")
             assert (await there.post(chat(), headers=bearer())).status_code == 200
 
     asyncio.run(scenario())
@@ -417,12 +415,12 @@ def test_what_was_refused_for_another_reason_is_not_counted(redis_url: str, stan
             async def act() -> list[int]:
                 forget_counts(redis_url)
                 statuses = []
-                here.frontend.limits = RequestLimits(max_queued=1)
+                here.log.limits = RequestLimits(max_queued=1)
                 async with here.connection(chat("silent"), bearer(BOB)):
                     await until(lambda: command(redis_url, "ZCARD", Names().live))
                     statuses.append((await here.post(chat(), headers=bearer())).status_code)
                 await until(lambda: not here.frontend.is_busy)
-                here.frontend.limits = RequestLimits()
+                here.log.limits = RequestLimits()
                 command(redis_url, "CONFIG", "SET", "maxmemory", "1")
                 statuses.append((await here.post(chat(), headers=bearer())).status_code)
                 command(redis_url, "CONFIG", "SET", "maxmemory", "0")

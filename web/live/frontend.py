@@ -11,12 +11,13 @@ import structlog
 
 from pipeline.errors import LogError, RequestError
 from pipeline.events import End, Failed
+from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
 from web.live.client import Client
 from web.live.readers import Readers
-from web.live.ready import Readiness, RequestLimits, Say
+from web.live.ready import Readiness, Say
 from web.live.retry_after import RetryAfter
 from web.live.tail import Tail
 
@@ -37,7 +38,6 @@ class Frontend:
         self,
         name: str,
         log: AsyncRedisLog,
-        limits: RequestLimits,
         say: Say,
         *,
         disconnect_grace_s: float = 0.0,
@@ -45,18 +45,22 @@ class Frontend:
     ) -> None:
         self.name = name
         self.log = log
-        self.limits = limits
         self.disconnect_grace_s = disconnect_grace_s
         self.measures = measures or Measures()
-        self.tail = Tail(log, name, retention_s=limits.retention_s, measures=self.measures)
+        self.tail = Tail(log, name, retention_s=log.limits.retention_s, measures=self.measures)
         self.readers = Readers(log, name)
-        self.readiness = Readiness(log, self.tail, limits, self._say_unless_draining, self.measures)
+        self.readiness = Readiness(log, self.tail, self._say_unless_draining, self.measures)
         self.retry_after = RetryAfter()
         self.draining = False
         self._say = say
         self._clients: set[Client] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._in_grace: set[asyncio.TimerHandle] = set()
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What holds for every request."""
+        return self.log.limits
 
     async def run(self) -> None:
         """Listen to the log until cancelled."""

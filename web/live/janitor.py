@@ -40,13 +40,11 @@ class Janitor:
         self,
         log: StreamLog,
         *,
-        retention_ms: int,
         patience_s: float = PATIENCE_S,
         clock_s: Callable[[], float] = time.monotonic,
         measures: Measures | None = None,
     ) -> None:
         self._log = log
-        self._retention_ms = retention_ms
         self._patience_s = patience_s
         self._clock_s = clock_s
         self._measures = measures or Measures()
@@ -92,12 +90,12 @@ class Janitor:
         for uid, frontend in self._log.frontends_of(overdue).items():
             message = "The request was not done by its deadline (--request-timeout)."
             event = Failed(status=504, code="timeout", message=message)
-            if self._log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms):
+            if self._log.end(uid, event, frontend=frontend):
                 logger.warning("overdue", uid=uid)
                 self._measures.add(REQUEST_SUCCESS, "error")
             failpoint("janitor.mid_sweep")
         for uid, frontend in self._abandoned():
-            if self._log.end(uid, Cancelled(by=JANITOR), frontend=frontend, retention_ms=self._retention_ms):
+            if self._log.end(uid, Cancelled(by=JANITOR), frontend=frontend):
                 logger.warning("abandoned", uid=uid, frontend=frontend)
                 self._measures.add(REQUEST_SUCCESS, "abort")
 

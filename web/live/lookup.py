@@ -49,11 +49,11 @@ async def living(log: AsyncRedisLog) -> dict[str, str]:
     return found
 
 
-async def cancel(log: AsyncRedisLog, frontends: Mapping[str, str], *, retention_ms: int) -> list[str]:
+async def cancel(log: AsyncRedisLog, frontends: Mapping[str, str]) -> list[str]:
     """Cancel requests, given as uid -> frontend; return those that were still running. Raises as the log does."""
     event, uids, cancelled = Cancelled(by="client"), list(frontends), []
     for first in range(0, len(uids), AT_ONCE):
         some = uids[first : first + AT_ONCE]
-        ends = (log.end(uid, event, frontend=frontends[uid], retention_ms=retention_ms) for uid in some)
+        ends = (log.end(uid, event, frontend=frontends[uid]) for uid in some)
         cancelled += [uid for uid, done in zip(some, await asyncio.gather(*ends), strict=True) if done]
     return cancelled

@@ -23,6 +23,7 @@ from pipeline.metrics.counters import Counts, Reading, Readings, read_snapshot
 from pipeline.metrics.families import (
     DEAD_LETTERS,
     FAMILIES,
+    LOG_SERVER,
     LOG_SLOT,
     LOG_UP,
     MODEL,
@@ -51,6 +52,8 @@ PATIENCE_S = 2.0
 class LogFacts:
     """What the log answered."""
 
+    server: tuple[str, str]
+    """Its name and version."""
     occupancy: Occupancy
     statuses: Sequence[Status]
 
@@ -83,12 +86,13 @@ class Exposition:
     async def _ask(self) -> LogFacts | None:
         log = self._frontend.log
         try:
+            server = await log.server()
             occupancy = await log.occupancy()
             texts = await asyncio.gather(*(log.statuses(stage) for stage in STAGES))
         except LogError as error:
             logger.warning("metrics_without_log", error=str(error))
             return None
-        return LogFacts(occupancy, [status for found in texts for status in known_statuses(found)])
+        return LogFacts(server, occupancy, [status for found in texts for status in known_statuses(found)])
 
 
 def render(facts: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
@@ -125,6 +129,7 @@ def _show(shown: Readings, slot: str, model: str, readings: Readings) -> None:
 
 def _show_log(shown: Readings, facts: LogFacts, served: str) -> None:
     """Add what the log holds."""
+    shown[LOG_SERVER] = {facts.server: 1}
     occupancy = facts.occupancy
     waiting = occupancy.submitted.length + occupancy.tokenized.lag
     shown.setdefault(NUM_WAITING, {})[LOG_SLOT, served] = waiting

@@ -18,13 +18,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import structlog
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Cancelled, End, Failed, Submitted, decode, new_uid
-from pipeline.log.protocol import Once, Quota, Submission, SubmittedOnce
+from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
 from pipeline.metrics.families import COMMIT_SECONDS, REJECTIONS
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
@@ -128,7 +128,7 @@ async def read_request(frontend: Frontend, uid: str, event: Submitted, *, whole:
 class OpenRequest(Client):
     """A client that sends a request, or comes to the one that was sent under its idempotency key before."""
 
-    submission: asyncio.Task[SubmittedOnce]
+    submission: asyncio.Task[SubmitResult]
 
     def __init__(
         self, frontend: Frontend, events: Sequence[Submitted], *, once: Once | None, quota: Quota | None
@@ -146,10 +146,6 @@ class OpenRequest(Client):
     def is_stream(self) -> bool:
         """As Client.is_stream."""
         return self.event.presentation.stream
-
-    @property
-    def _retention_ms(self) -> int:
-        return int(self._frontend.limits.retention_s * 1000)
 
     # submit
 
@@ -182,16 +178,11 @@ class OpenRequest(Client):
                 return
             once = dataclasses.replace(once, instead_of=submitted.uid)
 
-    async def _submit(self, once: Once | None, quota: Quota | None = None) -> SubmittedOnce:
+    async def _submit(self, once: Once | None, quota: Quota | None = None) -> SubmitResult:
         """Begin the histories of the request. Raises as the log does."""
-        limits: Any = {
-            "timeout_ms": int(self._frontend.limits.timeout_s * 1000),
-            "retention_ms": self._retention_ms,
-            "max_queued": self._frontend.limits.max_queued,
-        }
         failpoint("web.before_submit")
         began_s = time.perf_counter()
-        submitted = await self._frontend.log.submit_once(self.uid, self.events, once, quota=quota, **limits)
+        submitted = await self._frontend.log.submit(self.uid, self.events, once, quota=quota)
         self._frontend.measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "submit")
         failpoint("web.after_submit")
         return submitted
@@ -246,7 +237,7 @@ class OpenRequest(Client):
             self.submission = self._frontend.spawn(self._submit(self._once))
             self.submission.add_done_callback(self._submitted_again)
 
-    def _submitted_again(self, submission: asyncio.Task[SubmittedOnce]) -> None:
+    def _submitted_again(self, submission: asyncio.Task[SubmitResult]) -> None:
         """Go on listening, or end the stream of a client whose request the log does not take once more."""
         error = None if submission.cancelled() else submission.exception()
         if error is not None and not isinstance(error, LogError):
@@ -266,7 +257,7 @@ class OpenRequest(Client):
         async def end() -> None:
             log, frontend = self._frontend.log, self.event.frontend
             for uid in uids:
-                if await log.end(uid, event, frontend=frontend, retention_ms=self._retention_ms):
+                if await log.end(uid, event, frontend=frontend):
                     self._frontend.count_end(event)
 
         if not await self._try_to_end(event, end) and isinstance(event, Failed):
@@ -329,7 +320,6 @@ class OpenRequest(Client):
                     uid,
                     event,
                     frontend=self.event.frontend,
-                    retention_ms=self._retention_ms,
                     once=self._once,
                     attached=bool(attached_to),
                 )

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn, Protocol
 
 import structlog
@@ -45,15 +44,6 @@ PROBE: Final = "probe"
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """How long a request may take, how long it is kept, and how many may wait."""
-
-    timeout_s: float = 600.0
-    retention_s: float = 900.0
-    max_queued: int = 1024
-
-
 class Say(Protocol):
     """`SlotLease.say`: publish the status of this process."""
 
@@ -69,12 +59,9 @@ class Spawn(Protocol):
 class Readiness:
     """The statuses of the stages at the last poll."""
 
-    def __init__(
-        self, log: AsyncRedisLog, tail: Tail, limits: RequestLimits, say: Say, measures: Measures | None = None
-    ) -> None:
+    def __init__(self, log: AsyncRedisLog, tail: Tail, say: Say, measures: Measures | None = None) -> None:
         self._log = log
         self._tail = tail
-        self._limits = limits
         self._say = say
         self._measures = measures or Measures()
         self._statuses: Mapping[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
@@ -191,7 +178,7 @@ class Readiness:
                 return True
             if self.missing:
                 await asyncio.sleep(POLL_LOADING_S)
-            elif not await self._probe(min(patience_s, self._limits.timeout_s)):
+            elif not await self._probe(min(patience_s, self._log.limits.timeout_s)):
                 return True
             else:
                 patience_s *= 2
@@ -206,17 +193,10 @@ class Readiness:
             prompt="a",
             sampling=SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
         )
-        retention_ms = int(self._limits.retention_s * 1000)
         outcome: object = None
         try:
             with closing(self._tail.listen(uid)) as listener:
-                outcome = await self._log.submit(
-                    uid,
-                    event,
-                    timeout_ms=int(self._limits.timeout_s * 1000),
-                    retention_ms=retention_ms,
-                    max_queued=self._limits.max_queued,
-                )
+                outcome = (await self._log.submit(uid, [event])).submission
                 if outcome is not Submission.BUSY:
                     async with asyncio.timeout(patience_s):
                         async for news in listener:
@@ -229,7 +209,7 @@ class Readiness:
             return ""
         logger.warning("probe_failed", uid=uid, outcome=str(outcome))
         try:
-            await self._log.end(uid, Cancelled(by="web"), frontend=self._tail.frontend, retention_ms=retention_ms)
+            await self._log.end(uid, Cancelled(by="web"), frontend=self._tail.frontend)
         except LogError as error:
             logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))
         return _public(outcome)

@@ -144,7 +144,7 @@ async def _find(frontend: Frontend, uid: str) -> Lookup:
 
 
 async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]:
-    cancelled = await cancel(frontend.log, frontends, retention_ms=int(frontend.limits.retention_s * 1000))
+    cancelled = await cancel(frontend.log, frontends)
     for _ in cancelled:
         frontend.count_end(Cancelled(by="client"))
     return cancelled

@@ -1,4 +1,4 @@
-"""Attention over KV pages: one Protocol, several backends, `--attn` chooses by name."""
+"""Attention over KV pages: one Protocol and several backends. `--attn` chooses one by name."""
 
 from __future__ import annotations
 

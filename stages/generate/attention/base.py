@@ -1,4 +1,4 @@
-"""What an attention backend is. It writes and reads the KV pages; it knows neither the model nor the schedule."""
+"""The interface of an attention backend. It writes and reads the KV pages; it knows neither model nor schedule."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(q_THD, k_TKD, v_TKD, kv_2PKSD of one layer) -> o_THD.
 
 Writes all k and v to the batch's slots before it reads any page: in one step a row may read what another one writes.
-Only the positions below a row's length count; whatever else the pages hold, NaN too, has no influence.
+Only the positions below a row's length count. The rest of its pages may hold anything, even NaN, without any effect.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same in every layer and every step."""
+    """The numbers that are the same in every layer and every step."""
 
     num_heads: int
     num_kv_heads: int
@@ -36,5 +36,5 @@ class Attention(Protocol):
     """Causal grouped-query attention over pages; softmax(q k / sqrt(D)) v with the sums in float32."""
 
     def plan(self, batch: ForwardBatch) -> Attend:
-        """Do what is the same for all layers of a step, once, and return the function that the layers call."""
+        """Do the work that all layers of a step share, once, and return the function that the layers call."""
         ...

@@ -1,9 +1,9 @@
 """Attention on a CPU: all decode rows of a step in a few large operations on whole pages; chunks in torch's own kernel.
 
-A decode row has one query, so its work is reading pages. Each page is taken as it lies, [kv head, slot, head dim], and
-the query heads of a kv head form one small matrix against it; what the pages of a row say is then put together with
-the softmax' usual running sums (flash decoding, https://pytorch.org/blog/flash-decoding). So rows of any lengths go
-together, and none is filled up to the longest.
+A decode row has one query, so its work is reading pages. Each page is used as it is stored, [kv head, slot, head dim]:
+the query heads of a kv head form one small matrix that is multiplied with it. The results of a row's pages are then
+combined with the usual running sums of a softmax (flash decoding, https://pytorch.org/blog/flash-decoding). So rows of
+different lengths are computed together, and none is padded to the longest.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from stages.generate.forward.batch import ForwardBatch
 # Q = queries of a chunk, N = pages of a chunk, C = tokens on them
 
 GATHER_BYTES: Final = 4 * 2**20
-"""Pages are copied together so much at a time: it is read again at once, and should still be in a core's cache."""
+"""Bytes of pages that are gathered at a time. They are read again at once and should still be in a core's cache."""
 FEW_ROWS: Final = 2
-"""So few decode rows are computed as chunks of one token: there is nothing to gain from taking them together."""
+"""Up to this many decode rows are computed as chunks of one token: batching them gains nothing."""
 BLOCK: Final = 512
-"""Queries that are computed at a time where a mask is needed, which has a number for each query and token."""
+"""Queries computed at a time when a mask is needed: it has one number for each query and token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class _DecodePlan:
 
     pages_U: Tensor
     rows_U: Tensor
-    """Whose page it is."""
+    """The decode row that each page belongs to."""
     num_rows: int
     num_whole: int
     """U - E."""
     hidden_E1S: Tensor
-    """True where a row may not look: beyond its length, or before its window."""
+    """True for slots that the row must not see: beyond its length, or before its window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class _ChunkPlan:
     queries: slice
     """Its place in T."""
     pages_N: Tensor
-    """From the first one that the chunk's first query sees."""
+    """From the first page that the chunk's first query sees."""
     length: int
     """C: tokens on these pages, the last Q of which are the queries."""
 
 
 class CpuAttention:
-    """See `Attention`. Scores of three and more decode rows are rounded to the dtype of the pages before their softmax,
-    which is float32: as in transformers' eager attention, and a third faster than not to.
+    """See `Attention`. With three or more decode rows, scores are rounded to the dtype of the pages before a softmax in
+    float32. transformers' eager attention does the same, and it is a third faster than without rounding.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -67,7 +67,7 @@ class CpuAttention:
         self._scale = shape.head_dim**-0.5
 
     def plan(self, batch: ForwardBatch) -> Attend:
-        """Lay out where keys and values go, the pages of the decode rows, and what of them is hidden."""
+        """Compute where keys and values go, which pages the decode rows read, and which of their slots are hidden."""
         places = self._places(batch.slots_T)
         num_decode_rows = batch.num_decode_rows if batch.num_decode_rows > FEW_ROWS else 0
         decode = self._plan_decode(batch) if num_decode_rows else None
@@ -136,15 +136,15 @@ class CpuAttention:
         p_UKGS = p_UHS.to(q_BHD.dtype).view_as(scores_UKGS)
         o_BHD = q_BHD.new_zeros(q_BHD.shape, dtype=torch.float32)
         for part, v_UKSD in self._gather(plan, v_PKSD):
-            v_UKSD[max(0, plan.num_whole - part.start) :].nan_to_num_()  # what is hidden may be NaN, and 0 * NaN too
+            v_UKSD[max(0, plan.num_whole - part.start) :].nan_to_num_()  # hidden slots may be NaN, and 0 * NaN is NaN
             o_UHD = torch.matmul(p_UKGS[part], v_UKSD).flatten(1, 2)
             o_BHD.index_add_(0, plan.rows_U[part], o_UHD * shares_UH[part, :, None])
         return o_BHD.to(q_BHD.dtype)
 
     def _shares(self, plan: _DecodePlan, most_UH: Tensor, sum_UH: Tensor) -> Tensor:
-        """Return how much of its row's softmax each page has; *sum_UH* is that of exp(score - *most_UH*) on the page.
+        """Return the share of its row's softmax that each page has; *sum_UH* sums exp(score - *most_UH*) over the page.
 
-        A page's softmax gives its best score 1 / sum, which is how the sum was found.
+        The caller found that sum from the page's own softmax, in which the best score has probability 1 / sum.
         """
         rows_UH = plan.rows_U[:, None].expand_as(most_UH)
         most_BH = most_UH.new_full((plan.num_rows, most_UH.shape[1]), float("-inf"))
@@ -154,7 +154,7 @@ class CpuAttention:
         return weight_UH / total_BH.gather(0, rows_UH)
 
     def _gather(self, plan: _DecodePlan, pages_PKSD: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the pages of the plan, copied together, some at a time."""
+        """Yield the pages of the plan, some at a time, copied into one tensor."""
         at_once = max(1, GATHER_BYTES // pages_PKSD[0].nbytes)
         for begin in range(0, len(plan.pages_U), at_once):
             part = slice(begin, begin + at_once)
@@ -191,7 +191,7 @@ class CpuAttention:
         return o_QHD
 
     def _attend(self, q_KGQD: Tensor, k_K1CD: Tensor, v_K1CD: Tensor, visible_QC: Tensor | None) -> Tensor:
-        """Return o_KGQD; without a mask the queries are all the tokens there are."""
+        """Return o_KGQD. Without a mask the queries must be all tokens of the row."""
         groups = q_KGQD.shape[1]
         k_KGCD, v_KGCD = (tokens.expand(-1, groups, -1, -1) for tokens in (k_K1CD, v_K1CD))
         return F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The attention that the others are measured by: row after row, in float32, in torch's own operations, anywhere."""
+"""The attention that the others are compared with: row after row, in float32, in plain torch, on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.generate.forward.batch import ForwardBatch
 # G = query heads of one kv head, D = head dim, P = pages, S = slots of a page, N = pages of a row
 
 BLOCK = 256
-"""Queries that are computed at a time, so that a long chunk does not need Q * C * H scores at once."""
+"""Queries computed at a time, so that a long chunk does not need Q * C * H scores at once."""
 
 
 class ReferenceAttention:

@@ -1,4 +1,4 @@
-"""A plan as tensors: what the decoder and the attention see of a step. Knows pages and positions, not requests."""
+"""A plan as tensors, for the decoder and the attention. Knows pages and positions, not requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ForwardBatch:
     token_ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
-    """Where each token's key and value go: page * page_size + offset."""
+    """The place of each token's key and value: page * page_size + offset."""
     query_starts: tuple[int, ...]
     """B + 1 numbers: row b's tokens are [query_starts[b], query_starts[b + 1]) of T."""
     seq_lens: tuple[int, ...]
     page_table_BN: Tensor
-    """int32. Row b's first ceil(seq_lens[b] / page_size) pages are its own; what follows them is left over."""
+    """int32. Row b's first ceil(seq_lens[b] / page_size) pages are its own. Ignore the rest."""
     logits_rows_R: Tensor
     """Index in T of the last token of each row that samples."""
     num_decode_rows: int

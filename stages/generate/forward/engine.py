@@ -1,4 +1,4 @@
-"""From a `BatchPlan` to token ids: the weights, the KV pages and the page tables of one rank. No Redis, no schedule."""
+"""From a `BatchPlan` to token ids. Holds the weights, KV pages and page tables of one rank; no Redis, no schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stages.generate.schedule.plan import BatchPlan, Computed
 
 
 class Engine:
-    """A loaded model. `forward` is its one verb."""
+    """A loaded model."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Engine:
     ) -> None:
         """Load the weights of the checked *folder* and allocate the pages. *threads* 0 leaves torch's number.
 
-        *dummy* makes random weights instead, and only config.json of the folder is read.
+        With *dummy* the weights are random, and only config.json of the folder is read.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -74,7 +74,7 @@ class Engine:
         return Computed(token_ids, score(plan, batch, x_TE, self._decoder.logits, logits_RV, token_ids))
 
     def _hidden(self, plan: BatchPlan) -> tuple[ForwardBatch, torch.Tensor]:
-        """Return the step as tensors, and what the last layer makes of each of its tokens."""
+        """Return the step as tensors, and the last layer's output for each of its tokens."""
         self._tables.update(plan.rows)
         batch = build_batch(plan, self._tables, self.device)
         return batch, self._decoder.forward(batch, self._attention.plan(batch), self.kv_L2PKSD)

@@ -1,4 +1,4 @@
-"""Which weights of a model are packed for a CPU, and when. How, `model/layers/linear.py` knows."""
+"""Which weights of a model are packed for a CPU, and when. `model/layers/linear.py` says how."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from stages.generate.model.layers.linear import can_pack, pack
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Say whether weights are packed here."""
+    """Return whether weights are packed on this device."""
     return device.type == "cpu" and can_pack(dtype)
 
 
 def pack_weights(weights: dict[str, Tensor]) -> None:
-    """Replace every matrix that is multiplied with by its packed form, one after the other.
+    """Replace every matrix of a linear layer by its packed form, one after the other.
 
-    Tied embeddings become two: rows are looked up in the one, and the head multiplies with the other.
+    Tied embeddings become two matrices: one to look up rows in, and a packed one for the head.
     """
     weights[HEAD] = pack(weights.pop(HEAD, weights[EMBEDDING]))
     for name in [name for name in weights if name.endswith("_proj.weight")]:

@@ -1,5 +1,5 @@
-"""From logits to token ids. A token is a function of its row's logits, its parameters, the tokens before it and (seed,
-position) alone.
+"""From logits to token ids. A token depends only on its row's logits and parameters, the tokens before it, and (seed,
+position).
 
 So a request gets the same tokens alone, in any batch, after a preemption and after a crash.
 """
@@ -20,11 +20,11 @@ from stages.generate.schedule.plan import Sample
 
 MASK64: Final = 2**64 - 1
 GOLDEN64: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
-FEW: Final = 1024  # top_p looks at so many tokens before it sorts all of them; they nearly always suffice
+FEW: Final = 1024  # top_p sorts this many tokens first, which nearly always suffice, and only then all of them
 
 
 def sample(logits_RV: Tensor, samples: Sequence[Sample]) -> list[int]:
-    """Return one token id per row; temperature 0 is the argmax of the shaped logits, whatever the others say."""
+    """Return one token id per row. Temperature 0 takes the argmax of the shaped logits and ignores top_p and so on."""
     if not samples:
         return []
     logits_RV = shaped(logits_RV, samples)
@@ -61,10 +61,10 @@ def splitmix64(state: int) -> int:
 
 
 def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return p_V, float64, not normalised: temperature, top_k, top_p, min_p, each on what the one before left.
+    """Return p_V, float64, not normalised, after temperature, top_k, top_p and min_p in this order, as in transformers.
 
-    The order is that of transformers. Ties at a border stay together: what is kept does not depend on how a sort treats
-    equal logits, of which bfloat16 has many.
+    Tokens of equal probability at a border are all kept or all dropped, so the result does not depend on how a sort
+    orders equal logits. In bfloat16 these are common.
     """
     scaled_V = (logits_V.double() - logits_V.max()) / params.temperature  # at most 0: no temperature overflows
     if 0 < params.top_k < len(scaled_V):

@@ -1,6 +1,6 @@
-"""How probable the model finds tokens: log-probabilities of its own logits, before bias, penalties and temperature.
+"""Log-probabilities of tokens, from the model's own logits before bias, penalties and temperature.
 
-As vLLM tells them by default (`raw_logprobs`), so they do not depend on how the token was drawn.
+vLLM returns the same by default (`raw_logprobs`). They do not depend on how a token was drawn.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from stages.generate.schedule.plan import BatchPlan, RowScores
 # T = packed tokens, R = rows that sample, V = vocabulary, E = hidden size, N = tokens of a prompt, C = candidates
 
 AT_ONCE: Final = 128
-"""Tokens of a prompt whose logits are there at a time: with a large vocabulary those of all are gigabytes."""
+"""Prompt tokens whose logits are computed at a time: with a large vocabulary those of a whole prompt are gigabytes."""
 LEAST: Final = -9999.0
-"""What is told instead of minus infinity, which JSON has not; OpenAI's."""
+"""Stands for minus infinity, which JSON does not have. OpenAI returns the same number."""
 DIGITS: Final = 6
-"""After the point; float32 has no more to say."""
+"""After the decimal point; float32 has no more."""
 
 
 def score(
@@ -33,19 +33,19 @@ def score(
     logits_RV: Tensor,
     token_ids: Sequence[int],
 ) -> dict[int, RowScores]:
-    """Return, by table row, the scores of the rows that ask for them: of the token that was drawn, and of a prompt."""
+    """Return table row -> scores of its drawn token and its prompt, for the rows that ask for them."""
     found: dict[int, RowScores] = {}
     sampled = iter(range(len(token_ids)))
-    for place, row in enumerate(plan.rows):
+    for index, row in enumerate(plan.rows):
         token: Score | None = None
         prompt: tuple[Score, ...] = ()
         if row.sample is not None:
-            index = next(sampled)
+            sample = next(sampled)
             num_top = row.sample.params.logprobs
             if num_top is not None:
-                token = scores_of(logits_RV[index : index + 1], token_ids[index : index + 1], num_top)[0]
+                token = scores_of(logits_RV[sample : sample + 1], token_ids[sample : sample + 1], num_top)[0]
         if row.scoring is not None:
-            first = batch.query_starts[place]
+            first = batch.query_starts[index]
             x_NE = x_TE[first : first + len(row.scoring.targets)]
             prompt = tuple(
                 one
@@ -62,7 +62,7 @@ def score(
 
 
 def scores_of(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Score]:
-    """Return the score of each of *token_ids* by its row of logits, with the *num_top* most probable ones."""
+    """Return the score of each of *token_ids* in its row of logits, with the *num_top* most probable tokens."""
     logprobs_NV = logits_NV.float().log_softmax(-1)
     chosen_N1 = logprobs_NV.gather(1, torch.tensor(token_ids, device=logprobs_NV.device)[:, None])
     top = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]))

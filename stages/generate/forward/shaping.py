@@ -1,7 +1,7 @@
-"""What a request does to its logits before a token is chosen: bias, penalties, and which tokens may come out at all.
+"""How a request changes its logits before a token is chosen: bias, penalties, allowed and forbidden tokens.
 
-A function of the logits, the parameters and the tokens so far. The order is that of vLLM and transformers: bias first,
-then the penalties on what it left, then what is not allowed. Greedy rows are shaped like all others.
+A pure function of the logits, the parameters and the tokens so far. The order is that of vLLM and transformers: bias,
+penalties, then tokens that must not come out. Greedy rows are shaped like all others.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NEVER = float("-inf")
 
 
 def shaped(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Return the logits from which each row's token is chosen; *logits_RV* itself where no row asks for anything.
+    """Return the logits from which each row's token is chosen: *logits_RV* itself when no row changes them.
 
-    Token ids that the vocabulary does not have are no error: clients send stop ids of other models.
+    Token ids beyond the vocabulary are ignored, because clients send stop ids of other models.
     """
     shaped_RV = logits_RV
     for row, how in enumerate(samples):
@@ -46,7 +46,7 @@ def _shaped_row(logits_V: Tensor, how: Sample) -> Tensor:
     if not how.forbidden:
         return shaped_V
     rest_V = shaped_V.masked_fill(_marked(shaped_V, how.forbidden), NEVER)
-    return rest_V if (rest_V > NEVER).any() else shaped_V  # to forbid all forbids none
+    return rest_V if (rest_V > NEVER).any() else shaped_V  # to forbid all tokens forbids none
 
 
 def _penalize(logits_V: Tensor, params: SamplingParams, token_ids: Sequence[int], prompt_length: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights from the files into their place: piece by piece, cast on the way, q|k|v and gate|up each in one matrix."""
+"""Loads weights from the files: piece by piece, cast on the way, with q|k|v and gate|up each in one matrix."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def load_weights(
     map_tied: bool = False,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> dict[str, Tensor]:
-    """Return the weights by their names in the checkpoint, with `qkv_proj` and `gate_up_proj` for what is fused.
+    """Return the weights by their names in the checkpoint; the fused ones are `qkv_proj` and `gate_up_proj`.
 
-    At no time is there more than the result and one piece of `PIECE_BYTES`. The files are read and not mapped, so that
-    their pages do not count as memory of this process beside the result. The folder was checked before.
+    Needs memory for the result and one piece of `PIECE_BYTES`. The files are read, not mapped, so their pages do not
+    count as memory of this process. The folder must have been checked before.
 
-    *map_tied* is for who packs the head: embeddings that are tied to it, and in the file as they are wanted, are mapped
-    under both names. What is looked up in them stays in the file, and the pages of the head go when it is packed.
+    *map_tied* is for callers that pack the head. If the embeddings are tied to it and need no cast, the file is mapped
+    under both names: rows are looked up in the file, and the head's pages are freed once it is packed.
     """
     entries = read_tensors(folder)
     weights, places = _places(spec, dtype, device)
@@ -74,10 +74,10 @@ def dummy_weights(
     device: torch.device,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> dict[str, Tensor]:
-    """Return random weights of the shapes of `load_weights`, the same ones each time on one kind of device.
+    """Return random weights of the same shapes as `load_weights`, always the same ones on one kind of device.
 
-    Each matrix keeps the size of what it is multiplied with, so that every layer has its say and no token is certain.
-    Embeddings are small: where they are tied to the head, a token's own would make it its own successor.
+    Each matrix keeps the scale of its input, so that every layer matters and no token is certain. Embeddings are small:
+    where the head is tied to them, large ones would make each token its own successor.
     """
     weights, _ = _places(spec, dtype, device)
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
@@ -97,7 +97,7 @@ def dummy_weights(
 
 @contextmanager
 def _seen(progress: Progress) -> Iterator[Progress]:
-    """Give *progress*, which is also a bar on stderr where that is a terminal."""
+    """Return *progress*; on a terminal it also draws a bar on stderr."""
     if not sys.stderr.isatty():
         yield progress
         return
@@ -117,7 +117,7 @@ def _seen(progress: Progress) -> Iterator[Progress]:
 
 
 def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights, uninitialised, and where in them each tensor of the checkpoint goes."""
+    """Return the uninitialised weights, and for each tensor of the checkpoint its place in them."""
     shapes = tensor_shapes(spec)
     num_rows: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -136,9 +136,9 @@ def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[
 
 
 def _fill(place_N: Tensor, file: FileIO, entry: TensorEntry, piece: Tensor) -> Iterator[int]:
-    """Copy a tensor of the file to its place; yield how many bytes each step brought.
+    """Copy a tensor of the file to its place; yield the number of bytes of each step.
 
-    Straight into the place where nothing changes on the way, else over *piece*, which casts and moves.
+    It is read straight into its place if it needs no cast and no move to a device, and through *piece* otherwise.
     """
     file.seek(entry.begin)
     source_dtype = DTYPES[entry.dtype]
@@ -153,12 +153,12 @@ def _fill(place_N: Tensor, file: FileIO, entry: TensorEntry, piece: Tensor) -> I
 
 
 def _is_as_wanted(entry: TensorEntry, place: Tensor) -> bool:
-    """Say whether the bytes of the file are those of the memory."""
+    """Return whether the bytes can be copied from the file as they are."""
     return DTYPES[entry.dtype] == place.dtype and place.device.type == "cpu"
 
 
 def _mapped(entry: TensorEntry) -> Tensor:
-    """Return a tensor whose memory is the file: read where it is touched, and given up by the kernel when it wants."""
+    """Return a tensor whose memory is the file: the kernel reads pages on first use and may drop them at any time."""
     page = mmap.ALLOCATIONGRANULARITY
     begin = entry.begin // page * page
     with entry.file.open("rb") as file:
@@ -168,7 +168,7 @@ def _mapped(entry: TensorEntry) -> Tensor:
 
 
 def _read_into(tensor_N: Tensor, file: FileIO) -> int:
-    """Fill a tensor with the next bytes of *file*; return how many they were."""
+    """Fill a tensor with the next bytes of *file*; return their number."""
     room = tensor_N.view(torch.uint8).numpy().data
     done = 0
     while done < len(room):

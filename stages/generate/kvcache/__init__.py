@@ -1,4 +1,4 @@
-"""Who owns which page (torch-free bookkeeping), and the tensors that the pages are."""
+"""Which request owns which page (without torch), and the tensor that holds the pages."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""PrefixCache: who owns which page, and what of a prompt is in the pages already. Torch-free, without a clock.
+"""PrefixCache: which request owns which page, and how much of a prompt is cached already. No torch, no clock.
 
 | | naive | a cache that shares |
 |---|---|---|
-| `begin` | no page | locks the pages of the longest known prefix |
-| `grow` | pages of its own | the same, evicting what nobody has locked |
-| `fill` | nothing | full pages become known to others, as soon as the plan that fills them is made |
-| `end` | frees all | unlocks the known ones, frees the rest |
+| `begin` | no page | locks the pages of the longest cached prefix |
+| `grow` | pages of its own | the same, and evicts unlocked pages if it must |
+| `fill` | nothing | full pages are shared as soon as the plan that fills them is made |
+| `end` | frees all | unlocks the shared pages, frees the rest |
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class PrefixCache(Protocol):
         ...
 
     def grow(self, holding: Holding, count: int) -> list[int] | None:
-        """Append *count* pages to *holding* and return them; None, and nothing changed, when there are not as many."""
+        """Append *count* pages to *holding* and return them; return None and change nothing if there are too few."""
         ...
 
     def fill(self, holding: Holding, token_ids: Sequence[int], num_filled: int) -> None:
-        """Say that after the plan now being made the pages hold the first *num_filled* of *token_ids*."""
+        """Record that the plan now being made fills the pages with the first *num_filled* of *token_ids*."""
         ...
 
     def end(self, holding: Holding) -> None:
-        """Let go of all pages of *holding*, which is empty afterwards."""
+        """Give back all pages of *holding* and empty it."""
         ...
 
     def flush(self) -> int:
-        """Forget every prefix that nobody holds; return how many pages that freed."""
+        """Forget every prefix that no request holds; return how many pages that freed."""
         ...
 
     def problems(self, holdings: Sequence[Holding]) -> list[str]:
-        """Return what is wrong with the books when *holdings* are all there are; empty when all is well."""
+        """Return what is wrong with the books if *holdings* are all that exist; an empty list: nothing is."""
         ...

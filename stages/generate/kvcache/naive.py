@@ -1,4 +1,4 @@
-"""The cache that shares nothing: every request computes its whole prompt into pages of its own."""
+"""The cache that shares nothing: every request computes its whole prompt in pages of its own."""
 
 from __future__ import annotations
 

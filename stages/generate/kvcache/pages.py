@@ -1,4 +1,4 @@
-"""The free list of pages. Knows page numbers, not what is in them."""
+"""The free list of pages. Knows page numbers, not their content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Return *count* pages that now have an owner. The caller has made sure that there are as many."""
+        """Return *count* pages that now have an owner. The caller has checked that so many are free."""
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:

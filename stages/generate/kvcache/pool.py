@@ -1,4 +1,4 @@
-"""The memory of the KV cache: one tensor, and how many pages it may have. Who owns which page is not known here."""
+"""The memory of the KV cache: one tensor, and how many pages it may have. Does not know which request owns a page."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from stages.generate.model.spec import ModelSpec, tensor_shapes
 # L = layers, 2 = keys and values, P = pages, K = kv heads, S = slots of a page, D = head dim
 
 GIB: Final = 2**30
-CPU_LIMIT_BYTES: Final = 4 * GIB  # on a CPU the memory is everybody's; `--num-pages` asks for more
+CPU_LIMIT_BYTES: Final = 4 * GIB  # a CPU's memory is shared with other programs; `--num-pages` asks for more
 
 
 def allocate(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return kv_L2PKSD, uninitialised: what was never written may be NaN, and must never be read."""
+    """Return kv_L2PKSD, uninitialised: slots that were never written may be NaN and must not be read."""
     shape = (spec.num_layers, 2, num_pages, spec.num_kv_heads, page_size, spec.head_dim)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
-    """Return what one page takes in all layers."""
+    """Return the bytes of one page in all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * page_size * spec.head_dim * dtype.itemsize
 
 
@@ -41,9 +41,9 @@ def num_pages_for(
     available_bytes: int,
     device: torch.device,
 ) -> int:
-    """Return enough pages for all requests at full length, or what fits beside the weights in the memory.
+    """Return enough pages for all requests at full length, or as many as fit into memory beside the weights.
 
-    *available_bytes* is what is free before the weights are loaded (`available_memory_bytes`).
+    *available_bytes* is the memory that is free before the weights are loaded (`available_memory_bytes`).
 
     Raises:
         ConfigError: Not one page fits.
@@ -68,7 +68,7 @@ def available_memory_bytes(device: torch.device) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: a guess, half of what there is
+    except (OSError, StopIteration):  # not Linux: guess half of the memory
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     try:
         limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))

@@ -1,14 +1,14 @@
-"""The cache that shares: a tree of full pages, each reached by the tokens of all pages before it and its own.
+"""The cache that shares: a tree of full pages. The way to a page are the tokens of all pages before it and its own.
 
-A page is known to others as soon as the plan that fills it is made: keys and values are written before any are read in
-a step, so requests with the same prompt in one plan compute it once. (RadixAttention: Zheng et al., SGLang, 2024.)
+A page is shared as soon as the plan that fills it is made. A step writes keys and values before it reads any, so
+requests with the same prompt in one plan compute it once. (RadixAttention: Zheng et al., SGLang, 2024.)
 
 | pages of a holding | owner | at the end |
 |---|---|---|
-| 0 .. len(path) | the tree; this holding has locked them | unlocked; may be evicted when nobody has locked them |
-| len(path) .. end | this holding: not full yet, or somebody else filled the same tokens first | freed |
+| 0 .. len(path) | the tree; this holding has locked them | unlocked; may be evicted once no holding locks them |
+| len(path) .. end | this holding: not full yet, or another holding filled the same tokens first | freed |
 
-A holding never locks a page that it does not use: it can always grow to what the cache holds when it is alone.
+A holding locks only pages that it uses. So alone it can always grow to the size of the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stages.generate.kvcache.pages import PagePool
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One full page. `used` is a counter, not a clock: the same calls evict the same pages."""
+    """One full page. `used` is a counter, not a clock, so the same calls evict the same pages."""
 
     tokens: tuple[int, ...]
     page: int
@@ -39,11 +39,11 @@ class RadixHolding(Holding):
 
     path: list[_Node] = field(default_factory=list)
     is_private: bool = False
-    """Somebody else filled the same tokens in pages of their own: what follows is not given to the tree any more."""
+    """Another holding put the same tokens into the tree first, so the following pages stay outside of it."""
 
 
 class RadixCache:
-    """PrefixCache with a page-aligned radix tree; the least recently used page goes first, in O(log n)."""
+    """PrefixCache with a page-aligned radix tree. It evicts the least recently used page first, in O(log n)."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -52,8 +52,8 @@ class RadixCache:
         self._root = _Node((), -1, None)
         self._num_unlocked = 0
         self._counter = 0
-        # Leaves that nobody has locked, as (used, order, node). An entry is void once its node is locked, has
-        # children or was used again; it is passed over when it comes up.
+        # Unlocked leaves as (used, order, node). An entry is void once its node is locked, has children or was used
+        # again. `_evict` skips void entries.
         self._evictable: list[tuple[int, int, _Node]] = []
         self._num_pushed = 0
 
@@ -155,12 +155,12 @@ class RadixCache:
         if not node.children:
             self._num_pushed += 1
             heapq.heappush(self._evictable, (node.used, self._num_pushed, node))
-            if len(self._evictable) > 2 * self.num_pages:  # most of it is void, and nothing was evicted for long
+            if len(self._evictable) > 2 * self.num_pages:  # most entries are void, and nothing was evicted for long
                 self._evictable = [entry for entry in self._evictable if self._is_valid(entry)]
                 heapq.heapify(self._evictable)
 
     def _evict(self) -> None:
-        """Free the page of the least recently used leaf that nobody has locked. There is one."""
+        """Free the page of the least recently used unlocked leaf. The caller knows that there is one."""
         while True:
             entry = heapq.heappop(self._evictable)
             if self._is_valid(entry):
@@ -169,7 +169,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
-        node.parent = None  # a second entry of it in the heap is void
+        node.parent = None  # makes a second entry of the node in the heap void
         self._num_unlocked -= 1
         self._pool.free([node.page])
         if parent is not self._root and parent.num_locks == 0:

@@ -1,4 +1,4 @@
-"""Is this folder a checkpoint that we can serve? Asked before any process starts, so: neither torch nor numpy."""
+"""Checks whether a folder is a checkpoint that we can serve. It runs before any process starts: no torch, no numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from stages.generate.model.spec import ModelSpec, read_json, read_spec, tensor_shapes
 
 DEMO_FOLDER: Final = Path(__file__).resolve().with_name("demo")
-"""The demo model, which is served where no other is given; ops/demo_model/ makes it."""
+"""The demo model, the default of `--model`. ops/demo_model/ makes it."""
 DEMO_ID: Final = "minisgl-demo"
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -27,7 +27,7 @@ MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library it
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What a safetensors header says of one tensor. `begin` and `end` are bytes of the file."""
+    """One tensor of a safetensors header. `begin` and `end` are offsets in the file."""
 
     file: Path
     dtype: str
@@ -37,7 +37,7 @@ class TensorEntry:
 
 
 def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
-    """Return the spec of the model in *folder* if all its files are there and fit together; *dummy* needs no weights.
+    """Return the spec of the model in *folder* if its files are complete and consistent; *dummy* needs no weights.
 
     Raises:
         ConfigError: One line that names the file, or the file and the tensor.
@@ -53,12 +53,12 @@ def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
 
 
 def model_id(folder: Path) -> str:
-    """Return the name under which the model in *folder* is served, where no other is given."""
+    """Return the default name under which the model in *folder* is served."""
     return DEMO_ID if is_demo(folder) else folder.name
 
 
 def is_demo(folder: Path) -> bool:
-    """Say whether *folder* is that of the demo model."""
+    """Return whether *folder* is that of the demo model."""
     return folder.resolve() == DEMO_FOLDER
 
 
@@ -71,19 +71,19 @@ def check_is_folder(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise ConfigError unless *folder* has what the text stages need of a checkpoint: its fast tokenizer."""
+    """Raise ConfigError unless *folder* has a fast tokenizer, which is all that the text stages need."""
     check_is_folder(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder / 'tokenizer.json'}: not found; save the tokenizer as a fast one (tokenizer.json)")
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the files that hold the weights: one, or those that the index names, by their names.
+    """Return the files that hold the weights: a single one, or those that the index names, sorted.
 
-    Where both are there the one file counts, as in transformers.
+    If there are both, the single file counts, as in transformers.
 
     Raises:
-        ConfigError: There is neither, the index cannot be read, or it names a file that is not there.
+        ConfigError: There is neither, or the index cannot be read or names a file that does not exist.
     """
     single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if single.is_file():
@@ -103,7 +103,7 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
     """Return every tensor of the weights of *folder*.
 
     Raises:
-        ConfigError: A file is missing or not whole, a tensor is in two of them, or not where the index says.
+        ConfigError: A file is missing or truncated, or a tensor is in two files or not where the index says.
     """
     tensors: dict[str, TensorEntry] = {}
     files = weight_files(folder)
@@ -120,10 +120,10 @@ def read_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file: 8 bytes of length (little endian), a JSON header, gapless data.
+    """Return the tensors of a safetensors file: 8 bytes of length (little endian), a JSON header, data without gaps.
 
     Raises:
-        ConfigError: The file is not whole or not of this format.
+        ConfigError: The file is truncated or not of this format.
     """
     raw, data_bytes = _raw_header(path)
     try:
@@ -149,10 +149,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def fingerprint(folder: Path, dtype: str, *, dummy: bool = False) -> str:
-    """Return 16 hex digits that say which weights are computed with in which dtype; after `dummy-` if they are none.
+    """Return 16 hex digits that identify weights and dtype, with `dummy-` before them for random weights.
 
-    Hashes config.json, and of each file of the weights its header and samples, 64 in all, spread over them: a
-    fine-tuned model has the header of its base, and to read gigabytes would cost the start-up seconds.
+    Hashes config.json, the header of each weights file, and 64 samples spread over all files. The header alone is not
+    enough, because a fine-tuned model has that of its base; reading every byte would cost seconds at the start.
     """
     digest = hashlib.sha256(f"{dtype} ".encode() + (folder / "config.json").read_bytes())
     if dummy:
@@ -170,7 +170,7 @@ def fingerprint(folder: Path, dtype: str, *, dummy: bool = False) -> str:
 
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
-    """Return the header and how many bytes follow it."""
+    """Return the header and the number of bytes after it."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -208,7 +208,7 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
             shape = expected[EMBEDDING]  # its bytes are compared as well
         if shape is None:
             if name.endswith(".rotary_emb.inv_freq"):
-                continue  # old checkpoints carry it, and it says nothing that the config does not
+                continue  # old checkpoints carry it; the config says the same
             raise ConfigError(f"{path}: {name} is not part of {spec.architecture}; it would be ignored")
         if entry.dtype not in TENSOR_BYTES:
             raise ConfigError(f"{path}: {name} is {entry.dtype}; supported: {', '.join(TENSOR_BYTES)}")
@@ -219,10 +219,10 @@ def _check_tensors(folder: Path, entries: Mapping[str, TensorEntry], spec: Model
 
 
 def _check_tied(tensors: Mapping[str, TensorEntry], spec: ModelSpec) -> None:
-    """Refuse a head beside embeddings that are tied to it, unless every byte of it is theirs.
+    """Refuse a head beside embeddings that are tied to it, unless both have the same bytes.
 
-    Some checkpoints carry the same weights under both names, and say nothing wrong by it. Where they differ, config and
-    file contradict each other, and either answer would be a guess.
+    Some checkpoints carry the same weights under both names, which is fine. If they differ, config and file contradict
+    each other, and either choice would be a guess.
     """
     if not (spec.tie_embeddings and HEAD in tensors):
         return
@@ -244,6 +244,6 @@ def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
             size = min(len(piece), one.end - begin)
             file.readinto(memoryview(piece)[:size])
             other_file.readinto(memoryview(other_piece)[:size])
-            if piece != other_piece:  # behind the last bytes there is what was the same before
+            if piece != other_piece:  # after a short last read both end with equal bytes of the read before
                 return False
     return True

@@ -1,4 +1,4 @@
-"""The one decoder: every architecture is a `ModelSpec`. Knows no requests and no sampling, holds no state of a step."""
+"""The one decoder: every architecture is a `ModelSpec`. Knows no requests or sampling, and keeps no state of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layer:
     input_norm_E: Tensor
     qkv: Linear
     qk_norm_ND: Tensor | None
-    """The norm of each query head, then of each kv head; None where the architecture has none."""
+    """The norm of each query head, then of each kv head; None if the architecture has none."""
     output: Linear
     mlp_norm_E: Tensor
     mlp: FeedForward
@@ -38,7 +38,7 @@ class Decoder:
     """A spec and its weights."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
-        """Take the weights, by their fused names (`forward/weights.py`), out of *weights*, which is empty then."""
+        """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is empty then."""
 
         def linear(name: str) -> Linear:
             return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None))
@@ -70,10 +70,10 @@ class Decoder:
         self._norm_E = weights.pop("model.norm.weight")
         self._head = linear("lm_head") if "lm_head.weight" in weights else Linear(self._embedding_VE, None)
         self._rope = make_rope(spec.rope, spec.head_dim, self._embedding_VE.device)
-        assert not weights, f"nobody took {', '.join(weights)}"
+        assert not weights, f"unused weights: {', '.join(weights)}"
 
     def forward(self, batch: ForwardBatch, attend: Attend, kv_L2PKSD: Tensor) -> Tensor:
-        """Return x_TE, what the last layer makes of each token; writes the keys and values of all rows."""
+        """Return x_TE, the last layer's output for each token; write the keys and values of all rows."""
         eps = self._spec.norm_eps
         x_TE = embed(batch.token_ids_T, self._embedding_VE)
         cos_sin = rope_tables(self._rope, batch.positions_T, x_TE.dtype)
@@ -84,7 +84,7 @@ class Decoder:
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Return logits_RV in float32, of what `forward` returned for some tokens."""
+        """Return logits_RV in float32 for some of the tokens that `forward` returned."""
         return self._head(rms_norm(x_RE, self._norm_E, self._spec.norm_eps)).float()
 
     def _project(self, layer: Layer, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""Models by their name on the Hugging Face hub: fetched into that library's cache, before any process starts.
+"""Fetches models from the Hugging Face hub into that library's cache, before any process starts.
 
-The library is imported only where such a name is given. What it heeds counts here too: HF_HOME, HF_HUB_OFFLINE,
+The library is imported only if the name of such a model is given. Its settings count here too: HF_HOME, HF_HUB_OFFLINE,
 HF_ENDPOINT, HF_TOKEN and `hf auth login`.
 """
 
@@ -25,12 +25,12 @@ TEXT_FILES: Final = (
     "chat_template*",
 )
 WEIGHT_FILES: Final = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-"""Not every safetensors file: some models have their weights a second time, for another program."""
+"""Not every safetensors file: some models carry their weights a second time, for another program."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """`owner/name` and a branch, tag or commit; "" is the main branch."""
+    """`owner/name` with a branch, tag or commit; "" is the main branch."""
 
     id: str
     revision: str
@@ -42,7 +42,7 @@ class HubModel:
 
 
 def hub_model(model: str) -> HubModel | None:
-    """Return the model of the hub that `--model` names; None where it is a folder, or cannot be such a name."""
+    """Return the model of the hub that `--model` names; None if it is a folder, or no such name."""
     found = NAME.fullmatch(model)
     if found is None or Path(model).is_dir():
         return None
@@ -50,15 +50,15 @@ def hub_model(model: str) -> HubModel | None:
 
 
 def fetch(model: HubModel, *, weights: bool) -> Path:
-    """Return the folder in the library's cache that holds the model; download what of it is not there yet.
+    """Return the folder in the library's cache that holds the model; download the files that are missing.
 
     Raises:
-        ConfigError: It cannot be had; the one line says why and what to do.
+        ConfigError: The model is not available; the line says why and what to do.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():  # one of its bars would be drawn into a log file all the same
+    if not sys.stderr.isatty():  # the library would draw one of its bars even into a log file
         disable_progress_bars()
     try:
         return Path(
@@ -68,12 +68,12 @@ def fetch(model: HubModel, *, weights: bool) -> Path:
                 allow_patterns=[*TEXT_FILES, *(WEIGHT_FILES if weights else ())],
             )
         )
-    except Exception as error:  # of the library, of its HTTP client, which has changed before, and of the disk
+    except Exception as error:  # errors of the library, of its HTTP client (it has changed before), of the disk
         raise ConfigError(f"--model {model.given}: {_reason(model, error)}") from error
 
 
 def _reason(model: HubModel, error: Exception) -> str:
-    """Say in one line why *model* cannot be had, and what to do."""
+    """Return one line that says why *model* is not available, and what to do."""
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
@@ -89,8 +89,8 @@ def _reason(model: HubModel, error: Exception) -> str:
             return f"{hub}/{model.id} has no revision {model.revision}; leave out @{model.revision} for the main one"
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
             return (
-                f"not a folder, and not whole in {constants.HF_HUB_CACHE}, while HF_HUB_OFFLINE forbids to download"
-                " it; unset it, or pass a folder"
+                f"not a folder, and not complete in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids downloads;"
+                " unset it, or pass a folder"
             )
         case errors.LocalEntryNotFoundError():
             return (
@@ -100,7 +100,7 @@ def _reason(model: HubModel, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what went wrong first, in one line: the library wraps its errors, and explains them in paragraphs."""
+    """Return the first line of the first error: the library wraps its errors and explains them in paragraphs."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     lines = str(error).strip().splitlines()

@@ -1,7 +1,7 @@
-"""What the author of a model recommends of sampling: the part of generation_config.json that a request may leave open.
+"""The sampling that a model's author recommends in generation_config.json, for requests that leave it open.
 
-As vLLM and SGLang read it: five numbers, and whether it says `do_sample` changes nothing; a request is greedy where its
-temperature is 0. Needs neither torch nor transformers.
+Reads five numbers, as vLLM and SGLang do, and ignores `do_sample`: a request is greedy if its temperature is 0. Needs
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ TOO_LARGE: Final = 2**31
 
 @dataclass(frozen=True, slots=True)
 class Recommended:
-    """What is usable of it. The file is somebody else's, so what is not keeps no server from starting."""
+    """The usable values. Unusable ones are ignored, because the user did not write the file."""
 
     sampling: Mapping[str, int | float]
     """By the names of SamplingParams."""
     ignored: tuple[str, ...] = ()
-    """What each value is that we do not take, and why."""
+    """One line for each value that is not used: what it is, and why."""
 
 
 def read_recommended(folder: Path) -> Recommended:
-    """Read the file of *folder*; where there is none, nothing is recommended.
+    """Read the file of *folder*; without a file nothing is recommended.
 
     Raises:
-        ConfigError: It cannot be read or is no JSON object.
+        ConfigError: The file cannot be read or is not a JSON object.
     """
     path = folder / FILE
     fields = read_json(path) if path.exists() else {}
@@ -56,7 +56,7 @@ def _checked(name: str, value: Any) -> int | float:
     """Return *value* as a request might give it.
 
     Raises:
-        ValueError: No request may.
+        ValueError: A request could not.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not -TOO_LARGE < value < TOO_LARGE:
         raise ValueError("expected a number")

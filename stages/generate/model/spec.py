@@ -1,6 +1,6 @@
-"""An architecture is data: a Hugging Face folder's config becomes a `ModelSpec`. Needs neither torch nor transformers.
+"""Turns the config of a Hugging Face folder into a `ModelSpec`. Needs neither torch nor transformers.
 
-To add a model, add a row to `ARCHITECTURES`; where its config says something new, add a field to `ModelSpec`.
+To add a model, add a row to `ARCHITECTURES`. If its config has something new, add a field to `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROPE_KINDS: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding: each kind heeds its own fields, `theta` and, but for default, `factor`."""
+    """Rotary position embedding. Each kind uses `theta`, its own fields and, except for default, `factor`."""
 
     kind: RopeKind
     theta: float
@@ -33,27 +33,27 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    """The context that the model was trained with, before it was stretched: dynamic, llama3, yarn."""
+    """The context of the training, before it was stretched: dynamic, llama3, yarn."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """The bounds of yarn's ramp are whole dimensions."""
+    """yarn rounds the bounds of its ramp to whole dimensions."""
     attention_factor: float = 1.0
-    """What yarn multiplies cosine and sine with."""
+    """yarn multiplies cosine and sine by this."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The mixture of experts that some layers have for an MLP."""
+    """The mixture of experts that some layers have instead of an MLP."""
 
     layers: tuple[int, ...]
-    """Which layers; the others have one dense MLP."""
+    """The layers that have it; the others have one dense MLP."""
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     """Of one expert."""
     normalize: bool
-    """The weights of the experts that a token goes to are made to sum to 1."""
+    """Whether the weights of a token's experts are scaled to sum to 1."""
 
 
 NO_EXPERTS: Final = ExpertsSpec((), 0, 0, 0, False)
@@ -83,25 +83,25 @@ class ModelSpec:
     """Tokens that a token sees, itself included; 0: all before it."""
     max_positions: int
     eos_ids: tuple[int, ...]
-    """What config.json and generation_config.json call end of sequence, together, sorted."""
+    """The end-of-sequence tokens of config.json and generation_config.json together, sorted."""
     dtype: DTypeName
-    """The dtype that the checkpoint says it has; float32 where it says nothing."""
+    """The dtype in the config; float32 if it has none."""
     experts: ExpertsSpec = NO_EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What an architecture is where its config does not say so."""
+    """Properties of an architecture that its config does not state."""
 
     head_dim: int = 0
-    """Where the config has none; 0: hidden_size / num_attention_heads."""
+    """The default if the config has none; 0: hidden_size / num_attention_heads."""
     qk_norm: bool = False
     qkv_bias: bool = False
-    """The projections to q, k and v have a bias, and that to the output has none, whatever the config says."""
+    """The projections to q, k and v always have a bias, the output projection never."""
     has_window: bool = False
-    """`sliding_window`, where the config has one, is how many tokens a token sees, itself included, in every layer."""
+    """`sliding_window` of the config is how many tokens a token sees in every layer, itself included."""
     has_experts: bool = False
-    """Layers have experts for an MLP, but those that the config leaves out."""
+    """Layers have experts instead of an MLP, except those that the config names."""
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
@@ -117,7 +117,7 @@ def read_spec(folder: Path) -> ModelSpec:
     """Read the config of the model in *folder*.
 
     Raises:
-        ConfigError: A file is missing or broken, or asks for what we do not compute.
+        ConfigError: A file is missing or broken, or asks for something that is not supported.
     """
     config = _Config(folder / "config.json", read_json(folder / "config.json"))
     architecture, row = _architecture(config)
@@ -165,7 +165,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that a checkpoint must have; those that are fused follow each other: q, k, v and gate, up."""
+    """Return name -> shape of every tensor of a checkpoint. Fused ones are neighbours: q, k, v and gate, up."""
     hidden, q_size, kv_size = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention: _Linears = {
         "self_attn.q_proj": (q_size, hidden, spec.qkv_bias),
@@ -209,7 +209,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in *path*.
 
     Raises:
-        ConfigError: There is no such file, it cannot be read, or it holds something else.
+        ConfigError: The file does not exist, cannot be read, or holds something else.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -226,7 +226,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """A JSON object and the file it is from. A field that is null is absent."""
+    """A JSON object and its file. A null field counts as absent."""
 
     path: Path
     fields: Mapping[str, Any]

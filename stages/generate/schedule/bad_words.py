@@ -1,4 +1,4 @@
-"""Which tokens would complete a sequence that must not come out. As vLLM's `bad_words`: the prompt does not count."""
+"""Which tokens would complete a forbidden sequence. The prompt does not count, as in vLLM's `bad_words`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 class BadWords:
-    """Sequences of tokens. To look for them costs what those cost that the last token may have begun."""
+    """Sequences of tokens. A look-up compares only the sequences whose second last token was just made."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._always = tuple(word[0] for word in words if len(word) == 1)
         self._after: dict[int, list[tuple[int, ...]]] = {}
-        """Last token but one -> the longer sequences that it is in."""
+        """Second last token -> the sequences of two or more tokens that have it there."""
         for word in words:
             if len(word) > 1:
                 self._after.setdefault(word[-2], []).append(tuple(word))

@@ -1,7 +1,6 @@
-"""What one step computes: which rows, which tokens, into which pages; and what came of it. The interface between the
-schedule and `forward`.
+"""The interface between the schedule and `forward`: the rows, tokens and pages of one step, and its result.
 
-Knows no tensors. A plan carries only what is new: every rank keeps the page tables, a row adds pages to its own.
+Knows no tensors. A plan carries only what is new: every rank keeps the page tables, and a row adds pages to its own.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from pipeline.events import SamplingParams, Score
 class Sample:
     """How the token after a row's last one is drawn: a function of the logits, (seed, position) and the tokens so far.
 
-    It is used on rank 0 alone, before the next token is known: `token_ids` is the schedule's own list.
+    Only rank 0 uses it, and only before the next token is known, because `token_ids` is the schedule's own list.
     """
 
     params: SamplingParams
     position: int
     """Index of the new token in prompt + output."""
     forbidden: tuple[int, ...]
-    """Token ids that must not come out: the end-of-sequence and stop ids while fewer than `min_tokens` were made."""
+    """Token ids that must not come out: end-of-sequence and stop ids before `min_tokens`, and ends of bad words."""
     token_ids: Sequence[int] = ()
-    """Prompt + output, where a penalty looks at them."""
+    """Prompt + output; empty when no penalty needs them."""
     prompt_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A prompt whose tokens are told with their log-probabilities."""
+    """Asks for the log-probabilities of a prompt's tokens."""
 
     targets: tuple[int, ...]
-    """What follows on each of the row's tokens; one fewer where the prompt ends with the row."""
+    """The token that follows each of the row's tokens; one fewer if the prompt ends with the row."""
     num_top: int
 
 
@@ -54,7 +53,7 @@ class PlanRow:
     sample: Sample | None
     """None: a chunk of a prompt that goes on in a later step, so no token is drawn."""
     scoring: Scoring | None = None
-    """None: nobody asks how probable the prompt is."""
+    """None: the client does not ask for log-probabilities of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """How probable the tokens of one row are."""
+    """The log-probabilities of the tokens of one row."""
 
     token: Score | None = None
     """Of the token that was drawn."""
@@ -78,9 +77,9 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What came of a plan."""
+    """The result of a plan."""
 
     token_ids: Sequence[int]
     """One for each row that samples, in row order."""
     scores: Mapping[int, RowScores] = field(default_factory=dict)
-    """By `PlanRow.table`, of the rows that ask for them."""
+    """By `PlanRow.table`, for the rows that ask for them."""

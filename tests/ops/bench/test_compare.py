@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,11 +20,13 @@ from openai_stand_in import OpenAIStandIn, listening, whole
 from servers import ROOT, eventually
 from tokenizers import Tokenizer
 
-from ops.bench import compare, peers
-from ops.bench.compare import CompareConfig, Prompts, Task
+import minisgl
+from ops.bench import compare, peers, processes
+from ops.bench.compare import CompareConfig, Task
 from ops.bench.datasets import Span
 from ops.bench.load import COMPLETIONS
-from ops.bench.peers import Prompt, Run, Served, SideFailed, Workload
+from ops.bench.peers import Run, Served, SideFailed
+from ops.bench.prompts import Prompt, Prompts, Workload
 from pipeline.errors import ConfigError
 
 COMPARE = (sys.executable, str(ROOT / "minisgl.py"), "bench", "compare")
@@ -52,7 +56,7 @@ def test_a_prompt_has_exactly_the_tokens_that_were_asked(folder: Path) -> None:
 
 
 def test_a_text_that_is_another_number_of_tokens_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="its tokenizer makes"):
+    with pytest.raises(ConfigError, match="tokens of 2 words of one token each"):
         Prompts(folder).of("zqxj zqxj", 2, 1)
 
 
@@ -106,7 +110,7 @@ def test_a_side_that_was_not_idle_is_told() -> None:
     prefix = {"prefix_tokens": 2048, "first_ms": 1000.0, "again_ms": 50.0, "share": 0.05}
     result = {"name": "many", "output_tokens_per_s": {"ours": 30.0, "peer": 20.0}, "ratio": 1.5, "runs": [row]}
     text = compare.table([result], prefix, "ours", "peer")
-    assert "1.50x" in text and "first token after 1,000 ms, repeated after 50 ms, 5.0% of it" in text
+    assert "1.50x" in text and "first token after 1,000 ms, repeated after 50 ms (5.0%)" in text
     assert "was not idle: it used up to 0.40 cores" in text
     row["cores_of_the_other_side"] = 0.01
     assert "not idle" not in compare.table([result], prefix, "ours", "peer")
@@ -139,10 +143,25 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline()
-        used_s, its_own_s = peers.tree_cpu_s(process.pid), peers._stat(process.pid)[1]
+        used_s, its_own_s = processes.tree_cpu_s(process.pid), processes.parent_and_cpu_s(process.pid)[1]
         process.stdin.write(b"\n")
     assert used_s > its_own_s >= 0
-    assert peers.tree_cpu_s(process.pid) == 0.0  # it has ended
+    assert processes.tree_cpu_s(process.pid) == 0.0  # it has ended
+
+
+def test_an_interrupt_while_a_process_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            begun.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt), processes.started([sys.executable, "-c", "input()"], None):
+        pytest.fail("the block ran")
+    assert begun[0].returncode is not None
 
 
 @pytest.mark.parametrize(
@@ -155,11 +174,13 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
         (("--output", "absent/x.json"), "--output absent/x.json: not a file in a folder that exists"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    command = [*COMPARE, *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("minisgl: ") and says in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_work_is_said_in_one_line(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert minisgl.main(["bench", "compare", *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minisgl: ")
+    assert says in printed.err and printed.err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -126,15 +126,15 @@ def test_an_answer_of_no_tokens_is_asked_for_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("{", "not JSON"),
-        ("[1]", "[1] is not a JSON object"),
-        ({**MOONCAKE, "timestamp": "now"}, 'timestamp is "now", must be a number of at least 0'),
-        ({**MOONCAKE, "timestamp": -1}, "timestamp is -1, must"),
-        ({**MOONCAKE, "input_length": 0}, "input_length is 0, must be a whole number of at least 1"),
-        ({**MOONCAKE, "input_length": True}, "input_length is true, must"),
-        ({**MOONCAKE, "output_length": 1.5}, "output_length is 1.5, must"),
-        ({**MOONCAKE, "hash_ids": "1,2"}, 'hash_ids is "1,2", must be a list of block ids'),
-        ({**MOONCAKE, "hash_ids": [None]}, "hash_ids is [null], must be a list of block ids"),
+        ("{", "Invalid JSON"),
+        ("[1]", "should be an object"),
+        ({**MOONCAKE, "timestamp": "now"}, 'timestamp is "now": Input should be a valid number'),
+        ({**MOONCAKE, "timestamp": -1}, "timestamp is -1: Input should be greater than or equal to 0"),
+        ({**MOONCAKE, "input_length": 0}, "input_length is 0: Input should be greater than or equal to 1"),
+        ({**MOONCAKE, "input_length": True}, "input_length is true: Input should be a valid integer"),
+        ({**MOONCAKE, "output_length": 1.5}, "output_length is 1.5: Input should be a valid integer"),
+        ({**MOONCAKE, "hash_ids": "1,2"}, 'hash_ids is "1,2": Input should be a valid '),
+        ({**MOONCAKE, "hash_ids": [None]}, "hash_ids is null: Input should be a valid integer"),
         ({"timestamp": 1, "input_length": 1, "output_length": 1}, "hash_ids is missing"),
     ],
 )
@@ -148,7 +148,9 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, bad: str | Mappi
 @pytest.mark.parametrize("name", ["chat_id", "parent_chat_id", "type", "turn"])
 def test_a_mooncake_trace_is_not_taken_for_a_qwen_trace(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "trace", [{key: value for key, value in QWEN.items() if key != name}])
-    with pytest.raises(ConfigError, match=f"line 1: {name} is missing; has the trace the form that --dataset names"):
+    with pytest.raises(
+        ConfigError, match=f"line 1: {name} is missing; does the trace have the form that --dataset names"
+    ):
         datasets.qwen_trace(path, 1.0)
 
 

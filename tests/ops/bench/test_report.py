@@ -105,7 +105,7 @@ def test_a_schedule_that_was_not_kept_is_told(lag_s: float, kept: bool) -> None:
     assert report.kept_schedule(summary.lag_ms) is kept
     assert ("schedule was not kept" in text) is not kept
     assert f"p50 {lag_s * 1000:.1f} ms" in text
-    assert "due" not in report.table(summary, (), scheduled=False)
+    assert "sent late" not in report.table(summary, (), scheduled=False)
 
 
 def test_the_table_has_every_figure_even_of_a_run_in_which_all_failed() -> None:

@@ -41,8 +41,9 @@ def test_shares_are_of_the_time_of_their_own_steps() -> None:
 
 
 def test_a_model_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
-    hidden, layers, kv, q = nonsense.HIDDEN, nonsense.LAYERS, nonsense.KV_HEADS, nonsense.HEADS
-    head_dim, intermediate = nonsense.HEAD_DIM, nonsense.INTERMEDIATE
+    shape = nonsense.SHAPE
+    hidden, layers, kv, q = shape.hidden_size, shape.num_layers, shape.num_kv_heads, shape.num_heads
+    head_dim, intermediate = shape.head_dim, shape.intermediate_size
     spec = read_spec(nonsense.ensure(tmp_path))
     matrices = hidden * head_dim * (2 * q + 2 * kv) + 3 * hidden * intermediate
     norms = 2 * hidden + 2 * head_dim

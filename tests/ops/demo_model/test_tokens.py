@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from ops.demo_model import wordings as w
+from ops.demo_model import wordings
 from ops.demo_model.corpus import Conversation, Maker, conversations
 from ops.demo_model.tokens import (
     MARKS,
@@ -96,7 +96,7 @@ def test_words_of_the_corpus_are_one_token_and_values_their_letters(loaded: PreT
     assert loaded.tokenize("Spell the word banana") == ["Spell", "Ġthe", "Ġword", "Ġ", *"banana"]
     assert loaded.tokenize("b a n") == ["b", "Ġa", "Ġn"]
     assert loaded.tokenize("12 + 305") == ["1", "2", "Ġ+", "Ġ", "3", "0", "5"]
-    for value in (*w.NAMES[:20], *w.WORDS[:20]):
+    for value in (*wordings.values("names")[:20], *wordings.values("words")[:20]):
         assert loaded.tokenize(value) == list(value)
 
 

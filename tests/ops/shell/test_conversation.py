@@ -61,7 +61,7 @@ def good() -> dict[str, Any]:
         ({"params": []}, "`params` should be of another type"),
         ({"params": {"stream": False}}, "params: stream cannot be set"),
         ({"turns": {}}, "`turns` should be of another type"),
-        ({"turns": ["q"]}, "turn 1 is no object"),
+        ({"turns": ["q"]}, "turn 1 is not an object"),
         ({"turns": [{"question": "q"}]}, "turn 1: `answer` is missing"),
         ({"turns": [{"question": "q", "answer": 5}]}, "turn 1: `answer` should be of another type"),
         ({"turns": [{"question": "q", "answer": "a", "cut": 1}]}, "turn 1: `cut` should be of another type"),
@@ -85,9 +85,9 @@ def test_what_is_damaged_is_refused_with_what_is_wrong(change: dict[str, Any], s
 def test_what_is_no_conversation_is_neither_loaded_nor_written_over(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(NotKept, match="holds no conversation"):
+    with pytest.raises(NotKept, match="is not a conversation"):
         load(path)
-    with pytest.raises(NotKept, match="is there already"):
+    with pytest.raises(NotKept, match="already exists"):
         save(TALK, path)
     assert path.read_bytes() == content
 
@@ -95,9 +95,9 @@ def test_what_is_no_conversation_is_neither_loaded_nor_written_over(content: byt
 def test_a_file_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotKept, match=r"absent\.json cannot be read: No such file"):
         load(tmp_path / "absent.json")
-    with pytest.raises(NotKept, match="is no file"):
+    with pytest.raises(NotKept, match="is not a file"):
         load(tmp_path)
-    with pytest.raises(NotKept, match="is there already"):
+    with pytest.raises(NotKept, match="already exists"):
         save(TALK, tmp_path)
     with pytest.raises(NotKept, match=r"t\.json cannot be written: No such file"):
         save(TALK, tmp_path / "absent" / "t.json")

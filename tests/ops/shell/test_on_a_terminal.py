@@ -129,7 +129,7 @@ def test_tab_completes_commands(shell: Terminal) -> None:
 
 
 def test_an_unknown_command_is_not_sent(shell: Terminal, server: OpenAIStandIn) -> None:
-    assert "/rest is no command, and was not sent; did you mean /reset" in shell.said("/rest")
+    assert "/rest is not a command and was not sent; did you mean /reset" in shell.said("/rest")
     assert not server.bodies
     assert shell.said("//etc is?") == "1: /etc is?"
 
@@ -141,7 +141,7 @@ def test_what_the_commands_change_is_sent(shell: Terminal, server: OpenAIStandIn
     assert shell.said("/set seed=") == 'stop=["a b"]'
     assert "top_p is not set" in shell.said("/set top_p=")
     assert shell.said("/params") == 'stop=["a b"]'
-    assert "though the server does not list it; it lists stand-in" in shell.said("/model other")
+    assert "which the server does not list; it lists stand-in" in shell.said("/model other")
     assert shell.said("one") == "2: one"
     assert sent(server) == ["Be kind.", "one"]
     assert (server.bodies[-1]["model"], server.bodies[-1]["stop"]) == ("other", ["a b"])
@@ -150,13 +150,13 @@ def test_what_the_commands_change_is_sent(shell: Terminal, server: OpenAIStandIn
     assert shell.said("/retry") == "again: two 4: two"
     assert sent(server) == ["Be kind.", "one", "2: one", "two"]
     assert shell.said("/save talk.json") == 'saved: 2 turns, system: Be kind., stop=["a b"]'
-    assert shell.said("/undo") == "taken back: two"
-    assert shell.said('/system ""') == "no system text any more"
+    assert shell.said("/undo") == "removed: two"
+    assert shell.said('/system ""') == "the system text is removed"
     assert shell.said("three") == "3: three"
     assert shell.said("/reset") == "the conversation is empty"
     assert "nothing" not in shell.said("/params")
     (tmp_path / "damaged.json").write_text((tmp_path / "talk.json").read_text()[:-9])
-    assert "holds no conversation: it is not JSON" in shell.said("/load damaged.json")
+    assert "is not a conversation: it is not JSON" in shell.said("/load damaged.json")
     assert shell.said("four") == "1: four"
     assert shell.said("/load talk.json") == 'loaded: 2 turns, system: Be kind., stop=["a b"]'
     shell.said("five")
@@ -177,9 +177,7 @@ def test_a_refused_question_is_taken_back_and_can_be_asked_again(shell: Terminal
     shell.press("\r")
     shell.until_shown("5: two")
     server.script = lambda body: (400, {"error": {"message": "No.", "code": "context_length_exceeded"}})
-    assert shell.said("four") == (
-        "error: HTTP 400: No. /reset begins a new conversation, /undo takes the last turn back"
-    )
+    assert shell.said("four") == ("error: HTTP 400: No. /reset starts a new conversation, /undo removes the last turn")
     server.script = echo
     assert shell.said("/retry") == "again: four 7: four"
 
@@ -222,7 +220,7 @@ def test_ctrl_c_ends_the_answer_alone(shell: Terminal, server: OpenAIStandIn) ->
     shell.enter("two")
     assert has_come.wait(30)
     shell.press("\x03")
-    shell.until_shown("cut before anything came; the question is taken back (/retry asks it again)")
+    shell.until_shown("stopped before any text; the question is removed (/retry asks it again)")
     may_go_on.set()
     server.gate = None
     assert shell.said("three") == "3: three"
@@ -241,7 +239,7 @@ def test_what_is_typed_during_an_answer_waits_for_the_prompt(shell: Terminal, se
     assert has_come.wait(30)
     shell.press("/params\rtw")
     may_go_on.set()
-    shell.until_shown("> /params nothing is set; the server's defaults count > tw")
+    shell.until_shown("> /params no fields are set; the server's defaults apply > tw")
     assert shell.text.count("/params") == 1, "it was not echoed into the answer"
 
 
@@ -260,7 +258,7 @@ def test_a_server_that_comes_later_is_found(tmp_path: Path) -> None:
         shell.until_asking()
         assert shell.lines[0] == f"error: {url} cannot be reached: Connection refused (/help lists the commands)"
         assert shell.said("Hi") == f"error: {url} cannot be reached: Connection refused"
-        assert "other it is; whether there is such a model is not known" in shell.said("/model other")
+        assert "model other; the server could not confirm it" in shell.said("/model other")
         assert "Connection refused" in shell.said("/model")
         assert b"\x1b[31m" not in shell.sent and b"\x1b[1;31m" not in shell.sent
 

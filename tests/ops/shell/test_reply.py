@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ops.shell.frames import Frame
 from ops.shell.reply import Piece, Reply
+from ops.sse_reader import Frame
 
 
 def chunk(content: str | None = None, event_id: str = "", **delta: Any) -> Frame:

@@ -162,7 +162,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("piped", "said"),
-    [(b"", "standard input is empty"), (b" \n\n", "is empty"), (b"ab\xff", "no text in UTF-8: byte 2 is 0xff")],
+    [(b"", "standard input is empty"), (b" \n\n", "is empty"), (b"ab\xff", "not UTF-8 text: byte 2 is 0xff")],
 )
 def test_what_is_no_prompt_is_not_sent(server: OpenAIStandIn, piped: bytes, said: str) -> None:
     ended = ask(url=server.url, piped=piped)
@@ -176,8 +176,8 @@ def test_what_is_no_prompt_is_not_sent(server: OpenAIStandIn, piped: bytes, said
         (("--set", "n=2"), "--set: n cannot be set"),
         (("--set", "temperature"), "--set: temperature: expected NAME=VALUE"),
         (("--set", "seed="), "--set: seed: expected NAME=VALUE"),
-        (("--url", "127.0.0.1:1919"), "expected one such as http://"),
-        (("--url", "http://h:x"), "expected one such as http://"),
+        (("--url", "127.0.0.1:1919"), "expected one like http://"),
+        (("--url", "http://h:x"), "expected one like http://"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(server: OpenAIStandIn, flags: tuple[str, str], said: str) -> None:

@@ -81,7 +81,7 @@ def test_the_server_gets_all_turns_and_after_a_reset_one_message(shell: Terminal
     num_before = len(told(server.redis_url))
     for question in ("one", "two", "three"):
         shell.said(question)
-    assert "/rset is no command" in shell.said("/rset")
+    assert "/rset is not a command" in shell.said("/rset")
     assert shell.said("/reset") == "the conversation is empty"
     shell.said("four")
     first, second, third, fourth = told(server.redis_url)[num_before:]
@@ -108,7 +108,7 @@ def test_ctrl_c_cancels_on_the_server_and_what_came_stays(shell: Terminal, serve
     shell.enter("endless")
     until_long(shell)
     shell.press("\x03")
-    shell.until_shown("cut; the conversation has what came so far")
+    shell.until_shown("stopped; the conversation keeps the text so far")
     shell.until(lambda: isinstance(told(server.redis_url)[-1][-1], Cancelled), "the request is cancelled")
     cut = told(server.redis_url)[-1]
     shell.said(BRIEF)
@@ -128,13 +128,13 @@ def test_what_the_server_says_of_a_request_is_shown(shell: Terminal, tmp_path: P
     save(Conversation(turns=[Turn(9000 * "a", "b")]), tmp_path / "long.json")
     shell.said(BRIEF)
     shell.said("/set tempratur=1")
-    assert shell.said("one").endswith("the server does not know tempratur, and did without")
+    assert shell.said("one").endswith("the server ignored unknown fields: tempratur")
     assert shell.said("/load long.json").startswith("loaded: 1 turn")
     shell.said(BRIEF)
     said = shell.said("three")
     assert "maximum context length is 4096 tokens" in said
-    assert said.endswith("/reset begins a new conversation, /undo takes the last turn back")
-    assert shell.said("/undo").startswith("taken back: aaaa")
+    assert said.endswith("/reset starts a new conversation, /undo removes the last turn")
+    assert shell.said("/undo").startswith("removed: aaaa")
     assert "error" not in shell.said("three")
 
 
@@ -146,7 +146,7 @@ def test_an_answer_goes_on_where_it_was_when_its_web_worker_dies(
     until_long(shell)
     (worker,) = server.command.workers(WEB)
     worker.kill()
-    shell.until_shown("the answer ends here by its token limit")
+    shell.until_shown("the answer ends here: it reached its token limit")
     history = told(server.redis_url)[-1]
     assert isinstance(history[-1], Finished)
     shell.said("/save talk.json")
@@ -213,7 +213,7 @@ def test_a_script_gets_the_answer_alone(server: Server) -> None:
     unknown = subprocess.run(
         [*command, "tempratur=1", "-q", "Hi"], capture_output=True, text=True, timeout=60, check=True
     )
-    assert unknown.stderr == "minisgl: the server does not know tempratur, and did without\n"
+    assert unknown.stderr == "minisgl: the server ignored unknown fields: tempratur\n"
     assert (refused.returncode, refused.stdout) == (1, "") and "no such model" in refused.stderr
 
 
@@ -252,7 +252,7 @@ def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None
         shell.enter("endless")
         until_long(shell)
         shell.press("\x03")
-        shell.until_shown("cut; the conversation has what came so far")
+        shell.until_shown("stopped; the conversation keeps the text so far")
         shell.said(BRIEF)
         assert "error" not in shell.said("more")
         assert "k1" not in " ".join(part for process in family for part in process.cmdline())

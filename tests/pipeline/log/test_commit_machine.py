@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 import pytest
-from commit_grounds import NAMES, NUM_SLOTS, DurableGround, Ground, MemoryGround, RedisGround
+from commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, Ground, MemoryGround, RedisGround
 from commit_model import CommitModel, State, certified_token, history_problems, who_lives, without_clock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from redis_servers import PLACES, Servers
+from selection import by_night
 
 from pipeline.errors import Fenced, LogError
 from pipeline.events import (
@@ -46,7 +47,7 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log import calls
+from pipeline.log.entries import replies_of
 from pipeline.log.protocol import (
     GUEST,
     DeadLetter,
@@ -88,10 +89,17 @@ MOST_WORKERS: Final = 3
 MOST_TAKEN: Final = 8
 LONG_MS: Final = 600_000
 """Nothing runs out by itself while a story lasts; what runs out is made to."""
-SHORT_LIVED: Final = ("STATUS_TTL_MS", "REPLIES_TTL_MS", "READER_TTL_MS")
-"""Times to live that are no argument of a commit; on a busy machine a story may outlast them."""
-NUM_STORIES: Final = int(os.environ.get("STORIES", "50"))
-"""How many are told; a night has time for thousands."""
+SHORT_LIVED: Final = (
+    "operations.workers.STATUS_TTL_MS",
+    "operations.frontends.REPLIES_TTL_MS",
+    "operations.requests.READER_TTL_MS",
+    "memory.STATUS_TTL_MS",
+    "memory.REPLIES_TTL_MS",
+    "memory.READER_TTL_MS",
+)
+"""Times to live that nobody sets; on a busy machine a story may outlast them."""
+NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("15", "200")))
+"""How many are told."""
 STORIES: Final = settings(
     max_examples=NUM_STORIES, stateful_step_count=40, deadline=None, derandomize=False, print_blob=True
 )
@@ -214,7 +222,7 @@ class Story(RuleBasedStateMachine):
         super().__init__()
         ground.begin()
         self.ground = ground
-        self.model = CommitModel(NAMES)
+        self.model = CommitModel(NAMES, LIMITS)
         self.tokenizers: list[Tokenizer] = []
         self.engines: list[Engine] = []
         self.detokenizers: list[Detokenizer] = []
@@ -435,11 +443,7 @@ class Story(RuleBasedStateMachine):
             Submitted(endpoint="/v1/completions", frontend=frontend, prompt=each, sampling=SamplingParams(seed=1))
             for each in uids
         ]
-        limits = {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": 20}
-        if once is None and quota is None and siblings == 1:
-            became = self.say(lambda log: log.submit(uid, events[0], **limits))
-        else:
-            became = self.say(lambda log: log.submit_once(uid, events, once, **limits, quota=quota)).submission
+        became = self.say(lambda log: log.submit(uid, events, once, quota=quota)).submission
         if became is Submission.ACCEPTED:
             for each in uids:
                 self.clients[each] = Client(once, is_deaf=NAMES.replies(frontend) not in self.seen.streams)
@@ -451,13 +455,11 @@ class Story(RuleBasedStateMachine):
             event = Cancelled(by="client")
         dead = DeadLetter(GENERATE, {"uid": uid}, 3, "It was killed.") if how == "dead" else None
         frontend = self.frontends[uid]
-        return self.say(lambda log: log.end(uid, event, frontend=frontend, retention_ms=LONG_MS, dead=dead))
+        return self.say(lambda log: log.end(uid, event, frontend=frontend, dead=dead))
 
     def abandon(self, uid: str, *, attached: bool) -> bool:
         once, frontend, event = self.clients[uid].once, self.frontends[uid], Cancelled(by="client")
-        return self.say(
-            lambda log: log.abandon(uid, event, frontend=frontend, retention_ms=LONG_MS, once=once, attached=attached)
-        )
+        return self.say(lambda log: log.abandon(uid, event, frontend=frontend, once=once, attached=attached))
 
     def siblings_of(self, uid: str) -> list[str]:
         """Return whatever was submitted together with *uid*, which is one of them, in order."""
@@ -487,7 +489,7 @@ class Story(RuleBasedStateMachine):
             if action == "refuse":
                 refusal = Failed(status=400, code="no", message="No.")
                 uid, frontend = entry.fields["uid"], entry.fields["frontend"]
-                self.say(lambda log: log.end(uid, refusal, frontend=frontend, retention_ms=LONG_MS, consume=entry))
+                self.say(lambda log: log.end(uid, refusal, frontend=frontend, consume=entry))
             else:
                 prompt = (next(self.numbers), 7)
                 event = Tokenized(token_ids=prompt, fingerprint="f", by=worker.owner.slot)
@@ -662,7 +664,7 @@ class Story(RuleBasedStateMachine):
             self.take_stranded(worker)
             entry = worker.in_hand[0]
             said = self.said_in(entry, stops)
-            self.say(lambda log: log.produced(worker.owner, entry, worker.engine, said, retention_ms=LONG_MS))
+            self.say(lambda log: log.produced(worker.owner, entry, worker.engine, said))
             if not lost:
                 worker.in_hand.pop(0)
 
@@ -784,9 +786,7 @@ class Story(RuleBasedStateMachine):
             if replies and replies[-1].id != self.heard[frontend]:
                 new = [entry for entry in replies if parse_id(entry.id) > parse_id(self.heard[frontend])]
                 self.heard[frontend] = replies[-1].id
-                problems += [
-                    self.hears(reply.uid, reply.entry_id, reply.n, reply.event) for reply in calls.replies_of(new)
-                ]
+                problems += [self.hears(reply.uid, reply.entry_id, reply.n, reply.event) for reply in replies_of(new)]
         return [problem for problem in problems if problem]
 
     def hears(self, uid: str, entry_id: str, n: int, event: TokensProduced | End) -> str:
@@ -961,7 +961,7 @@ class Story(RuleBasedStateMachine):
     def nobody_ends_again(self) -> None:
         def end_all(log: Log) -> list[bool]:
             event = Cancelled(by="client")
-            return [log.end(uid, event, frontend="web-0", retention_ms=LONG_MS) for uid in self.clients]
+            return [log.end(uid, event, frontend="web-0") for uid in self.clients]
 
         assert not any(self.say_once(end_all))
 
@@ -1036,7 +1036,7 @@ def pick(items: Sequence[T], which: int) -> T:
 @pytest.fixture(autouse=True)
 def nothing_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SHORT_LIVED:
-        monkeypatch.setattr(calls, name, LONG_MS)
+        monkeypatch.setattr(f"pipeline.log.{name}", LONG_MS)
 
 
 @pytest.fixture(params=["memory", *PLACES])

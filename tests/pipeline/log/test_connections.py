@@ -13,6 +13,7 @@ from urllib.parse import quote
 import pytest
 import trustme
 from redis_servers import RunningServer, Servers, command, running_server, until, watched
+from selection import rest_at_night
 from servers import free_port
 
 from pipeline.errors import ConfigError, LogUnavailable
@@ -166,7 +167,7 @@ def test_a_password_comes_from_a_file_and_may_change(redis_servers: Servers, tmp
     file = tmp_path / "password"
     file.write_text("first\n")
     (tmp_path / "redis").mkdir()
-    with running_server(redis_servers.binary("wheel"), tmp_path / "redis", "--requirepass", "first") as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path / "redis", "--requirepass", "first") as server:
         url = f"{server.url}?password_file={file}"
         use(url)
         with closing(RedisLog(url, NAMES)) as log:
@@ -188,7 +189,7 @@ def test_a_password_comes_from_a_file_and_may_change(redis_servers: Servers, tmp
 @pytest.mark.parametrize("user", ["", ":wrong@", "nobody:wrong@"])
 def test_who_is_not_let_in_is_told_how(redis_servers: Servers, tmp_path: Path, user: str) -> None:
     with (
-        running_server(redis_servers.binary("wheel"), tmp_path, "--requirepass", "right") as server,
+        running_server(redis_servers.binary("embedded"), tmp_path, "--requirepass", "right") as server,
         pytest.raises(ConfigError, match=r"put user and password into the URL, or .*\?password_file=FILE") as raised,
     ):
         check_server(server.url.replace("unix://", f"unix://{user}"))
@@ -199,7 +200,7 @@ def test_who_is_not_let_in_is_told_how(redis_servers: Servers, tmp_path: Path, u
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["wheel", "path"])
+@pytest.mark.parametrize("place", rest_at_night(["embedded", "oldest"]))
 def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Servers, place: str, tmp_path: Path) -> None:
     inbox = Inbox.submitted(NAMES)
     with watched(redis_servers.binary(place), tmp_path) as group, closing(RedisLog(group.url, NAMES)) as log:
@@ -236,7 +237,7 @@ def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Serve
 
 
 def test_a_service_that_no_sentinel_knows_is_named(redis_servers: Servers, tmp_path: Path) -> None:
-    with watched(redis_servers.binary("wheel"), tmp_path) as group:
+    with watched(redis_servers.binary("embedded"), tmp_path) as group:
         url = group.url
         with pytest.raises(ConfigError, match=r"'other'.*name the service as they do"):
             check_server(url.replace("/main/", "/other/"))

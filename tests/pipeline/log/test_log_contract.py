@@ -34,7 +34,7 @@ from pipeline.events import (
     decode,
     encode,
 )
-from pipeline.log.calls import REPLY_CAP
+from pipeline.log.entries import REPLY_CAP
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import (
     GUEST,
@@ -46,10 +46,11 @@ from pipeline.log.protocol import (
     Produced,
     Quota,
     Reply,
+    RequestLimits,
     StepCommitted,
     StreamLog,
     Submission,
-    SubmittedOnce,
+    SubmitResult,
 )
 from pipeline.log.redis import RedisLog
 from pipeline.names import (
@@ -67,6 +68,7 @@ from pipeline.views.history import copied_history
 T = TypeVar("T")
 
 NAMES = Names("test")
+LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=100)
 SUBMITTED = Inbox.submitted(NAMES)
 TOKENIZED = Inbox.tokenized(NAMES)
 STEPS = Inbox.steps(NAMES, "generate-0")
@@ -88,10 +90,10 @@ def log(request: pytest.FixtureRequest) -> Iterator[StreamLog]:
     """An empty log with the groups that a server makes at its start."""
     log: StreamLog
     if request.param == "memory":
-        log = MemoryLog(NAMES)
+        log = MemoryLog(NAMES, LIMITS)
     else:
         servers: Servers = request.getfixturevalue("redis_servers")
-        log = RedisLog(servers.url(request.param), NAMES)
+        log = RedisLog(servers.url(request.param), NAMES, LIMITS)
     for inbox in (SUBMITTED, TOKENIZED, STEPS):
         log.prepare(inbox)
     yield log
@@ -104,11 +106,22 @@ def another(log: StreamLog) -> StreamLog:
     return log.another() if isinstance(log, RedisLog) else log
 
 
+def limits(*, timeout_ms: int = LONG_MS, retention_ms: int = LONG_MS, max_queued: int = 100) -> RequestLimits:
+    return RequestLimits(timeout_ms / 1000, retention_ms / 1000, max_queued)
+
+
 def submit(
-    log: StreamLog, uid: str = "a", *, frontend: str = "web-0", timeout_ms: int = LONG_MS, max_queued: int = 100
+    log: StreamLog,
+    uid: str = "a",
+    *,
+    frontend: str = "web-0",
+    timeout_ms: int = LONG_MS,
+    retention_ms: int = LONG_MS,
+    max_queued: int = 100,
 ) -> Submission:
     event = Submitted(endpoint="/v1/completions", frontend=frontend, prompt="Hi", sampling=SamplingParams(seed=1))
-    return log.submit(uid, event, timeout_ms=timeout_ms, retention_ms=LONG_MS, max_queued=max_queued)
+    log.limits = limits(timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
+    return log.submit(uid, [event]).submission
 
 
 def read_one(log: StreamLog, inbox: Inbox, consumer: str) -> Entry:
@@ -170,11 +183,11 @@ class Detokenizer:
         step(self.log, self.engine, next(self._numbers))
         return read_one(self.log, STEPS, self.owner.slot)
 
-    def commit(self, entry: Entry, *events: Produced, retention_ms: int = LONG_MS) -> bool:
-        return self.log.produced(self.owner, entry, "generate-0", events, retention_ms=retention_ms)
+    def commit(self, entry: Entry, *events: Produced) -> bool:
+        return self.log.produced(self.owner, entry, "generate-0", events)
 
-    def say(self, *events: Produced, retention_ms: int = LONG_MS) -> bool:
-        return self.commit(self.read_step(), *events, retention_ms=retention_ms)
+    def say(self, *events: Produced) -> bool:
+        return self.commit(self.read_step(), *events)
 
 
 @pytest.fixture
@@ -182,8 +195,8 @@ def detokenizer(log: StreamLog) -> Detokenizer:
     return Detokenizer(log)
 
 
-def end(log: StreamLog, uid: str, event: End, *, retention_ms: int = LONG_MS, consume: Entry | None = None) -> bool:
-    return log.end(uid, event, frontend="web-0", retention_ms=retention_ms, consume=consume)
+def end(log: StreamLog, uid: str, event: End, *, consume: Entry | None = None) -> bool:
+    return log.end(uid, event, frontend="web-0", consume=consume)
 
 
 def history(log: StreamLog, uid: str = "a") -> list[Entry]:
@@ -231,7 +244,7 @@ def test_submit_begins_a_history_that_reads_as_it_was_said(log: StreamLog) -> No
 
 def test_submit_sets_the_deadline_also_of_an_event_that_brings_an_older_one(log: StreamLog) -> None:
     event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), deadline_ms=17)
-    log.submit("a", event, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=1)
+    log.submit("a", [event])
     written = decode(history(log)[0].fields)
     assert isinstance(written, Submitted)
     assert written.deadline_ms == written.ms + LONG_MS
@@ -265,8 +278,7 @@ def test_a_busy_submit_of_a_known_uid_is_a_duplicate(log: StreamLog) -> None:
 
 
 def test_a_history_expires_after_deadline_and_retention(log: StreamLog) -> None:
-    event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams())
-    log.submit("a", event, timeout_ms=SHORT_MS, retention_ms=SHORT_MS, max_queued=1)
+    submit(log, timeout_ms=SHORT_MS, retention_ms=SHORT_MS)
     until(lambda: history(log) == [])
     assert not end(log, "a", CANCELLED)
     assert history(log) == []
@@ -276,18 +288,19 @@ def test_a_history_expires_after_deadline_and_retention(log: StreamLog) -> None:
 
 
 ONCE = Once("key", "body")
-ATTACHED_TO_A = SubmittedOnce(Submission.ATTACH, "a")
+ATTACHED_TO_A = SubmitResult(Submission.ATTACH, "a")
 
 
 def submit_once(
     log: StreamLog, uid: str, once: Once = ONCE, *, timeout_ms: int = LONG_MS, max_queued: int = 100
-) -> SubmittedOnce:
+) -> SubmitResult:
     event = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
-    return log.submit_once(uid, [event], once, timeout_ms=timeout_ms, retention_ms=timeout_ms, max_queued=max_queued)
+    log.limits = limits(timeout_ms=timeout_ms, retention_ms=timeout_ms, max_queued=max_queued)
+    return log.submit(uid, [event], once)
 
 
 def test_what_is_submitted_again_under_an_idempotency_key_is_the_first_request(log: StreamLog) -> None:
-    assert submit_once(log, "a") == SubmittedOnce(Submission.ACCEPTED, "a")
+    assert submit_once(log, "a") == SubmitResult(Submission.ACCEPTED, "a")
     assert submit_once(log, "b") == ATTACHED_TO_A
     end(log, "a", FINISHED)
     assert submit_once(log, "b") == ATTACHED_TO_A
@@ -299,42 +312,42 @@ def test_what_is_submitted_again_under_an_idempotency_key_is_the_first_request(l
 def test_another_body_under_an_idempotency_key_is_a_mismatch_whatever_became_of_the_first(log: StreamLog) -> None:
     submit_once(log, "a")
     for once in (Once("key", "another"), Once("key", "another", instead_of="a")):
-        assert submit_once(log, "b", once) == SubmittedOnce(Submission.MISMATCH, "a")
+        assert submit_once(log, "b", once) == SubmitResult(Submission.MISMATCH, "a")
     assert ids(log, "b") == []
 
 
 def test_other_idempotency_keys_and_none_have_nothing_to_do_with_each_other(log: StreamLog) -> None:
     assert submit_once(log, "a").submission is Submission.ACCEPTED
-    assert submit_once(log, "b", Once("another", "body")) == SubmittedOnce(Submission.ACCEPTED, "b")
+    assert submit_once(log, "b", Once("another", "body")) == SubmitResult(Submission.ACCEPTED, "b")
     assert submit(log, "c") is Submission.ACCEPTED
 
 
 def test_a_repeated_submit_under_an_idempotency_key_is_a_duplicate(log: StreamLog) -> None:
     submit_once(log, "a")
     before = history(log)
-    assert submit_once(log, "a", max_queued=1) == SubmittedOnce(Submission.DUPLICATE, "a")
+    assert submit_once(log, "a", max_queued=1) == SubmitResult(Submission.DUPLICATE, "a")
     assert history(log) == before
 
 
 def test_a_refused_submit_leaves_its_idempotency_key_free(log: StreamLog) -> None:
     submit(log, "first")
-    assert submit_once(log, "a", max_queued=1) == SubmittedOnce(Submission.BUSY, "a")
-    assert submit_once(log, "b") == SubmittedOnce(Submission.ACCEPTED, "b")
-    assert submit_once(log, "c", max_queued=1) == SubmittedOnce(Submission.ATTACH, "b")
+    assert submit_once(log, "a", max_queued=1) == SubmitResult(Submission.BUSY, "a")
+    assert submit_once(log, "b") == SubmitResult(Submission.ACCEPTED, "b")
+    assert submit_once(log, "c", max_queued=1) == SubmitResult(Submission.ATTACH, "b")
 
 
 def test_an_idempotency_key_is_taken_from_the_request_that_was_named_and_from_no_other(log: StreamLog) -> None:
     instead = Once("key", "body", instead_of="a")
     submit_once(log, "a")
     end(log, "a", CANCELLED)
-    assert submit_once(log, "b", instead) == SubmittedOnce(Submission.ACCEPTED, "b")
-    assert submit_once(log, "c", instead) == SubmittedOnce(Submission.ATTACH, "b")
-    assert submit_once(log, "b", instead) == SubmittedOnce(Submission.DUPLICATE, "b")
+    assert submit_once(log, "b", instead) == SubmitResult(Submission.ACCEPTED, "b")
+    assert submit_once(log, "c", instead) == SubmitResult(Submission.ATTACH, "b")
+    assert submit_once(log, "b", instead) == SubmitResult(Submission.DUPLICATE, "b")
     assert ids(log, "c") == []
 
 
 def test_of_simultaneous_submits_under_an_idempotency_key_one_is_accepted(log: StreamLog) -> None:
-    outcomes: list[SubmittedOnce] = []
+    outcomes: list[SubmitResult] = []
     logs = {uid: another(log) for uid in "abcdefgh"}
     start = threading.Barrier(len(logs))
 
@@ -348,7 +361,7 @@ def test_of_simultaneous_submits_under_an_idempotency_key_one_is_accepted(log: S
     for thread in threads:
         thread.join()
     (accepted,) = [outcome.uid for outcome in outcomes if outcome.submission is Submission.ACCEPTED]
-    attached = SubmittedOnce(Submission.ATTACH, accepted)
+    attached = SubmitResult(Submission.ATTACH, accepted)
     assert [outcome for outcome in outcomes if outcome.uid != accepted or outcome == attached] == [attached] * 7
     assert log.alive(list(logs)) == {accepted}
     for each in logs.values():
@@ -369,11 +382,10 @@ ACCEPTED, TOO_FAST, TOO_MANY = Submission.ACCEPTED, Submission.TOO_FAST, Submiss
 
 def submit_as(
     log: StreamLog, uid: str, quota: Quota, once: Once | None = None, *, max_queued: int = 100
-) -> SubmittedOnce:
+) -> SubmitResult:
     event = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
-    return log.submit_once(
-        uid, [event], once, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=max_queued, quota=quota
-    )
+    log.limits = limits(max_queued=max_queued)
+    return log.submit(uid, [event], once, quota=quota)
 
 
 def in_one_minute(act: Callable[[str], T]) -> T:
@@ -387,7 +399,7 @@ def in_one_minute(act: Callable[[str], T]) -> T:
 
 
 def test_a_key_has_so_many_requests_accepted_in_a_minute(log: StreamLog) -> None:
-    def act(key: str) -> list[SubmittedOnce]:
+    def act(key: str) -> list[SubmitResult]:
         return [submit_as(log, f"{key}{i}", Quota(key, requests_per_minute=3)) for i in range(5)]
 
     outcomes = in_one_minute(act)
@@ -436,7 +448,7 @@ def test_keys_do_not_count_for_one_another(log: StreamLog) -> None:
 
 def test_a_key_without_limits_is_not_held_up(log: StreamLog) -> None:
     for i in range(5):
-        assert submit_as(log, f"r{i}", Quota("key")) == SubmittedOnce(ACCEPTED, f"r{i}")
+        assert submit_as(log, f"r{i}", Quota("key")) == SubmitResult(ACCEPTED, f"r{i}")
 
 
 def test_what_is_refused_for_another_reason_is_not_counted(log: StreamLog) -> None:
@@ -521,14 +533,13 @@ def submit_all(
     *,
     timeout_ms: int = LONG_MS,
     max_queued: int = 100,
-) -> SubmittedOnce:
+) -> SubmitResult:
     events = [
         Submitted(endpoint="e", frontend="web-0", prompt=f"prompt {i}", sampling=SamplingParams(seed=i))
         for i in range(count)
     ]
-    return log.submit_once(
-        uid, events, once, timeout_ms=timeout_ms, retention_ms=LONG_MS, max_queued=max_queued, quota=quota
-    )
+    log.limits = limits(timeout_ms=timeout_ms, max_queued=max_queued)
+    return log.submit(uid, events, once, quota=quota)
 
 
 def submitted_of(log: StreamLog, uid: str) -> Submitted:
@@ -546,7 +557,7 @@ def waiting(log: StreamLog) -> list[str]:
 
 
 def test_several_that_are_submitted_together_have_each_a_history_of_their_own(log: StreamLog) -> None:
-    assert submit_all(log, "a", 3) == SubmittedOnce(ACCEPTED, "a")
+    assert submit_all(log, "a", 3) == SubmitResult(ACCEPTED, "a")
     said = [submitted_of(log, uid) for uid in sibling_uids("a", 3)]
     assert [(event.prompt, event.sampling.seed, event.siblings) for event in said] == [
         ("prompt 0", 0, 3),
@@ -592,7 +603,7 @@ def test_siblings_are_overdue_each(log: StreamLog) -> None:
 
 
 def test_a_single_one_in_a_sequence_is_submitted_as_by_itself(log: StreamLog) -> None:
-    assert submit_all(log, "a", 1) == SubmittedOnce(ACCEPTED, "a")
+    assert submit_all(log, "a", 1) == SubmitResult(ACCEPTED, "a")
     assert (submitted_of(log, "a").siblings, history(log, "a.0")) == (1, [])
     assert submit(log, "a") is Submission.DUPLICATE
 
@@ -600,7 +611,7 @@ def test_a_single_one_in_a_sequence_is_submitted_as_by_itself(log: StreamLog) ->
 def test_how_many_siblings_there_are_is_said_by_the_commit(log: StreamLog) -> None:
     """A request that is sent again alone may have had siblings."""
     event = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), siblings=9)
-    log.submit("a", event, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=1)
+    log.submit("a", [event])
     assert submitted_of(log, "a").siblings == 1
     assert "siblings" not in history(log, "a")[0].fields
 
@@ -609,7 +620,7 @@ def test_a_repeated_submit_of_siblings_is_a_duplicate_and_changes_nothing(log: S
     submit_all(log, "a", 3)
     before = log.histories(sibling_uids("a", 3))
     for max_queued in (3, 100):
-        assert submit_all(log, "a", 3, max_queued=max_queued) == SubmittedOnce(Submission.DUPLICATE, "a")
+        assert submit_all(log, "a", 3, max_queued=max_queued) == SubmitResult(Submission.DUPLICATE, "a")
     assert log.histories(sibling_uids("a", 3)) == before
     assert waiting(log) == ["a.0", "a.1", "a.2"]
 
@@ -617,7 +628,8 @@ def test_a_repeated_submit_of_siblings_is_a_duplicate_and_changes_nothing(log: S
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too(log: StreamLog, gone: int) -> None:
     submit_all(log, "a", 3)
-    log.end(f"a.{gone}", CANCELLED, frontend="web-0", retention_ms=1)
+    log.limits = limits(retention_ms=1)
+    end(log, f"a.{gone}", CANCELLED)
     until(lambda: history(log, f"a.{gone}") == [])
     before = log.histories(sibling_uids("a", 3))
     outcomes: list[object] = []
@@ -625,7 +637,7 @@ def test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too(l
         outcomes.append(submit_all(log, "a", 3))
     except LogError as error:  # said in the middle of it
         outcomes.append(error)
-    assert outcomes == [SubmittedOnce(Submission.DUPLICATE, "a")]
+    assert outcomes == [SubmitResult(Submission.DUPLICATE, "a")]
     assert log.histories(sibling_uids("a", 3)) == before
     assert len(waiting(log)) == 3
 
@@ -633,39 +645,39 @@ def test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too(l
 def test_siblings_are_refused_when_there_is_no_room_for_all(log: StreamLog) -> None:
     accept(log, "first")
     submit(log, "second")
-    assert submit_all(log, "a", 4, max_queued=5) == SubmittedOnce(Submission.BUSY, "a")
+    assert submit_all(log, "a", 4, max_queued=5) == SubmitResult(Submission.BUSY, "a")
     assert log.histories(sibling_uids("a", 4)) == [[]] * 4
     assert log.living() == ["first", "second"]
-    assert submit_all(log, "a", 3, max_queued=5) == SubmittedOnce(ACCEPTED, "a")
-    assert submit_all(log, "b", 1, max_queued=5) == SubmittedOnce(Submission.BUSY, "b")
+    assert submit_all(log, "a", 3, max_queued=5) == SubmitResult(ACCEPTED, "a")
+    assert submit_all(log, "b", 1, max_queued=5) == SubmitResult(Submission.BUSY, "b")
     assert waiting(log) == ["second", "a.0", "a.1", "a.2"]
 
 
 def test_more_siblings_than_may_wait_at_all_are_always_refused(log: StreamLog) -> None:
-    assert submit_all(log, "a", 4, max_queued=3) == SubmittedOnce(Submission.BUSY, "a")
-    assert submit_all(log, "a", 3, max_queued=3) == SubmittedOnce(ACCEPTED, "a")
+    assert submit_all(log, "a", 4, max_queued=3) == SubmitResult(Submission.BUSY, "a")
+    assert submit_all(log, "a", 3, max_queued=3) == SubmitResult(ACCEPTED, "a")
 
 
 def test_siblings_have_one_idempotency_key_under_the_uid_as_which_they_were_submitted(log: StreamLog) -> None:
-    assert submit_all(log, "a", 3, ONCE) == SubmittedOnce(ACCEPTED, "a")
+    assert submit_all(log, "a", 3, ONCE) == SubmitResult(ACCEPTED, "a")
     assert submit_all(log, "b", 3, ONCE) == ATTACHED_TO_A
-    assert submit_all(log, "b", 3, Once("key", "another")) == SubmittedOnce(Submission.MISMATCH, "a")
+    assert submit_all(log, "b", 3, Once("key", "another")) == SubmitResult(Submission.MISMATCH, "a")
     assert submit_all(log, "b", 3, Once("key", "body", instead_of="a.0")) == ATTACHED_TO_A
-    assert submit_all(log, "a", 3, ONCE) == SubmittedOnce(Submission.DUPLICATE, "a")
+    assert submit_all(log, "a", 3, ONCE) == SubmitResult(Submission.DUPLICATE, "a")
     assert waiting(log) == ["a.0", "a.1", "a.2"]
-    assert submit_all(log, "b", 3, Once("key", "body", instead_of="a")) == SubmittedOnce(ACCEPTED, "b")
-    assert submit_all(log, "c", 3, ONCE) == SubmittedOnce(Submission.ATTACH, "b")
+    assert submit_all(log, "b", 3, Once("key", "body", instead_of="a")) == SubmitResult(ACCEPTED, "b")
+    assert submit_all(log, "c", 3, ONCE) == SubmitResult(Submission.ATTACH, "b")
     assert waiting(log) == ["b.0", "b.1", "b.2"]
 
 
 def test_refused_siblings_leave_their_idempotency_key_free(log: StreamLog) -> None:
-    assert submit_all(log, "a", 3, ONCE, max_queued=2) == SubmittedOnce(Submission.BUSY, "a")
-    assert submit_once(log, "b") == SubmittedOnce(ACCEPTED, "b")
+    assert submit_all(log, "a", 3, ONCE, max_queued=2) == SubmitResult(Submission.BUSY, "a")
+    assert submit_once(log, "b") == SubmitResult(ACCEPTED, "b")
 
 
 def test_of_simultaneous_submits_of_siblings_under_an_idempotency_key_one_is_accepted_whole(log: StreamLog) -> None:
     logs = {uid: another(log) for uid in "abcdefgh"}
-    outcomes: list[SubmittedOnce] = []
+    outcomes: list[SubmitResult] = []
     start = threading.Barrier(len(logs))
 
     def ask(uid: str) -> None:
@@ -678,7 +690,7 @@ def test_of_simultaneous_submits_of_siblings_under_an_idempotency_key_one_is_acc
     for thread in threads:
         thread.join()
     (accepted,) = [outcome.uid for outcome in outcomes if outcome.submission is ACCEPTED]
-    assert outcomes.count(SubmittedOnce(Submission.ATTACH, accepted)) == 7
+    assert outcomes.count(SubmitResult(Submission.ATTACH, accepted)) == 7
     assert waiting(log) == list(sibling_uids(accepted, 5))
     for each in logs.values():
         if isinstance(each, RedisLog):
@@ -696,9 +708,9 @@ def test_siblings_count_once_for_their_minute(log: StreamLog) -> None:
 def test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be(log: StreamLog) -> None:
     quota = Quota("key", concurrent_requests=4)
     submit_all(log, "a", 3, None, quota)
-    assert submit_all(log, "b", 8, None, quota) == SubmittedOnce(ACCEPTED, "b")
+    assert submit_all(log, "b", 8, None, quota) == SubmitResult(ACCEPTED, "b")
     for uid in ("a.0", "a.1", "a.2", "b.0", "b.1", "b.2", "b.3"):
-        assert submit_all(log, "c", 2, None, quota) == SubmittedOnce(TOO_MANY, "c")
+        assert submit_all(log, "c", 2, None, quota) == SubmitResult(TOO_MANY, "c")
         end(log, uid, CANCELLED)
     assert submit_as(log, "c", quota).submission is TOO_MANY  # four are left
     end(log, "b.4", CANCELLED)
@@ -1032,7 +1044,8 @@ def test_a_refused_row_loses_no_other(log: StreamLog, detokenizer: Detokenizer, 
         case "there already":
             detokenizer.say(say_tokens("b", 1))
         case "expired":
-            end(log, "b", CANCELLED, retention_ms=1)
+            log.limits = limits(retention_ms=1)
+            end(log, "b", CANCELLED)
             until(lambda: history(log, "b") == [])
     before = history(log, "b")
     assert detokenizer.say(say_tokens("a", 1), say_tokens("b", 1), say_tokens("c", 1))
@@ -1044,7 +1057,8 @@ def test_produced_of_an_end_seals_clears_live_and_lets_the_history_expire(
     log: StreamLog, detokenizer: Detokenizer
 ) -> None:
     accept(log, "a", "b")
-    detokenizer.say(say_end("a", FINISHED), retention_ms=SHORT_MS)
+    log.limits = limits(retention_ms=SHORT_MS)
+    detokenizer.say(say_end("a", FINISHED))
     assert log.alive(["a", "b"]) == {"b"}
     until(lambda: history(log, "a") == [])
     assert history(log, "b") != []
@@ -1177,7 +1191,8 @@ def test_end_of_a_request_that_ended_elsewhere_still_consumes_the_entry(log: Str
 def test_end_lets_the_history_expire_after_the_retention(log: StreamLog) -> None:
     submit(log, "a")
     submit(log, "b")
-    end(log, "a", CANCELLED, retention_ms=SHORT_MS)
+    log.limits = limits(retention_ms=SHORT_MS)
+    end(log, "a", CANCELLED)
     until(lambda: history(log, "a") == [])
     assert history(log, "b") != []
 
@@ -1192,7 +1207,7 @@ def test_end_of_an_unknown_request_makes_no_history(log: StreamLog) -> None:
 
 
 def abandon(log: StreamLog, uid: str = "a", *, once: Once | None = None, attached: bool = False) -> bool:
-    return log.abandon(uid, CANCELLED, frontend="web-0", retention_ms=LONG_MS, once=once, attached=attached)
+    return log.abandon(uid, CANCELLED, frontend="web-0", once=once, attached=attached)
 
 
 def test_a_request_that_nobody_reads_is_abandoned_as_it_is_ended(log: StreamLog, detokenizer: Detokenizer) -> None:
@@ -1273,7 +1288,7 @@ def test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them
     for _ in range(2):
         assert [abandon(log, uid, once=ONCE) for uid in uids] == [False] * 3
     assert submit_all(log, "b", 3, ONCE) == ATTACHED_TO_A
-    assert submit_all(log, "b", 3, Once("key", "another")) == SubmittedOnce(Submission.MISMATCH, "a")
+    assert submit_all(log, "b", 3, Once("key", "another")) == SubmitResult(Submission.MISMATCH, "a")
     assert set(log.living()) == set(uids)
     for uid in uids:
         log.stop_reading(uid, "web-1")
@@ -1358,7 +1373,7 @@ KILLED = Failed(status=500, code="killed_its_worker", message="It killed its wor
 
 def bury(log: StreamLog, uid: str = "a", *, deaths: int = 3, error: str = "exit code -11") -> bool:
     letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": "web-0"}, deaths=deaths, error=error)
-    return log.end(uid, KILLED, frontend="web-0", retention_ms=LONG_MS, dead=letter)
+    return log.end(uid, KILLED, frontend="web-0", dead=letter)
 
 
 def test_a_dead_letter_says_what_happened_and_brings_a_copy_of_the_sealed_history(
@@ -1440,7 +1455,7 @@ def test_a_copy_is_cut_to_its_first_entry_and_as_many_of_the_last_as_fit(
 
 def test_a_copy_goes_without_the_first_entry_when_that_alone_is_too_large(log: StreamLog) -> None:
     event = Submitted(endpoint="e", frontend="web-0", prompt="x" * 65536, sampling=SamplingParams())
-    log.submit("a", event, timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=1)
+    log.submit("a", [event])
     assert bury(log)
     (letter,) = log.dead_letters(1)
     assert copied_history(letter) == history(log)[1:]

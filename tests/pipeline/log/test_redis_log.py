@@ -22,8 +22,9 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.calls import script_text, translate
-from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner, Produced, Submission
+from pipeline.log.drivers import translate
+from pipeline.log.operation import script_text
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner, Produced, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import LASTING, SEAL, Names, slot_name, tokens_id
 
@@ -32,13 +33,14 @@ SUBMITTED = Inbox.submitted(NAMES)
 TOKENIZED = Inbox.tokenized(NAMES)
 STEPS = Inbox.steps(NAMES, "generate-0")
 LONG_MS = 60_000
+LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=100)
 CANCELLED = Cancelled(by="client")
 COMMITS = [path.stem for path in Path("pipeline/log/commits").resolve().glob("*.lua") if path.stem != "lib"]
 
 
 @pytest.fixture
 def log(each_redis_url: str) -> Iterator[RedisLog]:
-    with_groups = RedisLog(each_redis_url, NAMES)
+    with_groups = RedisLog(each_redis_url, NAMES, LIMITS)
     prepare(with_groups)
     yield with_groups
     with_groups.close()
@@ -54,7 +56,7 @@ def submitted(frontend: str = "web-0") -> Submitted:
 
 
 def submit(log: RedisLog, uid: str = "a") -> Submission:
-    return log.submit(uid, submitted(), timeout_ms=LONG_MS, retention_ms=LONG_MS, max_queued=100)
+    return log.submit(uid, [submitted()]).submission
 
 
 def read_one(log: RedisLog, inbox: Inbox, consumer: str) -> Entry:
@@ -80,16 +82,16 @@ def step(log: RedisLog, owner: Owner, number: int, *ended: str) -> int:
 def produced(log: RedisLog, owner: Owner, entry: Entry, uid: str = "a", n: int = 1) -> bool:
     event = TokensProduced(count=1, tokens=(7,), text="x", step=entry.id)
     said = [Produced(uid, tokens_id(n), n, event, "web-0")]
-    return log.produced(owner, entry, "generate-0", said, retention_ms=LONG_MS)
+    return log.produced(owner, entry, "generate-0", said)
 
 
 def end(log: RedisLog, uid: str = "a") -> bool:
-    return log.end(uid, CANCELLED, frontend="web-0", retention_ms=LONG_MS)
+    return log.end(uid, CANCELLED, frontend="web-0")
 
 
 def bury(log: RedisLog, uid: str) -> bool:
     letter = DeadLetter(stage="generate", entry={"uid": uid}, deaths=3, error="exit code -9")
-    return log.end(uid, CANCELLED, frontend="web-0", retention_ms=LONG_MS, dead=letter)
+    return log.end(uid, CANCELLED, frontend="web-0", dead=letter)
 
 
 # full memory
@@ -286,7 +288,7 @@ def test_a_server_that_is_not_there_is_unavailable_for_a_frontend_too(tmp_path: 
         log = AsyncRedisLog(f"unix://{tmp_path / 'nobody.sock'}", NAMES)
         try:
             with pytest.raises(LogUnavailable):
-                await log.submit("a", submitted(), timeout_ms=1, retention_ms=1, max_queued=1)
+                await log.submit("a", [submitted()])
             with pytest.raises(LogUnavailable):
                 await log.histories({"a": ""})
             with pytest.raises(LogUnavailable):
@@ -477,7 +479,7 @@ def test_a_whole_request_leaves_the_work_streams_empty(log: RedisLog) -> None:
     step(log, engine, 1, *(entry.id for entry in taken.entries))
     entry = read_one(log, STEPS, "detokenize-0")
     said = [Produced("a", SEAL, 0, CANCELLED, "web-0")]
-    assert log.produced(detokenizer, entry, "generate-0", said, retention_ms=LONG_MS)
+    assert log.produced(detokenizer, entry, "generate-0", said)
     for inbox in (SUBMITTED, TOKENIZED, STEPS):
         assert log.backlog(inbox) == 0
         assert command(log.url, "XPENDING", inbox.stream, inbox.group)[0] == 0
@@ -506,20 +508,19 @@ def test_the_asynchronous_log_agrees_with_the_synchronous_one(log: RedisLog) -> 
     event, frontend = submitted(), "web-0"
 
     async def act() -> None:
-        front = AsyncRedisLog(log.url, NAMES)
+        front = AsyncRedisLog(log.url, NAMES, RequestLimits(max_queued=2))
         try:
             start = await front.open_replies(frontend)
             assert start == log.open_replies(frontend)
-            options = {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": 2}
-            assert await front.submit("a", event, **options) is Submission.ACCEPTED
-            assert log.submit("a", event, **options) is Submission.DUPLICATE
-            assert await front.submit("a", event, **options) is Submission.DUPLICATE
-            assert log.submit("b", event, **options) is Submission.ACCEPTED
-            assert await front.submit("c", event, **options) is Submission.BUSY
+            assert await front.submit("a", [event]) == SubmitResult(Submission.ACCEPTED, "a")
+            assert log.submit("a", [event]) == SubmitResult(Submission.DUPLICATE, "a")
+            assert await front.submit("a", [event]) == SubmitResult(Submission.DUPLICATE, "a")
+            assert log.submit("b", [event]) == SubmitResult(Submission.ACCEPTED, "b")
+            assert await front.submit("c", [event]) == SubmitResult(Submission.BUSY, "c")
 
-            assert await front.end("a", CANCELLED, frontend=frontend, retention_ms=LONG_MS)
-            assert not log.end("a", CANCELLED, frontend=frontend, retention_ms=LONG_MS)
-            assert not await front.end("a", CANCELLED, frontend=frontend, retention_ms=LONG_MS)
+            assert await front.end("a", CANCELLED, frontend=frontend)
+            assert not log.end("a", CANCELLED, frontend=frontend)
+            assert not await front.end("a", CANCELLED, frontend=frontend)
             assert await front.read_replies(frontend, start, block_ms=1) == log.read_replies(
                 frontend, start, block_ms=1
             )

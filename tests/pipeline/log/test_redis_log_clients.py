@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis_servers import LossyProxy, command
 
 from pipeline.errors import LogError, LogUnavailable
 from pipeline.events import Cancelled, Failed, SamplingParams, StepCompleted, Submitted, Tokenized
-from pipeline.log.calls import HISTORY_ENTRIES, SLOTS_PER_LOOK, script_text
-from pipeline.log.protocol import DeadLetter, Depth, Inbox, Occupancy, Once, Submission, SubmittedOnce
+from pipeline.log.operation import script_text
+from pipeline.log.operations.requests import HISTORY_ENTRIES
+from pipeline.log.operations.workers import SLOTS_PER_LOOK
+from pipeline.log.protocol import DeadLetter, Depth, Inbox, Occupancy, Once, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names
 
@@ -22,13 +23,12 @@ LONG_MS = 60_000
 CANCELLED = Cancelled(by="client")
 ONCE = Once("key", "body")
 EVENT = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
-LIMITS: Any = {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": 100}
-END: Any = {"frontend": "web-0", "retention_ms": LONG_MS}
+LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=100)
 
 
 @pytest.fixture
 def log(each_redis_url: str) -> Iterator[RedisLog]:
-    log = RedisLog(each_redis_url, NAMES)
+    log = RedisLog(each_redis_url, NAMES, LIMITS)
     log.prepare(Inbox.submitted(NAMES))
     yield log
     log.close()
@@ -38,7 +38,7 @@ def with_front(log: RedisLog, act: Callable[[AsyncRedisLog], Awaitable[None]]) -
     """Run *act* with the log of a frontend."""
 
     async def run() -> None:
-        front = AsyncRedisLog(log.url, NAMES)
+        front = AsyncRedisLog(log.url, NAMES, LIMITS)
         try:
             async with asyncio.timeout(20):
                 await act(front)
@@ -58,10 +58,10 @@ def ttl_ms(log: RedisLog, key: str) -> int:
 
 
 def test_readers_and_idempotency_keys_have_a_time_to_live(log: RedisLog) -> None:
-    log.submit_once("a", [EVENT], ONCE, **LIMITS)
+    log.submit("a", [EVENT], ONCE)
     for who in ("web-1", "web-2"):
         log.reading(["a"], who)
-    assert not log.abandon("a", CANCELLED, once=ONCE, **END)
+    assert not log.abandon("a", CANCELLED, once=ONCE, frontend="web-0")
     assert LONG_MS - 1000 < ttl_ms(log, NAMES.reader("a")) <= LONG_MS
     assert 2 * LONG_MS - 1000 < ttl_ms(log, NAMES.idempotency("key")) <= 2 * LONG_MS
     assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
@@ -71,40 +71,40 @@ def test_readers_and_idempotency_keys_have_a_time_to_live(log: RedisLog) -> None
 
 
 def test_a_reader_that_died_is_forgotten(log: RedisLog) -> None:
-    log.submit("a", EVENT, **LIMITS)
+    log.submit("a", [EVENT])
     log.reading(["a"], "web-1")
     command(log.url, "PEXPIRE", NAMES.reader("a"), 1)
     while command(log.url, "EXISTS", NAMES.reader("a")):
         pass
     assert log.read_by_others(["a"]) == set()
-    assert log.abandon("a", CANCELLED, **END)
+    assert log.abandon("a", CANCELLED, frontend="web-0")
 
 
 def test_a_request_that_has_ended_or_is_gone_gets_no_reader(log: RedisLog) -> None:
-    log.submit("a", EVENT, **LIMITS)
-    log.end("a", CANCELLED, **END)
+    log.submit("a", [EVENT])
+    log.end("a", CANCELLED, frontend="web-0")
     log.reading(["a", "nobody"], "web-1")
     assert command(log.url, "KEYS", NAMES.reader("*")) == []
 
 
 def test_at_maxmemory_clients_come_back_and_leave(log: RedisLog) -> None:
-    log.submit_once("a", [EVENT], ONCE, **LIMITS)
+    log.submit("a", [EVENT], ONCE)
     command(log.url, "SCRIPT", "FLUSH")
     command(log.url, "CONFIG", "SET", "maxmemory", 1)
-    assert log.submit_once("b", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
+    assert log.submit("b", [EVENT], ONCE) == SubmitResult(Submission.ATTACH, "a")
     log.reading(["a"], "web-1")
-    assert not log.abandon("a", CANCELLED, once=ONCE, **END)
+    assert not log.abandon("a", CANCELLED, once=ONCE, frontend="web-0")
     log.stop_reading("a", "web-1")
-    assert log.abandon("a", CANCELLED, once=ONCE, attached=True, **END)
+    assert log.abandon("a", CANCELLED, once=ONCE, attached=True, frontend="web-0")
 
 
 def test_a_submit_whose_reply_was_lost_is_not_attached_to_itself(log: RedisLog, tmp_path: Path) -> None:
     command(log.url, "SCRIPT", "LOAD", script_text("submit"))
     proxy = LossyProxy(log.url, tmp_path)
-    shaky = RedisLog(proxy.url, NAMES)
+    shaky = RedisLog(proxy.url, NAMES, LIMITS)
     try:
         proxy.lose_a_reply()
-        assert shaky.submit_once("a", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.DUPLICATE, "a")
+        assert shaky.submit("a", [EVENT], ONCE) == SubmitResult(Submission.DUPLICATE, "a")
         assert proxy.lost
     finally:
         shaky.close()
@@ -113,14 +113,14 @@ def test_a_submit_whose_reply_was_lost_is_not_attached_to_itself(log: RedisLog, 
 
 def test_a_frontend_submits_once_and_abandons_as_the_stages_do(log: RedisLog) -> None:
     async def act(front: AsyncRedisLog) -> None:
-        assert await front.submit_once("a", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ACCEPTED, "a")
-        assert log.submit_once("b", [EVENT], ONCE, **LIMITS) == SubmittedOnce(Submission.ATTACH, "a")
+        assert await front.submit("a", [EVENT], ONCE) == SubmitResult(Submission.ACCEPTED, "a")
+        assert log.submit("b", [EVENT], ONCE) == SubmitResult(Submission.ATTACH, "a")
         await front.reading(["a"], "web-1")
         assert log.read_by_others(["a"]) == {"a"}
-        assert not await front.abandon("a", CANCELLED, once=ONCE, **END)
+        assert not await front.abandon("a", CANCELLED, once=ONCE, frontend="web-0")
         await front.stop_reading("a", "web-1")
-        assert not await front.abandon("b", CANCELLED, once=ONCE, attached=True, **END)
-        assert await front.abandon("a", CANCELLED, once=ONCE, attached=True, **END)
+        assert not await front.abandon("b", CANCELLED, once=ONCE, attached=True, frontend="web-0")
+        assert await front.abandon("a", CANCELLED, once=ONCE, attached=True, frontend="web-0")
         assert [entry.id for entry in log.histories(["a"])[0]] == [SUBMITTED_ID, SEAL]
 
     with_front(log, act)
@@ -128,7 +128,7 @@ def test_a_frontend_submits_once_and_abandons_as_the_stages_do(log: RedisLog) ->
 
 def test_entries_are_found_by_their_ids(log: RedisLog) -> None:
     async def act(front: AsyncRedisLog) -> None:
-        log.submit("a", EVENT, **LIMITS)
+        log.submit("a", [EVENT])
         append(log, "a", "1-0", "2-0")
         found = await front.entries("a", [SUBMITTED_ID, "2-0", "3-0", SEAL])
         assert {entry_id: entry.id for entry_id, entry in found.items()} == {SUBMITTED_ID: SUBMITTED_ID, "2-0": "2-0"}
@@ -186,8 +186,8 @@ def test_without_a_server_none_of_it_is_there(tmp_path: Path) -> None:
     async def ask() -> None:
         front = AsyncRedisLog(f"unix://{tmp_path / 'nobody.sock'}", NAMES)
         questions = (
-            front.submit_once("a", [EVENT], ONCE, **LIMITS),
-            front.abandon("a", CANCELLED, **END),
+            front.submit("a", [EVENT], ONCE),
+            front.abandon("a", CANCELLED, frontend="web-0"),
             front.reading(["a"], "web-1"),
             front.stop_reading("a", "web-1"),
             front.entries("a", [SEAL]),
@@ -224,12 +224,12 @@ def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog) -> None:
         assert looks(before) == [nothing] * 4 and (before.num_live, before.num_dead) == (0, 0)
         assert set(before.steps) == {"generate-0", "generate-2"}
         for uid in "abcde":
-            log.submit(uid, EVENT, **LIMITS)
+            log.submit(uid, [EVENT])
         entries = log.read(Inbox.submitted(NAMES), "tokenize-0", max_entries=4, block_ms=0)
         assert looks(await front.occupancy())[0] == (5, 4, 1)
         for entry in entries[:3]:  # consumed ones are gone, and the rest is as it was: Redis 7 knows no lag then
             log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
-        log.end("d", CANCELLED, consume=entries[3], **END)
+        log.end("d", CANCELLED, consume=entries[3], frontend="web-0")
         taken = log.take(owner, 2, control_cursor="0-0").entries
         assert looks(await front.occupancy())[:2] == [(1, 0, 1), (3, 2, 1)]
         for number in (1, 2, 3):
@@ -238,7 +238,7 @@ def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog) -> None:
             log.step(owner, number, step, ended=ended, control_cursor="0-0", lease_ms=LONG_MS)
         log.read(Inbox.steps(NAMES, "generate-2"), "detokenize-2", max_entries=2, block_ms=0)
         letter = DeadLetter("generate", {}, 3, "It died.")
-        log.end("a", Failed(status=500, code="poisonous", message="It died."), dead=letter, **END)
+        log.end("a", Failed(status=500, code="poisonous", message="It died."), dead=letter, frontend="web-0")
         after = await front.occupancy()
         assert looks(after) == [(1, 0, 1), (2, 1, 1), nothing, (3, 2, 1)]
         assert (after.num_live, after.num_dead) == (3, 1)
@@ -248,7 +248,7 @@ def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog) -> None:
 
 def test_occupancy_of_a_log_that_nobody_has_prepared_is_nothing(each_redis_url: str) -> None:
     async def act() -> None:
-        front = AsyncRedisLog(each_redis_url, NAMES)
+        front = AsyncRedisLog(each_redis_url, NAMES, LIMITS)
         assert await front.occupancy() == Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0)
         await front.close()
 

@@ -7,20 +7,20 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis_servers import LossyProxy, command
 
 from pipeline.errors import LogFull
 from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log import calls
-from pipeline.log.calls import script_text
-from pipeline.log.protocol import Inbox, Once, Quota, Submission, SubmittedOnce
+from pipeline.log.operation import script_text
+from pipeline.log.operations import requests
+from pipeline.log.protocol import Inbox, Once, Quota, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import Names
 
 NAMES = Names("test")
+LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=100)
 LONG_MS = 60_000
 EVENT = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
 ACCEPTED, TOO_FAST, TOO_MANY = Submission.ACCEPTED, Submission.TOO_FAST, Submission.TOO_MANY
@@ -28,21 +28,17 @@ ACCEPTED, TOO_FAST, TOO_MANY = Submission.ACCEPTED, Submission.TOO_FAST, Submiss
 
 @pytest.fixture
 def log(each_redis_url: str) -> Iterator[RedisLog]:
-    with closing(RedisLog(each_redis_url, NAMES)) as log:
+    with closing(RedisLog(each_redis_url, NAMES, LIMITS)) as log:
         log.prepare(Inbox.submitted(NAMES))
         yield log
 
 
-def limits(*, timeout_ms: int = LONG_MS) -> Any:
-    return {"timeout_ms": timeout_ms, "retention_ms": LONG_MS, "max_queued": 100}
-
-
-def submit(log: RedisLog, uid: str, quota: Quota, once: Once | None = None) -> SubmittedOnce:
-    return log.submit_once(uid, [EVENT], once, quota=quota, **limits())
+def submit(log: RedisLog, uid: str, quota: Quota, once: Once | None = None) -> SubmitResult:
+    return log.submit(uid, [EVENT], once, quota=quota)
 
 
 def end(log: RedisLog, uid: str) -> None:
-    assert log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS)
+    assert log.end(uid, Cancelled(by="client"), frontend="web-0")
 
 
 def minute_of(log: RedisLog) -> int:
@@ -70,7 +66,8 @@ def snapshot(log: RedisLog) -> dict[bytes, bytes]:
 def test_what_is_counted_has_a_time_to_live(log: RedisLog) -> None:
     quota = Quota("key", requests_per_minute=9, concurrent_requests=9)
     submit(log, "a", quota)
-    log.submit_once("b", [EVENT], None, quota=quota, **limits(timeout_ms=1000))  # which ends sooner than the first
+    log.limits = RequestLimits(timeout_s=1, retention_s=60)
+    log.submit("b", [EVENT], quota=quota)  # which ends sooner than the first
     assert sum(counts(log).values()) == 2
     for key in counts(log):
         assert 118_000 < command(log.url, "PTTL", key) <= 120_000
@@ -105,18 +102,18 @@ def test_each_minute_of_redis_has_a_count_of_its_own(log: RedisLog) -> None:
 def test_a_clock_that_is_wrong_counts_in_the_minute_of_redis_all_the_same(
     log: RedisLog, monkeypatch: pytest.MonkeyPatch, minutes: int
 ) -> None:
-    async def from_a_frontend() -> SubmittedOnce:
-        front = AsyncRedisLog(log.url, NAMES)
+    async def from_a_frontend() -> SubmitResult:
+        front = AsyncRedisLog(log.url, NAMES, LIMITS)
         try:
-            return await front.submit_once("b", [EVENT], None, quota=quota, **limits())
+            return await front.submit("b", [EVENT], quota=quota)
         finally:
             await front.close()
 
     quota = Quota("key", requests_per_minute=10, concurrent_requests=10)
-    monkeypatch.setattr(calls, "this_minute", lambda: int(time.time()) // 60 + minutes)
+    monkeypatch.setattr(requests, "this_minute", lambda: int(time.time()) // 60 + minutes)
     before = minute_of(log)
-    assert submit(log, "a", quota, Once("k", "body")) == SubmittedOnce(ACCEPTED, "a")
-    assert asyncio.run(from_a_frontend()) == SubmittedOnce(ACCEPTED, "b")
+    assert submit(log, "a", quota, Once("k", "body")) == SubmitResult(ACCEPTED, "a")
+    assert asyncio.run(from_a_frontend()) == SubmitResult(ACCEPTED, "b")
     counted = counts(log)
     assert sum(counted.values()) == 2
     assert set(counted) <= {NAMES.limit("key", minute) for minute in range(before, minute_of(log) + 1)}
@@ -125,9 +122,9 @@ def test_a_clock_that_is_wrong_counts_in_the_minute_of_redis_all_the_same(
 def test_a_submit_whose_reply_was_lost_counts_once(log: RedisLog, tmp_path: Path) -> None:
     quota = Quota("key", requests_per_minute=10, concurrent_requests=10)
     command(log.url, "SCRIPT", "LOAD", script_text("submit"))
-    with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES)) as shaky:
+    with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES, LIMITS)) as shaky:
         proxy.lose_a_reply()
-        assert submit(shaky, "a", quota) == SubmittedOnce(Submission.DUPLICATE, "a")
+        assert submit(shaky, "a", quota) == SubmitResult(Submission.DUPLICATE, "a")
         assert proxy.lost
     assert list(counts(log).values()) == [1]
     assert command(log.url, "SCARD", NAMES.running("key")) == 1

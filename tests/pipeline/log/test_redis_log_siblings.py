@@ -9,8 +9,8 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commit_grounds import DurableGround
@@ -18,8 +18,8 @@ from redis_servers import PLACES, LossyProxy, Servers, command
 
 from pipeline.errors import LogFull
 from pipeline.events import Cancelled, SamplingParams, Submitted, decode
-from pipeline.log.calls import script_text
-from pipeline.log.protocol import Inbox, Once, Quota, Submission, SubmittedOnce
+from pipeline.log.operation import script_text
+from pipeline.log.protocol import Inbox, Once, Quota, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import LASTING, Names, sibling_uids
 
@@ -27,12 +27,13 @@ NAMES = Names("test")
 LONG_MS = 60_000
 ONCE = Once("key", "body")
 QUOTA = Quota("ann", requests_per_minute=100, concurrent_requests=3)
+LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=10_000)
 ACCEPTED, DUPLICATE = Submission.ACCEPTED, Submission.DUPLICATE
 
 
 @pytest.fixture
 def log(each_redis_url: str) -> Iterator[RedisLog]:
-    with closing(RedisLog(each_redis_url, NAMES)) as log:
+    with closing(RedisLog(each_redis_url, NAMES, LIMITS)) as log:
         log.prepare(Inbox.submitted(NAMES))
         yield log
 
@@ -42,10 +43,6 @@ def events(count: int, prompt: str = "Hi") -> list[Submitted]:
         Submitted(endpoint="e", frontend="web-0", prompt=f"{prompt} {i}", sampling=SamplingParams(seed=i))
         for i in range(count)
     ]
-
-
-def limits(max_queued: int = 10_000) -> Any:
-    return {"timeout_ms": LONG_MS, "retention_ms": LONG_MS, "max_queued": max_queued}
 
 
 def snapshot(log: RedisLog) -> dict[bytes, bytes]:
@@ -69,14 +66,15 @@ def used_bytes(log: RedisLog) -> int:
 
 def test_siblings_that_are_refused_leave_nothing(log: RedisLog) -> None:
     """But what was there before."""
-    log.submit_once("before", events(2), Once("held", "body"), quota=QUOTA, **limits())
+    log.submit("before", events(2), Once("held", "body"), quota=QUOTA)
     minute = int(command(log.url, "TIME")[0]) // 60
     for this in (minute, minute + 1):
         command(log.url, "SET", NAMES.limit("bob", this), 5)
     before = snapshot(log)
 
     def submit(quota: Quota, once: Once = ONCE, max_queued: int = 10_000) -> Submission:
-        return log.submit_once("a", events(3), once, quota=quota, **limits(max_queued)).submission
+        log.limits = replace(LIMITS, max_queued=max_queued)
+        return log.submit("a", events(3), once, quota=quota).submission
 
     assert submit(QUOTA, max_queued=4) is Submission.BUSY
     assert submit(Quota("bob", requests_per_minute=5)) is Submission.TOO_FAST
@@ -89,16 +87,16 @@ def test_siblings_that_are_refused_leave_nothing(log: RedisLog) -> None:
 
 def test_at_maxmemory_siblings_are_refused_and_leave_nothing(log: RedisLog) -> None:
     for uid in ("a", "b", "c"):
-        log.submit_once(uid, events(1), None, quota=QUOTA, **limits())
-        log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS)  # their places may be had
+        log.submit(uid, events(1), quota=QUOTA)
+        log.end(uid, Cancelled(by="client"), frontend="web-0")  # their places may be had
     before = snapshot(log)
     command(log.url, "SCRIPT", "FLUSH")
     command(log.url, "CONFIG", "SET", "maxmemory", 1)
     with pytest.raises(LogFull):
-        log.submit_once("d", events(3), ONCE, quota=QUOTA, **limits())
+        log.submit("d", events(3), ONCE, quota=QUOTA)
     assert snapshot(log) == before
     command(log.url, "CONFIG", "SET", "maxmemory", 0)
-    assert log.submit_once("d", events(3), ONCE, quota=QUOTA, **limits()) == SubmittedOnce(ACCEPTED, "d")
+    assert log.submit("d", events(3), ONCE, quota=QUOTA) == SubmitResult(ACCEPTED, "d")
 
 
 def test_siblings_that_cross_maxmemory_are_written_all_or_none(log: RedisLog) -> None:
@@ -110,7 +108,7 @@ def test_siblings_that_cross_maxmemory_are_written_all_or_none(log: RedisLog) ->
     while became is None:
         command(log.url, "CONFIG", "SET", "maxmemory", used_before + (1 + times_refused) * step_bytes)
         try:
-            became = log.submit_once("a", together, ONCE, quota=QUOTA, **limits()).submission
+            became = log.submit("a", together, ONCE, quota=QUOTA).submission
         except LogFull:
             times_refused += 1
             assert snapshot(log) == before
@@ -122,20 +120,20 @@ def test_siblings_that_cross_maxmemory_are_written_all_or_none(log: RedisLog) ->
 
 
 def test_siblings_whose_answer_was_lost_are_submitted_once(log: RedisLog, tmp_path: Path) -> None:
-    async def from_a_frontend(url: str) -> SubmittedOnce:
-        front = AsyncRedisLog(url, NAMES)
+    async def from_a_frontend(url: str) -> SubmitResult:
+        front = AsyncRedisLog(url, NAMES, LIMITS)
         try:
-            return await front.submit_once("b", events(3), None, quota=QUOTA, **limits())
+            return await front.submit("b", events(3), quota=QUOTA)
         finally:
             await front.close()
 
     command(log.url, "SCRIPT", "LOAD", script_text("submit"))
-    with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES)) as shaky:
+    with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES, LIMITS)) as shaky:
         proxy.lose_a_reply()
-        assert shaky.submit_once("a", events(2), ONCE, quota=QUOTA, **limits()) == SubmittedOnce(DUPLICATE, "a")
+        assert shaky.submit("a", events(2), ONCE, quota=QUOTA) == SubmitResult(DUPLICATE, "a")
         assert proxy.lost
         proxy.lose_a_reply()
-        assert asyncio.run(from_a_frontend(proxy.url)) == SubmittedOnce(DUPLICATE, "b")
+        assert asyncio.run(from_a_frontend(proxy.url)) == SubmitResult(DUPLICATE, "b")
         assert proxy.lost
     uids = ["a.0", "a.1", "b.0", "b.1", "b.2"]
     assert uids_in(log, NAMES.submitted) == uids
@@ -154,10 +152,10 @@ def test_siblings_whose_end_was_never_written_down_are_all_lost(
     whole.mkdir()
     with closing(DurableGround(binary, whole)) as ground:
         names = ground.log.names
-        ground.log.submit_once("before", events(1), None, **limits())
+        ground.log.submit("before", events(1))
         (written,) = whole.rglob("*.aof")
         first = written.stat().st_size
-        ground.log.submit_once("a", events(8), ONCE, quota=QUOTA, **limits())
+        ground.log.submit("a", events(8), ONCE, quota=QUOTA)
         last = written.stat().st_size
     for cut in [*range(first, last, (last - first) // 6), last - 1, last]:
         folder = tmp_path / str(cut)
@@ -175,17 +173,17 @@ def test_siblings_whose_end_was_never_written_down_are_all_lost(
 def test_siblings_that_ran_before_redis_lost_them_run_again(log: RedisLog) -> None:
     """Their old places are cleared by the submit that takes them again."""
     command(log.url, "SADD", NAMES.running("ann"), "a.0", "a.1", "b")
-    assert log.submit_once("a", events(2), None, quota=QUOTA, **limits()).submission is ACCEPTED
+    assert log.submit("a", events(2), quota=QUOTA).submission is ACCEPTED
     assert uids_in(log, NAMES.running("ann")) == ["a.0", "a.1"]
 
 
 def test_of_siblings_every_key_has_a_time_to_live(log: RedisLog) -> None:
-    log.submit_once("a", events(5), ONCE, quota=QUOTA, **limits())
+    log.submit("a", events(5), ONCE, quota=QUOTA)
     log.reading(["a.1", "a.2"], "web-1")
-    assert not log.abandon("a.1", Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS, once=ONCE)
+    assert not log.abandon("a.1", Cancelled(by="client"), frontend="web-0", once=ONCE)
     assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
     for uid in ("a.2", "a.1"):
-        log.abandon(uid, Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS, once=ONCE)
+        log.abandon(uid, Cancelled(by="client"), frontend="web-0", once=ONCE)
     assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
     times = {key.decode(): command(log.url, "PTTL", key) for key in command(log.url, "KEYS", "*")}
     lasting = {key for key in times if any(fnmatch.fnmatchcase(key.partition(":0}:")[2], name) for name in LASTING)}
@@ -199,9 +197,11 @@ def test_many_and_large_siblings_are_submitted_as_well(log: RedisLog, count: int
     fill_up = "for i = 1, 20000 do redis.call('SADD', KEYS[1], 'r' .. i) end"  # which have ended
     command(log.url, "EVAL", fill_up, 1, NAMES.running("ann"))
     together, uids = events(count, prompt), sibling_uids("a", count)
-    assert log.submit_once("a", together, ONCE, quota=QUOTA, **limits(count - 1)).submission is Submission.BUSY
-    assert log.submit_once("a", together, ONCE, quota=QUOTA, **limits(count)) == SubmittedOnce(ACCEPTED, "a")
-    assert log.submit_once("a", together, ONCE, quota=QUOTA, **limits(count)) == SubmittedOnce(DUPLICATE, "a")
+    log.limits = replace(LIMITS, max_queued=count - 1)
+    assert log.submit("a", together, ONCE, quota=QUOTA).submission is Submission.BUSY
+    log.limits = replace(LIMITS, max_queued=count)
+    assert log.submit("a", together, ONCE, quota=QUOTA) == SubmitResult(ACCEPTED, "a")
+    assert log.submit("a", together, ONCE, quota=QUOTA) == SubmitResult(DUPLICATE, "a")
     assert uids_in(log, NAMES.submitted) == list(uids)
     assert uids_in(log, NAMES.live) == uids_in(log, NAMES.running("ann")) == sorted(uids)
     for event, (entry,) in zip(together, log.histories(uids), strict=True):

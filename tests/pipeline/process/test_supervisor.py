@@ -42,7 +42,8 @@ if mode == "announcing":
         announcement.say(phase="loading", detail="weights")
         while announcement.status.slot == f"{stage}-{slot}":
             time.sleep(0.01)
-slot_lease = SlotLease(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), acquire_slot(log, stage, 3000, preferred=slot), 3000)
+owner = acquire_slot(log, stage, 3000, preferred=slot)
+slot_lease = SlotLease(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), owner, 3000)
 if mode == "slow":
     slot_lease.say(phase="loading", detail="weights", progress=0.4)
 else:

@@ -66,7 +66,7 @@ def a_look(ms: int = 0, **fields: Any) -> LogSnapshot:
     """A log with nothing in it, so many milliseconds after the start."""
     empty = LogSnapshot(
         now_ms=START_MS + ms,
-        redis=RedisFacts("7.0.15", 60, 1_000_000, 0),
+        redis=RedisFacts("Redis", "7.0.15", 60, 1_000_000, 0),
         occupancy=Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0),
         slots={},
         pending={},
@@ -390,4 +390,5 @@ def test_of_many_requests_the_newest_are_asked_for() -> None:
 def test_a_picture_has_the_moment_and_the_server_of_its_look() -> None:
     view = view_of(after(a_look(5)))
     assert isinstance(view, PipelineView)
-    assert (view.at_ms, view.redis.version, view.error) == (START_MS + 5, "7.0.15", "")
+    assert (view.at_ms, view.redis.name, view.redis.version) == (START_MS + 5, "Redis", "7.0.15")
+    assert view.error == ""

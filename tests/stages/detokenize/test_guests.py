@@ -43,7 +43,6 @@ from stages.detokenize.worker import DetokenizeWorker, look_after_others, serve
 LEASE_MS = 60_000
 SHORT_MS = 60
 """The lease of a detokenizer that looks after others which have been away for so long."""
-RETENTION_MS = 60_000
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +81,7 @@ class Engine:
     def send(self, **sampling: object) -> str:
         uid, params = new_uid(), SamplingParams.model_validate(sampling)
         event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=params)
-        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=RETENTION_MS, max_queued=100)
+        self.log.submit(uid, [event])
         (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=100)
         self.log.tokenized(entry, Tokenized(token_ids=(32,), fingerprint="f", by="tokenize-0"))
         return uid
@@ -125,7 +124,7 @@ class Detokenizer:
         assert owner is not None
         self.owner = owner
         self.slot_lease = SlotLease(another_log(), owner, LEASE_MS)
-        self.worker = DetokenizeWorker(self.log, self.slot_lease, DetokenizeFold(DECODER), engine.slot, RETENTION_MS)
+        self.worker = DetokenizeWorker(self.log, self.slot_lease, DetokenizeFold(DECODER), engine.slot)
 
     def read(self, max_entries: int = 100) -> list[Entry]:
         return self.log.read(self.inbox, self.owner.slot, max_entries=max_entries, block_ms=0)
@@ -148,7 +147,7 @@ def serving(
     """Run a detokenizer's worker in its slot, until the block ends."""
     log, stop = another_log(), Stop()
     slot_lease = SlotLease(another_log(), acquire_slot(log, "detokenize", lease_ms, preferred=index), lease_ms)
-    thread = threading.Thread(target=serve, args=(log, slot_lease, DECODER, RETENTION_MS, stop, measures))
+    thread = threading.Thread(target=serve, args=(log, slot_lease, DECODER, stop, measures))
     thread.start()
     try:
         yield slot_lease
@@ -165,7 +164,7 @@ def looking_after_others(another_log: Callable[[], StreamLog], measures: Measure
     stop = Stop()
     thread = threading.Thread(
         target=look_after_others,
-        args=(another_log, DECODER, SHORT_MS, RETENTION_MS, stop, measures),
+        args=(another_log, DECODER, SHORT_MS, stop, measures),
         name="look round",
     )
     thread.start()
@@ -471,7 +470,7 @@ def test_a_detokenizer_keeps_no_request_of_an_engine_that_is_gone(another_log: C
     uids = [engine.send() for _ in range(3)]
     worker = Detokenizer(another_log, engine)
     fold = DetokenizeFold(DECODER)
-    worker.worker = DetokenizeWorker(worker.log, worker.slot_lease, fold, engine.slot, RETENTION_MS)
+    worker.worker = DetokenizeWorker(worker.log, worker.slot_lease, fold, engine.slot)
     engine.step(*(TokenRow(uid=uid, n=1, token=97) for uid in uids))
     worker.handle()
     assert fold.num_known == 3

@@ -11,7 +11,6 @@ from measured import count_of
 from structlog.contextvars import bound_contextvars
 from structlog.testing import capture_logs
 
-from pipeline.config import parse_command
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.events import (
     End,
@@ -25,6 +24,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
+from pipeline.flags import parse_config
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.metrics.counters import Measures
@@ -36,6 +36,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.slots import WATCHDOG_S, Announcement, SlotLease
+from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.text import Decode, Decoder
 from stages.detokenize.worker import LOAD_TIMEOUT_S, DetokenizeWorker, run
@@ -65,7 +66,7 @@ class Rig:
 
     def submit(self, uid: str) -> None:
         event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
-        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=10)
+        self.log.submit(uid, [event])
         (entry,) = self.log.read(Inbox.submitted(self.log.names), "tokenize-0", max_entries=1, block_ms=10)
         self.log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
 
@@ -76,7 +77,7 @@ class Rig:
 
     def another_worker(self) -> DetokenizeWorker:
         fold = DetokenizeFold(Decoder(characters, characters, chr))
-        return DetokenizeWorker(self.log, self.slot_lease, fold, "generate-0", 60_000, self.measures)
+        return DetokenizeWorker(self.log, self.slot_lease, fold, "generate-0", self.measures)
 
     def counted(self) -> tuple[float, ...]:
         """Return how often there was a first token, another one, a commit, and an end in time and in error."""
@@ -246,5 +247,5 @@ def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeyp
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     log = MemoryLog(Names())
     with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
-        run(parse_command(["stage", "detokenize"], {}), lambda: log, tmp_path)
+        run(parse_config("stage detokenize", DetokenizeConfig, [], {}), lambda: log, tmp_path)
     assert given_s == [LOAD_TIMEOUT_S]

@@ -75,7 +75,7 @@ def test_the_gauges_say_what_an_engine_holds_and_that_it_holds_nothing_any_more(
         until(lambda: counted(engine, NUM_RUNNING, NUM_WAITING) == [1, 1])
         assert 0.5 <= count_of(engine.measures, KV_CACHE_USAGE) <= 1
         for uid in endless:
-            log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=1000)
+            log.end(uid, Cancelled(by="client"), frontend="web-0")
         until(lambda: all_ended(log))
         until(lambda: counted(engine, NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE) == [0, 0, 0])
 

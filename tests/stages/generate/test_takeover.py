@@ -1,4 +1,4 @@
-"""What becomes of the requests of an engine that died: another goes on with them, and finds those that kill engines."""
+"""When an engine dies, another one goes on with its requests and finds those that kill engines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rig import LEASE_MS, LIMITS, POISON, RETENTION_MS, CountingEngine, Running, running, send
+from engine_rig import LEASE_MS, LIMITS, POISON, CountingEngine, Running, running, send
 from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
-from pipeline.config import Config, parse_command
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import (
     Admitted,
@@ -33,7 +32,8 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
-from pipeline.log.calls import script_text
+from pipeline.flags import parse_config
+from pipeline.log.operation import script_text
 from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
@@ -42,7 +42,8 @@ from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
-from stages.generate.log_thread import past_of
+from stages.generate.config import GenerateConfig
+from stages.generate.past import past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 from stages.generate.worker import Loaded, run_engine
@@ -71,7 +72,7 @@ def detokenizing(another_log: Callable[[], StreamLog], index: int) -> Iterator[N
     log, stop = another_log(), Stop()
     slot_lease = SlotLease(another_log(), acquire_slot(log, "detokenize", LEASE_MS, preferred=index), LEASE_MS)
 
-    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, RETENTION_MS, stop))
+    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, stop))
     thread.start()
     try:
         yield
@@ -185,8 +186,8 @@ def who_ran(engine: CountingEngine) -> list[set[int]]:
     return [who_is_in(plan) for plan in engine.plans]
 
 
-def only_in_the_courier(log: StreamLog, name: str, instead: Callable[..., Any]) -> None:
-    """Have the courier call *instead*, with the method *name* of its log before its arguments; it alone."""
+def only_in_the_log_thread(log: StreamLog, name: str, instead: Callable[..., Any]) -> None:
+    """Let the log thread alone call *instead*, with the original method *name* as its first argument."""
     work = getattr(log, name)
 
     def either(*arguments: Any, **options: Any) -> Any:
@@ -246,7 +247,7 @@ def test_nothing_is_computed_for_a_request_before_the_log_says_who_took_it_over(
     another_log: Callable[[], StreamLog], slot: int
 ) -> None:
     """Else a request could kill an engine and leave no mark."""
-    log, courier_log = another_log(), another_log()
+    log, thread_log = another_log(), another_log()
     first, second = send(log, 10, max_tokens=6), send(log, 20, max_tokens=4)
     DeadEngine(log, first, second)
     engine = Witness(another_log(), slot_name("generate", slot), {10: first, 20: second})
@@ -255,11 +256,11 @@ def test_nothing_is_computed_for_a_request_before_the_log_says_who_took_it_over(
         threading.Event().wait(0.02)
         return step(*arguments, **options)
 
-    only_in_the_courier(courier_log, "step", slowly)
+    only_in_the_log_thread(thread_log, "step", slowly)
     with contextlib.ExitStack() as stack:
         drain(another_log)
         stack.enter_context(
-            running(another_log, slot=slot, engine=engine, heard=False, lease_ms=SHORT_MS, courier_log=courier_log)
+            running(another_log, slot=slot, engine=engine, heard=False, lease_ms=SHORT_MS, thread_log=thread_log)
         )
         until(lambda: engine.said == {first, second})
         stack.enter_context(detokenizing(another_log, slot))
@@ -317,7 +318,7 @@ def test_an_engine_that_was_stopped_for_long_wakes_up_to_find_its_requests_elsew
 
 
 def unless_stopped(speak: Callable[[SlotLease, Status], None], slot: str) -> Callable[[SlotLease, Status], None]:
-    """Return *speak* of a place as it is where the process of *slot* stands still after its first words."""
+    """Return *speak* as if the process of *slot* stood still after it has spoken once."""
     said: list[str] = []
 
     def speaks(slot_lease: SlotLease, status: Status) -> None:
@@ -377,11 +378,11 @@ def test_a_restarted_engine_takes_its_slot_back_from_the_one_that_looks_after_it
 
 
 def test_nothing_is_taken_over_from_a_slot_that_somebody_holds(another_log: Callable[[], StreamLog]) -> None:
-    log, courier_log = another_log(), another_log()
+    log, thread_log = another_log(), another_log()
     uid = send(log, 10)
     dead = DeadEngine(log, uid, held=True)
-    looks = Looks(courier_log)
-    with running(another_log, slot=1, lease_ms=SHORT_MS, courier_log=courier_log) as peer:
+    looks = Looks(thread_log)
+    with running(another_log, slot=1, lease_ms=SHORT_MS, thread_log=thread_log) as peer:
         until(lambda: len(looks.seen) >= 4)
         assert peer.engine.plans == []
     assert looks.seen[:4] == [[]] * 4
@@ -392,7 +393,7 @@ def test_nothing_is_taken_over_from_a_slot_that_is_free_for_less_than_a_lease(
     another_log: Callable[[], StreamLog],
 ) -> None:
     """Whoever holds it is late now and then, or restarts; at every second look it is there."""
-    log, courier_log, mine = another_log(), another_log(), another_log()
+    log, thread_log, mine = another_log(), another_log(), another_log()
     uid = send(log, 10)
     dead = DeadEngine(log, uid)
 
@@ -402,8 +403,8 @@ def test_nothing_is_taken_over_from_a_slot_that_is_free_for_less_than_a_lease(
         else:
             mine.renew(dead.owner, LEASE_MS, "")
 
-    looks = Looks(courier_log, comes_and_goes)
-    with running(another_log, slot=1, lease_ms=SHORT_MS, courier_log=courier_log) as peer:
+    looks = Looks(thread_log, comes_and_goes)
+    with running(another_log, slot=1, lease_ms=SHORT_MS, thread_log=thread_log) as peer:
         until(lambda: len(looks.seen) >= 6)
         assert peer.engine.plans == []
     assert looks.seen[:6] == [[], ["generate-0"]] * 3
@@ -412,7 +413,7 @@ def test_nothing_is_taken_over_from_a_slot_that_is_free_for_less_than_a_lease(
 
 
 def test_a_claim_whose_reply_was_lost_loses_nothing(redis_servers: Servers, tmp_path: Path) -> None:
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     command(url, "SCRIPT", "LOAD", script_text("claim"))
     proxy = LossyProxy(url, tmp_path)
     with contextlib.ExitStack() as stack:
@@ -438,7 +439,7 @@ def test_a_claim_whose_reply_was_lost_loses_nothing(redis_servers: Servers, tmp_
         with (
             detokenizing(another_log, 0),
             detokenizing(another_log, 1),
-            running(another_log, slot=1, heard=False, lease_ms=SHORT_MS, courier_log=shaky) as peer,
+            running(another_log, slot=1, heard=False, lease_ms=SHORT_MS, thread_log=shaky) as peer,
         ):
             until(lambda: len(asked) > 1)
             until(lambda: has_ended(log, uid), timeout_s=3)
@@ -451,7 +452,7 @@ def test_a_request_that_ended_while_nobody_had_it_is_let_go(another_log: Callabl
     log = another_log()
     uid = send(log, 10)
     dead = DeadEngine(log, uid)
-    log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+    log.end(uid, Cancelled(by="client"), frontend="web-0")
     with (
         detokenizing(another_log, 0),
         running(another_log, slot=1, lease_ms=SHORT_MS) as peer,
@@ -470,7 +471,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
         stops.append(stop)
         return stop
 
-    def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+    def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
         loads.append(folder)
         cpu, kind = torch.device("cpu"), torch.float32
         settings = Settings(cpu, kind, "reference", "naive", threads=1, page_size=4, num_pages=64, limits=LIMITS)
@@ -483,7 +484,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     monkeypatch.setattr(Stop, "on_signals", on_signals)
     monkeypatch.setattr(SlotLease, "_speak", unless_standing_still)
     monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
-    config = parse_command(["stage", "generate", "--lease", "0.2", "--slot", "0"], {})
+    config = parse_config("stage generate", GenerateConfig, ["--lease", "0.2", "--slot", "0"], {})
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     process = threading.Thread(target=run_engine, args=(config, another_log, tmp_path, load))
     with detokenizing(another_log, 0):
@@ -819,7 +820,7 @@ def test_a_suspect_that_ends_before_its_turn_is_forgotten(another_log: Callable[
     engine.gate.clear()
     with lives.one(engine) as life:
         until(lambda: life.schedule.num_running == 1)
-        log.end(lives.uids[30], Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+        log.end(lives.uids[30], Cancelled(by="client"), frontend="web-0")
         engine.gate.set()
         until(lambda: has_ended(log, *lives.uids.values()) or life.errors)
         assert not life.errors
@@ -857,7 +858,7 @@ def test_a_log_that_is_away_delays_a_takeover_and_loses_nothing(
 ) -> None:
     """Each commit and each look fails once: before it is done, or after."""
     monkeypatch.setattr("stages.generate.log_thread.BACKOFF_S", 0.001)
-    log, courier_log = another_log(), another_log()
+    log, thread_log = another_log(), another_log()
     uids = [send(log, start, max_tokens=4) for start in (10, 20)]
     DeadEngine(log, *uids)
     failed: set[str] = set()
@@ -870,15 +871,15 @@ def test_a_log_that_is_away_delays_a_takeover_and_loses_nothing(
                 raise LogUnavailable(f"{name}: connection reset")
             return done
 
-        only_in_the_courier(courier_log, name, fails_once)
+        only_in_the_log_thread(thread_log, name, fails_once)
 
     names = ("forsaken", "acquire", "backlog", "claim_from", "histories", "step", "take", "release", "alive")
-    for slot_lease, name in enumerate(names):
-        shaky(name, is_done=bool(slot_lease % 2))
+    for index, name in enumerate(names):
+        shaky(name, is_done=bool(index % 2))
     with (
         detokenizing(another_log, 0),
         detokenizing(another_log, 1),
-        running(another_log, slot=1, heard=False, lease_ms=SHORT_MS, courier_log=courier_log) as peer,
+        running(another_log, slot=1, heard=False, lease_ms=SHORT_MS, thread_log=thread_log) as peer,
     ):
         until(lambda: has_ended(log, *uids) or peer.errors)
         assert not peer.errors

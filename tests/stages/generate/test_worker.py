@@ -1,4 +1,4 @@
-"""The engine's loop and its courier, with an engine that counts instead of computing, on both logs."""
+"""The engine's loop and its log thread, with an engine that counts instead of computing, on both logs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rig import CONTEXT, LEASE_MS, POISON, RETENTION_MS, running, send
+from engine_rig import CONTEXT, LEASE_MS, POISON, running, send
 from redis_servers import Servers, until
 from structlog.testing import capture_logs
 
-from pipeline.config import parse_command
 from pipeline.errors import Fenced, LogUnavailable, UndecodableEvent
 from pipeline.events import (
     Admitted,
@@ -30,16 +29,18 @@ from pipeline.events import (
     decode,
     encode,
 )
+from pipeline.flags import parse_config
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Produced, StreamLog, Taken
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
 from pipeline.slots import read_statuses
+from stages.generate.config import GenerateConfig
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
-from stages.generate.log_thread import past_of
-from stages.generate.schedule.schedule import NewRequest
+from stages.generate.past import past_of
+from stages.generate.schedule.request import NewRequest
 from stages.generate.worker import sampling_defaults
 
 
@@ -107,7 +108,7 @@ def test_a_cancelled_request_is_let_go_and_its_pages_are_free(another_log: Calla
         engine.engine.gate.clear()
         uid = send(log, 1)
         until(lambda: engine.schedule.num_running == 1)
-        assert log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+        assert log.end(uid, Cancelled(by="client"), frontend="web-0")
         engine.engine.gate.set()
         until(lambda: uid in steps.let_go())
         until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
@@ -118,7 +119,7 @@ def test_a_request_that_ended_before_it_was_taken_never_runs(another_log: Callab
     log = another_log()
     steps = Steps(log)
     uid = send(log, 1)
-    log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=RETENTION_MS)
+    log.end(uid, Cancelled(by="client"), frontend="web-0")
     with running(another_log) as engine:
         until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
         assert uid in steps.let_go() and engine.engine.plans == []
@@ -185,7 +186,7 @@ def write_histories(log: StreamLog, steps: Steps) -> int:
                 event = TokensProduced(count=1, tokens=(row.token,), text="x", step=entry.id)
                 produced.append(Produced(row.uid, tokens_id(row.n), row.n, event, "web-0"))
                 last = row.n
-        assert log.produced(owner, entry, "generate-0", produced, retention_ms=RETENTION_MS)
+        assert log.produced(owner, entry, "generate-0", produced)
     return last
 
 
@@ -228,7 +229,7 @@ def test_an_engine_that_lost_its_slot_stops_and_writes_nothing_more(another_log:
 def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: Servers) -> None:
     from redis_servers import command
 
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log = RedisLog(url, Names())
     steps = Steps(log)
     bad, good = send(log, 1, max_tokens=2), send(log, 1, max_tokens=2)
@@ -245,7 +246,7 @@ def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: 
 def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
     from redis_servers import command
 
-    url = redis_servers.url("wheel")
+    url = redis_servers.url("embedded")
     log = RedisLog(url, Names())
     steps = Steps(log)
     with running(lambda: RedisLog(url, Names()), pace_s=0.05):  # three seconds for the whole context
@@ -428,7 +429,7 @@ def test_what_the_model_recommends_is_a_default_unless_it_is_switched_off(
     tmp_path: Path, flags: list[str], expected: dict[str, float], reasons: list[str]
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 3, "top_k": 20}')
-    config = parse_command(["stage", "generate", *flags], {})
+    config = parse_config("stage generate", GenerateConfig, flags, {})
     with capture_logs() as lines:
         assert sampling_defaults(config.defaults, tmp_path) == expected
     assert [(line["log_level"], line["event"], line["reason"]) for line in lines] == [

@@ -172,7 +172,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_by_its_number(
     encoder: PromptEncoder, param: str, sampling: dict[str, Any]
 ) -> None:
     event = plain("hello").model_copy(update={"sampling": SamplingParams(**sampling)})
-    said = f"{param}: token 480 is none of this model's, which go from 0 to 479"
+    said = f"{param}: this model has no token 480; its tokens go from 0 to 479"
     with pytest.raises(RequestError, match=said) as raised:
         encoder.render(event)
     assert (raised.value.status, raised.value.param) == (400, param)
@@ -376,7 +376,7 @@ def test_a_bad_word_is_meant_at_the_beginning_of_a_text_and_after_a_space(folder
 
 @pytest.mark.parametrize("word", ["", " ", "\n\t"])
 def test_a_bad_word_of_nothing_but_space_is_refused(encoder: PromptEncoder, word: str) -> None:
-    with pytest.raises(RequestError, match="nothing but space") as raised:
+    with pytest.raises(RequestError, match="only space") as raised:
         encoder.render(plain("a", sampling=SamplingParams(bad_words=("fine", word))))
     assert (raised.value.status, raised.value.param) == (400, "bad_words")
 
@@ -392,9 +392,9 @@ def test_bad_words_that_are_a_book_are_refused(encoder: PromptEncoder) -> None:
 def test_token_ids_that_the_model_has_no_embedding_for_are_refused_by_their_number(
     folder: Path, encoder: PromptEncoder, tmp_path: Path
 ) -> None:
-    with pytest.raises(RequestError, match="prompt: token 480 is none of this model's, which go from 0 to 479"):
+    with pytest.raises(RequestError, match="prompt: this model has no token 480; its tokens go from 0 to 479"):
         encoder.render(asked(prompt_ids=(3, 480)))
-    with pytest.raises(RequestError, match="token -1 is none"):
+    with pytest.raises(RequestError, match="no token -1;"):
         encoder.render(asked(prompt_ids=(-1,)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -402,7 +402,7 @@ def test_token_ids_that_the_model_has_no_embedding_for_are_refused_by_their_numb
         (tmp_path / "config.json").write_text(json.dumps(config))
         padded = PromptEncoder(tmp_path)
         assert padded.render(asked(prompt_ids=(480, 511))).token_ids == (480, 511)
-        with pytest.raises(RequestError, match="token 512 is none of this model's, which go from 0 to 511"):
+        with pytest.raises(RequestError, match="this model has no token 512; its tokens go from 0 to 511"):
             padded.render(asked(prompt_ids=(480, 512)))
 
 
@@ -419,7 +419,7 @@ def test_token_ids_become_the_text_that_transformers_decodes(folder: Path, encod
 
 def test_the_text_of_unknown_tokens_is_refused_by_their_number(encoder: PromptEncoder) -> None:
     for token in (480, -1, 2**31, 2**40):
-        with pytest.raises(RequestError, match=f"tokens: token {token} is none of this model's") as raised:
+        with pytest.raises(RequestError, match=f"tokens: this model has no token {token}") as raised:
             encoder.decode(asked("detokenize", prompt_ids=(3, token, 9999)))
         assert (raised.value.status, raised.value.param) == (400, "tokens")
 

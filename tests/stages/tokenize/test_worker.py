@@ -11,15 +11,16 @@ import pytest
 from measured import count_of
 from structlog.contextvars import bound_contextvars
 
-from pipeline.config import parse_command
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
+from pipeline.flags import parse_config
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import SEAL, TOKENIZED_ID, Names
 from pipeline.slots import WATCHDOG_S, Announcement, SlotLease, Status
+from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import LONG_TEXT, Rendered
 from stages.tokenize.worker import LOAD_TIMEOUT_S, LONGEST_BATCH_S, TokenizeWorker, run
 
@@ -107,7 +108,7 @@ class Rig:
         self.encoder = LetterEncoder()
         encoder: Any = self.encoder
         self.measures = Measures()
-        self.worker = TokenizeWorker(self.log, self.slot_lease, encoder, 60_000, self.measures)
+        self.worker = TokenizeWorker(self.log, self.slot_lease, encoder, self.measures)
 
     def submit(self, *prompts: str) -> list[str]:
         return [self.ask(prompt=prompt) for prompt in prompts]
@@ -115,7 +116,7 @@ class Rig:
     def ask(self, task: Task = "generate", **fields: Any) -> str:
         uid = new_uid()
         event = Submitted(endpoint="chat", frontend="web-0", task=task, **{"sampling": SamplingParams(), **fields})
-        self.log.submit(uid, event, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+        self.log.submit(uid, [event])
         return uid
 
     def handle(self) -> None:
@@ -187,7 +188,7 @@ def test_what_ends_the_process_ends_no_request(rig: Rig, prompt: str, error: typ
 def test_a_request_that_was_cancelled_meanwhile_goes_nowhere_and_is_not_even_rendered(rig: Rig) -> None:
     uid, _ = rig.submit("ab", "cd")
     cancelled = Cancelled(by="client")
-    rig.log.end(uid, cancelled, frontend="web-0", retention_ms=60_000)
+    rig.log.end(uid, cancelled, frontend="web-0")
     rig.handle()
     entry, event = rig.last(uid)
     assert entry.id == SEAL and event == cancelled.model_copy(update={"ms": event.ms})
@@ -307,7 +308,7 @@ def test_a_task_that_cannot_be_done_fails_alone(
 
 def test_a_task_that_was_cancelled_meanwhile_is_not_done(rig: Rig) -> None:
     uid = rig.ask("tokenize", prompt="ab")
-    rig.log.end(uid, Cancelled(by="client"), frontend="web-0", retention_ms=60_000)
+    rig.log.end(uid, Cancelled(by="client"), frontend="web-0")
     rig.handle()
     assert isinstance(rig.last(uid)[1], Cancelled) and rig.encoder.rendered == []
     assert rig.log.backlog(rig.inbox) == 0
@@ -368,5 +369,5 @@ def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeyp
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     log = MemoryLog(Names())
     with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
-        run(parse_command(["stage", "tokenize"], {}), lambda: log, tmp_path)
+        run(parse_config("stage tokenize", TokenizeConfig, [], {}), lambda: log, tmp_path)
     assert given_s == [LOAD_TIMEOUT_S]

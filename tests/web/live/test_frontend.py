@@ -50,7 +50,7 @@ def test_without_redis_a_drain_still_tells_its_clients(redis_servers: Servers, t
             piece = await connection.receive()
             assert b'"code":"shutting_down"' in piece
 
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 

@@ -15,8 +15,8 @@ from web_site import Site, chat, error_of, seal_of, site, until
 
 import web.live.listener
 from pipeline.events import Cancelled, Failed
+from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names, tokens_id
-from web.live.ready import RequestLimits
 
 KEY = {"Idempotency-Key": "a-key"}
 DONE = b"data: [DONE]\n\n"
@@ -124,7 +124,7 @@ def test_one_that_is_sent_again_while_it_runs_gets_all_of_it_as_it_comes(
                 async with here.connection(body, KEY) as second, there.connection(body, KEY) as third:
                     others = [await received(each, b"id: 30-0\n") for each in (second, third)]
                     uid = await one_request(stand_in)
-                    await here.log.end(uid, Cancelled(by="me"), frontend="web-0", retention_ms=60_000)
+                    await here.log.end(uid, Cancelled(by="me"), frontend="web-0")
                     others[0] += await received(second, DONE)
                     others[1] += await received(third, DONE)
                 assert others == 2 * [sent + await received(first, DONE)]
@@ -180,14 +180,14 @@ def test_what_ended_in_vain_is_computed_anew_once(redis_url: str, stand_in: Stan
         async with site(redis_url) as here, site(redis_url, "web-1") as there:
             first = asyncio.create_task(error_of(here.post(chat("silent"), headers=KEY)))
             uid = await one_request(stand_in)
-            await here.log.end(uid, end, frontend="web-0", retention_ms=60_000)
+            await here.log.end(uid, end, frontend="web-0")
             assert (await first)[0] in (499, 503)
             again = [asyncio.create_task(error_of(place.post(chat("silent"), headers=KEY))) for place in (here, there)]
             await until(lambda: len(stand_in.requests()) == 2)
             await until(lambda: here.frontend.tail.listeners and there.frontend.tail.listeners)
             uid = stand_in.requests()[1][0]
             await until(lambda: here.frontend.tail.listens_to(uid) and there.frontend.tail.listens_to(uid))
-            await here.log.end(uid, Cancelled(by="me"), frontend="web-0", retention_ms=60_000)
+            await here.log.end(uid, Cancelled(by="me"), frontend="web-0")
             assert [error["message"] for _, error in await asyncio.gather(*again)] == 2 * [
                 "The request was cancelled by me."
             ]

@@ -9,7 +9,7 @@ from measured import count_of
 from redis_servers import until
 
 from pipeline.events import Cancelled, End, Failed, Finished, SamplingParams, Submitted, Timings, Usage, decode, new_uid
-from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.log.protocol import Inbox, RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REQUEST_SUCCESS
@@ -49,7 +49,7 @@ def measures() -> Measures:
 
 @pytest.fixture
 def janitor(log: StreamLog, clock: Clock, measures: Measures) -> Janitor:
-    return Janitor(log, retention_ms=LONG_MS, patience_s=PATIENCE_S, clock_s=clock, measures=measures)
+    return Janitor(log, patience_s=PATIENCE_S, clock_s=clock, measures=measures)
 
 
 def ended(measures: Measures) -> list[float]:
@@ -60,7 +60,8 @@ def ended(measures: Measures) -> list[float]:
 def submit(log: StreamLog, *, frontend: str = "web-0", timeout_ms: int = LONG_MS) -> str:
     uid = new_uid()
     event = Submitted(endpoint="chat", frontend=frontend, prompt="x", sampling=SamplingParams())
-    log.submit(uid, event, timeout_ms=timeout_ms, retention_ms=LONG_MS, max_queued=100)
+    log.limits = RequestLimits(timeout_s=timeout_ms / 1000)
+    log.submit(uid, [event])
     return uid
 
 
@@ -87,8 +88,9 @@ def test_siblings_past_their_deadline_fail_each(log: StreamLog, janitor: Janitor
     event = Submitted(endpoint="chat", frontend="web-0", prompt="x", sampling=SamplingParams())
     uid = new_uid()
     uids = sibling_uids(uid, 3)
-    log.submit_once(uid, 3 * [event], None, timeout_ms=1, retention_ms=LONG_MS, max_queued=100)
-    log.end(uids[1], Cancelled(by="client"), frontend="web-0", retention_ms=LONG_MS)
+    log.limits = RequestLimits(timeout_s=0.001)
+    log.submit(uid, 3 * [event])
+    log.end(uids[1], Cancelled(by="client"), frontend="web-0")
     until(lambda: len(log.overdue(10)) == 2)
     janitor.sweep()
     ends = [end_of(log, each) for each in uids]
@@ -104,7 +106,7 @@ def test_a_request_that_ended_in_time_is_left_as_it_is(log: StreamLog, janitor: 
     uid = submit(log, timeout_ms=1)
     usage, timings = Usage(prompt_tokens=1, completion_tokens=0), Timings(admitted_ms=1, first_token_ms=1, total_ms=1)
     finished = Finished(n=0, reason="stop", usage=usage, timings=timings)
-    log.end(uid, finished, frontend="web-0", retention_ms=LONG_MS)
+    log.end(uid, finished, frontend="web-0")
     janitor.sweep()
     assert isinstance(end_of(log, uid), Finished) and ended(measures) == [0, 0]
 
@@ -158,7 +160,7 @@ def test_a_request_that_somebody_reads_elsewhere_is_not_abandoned(redis_url: str
     from pipeline.names import Names
 
     log = RedisLog(redis_url, Names())
-    janitor = Janitor(log, retention_ms=LONG_MS, patience_s=PATIENCE_S, clock_s=clock)
+    janitor = Janitor(log, patience_s=PATIENCE_S, clock_s=clock)
     read, unread = submit(log), submit(log)
     command(redis_url, "SET", log.names.reader(read), "1", "PX", LONG_MS)
     janitor.sweep()
@@ -170,7 +172,7 @@ def test_a_request_that_somebody_reads_elsewhere_is_not_abandoned(redis_url: str
 
 
 def test_one_process_at_a_time_is_the_janitor(log: StreamLog) -> None:
-    first, second = Janitor(log, retention_ms=LONG_MS), Janitor(log, retention_ms=LONG_MS)
+    first, second = Janitor(log), Janitor(log)
     assert first.holds_slot() and first.holds_slot()
     assert not second.holds_slot()
     first.leave()

@@ -19,7 +19,7 @@ from web_site import Site, chat, error_of, site, until
 import web.live.metrics
 import web.live.open_request
 from pipeline.events import Cancelled, Failed
-from pipeline.log.protocol import DeadLetter, Inbox, Occupancy
+from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -37,7 +37,6 @@ from pipeline.metrics.families import (
 from pipeline.names import Names
 from pipeline.slots import Status
 from web.keys import Keys, read_keys
-from web.live.ready import RequestLimits
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]
@@ -100,7 +99,8 @@ def test_one_text_shows_what_every_process_measured(redis_url: str, stand_in: St
         assert seen.total("tokenize_refusals_total", slot="tokenize-1", code="template_error") == 1
         assert seen.total("http_requests_total", slot="web-1", endpoint="/health") == 9
         assert seen.values("http_requests_total", "slot") == {"web-0", "web-1"}
-        assert seen.total("log_up") == 1
+        assert seen.total("log_up") == seen.total("log_server_info", server="Valkey") == 1
+        assert [version[:2] for version in seen.values("log_server_info", "version")] == ["9."]
         assert seen.total("worker_ready") == 7, "the three stand-ins, too; a frontend says itself what it is"
 
     asyncio.run(scenario())
@@ -186,10 +186,10 @@ def test_the_streams_show_what_waits_and_what_is_worked_on(redis_url: str, stand
                 seen = await scrape(here)
                 failed = Failed(status=500, code="poisonous", message="It died.")
                 letter = DeadLetter("tokenize", entry.fields, 4, "It died.")
-                log.end(uid, failed, frontend="web-0", retention_ms=1000, consume=entry, dead=letter)
+                log.end(uid, failed, frontend="web-0", consume=entry, dead=letter)
                 later = await scrape(here)
                 for each in log.living():
-                    log.end(each, Cancelled(by="test"), frontend="web-0", retention_ms=1000)
+                    log.end(each, Cancelled(by="test"), frontend="web-0")
             await asyncio.wait(answers)
         depths = {
             stream: [seen.total(f"stream_{name}", stream=stream) for name in ("length", "pending", "lag")]
@@ -226,7 +226,7 @@ def test_a_redis_that_is_gone_leaves_what_this_process_knows(
         assert rejected.total("admission_rejections_total", reason="log_unreachable") == 1
 
     monkeypatch.setattr(web.live.open_request, "END_TRIES", 1)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 
@@ -245,7 +245,7 @@ def test_a_redis_that_stands_still_delays_the_answer_no_longer_than_our_patience
                 assert (await scrape(here)).total("log_up") == 1
 
     monkeypatch.setattr(web.live.metrics, "PATIENCE_S", 0.05)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 
@@ -357,9 +357,9 @@ def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_the_re
             await until(lambda: len(stand_in.requests()) == 2)
             assert (await here.client.delete(f"/v1/requests/{stand_in.requests()[1][0]}")).status_code == 200
             assert (await answer)[0] == 499
-            here.frontend.limits = RequestLimits(timeout_s=0.1)
+            here.log.limits = RequestLimits(timeout_s=0.1)
             assert (await error_of(here.post(chat("silent"))))[0] == 504
-            here.frontend.limits = RequestLimits()
+            here.log.limits = RequestLimits()
             answer = asyncio.create_task(error_of(here.post(chat("silent"))))
             await until(lambda: len(stand_in.requests()) == 4)
             await here.frontend.drain(0)

@@ -17,9 +17,9 @@ from web_site import CHAT, chat, error_of, seal_of, site, until
 import web.live.open_request
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, SamplingParams, Submitted
+from pipeline.log.protocol import RequestLimits
 from pipeline.names import SEAL, Names
 from web.live.open_request import open_request
-from web.live.ready import RequestLimits
 
 DONE = b"data: [DONE]\n\n"
 
@@ -69,7 +69,7 @@ def test_a_request_that_somebody_cancels_ends_with_an_error(redis_url: str, stan
             answer = asyncio.create_task(error_of(here.post(chat("silent"))))
             await until(stand_in.requests)
             ((uid, _),) = stand_in.requests()
-            await here.log.end(uid, Cancelled(by="operator"), frontend="web-0", retention_ms=1000)
+            await here.log.end(uid, Cancelled(by="operator"), frontend="web-0")
             status, error = await answer
             assert (status, error["code"]) == (499, "cancelled")
 
@@ -79,7 +79,7 @@ def test_a_request_that_somebody_cancels_ends_with_an_error(redis_url: str, stan
 def test_a_request_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
-            here.frontend.limits = RequestLimits(timeout_s=0.2)
+            here.log.limits = RequestLimits(timeout_s=0.2)
             status, error = await error_of(here.post(chat("silent")))
             assert (status, error["code"]) == (504, "timeout")
 
@@ -93,7 +93,7 @@ def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
         stand_in = StandIn(server.url)
         with capture_logs() as lines:
             async with site(server.url) as here:
-                here.frontend.limits = RequestLimits(timeout_s=1)
+                here.log.limits = RequestLimits(timeout_s=1)
                 answer = asyncio.create_task(error_of(here.post(chat("silent"))))
                 await until(stand_in.requests)
                 stand_in.close()
@@ -106,7 +106,7 @@ def test_a_deadline_that_the_log_cannot_hear_of_reaches_the_client_all_the_same(
 
     monkeypatch.setattr(web.live.open_request, "END_TRIES", 2)
     monkeypatch.setattr(web.live.open_request, "LOG_PATIENCE_S", 0.2)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 
@@ -188,7 +188,7 @@ def test_a_request_that_its_client_left_goes_on_while_somebody_reads_it(
                     await until(lambda: not here.frontend._background)
                     with closing(stand_in.stages.log.another()) as log:
                         assert not seal_of(log, uid)
-                        log.end(uid, Cancelled(by="me"), frontend="web-0", retention_ms=60_000)
+                        log.end(uid, Cancelled(by="me"), frontend="web-0")
                     assert b"cancelled by me" in await received(reading, DONE)
 
     asyncio.run(scenario())

@@ -15,10 +15,9 @@ from web_site import Site, chat, error_of, seal_of, site, until
 
 import web.live.ready
 from pipeline.events import SamplingParams
-from pipeline.log.protocol import Quota
+from pipeline.log.protocol import Quota, RequestLimits
 from pipeline.names import Names
 from web.keys import Keys, hash_of
-from web.live.ready import RequestLimits
 
 PATH = "/health_generate"
 
@@ -169,7 +168,7 @@ def test_without_redis_nobody_waits_for_long_and_nothing_is_said_of_where_it_is(
 
     monkeypatch.setattr(web.live.ready, "TRIAL_PATIENCE_S", 0.2)
     monkeypatch.setattr(web.live.ready, "TRIAL_LOG_PATIENCE_S", 0.2)
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 

@@ -9,7 +9,7 @@ from redis_servers import command
 from stand_in_stages import StandIn
 from web_site import chat, site, until
 
-from web.live.ready import RequestLimits
+from pipeline.log.protocol import RequestLimits
 from web.live.retry_after import LONGEST_S, RetryAfter
 
 

@@ -164,9 +164,7 @@ def test_an_end_said_by_anybody_is_heard(redis_url: str, stages: Stages) -> None
             with closing(tail.listen(uid)) as listener:
                 stages.begin(uid, WEB)
                 await say(stages, uid, 1, tokens(1, "a"))
-                await asyncio.to_thread(
-                    lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=WEB, retention_ms=1000)
-                )
+                await asyncio.to_thread(lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=WEB))
                 replies = [reply async for reply in listener]
                 assert [(reply.entry_id, reply.n) for reply in replies] == [(tokens_id(1), 1), (SEAL, 1)]
                 assert isinstance(replies[1].event, Cancelled) and replies[1].event.by == "operator"

@@ -24,7 +24,7 @@ ABORT = "/abort_request"
 def submit(log: RedisLog, uid: str, count: int = 1, *, endpoint: str = "/generate") -> None:
     """Submit a request, or siblings, as another frontend would."""
     event = Submitted(endpoint=endpoint, frontend="web-9", prompt="p", sampling=SamplingParams())
-    log.submit_once(uid, count * [event], None, timeout_ms=60_000, retention_ms=60_000, max_queued=1000)
+    log.submit(uid, count * [event])
 
 
 async def abort(here: Site, **body: Any) -> dict[str, list[str]]:
@@ -157,5 +157,5 @@ def test_without_redis_nothing_is_said_to_have_ended(redis_servers: Servers, tmp
                 status, error = await error_of(here.client.post(ABORT, json=body))
                 assert (status, error["code"]) == (503, "overloaded")
 
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))

@@ -19,7 +19,6 @@ from pipeline.names import GENERATE, Names, slot_name
 from pipeline.slots import Phase, Status
 from web.app import create_app
 from web.live.frontend import Frontend
-from web.live.ready import RequestLimits
 
 if TYPE_CHECKING:
     from quart.typing import TestClientProtocol as Client
@@ -84,7 +83,7 @@ def ask(url: str, scenario: Callable[[Client], Awaitable[None]]) -> None:
     async def run() -> None:
         log = AsyncRedisLog(url, Names())
         try:
-            await scenario(create_app(Frontend("web-0", log, RequestLimits(), lambda **_: None)).test_client())
+            await scenario(create_app(Frontend("web-0", log, lambda **_: None)).test_client())
         finally:
             await log.close()
 

@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from event_stream import events_in
 from quart import Response
 from redis_servers import command
 from stand_in_stages import MODELS, Stages, StandIn, finished, tokens
@@ -17,6 +16,7 @@ from web_site import Site, error_of, site, until
 
 import web.live.listener
 import web.live.open_request
+from ops.sse_reader import frames_in
 from pipeline.events import Cancelled
 from pipeline.names import SEAL, Names, sibling_uids, tokens_id
 
@@ -160,7 +160,7 @@ def test_while_it_waits_a_client_of_sglang_reads_nothing_but_blank_lines(
         async with site(redis_url) as here, here.connection(body, path=GENERATE) as connection:
             assert await connection.receive() == await connection.receive() == b"\n"
             ((uid, _),) = stand_in.requests()
-            await here.log.end(uid, Cancelled(by="me"), frontend="web-0", retention_ms=60_000)
+            await here.log.end(uid, Cancelled(by="me"), frontend="web-0")
             while not (piece := await connection.receive()).strip():
                 pass
             assert b"cancelled by me" in piece and piece.endswith(DONE)
@@ -178,10 +178,10 @@ def test_mini_sglangs_form_is_answered_with_a_stream_of_text(redis_url: str, sta
             uid, stream = await streamed(here, {"prompt": "hello", "max_tokens": 3, "ignore_eos": True})
             ((known, event),) = stand_in.requests()
             assert (uid, event.sampling.max_tokens, event.sampling.ignore_eos) == (known, 3, True)
-            assert [(event.data, event.last_id) for event in events_in(stream)] == [
+            assert [(frame.data, frame.id) for frame in frames_in(stream)] == [
                 ("Hel", "1-0"),
                 ("lo\u2028!", "3-0"),
-                ("[DONE]", "3-0"),
+                ("[DONE]", ""),
             ]
 
     asyncio.run(scenario())
@@ -197,7 +197,7 @@ def test_text_with_newlines_arrives_with_its_newlines_in_mini_sglangs_form(redis
                 await asyncio.to_thread(stages.say, uid, n, tokens(n, text), frontend="web-0")
             await asyncio.to_thread(stages.say, uid, 3, finished(3), frontend="web-0")
             _, stream = await answer
-            assert "".join(event.data for event in events_in(stream)) == "one\ntwo\n\n three[DONE]"
+            assert "".join(frame.data for frame in frames_in(stream)) == "one\ntwo\n\n three[DONE]"
 
     with closing(Stages(redis_url)) as stages:
         stages.say_phase("ready")
@@ -216,8 +216,8 @@ def test_a_failure_in_mini_sglangs_form_is_no_text(redis_url: str, stand_in: Sta
     async def scenario() -> None:
         async with site(redis_url) as here:
             _, stream = await streamed(here, {"prompt": "break"})
-            text, error, done = events_in(stream)
-            assert (text.data, error.name, done.data) == ("x", "error", "[DONE]")
+            text, error, done = frames_in(stream)
+            assert (text.data, error.kind, done.data) == ("x", "error", "[DONE]")
             assert json.loads(error.data)["error"]["code"] == "engine_error"
 
     asyncio.run(scenario())
@@ -229,8 +229,8 @@ def test_our_own_bug_in_mini_sglangs_form_is_no_text(
     async def scenario() -> None:
         async with site(redis_url) as here:
             _, stream = await streamed(here, {"prompt": "endless"})
-            *_, error, done = events_in(stream)
-            assert (error.name, done.data) == ("error", "[DONE]") and "a secret" not in error.data
+            *_, error, done = frames_in(stream)
+            assert (error.kind, done.data) == ("error", "[DONE]") and "a secret" not in error.data
 
     good = [1]
 

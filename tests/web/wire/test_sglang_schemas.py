@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from event_stream import events_in
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ops.sse_reader import frames_in
 from pipeline.errors import RequestError
 from pipeline.events import (
     Admitted,
@@ -456,7 +456,7 @@ def test_frames_have_no_ids_and_no_comments_for_sglangs_clients_take_every_line_
     frames = ENDPOINTS[GENERATE_ENDPOINT].frames(UID, events)
     stream = frames.of(ANSWER[0]) + frames.waiting + frames.of(ended(finished(n=1)))
     assert [document["text"] for document in documents(stream)] == ["Hel", "Hel"]
-    assert [json.loads(event.data)["text"] for event in events_in(stream)] == ["Hel", "Hel"], "a browser reads the same"
+    assert [json.loads(frame.data)["text"] for frame in frames_in(stream)] == ["Hel", "Hel"], "a browser reads the same"
 
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\u0085b\n\r\n", "\x00\x1e"])
@@ -497,7 +497,7 @@ def test_what_is_not_for_clients_makes_no_frame() -> None:
 
 def texts(stream: bytes) -> str:
     """Return what a page hears of a stream of text."""
-    return "".join(event.data for event in events_in(stream) if event.name == "message")
+    return "".join(frame.data for frame in frames_in(stream) if not frame.kind)
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def texts(stream: bytes) -> str:
 def test_a_text_arrives_as_it_is_whatever_lines_it_has(text: str) -> None:
     stream = streamed({"prompt": "a"}, tokens(1, text), tokens(2, "."), ended(finished()))
     assert texts(stream) == text + "."
-    assert [event.last_id for event in events_in(stream)] == (["1-0"] if text else []) + ["2-0"]
+    assert [frame.id for frame in frames_in(stream)] == (["1-0"] if text else []) + ["2-0"]
 
 
 @given(st.lists(st.text(alphabet="ab\r\n []DONE", max_size=8), max_size=8))
@@ -515,7 +515,7 @@ def test_line_breaks_arrive_as_newlines_and_nothing_is_taken_for_the_end(parts: 
     stream = streamed({"prompt": "a"}, *given, ended(finished()))
     expected = "".join([*parts, "[DONE]"]).replace("\r\n", "\n").replace("\r", "\n")
     assert texts(stream) == expected
-    assert "[DONE]" not in [event.data for event in events_in(stream)]
+    assert "[DONE]" not in [frame.data for frame in frames_in(stream)]
 
 
 def test_a_text_without_tokens_to_show_makes_no_event() -> None:
@@ -524,5 +524,5 @@ def test_a_text_without_tokens_to_show_makes_no_event() -> None:
 
 def test_an_error_is_an_event_of_its_own_that_no_text_can_be() -> None:
     failed = Failed(status=500, code="engine_error", message="It broke.")
-    *_, error = events_in(streamed({"prompt": "a"}, tokens(1, "x"), ended(failed)))
-    assert (error.name, error.last_id, json.loads(error.data)["error"]["code"]) == ("error", SEAL, "engine_error")
+    *_, error = frames_in(streamed({"prompt": "a"}, tokens(1, "x"), ended(failed)))
+    assert (error.kind, error.id, json.loads(error.data)["error"]["code"]) == ("error", SEAL, "engine_error")

@@ -1,4 +1,4 @@
-"""The gate of the feed-forward part."""
+"""The activation of the feed-forward part."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from stages.generate.model.layers.mlp import Mlp
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Each expert computes all its tokens of a step together; those that got none cost nothing."""
+    """Each expert computes all its tokens of a step together. An expert without tokens costs nothing."""
 
     router: Linear
     experts: Sequence[Mlp]
@@ -27,7 +27,7 @@ class Experts:
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return y_TE.
 
-        The experts of a token are added in their own order, whoever else is in the batch.
+        The experts of a token are always added in the same order, whatever else is in the batch.
         """
         weights_P, experts_P = self._route(x_TE)
         order_P = experts_P.argsort(stable=True)
@@ -42,7 +42,7 @@ class Experts:
         return y_TE
 
     def _route(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for each pair its weight and its expert; the softmax is in float32 and over all experts."""
+        """Return the weight and the expert of each pair; the softmax is in float32 and over all experts."""
         weights_TC, experts_TC = self.router(x_TE).float().softmax(dim=-1).topk(self.experts_per_token, dim=-1)
         if self.normalize:
             weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""y = W x + b. On a CPU W can be packed: laid out once as oneDNN reads it, instead of at every multiplication."""
+"""y = W x + b. On a CPU W can be packed: brought into oneDNN's layout once, instead of at every multiplication."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 # T = packed tokens, I = inputs, O = outputs
 
 ROUNDED = ((32, 1), (128, 8), (512, 32))
-"""(rows, step): up to so many rows their number is rounded up to a multiple of the step."""
+"""(rows, step): up to this number of rows, the number is rounded up to a multiple of the step."""
 LARGEST_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A weight that is multiplied with, plain or packed; `bias_O` is None where the architecture has none."""
+    """A weight, plain or packed, and its bias; `bias_O` is None if the architecture has none."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
@@ -35,25 +35,25 @@ class Linear:
 
 
 def computed_rows(num_rows: int) -> int:
-    """Return how many rows oneDNN is given to multiply *num_rows*.
+    """Return the number of rows that oneDNN multiplies for *num_rows*.
 
-    It compiles code for each number of rows that it sees, for each shape of weight, and keeps it: half a megabyte and a
-    millisecond or two. Decode batches are few, and exact; prompts come in every length, and are rounded up.
+    For each number of rows and shape of weight it compiles code and keeps it, at half a megabyte and a millisecond or
+    two. Decode batches have few sizes and are not rounded. Prompts come in every length and are rounded up.
     """
     step = next((step for most, step in ROUNDED if num_rows <= most), LARGEST_STEP)
     return -(-num_rows // step) * step
 
 
 def pack(weight_OI: Tensor) -> Tensor:
-    """Return *weight_OI* in oneDNN's blocked layout, of which only `Linear` can make use."""
+    """Return *weight_OI* in oneDNN's blocked layout, which only `Linear` can use."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
     return packed
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Say whether this torch, on this CPU, multiplies with packed weights of *dtype*.
+    """Return whether this torch can multiply with packed weights of *dtype* on this CPU.
 
-    The two operations are private ones that torch's own compiler uses, so they are tried instead of assumed.
+    The two operations are private to torch's own compiler, so this function tries them.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -62,6 +62,6 @@ def can_pack(dtype: torch.dtype) -> bool:
     expected_TO = F.linear(x_TI.float(), weight_OI.float(), bias_O.float())
     try:
         y_TO = Linear(pack(weight_OI), bias_O)(x_TI)
-    except (RuntimeError, NotImplementedError, AttributeError):  # not built in, not for this dtype, gone
+    except (RuntimeError, NotImplementedError, AttributeError):  # not built in, not for this dtype, or removed
         return False
     return y_TO.dtype == dtype and torch.allclose(y_TO.float(), expected_TO, rtol=0.02, atol=0.02)

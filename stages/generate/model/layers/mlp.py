@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer, dense. What else it may be is in `experts.py`."""
+"""The dense feed-forward part of a layer. The other kind is in `experts.py`."""
 
 from __future__ import annotations
 

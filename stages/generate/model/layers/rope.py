@@ -1,7 +1,7 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864), and how it is stretched for long contexts.
 
-A rotation depends on the position alone, never on the request: requests share pages and batches. What each kind does to
-the frequencies is what transformers' `modeling_rope_utils` does.
+A rotation depends on the position alone, never on the request, because requests share pages and batches. The
+frequencies of each kind are those of transformers' `modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stages.generate.model.spec import RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A rope with what can be computed of it ahead."""
+    """A rope and what can be computed before the first step."""
 
     spec: RopeSpec
     exponent_F: Tensor
     """Frequency = theta ** -exponent, before it is stretched."""
     freq_F: Tensor
-    """Radians per position, float32; of dynamic, at the positions that the model was trained with."""
+    """Radians per position, float32; for dynamic, those within the context of the training."""
 
 
 def make_rope(spec: RopeSpec, head_dim: int, device: torch.device) -> Rope:
@@ -42,11 +42,10 @@ def make_rope(spec: RopeSpec, head_dim: int, device: torch.device) -> Rope:
 
 
 def rope_tables(rope: Rope, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos_T1D and sin_T1D for one step, as `apply_rope` wants them: the first half of the sines is negative.
+    """Return cos_T1D and sin_T1D for one step, as `apply_rope` takes them: the first half of the sines is negated.
 
-    Computed in float32 (bfloat16 cannot count beyond 256), cast at the end.
-
-    Computed per step instead of looked up: a table for 131,072 positions would take more memory than it saves time.
+    Computed in float32 (bfloat16 cannot count beyond 256), cast at the end. Computed in each step, because a table for
+    131,072 positions would take much memory and save little time.
     """
     freq = _dynamic_frequencies(rope, positions_T) if rope.spec.kind == "dynamic" else rope.freq_F
     angle_T1F = (positions_T.float()[:, None] * freq)[:, None]
@@ -63,11 +62,11 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 
 def _dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
-    """Return freq_TF: a token at position p turns as fast as transformers lets it when p + 1 tokens are there.
+    """Return freq_TF: the token at position p has the frequencies that transformers uses for p + 1 tokens.
 
-    So it is what transformers computes token by token on its cache. Where transformers computes a prompt at once that
-    is longer than the training context, it turns all its tokens by the speed of the last one, which no engine that
-    shares pages between requests can do.
+    So the result is that of transformers when it computes token by token. When transformers computes a prompt at once
+    that is longer than the context of the training, it uses the frequencies of the last token for all. An engine that
+    shares pages between requests cannot do that.
     """
     spec = rope.spec
     trained = spec.original_max_positions
@@ -78,7 +77,7 @@ def _dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
 
 
 def _llama3_kept(spec: RopeSpec, freq_F: Tensor) -> Tensor:
-    """Llama 3.1: waves that fit often into the training context are kept, long ones stretched, by their turns in it."""
+    """Llama 3.1: waves with many turns in the training context are kept, those with few are stretched."""
     turns_F = spec.original_max_positions * freq_F / (2 * math.pi)
     return ((turns_F - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
 
@@ -87,14 +86,14 @@ def _yarn_kept(spec: RopeSpec, head_dim: int) -> Tensor:
     """YaRN (https://arxiv.org/abs/2309.00071): as Llama 3.1, but the ramp is over the dimensions, not the turns."""
 
     def dimension(turns: float) -> float:
-        """Return where in the head the wave turns so often in the training context."""
+        """Return the dimension whose wave makes so many *turns* in the training context."""
         return head_dim * math.log(spec.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001  # as transformers avoids the division by 0
+    width = high - low or 0.001  # avoids a division by 0, as transformers does
     return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
 
 

@@ -23,7 +23,8 @@ from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.resolve import resolve_dtype
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 
 PAGE_SIZE, NUM_PAGES, MAX_SEQ_LEN = 4, 128, 160
 GREEDY = SamplingParams(temperature=0)

@@ -17,7 +17,8 @@ from stages.generate.forward.scores import LEAST, scores_of
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
 from stages.generate.schedule.plan import RowScores
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 
 PROMPT = random.Random(3).choices(range(4, 480), k=61)
 OTHER = random.Random(4).choices(range(4, 480), k=23)

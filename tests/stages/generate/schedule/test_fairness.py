@@ -9,7 +9,8 @@ import pytest
 from pipeline.events import EventRow, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import CACHES, make_cache
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 
 LONG = 2000
 MIXED, PREFILL = 16, 2048

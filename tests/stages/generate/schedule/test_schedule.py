@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.schedule import Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 
 EOS = 99
 PAGE_SIZE = 4

@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from selection import by_night
 
 from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan, PlanRow
-from stages.generate.schedule.schedule import MOST_TAKEN, Identity, NewRequest, Schedule, ScheduleLimits
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import MOST_TAKEN, Identity, Schedule, ScheduleLimits
 
 EOS = 9
 LETTERS = st.integers(0, 2)
 """Few tokens, so that prefixes are shared."""
 WHICH = st.integers(0, 99)
-STORIES = settings(max_examples=200, stateful_step_count=40, deadline=None)
+STORIES = settings(max_examples=by_night(60, 200), stateful_step_count=40, deadline=None)
 
 
 def next_token(tokens: tuple[int, ...]) -> int:

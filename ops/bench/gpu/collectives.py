@@ -1,0 +1,138 @@
+"""Phase `collectives`: NCCL with one rank, and two processes over gloo on one device: what ranks would pay a step.
+
+Run as a program it is one rank: `python -m ops.bench.gpu.collectives BACKEND DEVICE SIZE RANK RANKS FILE`, a line of
+JSON for each measurement of rank 0 on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt
+
+GROUPS: Final = (("nccl x1", "nccl", "cuda", 1), ("gloo x2 GPU", "gloo", "cuda", 2), ("gloo x2 CPU", "gloo", "cpu", 2))
+FRAME_NUMBERS: Final = 1024
+"""int32: the 4 KB of a batch plan."""
+HIDDEN: Final = (1024, 4096)
+ROWS: Final = (1, 256)
+ROUNDS: Final = {"toy": 3, "small": 20, "full": 50}
+TIMEOUT_S: Final = 60.0
+
+
+def run(scale: Scale, report: Report) -> None:
+    """Measure each backend where it can run."""
+    for name, backend, device, ranks in GROUPS:
+        with attempt(report, name):
+            if device == "cuda" and scale.device != "cuda":
+                raise Skip("needs a GPU")
+            _measure(scale, report, name, backend, device, ranks)
+
+
+def _measure(scale: Scale, report: Report, name: str, backend: str, device: str, ranks: int) -> None:
+    """Start *ranks* processes and report what rank 0 says, each item behind *name*.
+
+    Raises:
+        RuntimeError: One of them failed; the message has the last it said.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        meeting = Path(folder) / "ranks"
+        processes = [
+            stack.enter_context(_started(backend, device, scale.size, rank, ranks, meeting)) for rank in range(ranks)
+        ]
+        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    for rank, (process, (_, said)) in enumerate(zip(processes, outputs, strict=True)):
+        if process.returncode:
+            last = (said.strip().splitlines() or ["nothing"])[-1]
+            raise RuntimeError(f"rank {rank} ended with {process.returncode}; the last it said: {last}")
+    for line in outputs[0][0].splitlines():
+        if line.startswith('{"what"'):
+            figures = json.loads(line)
+            report(f"{name}: {figures.pop('what')}", ok=figures.pop("ok"), **figures)
+
+
+@contextlib.contextmanager
+def _started(
+    backend: str, device: str, size: str, rank: int, ranks: int, meeting: Path
+) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, backend, device, size, str(rank), str(ranks), str(meeting)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one rank."""
+    import torch
+    import torch.distributed as dist
+
+    backend, device_name, size, rank_text, ranks_text, meeting = arguments
+    rank, ranks, rounds = int(rank_text), int(ranks_text), ROUNDS[size]
+    device = torch.device(device_name, 0) if device_name == "cuda" else torch.device("cpu")
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def tell(what: str, *, ok: bool | None, **figures: float) -> None:
+        if rank == 0:
+            print(json.dumps({"what": what, "ok": ok, **figures}), flush=True)
+
+    def median_us(action: Callable[[], object]) -> float:
+        took = []
+        for _ in range(3 + rounds):
+            dist.barrier()
+            wait()
+            began_s = time.perf_counter()
+            action()
+            wait()
+            took.append(time.perf_counter() - began_s)
+        return statistics.median(took[3:]) * 1e6
+
+    torch.ones(1, device=device)  # CUDA's own start is not that of the group
+    wait()
+    began_s = time.perf_counter()
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    first = torch.full((4,), float(rank + 1), device=device)
+    dist.all_reduce(first)  # the first of NCCL builds its communicator
+    wait()
+    expected = float(ranks * (ranks + 1) // 2)
+    tell("start", ok=bool((first == expected).all()), s=time.perf_counter() - began_s)
+
+    frame = torch.arange(FRAME_NUMBERS, dtype=torch.int32, device=device) * (rank == 0)
+    dist.broadcast(frame, 0)
+    same = torch.equal(frame.cpu(), torch.arange(FRAME_NUMBERS, dtype=torch.int32))
+    tell("broadcast of 4 KB", ok=same, us=median_us(lambda: dist.broadcast(frame, 0)))
+
+    for name, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
+        for hidden in HIDDEN[: 1 if size == "toy" else None]:
+            figures = {}
+            for rows in ROWS:
+                values = torch.zeros(rows, hidden, dtype=dtype, device=device)
+                figures[f"rows_{rows}_us"] = median_us(lambda values=values: dist.all_reduce(values))  # type: ignore[misc]
+            tell(f"all-reduce {name} x {hidden}", ok=None, **figures)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""What a CUDA graph does for a decode step of our decoder: is a replay the eager step, and how much time does it save?
+
+Three kinds of attention are tried. Today's reference takes its lengths from the host, so a graph of it serves the
+lengths that it was recorded with. The one written here takes them from a tensor, and so does FlashInfer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from ops.bench.gpu import flashinfer as fi
+from ops.bench.gpu.capture import capture
+from ops.bench.gpu.flashinfer_build import spec_of
+from ops.bench.gpu.pages import make_plan
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt, error_text
+from ops.bench.gpu.timing import median_s, wait
+from ops.bench.models import SHAPES, Shape, write_config
+from stages.generate.attention import Attend, AttentionShape
+from stages.generate.attention.reference import ReferenceAttention
+from stages.generate.forward.batch import ForwardBatch, build_batch
+from stages.generate.forward.weights import dummy_weights
+from stages.generate.kvcache.pool import allocate
+from stages.generate.model.decoder import Decoder
+from stages.generate.model.spec import ModelSpec, read_spec
+
+# B = decode rows, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, N = pages of a row,
+# C = slots of them, E = hidden size
+
+PAGE_SIZE: Final = 16
+TINY: Final = Shape(64, 2, 4, 2, 16, 96, 512, 10_000.0, 4096)
+TIMED: Final = {"toy": TINY, "small": Shape(256, 4, 8, 2, 64, 512, 2000, 10_000.0, 4096), "full": SHAPES["0.6b"]}
+NUM_ROWS: Final = {"toy": (1, 3), "small": (1, 8), "full": (1, 32, 256)}
+MOST_REFERENCE_ROWS: Final = 32
+"""Today's reference launches its kernels row by row: a graph of more rows has more than 100,000."""
+CONTEXT: Final = {"toy": 40, "small": 256, "full": 512}
+TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+"""Of ||x - reference|| / ||reference||, over the hidden states; 28 layers in bfloat16 with random weights have 0.05."""
+ROUNDS: Final = 5
+
+
+class Steps(Protocol):
+    """An attention whose lengths may change after it was captured."""
+
+    def load(self, batch: ForwardBatch) -> Attend:
+        """Take in the pages and lengths of *batch*, and return the function that the layers call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder with random weights and pages."""
+
+    spec: ModelSpec
+    decoder: Decoder
+    kv_L2PKSD: Tensor
+    shape: AttentionShape
+
+
+def run(scale: Scale, report: Report) -> None:
+    """Report equality in float32 with a small model, then times."""
+    device = torch.device(scale.device)
+    timed_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with attempt(report, "float32"):
+        model = _model(TINY, torch.float32, device, 3, CONTEXT["toy"])
+        _try_reference("float32 reference attention", model, 3, CONTEXT["toy"], device, report)
+        item = "float32 static attention"
+        with attempt(report, item):
+            _try(
+                item, model, StaticAttention(model.shape, 3, CONTEXT["toy"], device), 3, CONTEXT["toy"], device, report
+            )
+    with attempt(report, "decode"):
+        context = CONTEXT[scale.size]
+        model = _model(TIMED[scale.size], timed_dtype, device, max(NUM_ROWS[scale.size]), context)
+        for num_rows in NUM_ROWS[scale.size]:
+            if num_rows <= MOST_REFERENCE_ROWS:
+                _try_reference(f"reference attention, {num_rows} rows", model, num_rows, context, device, report)
+            item = f"static attention, {num_rows} rows"
+            with attempt(report, item):
+                _try(
+                    item,
+                    model,
+                    StaticAttention(model.shape, num_rows, context, device),
+                    num_rows,
+                    context,
+                    device,
+                    report,
+                )
+            item = f"FlashInfer, {num_rows} rows"
+            with attempt(report, item):
+                library = _library(model.shape, device)
+                _try(
+                    item,
+                    model,
+                    FlashInferSteps(library, model.shape, num_rows, context, device),
+                    num_rows,
+                    context,
+                    device,
+                    report,
+                )
+
+
+class StaticAttention:
+    """Decode rows on a table of one width, in torch's own operations; whatever is beyond a length is hidden."""
+
+    def __init__(self, shape: AttentionShape, num_rows: int, context: int, device: torch.device) -> None:
+        self._shape = shape
+        num_pages = -(-context // shape.page_size)
+        self._table_BN = torch.zeros(num_rows, num_pages, dtype=torch.long, device=device)
+        self._slots_B = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self._lengths_B = torch.ones(num_rows, dtype=torch.long, device=device)
+        self._position_C = torch.arange(num_pages * shape.page_size, device=device)
+
+    def load(self, batch: ForwardBatch) -> Attend:
+        """See `Steps`."""
+        self._table_BN.zero_()
+        self._table_BN[:, : batch.page_table_BN.shape[1]] = batch.page_table_BN
+        self._slots_B.copy_(batch.slots_T)
+        self._lengths_B.copy_(torch.tensor(batch.seq_lens))
+        return self._attend
+
+    def _attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+        shape = self._shape
+        store(kv_2PKSD, k_BKD, v_BKD, self._slots_B)
+        seen_B11C = (self._position_C < self._lengths_B[:, None])[:, None, None]
+        k_BKCD, v_BKCD = (self._gather(pages_PKSD) for pages_PKSD in kv_2PKSD)
+        q_BKGD = q_BHD.reshape(len(q_BHD), shape.num_kv_heads, -1, shape.head_dim)
+        scores_BKGC = (q_BKGD @ k_BKCD.transpose(2, 3)).float() * shape.head_dim**-0.5
+        p_BKGC = scores_BKGC.masked_fill(~seen_B11C, float("-inf")).softmax(-1).to(q_BHD.dtype)
+        o_BKGD: Tensor = p_BKGC @ v_BKCD
+        return o_BKGD.view(q_BHD.shape)
+
+    def _gather(self, pages_PKSD: Tensor) -> Tensor:
+        """Return a row's slots one after the other; what nobody wrote is 0 instead of, perhaps, NaN."""
+        return pages_PKSD[self._table_BN].transpose(1, 2).flatten(2, 3).nan_to_num()
+
+
+class FlashInferSteps:
+    """Decode rows by FlashInfer's wrapper in fixed buffers."""
+
+    def __init__(self, library: Any, shape: AttentionShape, num_rows: int, context: int, device: torch.device) -> None:
+        self._shape = shape
+        workspace = torch.zeros(fi.WORKSPACE_BYTES["full"], dtype=torch.uint8, device=device)
+        self._wrapper = fi.graph_wrapper(library, workspace, num_rows, num_rows * -(-context // shape.page_size))
+        self._slots_B = torch.zeros(num_rows, dtype=torch.long, device=device)
+
+    def load(self, batch: ForwardBatch) -> Attend:
+        """See `Steps`."""
+        self._slots_B.copy_(batch.slots_T)
+        fi.plan_decode(self._wrapper, self._shape, fi.indices_of(batch, self._shape.page_size))
+        return self._attend
+
+    def _attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+        store(kv_2PKSD, k_BKD, v_BKD, self._slots_B)
+        o_BHD: Tensor = self._wrapper.run(q_BHD.contiguous(), (kv_2PKSD[0], kv_2PKSD[1]))
+        return o_BHD
+
+
+def store(kv_2PKSD: Tensor, k_BKD: Tensor, v_BKD: Tensor, slots_B: Tensor) -> None:
+    """Write keys and values to slot = page * S + offset."""
+    page_size = kv_2PKSD.shape[3]
+    pages_B, offsets_B = slots_B // page_size, slots_B % page_size
+    kv_2PKSD[0, pages_B, :, offsets_B] = k_BKD
+    kv_2PKSD[1, pages_B, :, offsets_B] = v_BKD
+
+
+def _library(shape: AttentionShape, device: torch.device) -> Any:
+    """Return FlashInfer, if its module for *shape* is compiled.
+
+    Raises:
+        Skip: It is not, or cannot be imported.
+    """
+    if device.type != "cuda":
+        raise Skip("FlashInfer computes on CUDA devices alone")
+    fi.find_tools()
+    library = fi.import_library()
+    if not spec_of(shape.head_dim, windowed=False).is_compiled:
+        raise Skip(f"the module for head_dim {shape.head_dim} is not compiled; the phase flashinfer compiles it")
+    return library
+
+
+def _model(shape: Shape, dtype: torch.dtype, device: torch.device, num_rows: int, context: int) -> Model:
+    """Return a model with random weights, and enough random pages."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(shape, Path(folder))
+        spec = read_spec(Path(folder))
+    num_pages = make_plan(((context - 1, 1),) * num_rows, PAGE_SIZE)[2]
+    kv_L2PKSD = allocate(spec, num_pages, PAGE_SIZE, dtype, device).normal_()
+    decoder = Decoder(spec, dummy_weights(spec, dtype=dtype, device=device))
+    return Model(spec, decoder, kv_L2PKSD, AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE))
+
+
+def _batch(model: Model, rows: Sequence[int], device: torch.device, seed: int = 0) -> ForwardBatch:
+    """Return decode rows of these lengths before the step."""
+    plan, tables, _ = make_plan([(start, 1) for start in rows], PAGE_SIZE, seed=seed, vocab_size=model.spec.vocab_size)
+    tables.update(plan.rows)
+    return build_batch(plan, tables, device)
+
+
+@torch.inference_mode()
+def _try_reference(item: str, model: Model, num_rows: int, context: int, device: torch.device, report: Report) -> None:
+    """Capture a step with today's reference attention; that it cannot be captured would be no fault."""
+    batch = _batch(model, _lengths(num_rows, context)[0], device)
+    attend = ReferenceAttention(model.shape).plan(batch)
+    held: dict[str, Tensor] = {}
+
+    def step() -> None:
+        held["x_BE"] = model.decoder.forward(batch, attend, model.kv_L2PKSD)
+
+    with attempt(report, item):
+        step()
+        eager_BE = held["x_BE"].clone()
+        eager_s = median_s(step, device, rounds=ROUNDS)
+        try:
+            captured = capture(step, device)
+        except Skip as why:
+            report(item, captured=False, skipped=str(why), eager_ms=1e3 * eager_s)
+            return
+        except Exception as error:  # whatever a capture does not allow
+            report(item, captured=False, why=error_text(error), eager_ms=1e3 * eager_s)
+            return
+        captured.replay()
+        wait(device)
+        same = bool(torch.equal(held["x_BE"], eager_BE))
+        replay_s = median_s(captured.replay, device, rounds=ROUNDS)
+        report(item, ok=same, captured=True, replay_is_eager=same, eager_ms=1e3 * eager_s, replay_ms=1e3 * replay_s)
+
+
+def _lengths(num_rows: int, context: int) -> tuple[list[int], list[int]]:
+    """Return the lengths before the step that is captured, and those before another one."""
+    return [context - 1] * num_rows, [(7 * row + context // 2) % context for row in range(num_rows)]
+
+
+def _restorer(kv_L2PKSD: Tensor, slots_X: Tensor) -> Callable[[], None]:
+    """Return what gives some slots the values back that they have now."""
+    pages_X, offsets_X = slots_X // PAGE_SIZE, slots_X % PAGE_SIZE
+    saved = kv_L2PKSD[:, :, pages_X, :, offsets_X].clone()
+
+    def restore() -> None:
+        kv_L2PKSD[:, :, pages_X, :, offsets_X] = saved
+
+    return restore
+
+
+@torch.inference_mode()
+def _try(
+    item: str, model: Model, steps: Steps, num_rows: int, context: int, device: torch.device, report: Report
+) -> None:
+    """Capture a step, replay it on its lengths and on others; compare with eager steps, and with the reference."""
+    batches = [_batch(model, rows, device, seed=seed) for seed, rows in enumerate(_lengths(num_rows, context))]
+    static = batches[0]
+    token_ids_B, positions_B = static.token_ids_T.clone(), static.positions_T.clone()
+    attend = steps.load(static)
+    held: dict[str, Tensor] = {}
+    batch = replace(static, token_ids_T=token_ids_B, positions_T=positions_B)  # what a graph reads
+
+    def step() -> None:
+        held["x_BE"] = model.decoder.forward(batch, attend, model.kv_L2PKSD)
+
+    restore = _restorer(model.kv_L2PKSD, torch.cat([which.slots_T for which in batches]))
+
+    def load(which: ForwardBatch) -> None:
+        restore()  # what another batch wrote is what this one reads
+        token_ids_B.copy_(which.token_ids_T)
+        positions_B.copy_(which.positions_T)
+        steps.load(which)
+
+    eager, error = [], 0.0
+    for which in batches:
+        load(which)
+        step()
+        eager.append(held["x_BE"].clone())
+        reference_BE = model.decoder.forward(which, ReferenceAttention(model.shape).plan(which), model.kv_L2PKSD)
+        distance = float((eager[-1] - reference_BE).double().norm() / reference_BE.double().norm())
+        error = distance if distance != distance else max(error, distance)
+    figures: dict[str, object] = {"distance_from_reference": error if error == error else None}
+    right = error <= TOLERANCE[reference_BE.dtype]
+    load(static)
+    eager_s = median_s(step, device, rounds=ROUNDS)
+    figures |= {"eager_ms": 1e3 * eager_s, "eager_tokens_per_s": num_rows / eager_s}
+    try:
+        captured = capture(step, device)
+    except Skip as why:
+        report(item, ok=right, captured=False, why=str(why), **figures)
+        return
+    same, apart = [], 0.0
+    for which, eager_BE in zip(batches, eager, strict=True):
+        load(which)
+        captured.replay()
+        wait(device)
+        same.append(bool(torch.equal(held["x_BE"], eager_BE)))
+        apart = max(apart, float((held["x_BE"] - eager_BE).abs().nan_to_num(1e9).max()))
+    load(static)
+    replay_s = median_s(captured.replay, device, rounds=ROUNDS)
+    report(
+        item,
+        ok=right and all(same),
+        captured=True,
+        replay_is_eager=same[0],
+        replay_is_eager_at_other_lengths=same[1],
+        replay_minus_eager=apart,
+        replay_ms=1e3 * replay_s,
+        replay_tokens_per_s=num_rows / replay_s,
+        **figures,
+    )

@@ -1,0 +1,141 @@
+"""Does this device draw the tokens that the CPU draws? A token is a function of its logits, its parameters and (seed,
+position): alone, in a batch, and wherever it is computed. And what a sampled row costs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ops.bench.gpu.phase import Report, Scale, attempt
+from ops.bench.gpu.timing import median_s
+from pipeline.events import SamplingParams
+from stages.generate.forward.sampler import sample
+from stages.generate.schedule.plan import Sample
+
+# R = rows that sample, V = vocabulary
+
+VOCAB_SIZES: Final = {"toy": (1000,), "small": (1000, 151_936), "full": (1000, 151_936)}
+ROUNDS: Final = {"toy": 1, "small": 1, "full": 4}
+"""Times that all parameter sets are tried, with other logits and seeds."""
+TIMED_ROWS: Final = {"toy": (1, 4), "small": (1, 32), "full": (1, 32, 256)}
+SHOWN: Final = 3
+"""Mismatches that are described."""
+
+PARAMS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "warm": {"temperature": 1.7},
+    "cold": {"temperature": 0.01},
+    "top_k": {"top_k": 50},
+    "top_k 1": {"top_k": 1},
+    "top_k of all": {"top_k": 100_000_000},
+    "top_p": {"top_p": 0.9},
+    "tiny top_p": {"top_p": 1e-6},
+    "wide top_p": {"top_p": 0.9999},
+    "min_p": {"min_p": 0.05},
+    "all three": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "greedy penalties": {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 0.8},
+    "bias": {"logit_bias": ((3, 5.0), (7, -100.0), (11, 20.5), (10**9, 1.0))},
+    "allowed": {"allowed_token_ids": (2, 5, 17, 400)},
+    "forbidden": {"temperature": 0.9},
+}
+FORBIDDEN: Final = (0, 1, 9, 10**9)
+"""Of the set `forbidden`."""
+TIMED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "top_p": {"temperature": 0.8, "top_p": 0.95, "top_k": 50},
+    "penalties": PARAMS["penalties"],
+}
+
+
+def run(scale: Scale, report: Report) -> None:
+    """Report mismatches of each kind of logits, then times."""
+    device = torch.device(scale.device)
+    for vocab_size in VOCAB_SIZES[scale.size]:
+        for kind in LOGITS:
+            item = f"{kind} logits, vocabulary of {vocab_size}"
+            with attempt(report, item):
+                _compare(report, item, kind, vocab_size, device, ROUNDS[scale.size])
+        for name in TIMED:
+            for num_rows in TIMED_ROWS[scale.size]:
+                item = f"time of {name}, {num_rows} rows, vocabulary of {vocab_size}"
+                with attempt(report, item):
+                    _time(report, item, name, num_rows, vocab_size, device)
+
+
+def _normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return 4 * torch.randn(shape, generator=generator)
+
+
+def _tied(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Logits as a model in bfloat16 gives them: many are equal."""
+    return _normal(shape, generator).bfloat16().float()
+
+
+def _flat(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """A handful of values: every border of top_k, top_p and min_p lies amid equals."""
+    return torch.randint(5, shape, generator=generator).float()
+
+
+def _sharp(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return 40 * torch.randn(shape, generator=generator)
+
+
+LOGITS: Final = {"normal": _normal, "bfloat16": _tied, "flat": _flat, "sharp": _sharp}
+
+
+def _samples(names: Sequence[str], vocab_size: int, seed: int) -> list[Sample]:
+    draw = random.Random(seed)
+    samples = []
+    for name in names:
+        tokens = draw.choices(range(vocab_size), k=60)
+        params = SamplingParams(**PARAMS[name], seed=draw.getrandbits(62))
+        forbidden = FORBIDDEN if name == "forbidden" else ()
+        samples.append(Sample(params, draw.randrange(1, 5000), forbidden, tokens, prompt_length=20))
+    return samples
+
+
+def _compare(report: Report, item: str, kind: str, vocab_size: int, device: torch.device, rounds: int) -> None:
+    """Compare all parameter sets: in a batch on the device, alone on it, with the CPU."""
+    names = list(PARAMS) * rounds
+    logits_RV = LOGITS[kind]((len(names), vocab_size), torch.Generator().manual_seed(vocab_size))
+    samples = _samples(names, vocab_size, seed=vocab_size)
+    expected = sample(logits_RV, samples)
+    there_RV = logits_RV.to(device)
+    found = {
+        "in a batch": sample(there_RV, samples),
+        "alone": [sample(there_RV[row : row + 1], samples[row : row + 1])[0] for row in range(len(names))],
+    }
+    mismatches = [
+        f"{names[row]} {way}: {token} instead of {expected[row]}"
+        for way, tokens in found.items()
+        for row, token in enumerate(tokens)
+        if token != expected[row]
+    ]
+    report(
+        item,
+        ok=not mismatches,
+        rows=len(names),
+        mismatches=len(mismatches),
+        shown="; ".join(mismatches[:SHOWN]),
+        distinct_tokens=len(set(expected)),
+    )
+
+
+def _time(report: Report, item: str, name: str, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    """Measure a whole batch of one kind, with the copy of its tokens to the host that ends a step."""
+    logits_RV = torch.randn(num_rows, vocab_size, device=device).bfloat16().float()
+    draw = random.Random(num_rows)
+    samples = [
+        Sample(SamplingParams(**TIMED[name], seed=row), 100 + row, (), draw.choices(range(vocab_size), k=60), 20)
+        for row in range(num_rows)
+    ]
+    batch_s = median_s(lambda: sample(logits_RV, samples), device, rounds=5)
+    report(item, ms=1e3 * batch_s, us_per_row=1e6 * batch_s / num_rows)

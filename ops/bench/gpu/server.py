@@ -1,0 +1,122 @@
+"""Phase `server`: `minisgl serve` on the device, from its start to 32 streams at once, as a client sees it.
+
+The engine's own time is the sum of its forward passes, as the server's /metrics has it. The rest of the wall time is
+the pipeline's share: HTTP, tokenizers, the log, the schedule.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ops.bench import models, report
+from ops.bench.gpu.phase import Report, Scale, attempt
+from ops.bench.models import Shape
+from ops.bench.peers import Served, our_server
+from ops.bench.prompts import Prompts, Workload
+
+NUM_REQUESTS: Final = 32
+SMALL_SHAPES: Final = {
+    "toy": Shape(64, 2, 4, 2, 16, 192, 2000, 10_000.0, 1024),
+    "5m": Shape(256, 4, 4, 2, 64, 768, 4000, 10_000.0, 1024),
+}
+METRICS_TIMEOUT_S: Final = 15.0
+STEP_SECONDS: Final = "minisgl:step_time_seconds_sum"
+STEPS: Final = "minisgl:step_time_seconds_count"
+TOKENS: Final = "minisgl:generation_tokens_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is served, and how long prompts and answers are."""
+
+    model: str
+    input_tokens: int
+    output_tokens: int
+
+
+SIZES: Final = {
+    "toy": Sizes("toy", 8, 4),
+    "small": Sizes("5m", 32, 16),
+    "full": Sizes("0.6b", 256, 128),
+}
+
+
+def run(scale: Scale, report: Report) -> None:
+    """Start a server, load it, and end it."""
+    sizes = SIZES[scale.size]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        began_s = time.perf_counter()
+        folder = checkpoint(sizes.model, Path(scratch))
+        report("checkpoint", model=sizes.model, written_s=time.perf_counter() - began_s)
+        prompts = Prompts(folder)
+        (data := Path(scratch) / "data").mkdir()
+        flags = ["--model", str(folder), "--device", scale.device]
+        if scale.size == "toy":
+            flags += ["--threads", "1"]  # a test shares its cores, and threads that wait for each other would spin
+        with our_server(data, flags) as (served, ready_s):
+            report("ready", s=ready_s)
+            engine_counts(served.url, 1.0)  # the token that showed that it is ready
+            for name, concurrency in (("one request", 1), (f"{NUM_REQUESTS} requests at once", NUM_REQUESTS)):
+                with attempt(report, name):
+                    _measure(report, served, prompts, sizes, name, concurrency)
+
+
+def checkpoint(model: str, scratch: Path) -> Path:
+    """Return the folder of *model*; a large one is kept in the cache folder for the next run."""
+    if model in SMALL_SHAPES:
+        (folder := scratch / f"minisgl-bench-{model}").mkdir()
+        models.write(SMALL_SHAPES[model], folder)
+        return folder
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minisgl"
+    return models.ensure(model, cache)
+
+
+def _measure(tell: Report, served: Served, prompts: Prompts, sizes: Sizes, name: str, concurrency: int) -> None:
+    """Send *concurrency* requests at once, after as many that warm up, and report what a client sees."""
+    lengths = [(sizes.input_tokens, sizes.output_tokens)] * concurrency
+    warmup, load = (Workload(prompts.drawn(random.Random(seed), lengths), concurrency) for seed in (0, 1))
+    began = engine_counts(served.url, 0.0)
+    served.measure(warmup)
+    before = engine_counts(served.url, began[TOKENS] + warmup.output_tokens)
+    summary = report.summarize(served.measure(load))
+    after = engine_counts(served.url, before[TOKENS] + load.output_tokens)
+    steps, step_s = (after[key] - before[key] for key in (STEPS, STEP_SECONDS))
+    tell(
+        name,
+        ok=summary.output_tokens == load.output_tokens,
+        output_tokens_per_s=summary.output_tokens_per_s,
+        duration_s=summary.duration_s,
+        ttft_ms=summary.ttft_ms.p50,
+        itl_ms=summary.itl_ms.p50,
+        itl_p99_ms=summary.itl_ms.p99,
+        steps=int(steps),
+        step_ms=step_s / steps * 1000 if steps else None,
+        pipeline_share=1 - step_s / summary.duration_s,
+    )
+
+
+def engine_counts(url: str, least_tokens: float) -> dict[str, float]:
+    """Return what the engine has counted once that is *least_tokens*: its counts reach /metrics a second later.
+
+    Raises:
+        RuntimeError: They did not come.
+    """
+    deadline_s = time.monotonic() + METRICS_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        counts = dict.fromkeys((STEP_SECONDS, STEPS, TOKENS), 0.0)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=METRICS_TIMEOUT_S) as answer:
+            for line in answer.read().decode().splitlines():
+                name, _, value = line.partition("{")
+                if name in counts:
+                    counts[name] += float(value.rpartition(" ")[2])
+        if counts[TOKENS] >= least_tokens:
+            return counts
+        time.sleep(0.1)
+    raise RuntimeError(f"/metrics counts {counts[TOKENS]:.0f} tokens where the engine made {least_tokens:.0f}")

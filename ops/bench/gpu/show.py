@@ -1,0 +1,90 @@
+"""The table at the end of a run, for people. All figures are in the JSON; long lists are only counted here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ops.bench.gpu.document import BAD, Document, Item, Phase
+
+WIDTH: Final = 110
+MOST_SHOWN: Final = 8
+"""Of a list, shown as they are; a longer one is counted."""
+
+
+def table(document: Document, console: Console | None = None) -> None:
+    """Print what was found; without a terminal as plain text of at most WIDTH columns."""
+    console = console or Console()
+    console = Console(file=console.file, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+    rows = Table(box=SIMPLE_HEAD, pad_edge=False, width=console.width)
+    rows.add_column("phase", no_wrap=True)
+    rows.add_column("item", max_width=36)
+    rows.add_column("", no_wrap=True)
+    rows.add_column("found", ratio=1, overflow="fold")
+    for phase in document.phases:
+        style = "bold red" if phase.status in BAD else "bold"
+        rows.add_row(Text(phase.name, style=style), Text(outcome(phase, reason=False)), "", Text(phase.reason))
+        for item in phase.items:
+            mark = {True: "ok", False: "WRONG", None: ""}[item.ok] if not item.skipped else "skipped"
+            rows.add_row("", Text(item.item), Text(mark, style="red" if item.ok is False else ""), Text(found(item)))
+        rows.add_section()
+    if console.is_terminal:
+        console.print(rows)
+    else:
+        with console.capture() as plain:
+            console.print(rows)
+        console.file.write("".join(f"{line.rstrip()}\n" for line in plain.get().splitlines()))
+    for line in summary(document):
+        console.print(Text(line))
+
+
+def summary(document: Document) -> Iterator[str]:
+    """Return the last lines: what was cut, what was skipped, what is wrong, how long it took."""
+    if document.cut:
+        yield f"Cut off (--budget {document.budget_s:g}): {', '.join(document.cut)}"
+    if skipped := [phase.name for phase in document.phases if phase.status == "skipped"]:
+        yield f"Skipped: {', '.join(skipped)}"
+    for phase in document.phases:
+        if phase.status in BAD:
+            yield f"{phase.name}: {outcome(phase)}"
+    installed = "" if document.install_s is None else f" after {document.install_s:.1f} s of installation"
+    yield f"{document.device}, size {document.size}: {document.wall_s:.0f} s{installed}"
+
+
+def outcome(phase: Phase, *, reason: bool = True) -> str:
+    """Return in one line what became of *phase*."""
+    took = f", {phase.wall_s:.1f} s" if phase.wall_s else ""
+    return f"{phase.status}{took}{f': {phase.reason}' if reason and phase.reason else ''}"
+
+
+def found(item: Item) -> str:
+    """Return the figures of *item* in one line, and why it is wrong or skipped."""
+    figures = [f"{name} {_text(value)}" for name, value in _flat(item.figures)]
+    return "; ".join(filter(None, (item.skipped, item.error, ", ".join(figures))))
+
+
+def _flat(figures: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, "" if name == "versions" else f"{above}{name}.")
+        else:
+            yield above + name, value
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        if len(value) > MOST_SHOWN or any(isinstance(one, Mapping) for one in value):
+            return f"({len(value)} in the JSON)"
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return str(value)

@@ -1,0 +1,116 @@
+"""Processes that a benchmark starts: a clean environment, output in a file, and an end with all their children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+MINISGL: Final = (sys.executable, str(ROOT / "minisgl.py"))
+STOP_TIMEOUT_S: Final = 45.0
+INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
+TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str],
+    output: Path | None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    fds: Sequence[int] = (),
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run *command* until the block ends, its output appended to a file. Without a file its stdin and stdout are pipes.
+
+    It gets our environment without the MINISGL_ variables, and *environment*.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(output.open("ab")) if output else None
+            stack.enter_context(_uninterrupted())
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if file else subprocess.PIPE,
+                stdout=file or subprocess.PIPE,
+                stderr=file,
+                env=kept | dict(environment or {}),
+                cwd=None if file else ROOT,
+                pass_fds=fds,
+            )
+        yield process
+    finally:
+        if process is not None:
+            _end(process)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM until the block ends: in the middle of Popen they would leave a process behind."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
+
+
+def last_line(output: Path) -> str:
+    """Return the last line of a file, which may be cut off or missing."""
+    return (output.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"])[0]
+
+
+def interrupt_on_sigterm() -> None:
+    """Let SIGTERM end this program as Ctrl-C does: it first ends the processes that it started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    family = _descendants(process.pid)
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        for pid in (process.pid, *family):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Return the CPU time of process *pid* and of its descendants."""
+    return sum(parent_and_cpu_s(one)[1] for one in (pid, *_descendants(pid)))
+
+
+def _descendants(pid: int) -> list[int]:
+    parents = {int(path.name): parent_and_cpu_s(int(path.name))[0] for path in Path("/proc").glob("[0-9]*")}
+    found = [pid]
+    for one in found:  # grows on the way
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def parent_and_cpu_s(pid: int) -> tuple[int, float]:
+    """Return the parent of a process and its CPU time; (0, 0.0) if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0, 0.0
+    fields = text.rpartition(")")[2].split()  # the process's name comes before and may hold anything
+    return int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS_PER_S

@@ -1,0 +1,203 @@
+"""Who sends operations to Redis: one driver for threads, one for asyncio. An error of redis-py becomes one of ours.
+
+Each has two sets of connections. Operations that are safe to run twice go through the client that retries. Those that
+deliver entries, that block, or that build on what was committed before have connections of their own and are never sent
+again: a lost reply may have delivered entries, and behind a broken connection the log may be another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+import redis
+import redis.asyncio
+import redis.exceptions as errors
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.retry import Retry
+
+from pipeline.errors import GroupLost, LogError, LogFull, LogReadOnly, LogUnavailable
+from pipeline.log.address import parse_address
+from pipeline.log.operation import LONGEST_BLOCK_MS, Batch, Command, Operation, Script, Steps, script_sha, script_text
+
+T = TypeVar("T")
+C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
+
+COMMAND_TIMEOUT_S: Final = 3.0
+"""With the one retry of a synchronous command far below the watchdog's patience: an error is progress, too."""
+LONGEST_WAIT_S: Final = LONGEST_BLOCK_MS / 1000 + 2
+
+
+def _raw(client: C) -> C:
+    """Return *client* without redis-py's own parsing of replies: an operation knows what it asked."""
+    client.response_callbacks.clear()
+    return client
+
+
+class Driver:
+    """Sends operations over synchronous connections. One instance per thread."""
+
+    def __init__(self, url: str) -> None:
+        address = parse_address(url)
+        retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
+        self._retrying = _raw(address.client(socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
+        self._once = _raw(address.client(socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
+
+    def close(self) -> None:
+        self._retrying.close()
+        self._once.close()
+
+    def run(self, asked: Operation[T] | Steps[T]) -> T:
+        """Return what the reply to an operation means, or what several operations come to. Raises as the log does."""
+        if isinstance(asked, Script | Command | Batch):
+            return asked.parse(self._send(asked))
+        reply = None
+        while True:
+            try:
+                operation = asked.send(reply)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]  # typeshed leaves the value open
+            reply = self._send(operation)
+
+    def _send(self, operation: Operation[Any]) -> Any:
+        try:
+            if isinstance(operation, Batch):
+                return self._send_batch(operation)
+            client = self._once if operation.once else self._retrying
+            if isinstance(operation, Command):
+                return client.execute_command(*operation.words)
+            args = _script_args(operation)
+            try:
+                return client.execute_command("EVALSHA", script_sha(operation.name), *args)
+            except errors.NoScriptError:
+                return client.execute_command("EVAL", script_text(operation.name), *args)
+        except errors.RedisError as error:
+            raise self._failed(error) from error
+
+    def _send_batch(self, batch: Batch[Any]) -> list[Any]:
+        pipe = self._retrying.pipeline(transaction=False)
+        for words in batch.commands:
+            pipe.execute_command(*words)
+        return _without_missing_groups(pipe.execute(raise_on_error=False))
+
+    def _failed(self, error: errors.RedisError) -> LogError:
+        """Return our exception for *error*. After a failover, the same address may lead to another server."""
+        translated = translate(error)
+        if isinstance(translated, LogReadOnly):
+            self._retrying.connection_pool.disconnect()
+            self._once.connection_pool.disconnect()
+        return translated
+
+
+class AsyncDriver:
+    """Sends operations over connections of asyncio. Any number of tasks may share it."""
+
+    def __init__(self, url: str) -> None:
+        address = parse_address(url)
+        self._retrying = _raw(
+            address.bounded_async_client(
+                max_connections=16,
+                wait_s=COMMAND_TIMEOUT_S,
+                socket_timeout=COMMAND_TIMEOUT_S,
+                retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 3),
+            )
+        )
+        # With a time-out the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
+        self._once = _raw(address.async_client(socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0)))
+
+    async def close(self) -> None:
+        await self._retrying.aclose(close_connection_pool=True)
+        await self._once.aclose(close_connection_pool=True)
+
+    async def run(self, asked: Operation[T] | Steps[T]) -> T:
+        """As Driver.run."""
+        if isinstance(asked, Script | Command | Batch):
+            return asked.parse(await self._send(asked))
+        reply = None
+        while True:
+            try:
+                operation = asked.send(reply)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]  # as in Driver.run
+            reply = await self._send(operation)
+
+    async def _send(self, operation: Operation[Any]) -> Any:
+        try:
+            if isinstance(operation, Batch):
+                return await self._send_batch(operation)
+            if operation.once:
+                return await self._send_once(operation)
+            return await self._send_to(self._retrying, operation)
+        except errors.RedisError as error:
+            raise await self._failed(error) from error
+
+    async def _send_once(self, operation: Script[Any] | Command[Any]) -> Any:
+        try:
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                return await self._send_to(self._once, operation)
+        except TimeoutError as error:
+            raise LogUnavailable(f"no reply within {LONGEST_WAIT_S} s") from error
+
+    async def _send_to(self, client: redis.asyncio.Redis, operation: Script[Any] | Command[Any]) -> Any:
+        if isinstance(operation, Command):
+            return await client.execute_command(*operation.words)
+        args = _script_args(operation)
+        try:
+            return await client.execute_command("EVALSHA", script_sha(operation.name), *args)
+        except errors.NoScriptError:
+            return await client.execute_command("EVAL", script_text(operation.name), *args)
+
+    async def _send_batch(self, batch: Batch[Any]) -> list[Any]:
+        pipe = self._retrying.pipeline(transaction=False)
+        for words in batch.commands:
+            pipe.execute_command(*words)
+        return _without_missing_groups(await pipe.execute(raise_on_error=False))
+
+    async def _failed(self, error: errors.RedisError) -> LogError:
+        """As Driver._failed; only idle connections are closed, because other tasks use the others."""
+        translated = translate(error)
+        if isinstance(translated, LogReadOnly):
+            await self._retrying.connection_pool.disconnect(inuse_connections=False)
+            await self._once.connection_pool.disconnect(inuse_connections=False)
+        return translated
+
+
+def _script_args(script: Script[Any]) -> list[str | int]:
+    return [len(script.keys), *script.keys, *script.args]
+
+
+def _without_missing_groups(replies: Sequence[Any]) -> list[Any]:
+    """Return the replies to a batch, with None for a missing group; raise any other error among them."""
+    for reply in replies:
+        if isinstance(reply, errors.RedisError) and not str(reply).startswith("NOGROUP"):
+            raise reply
+    return [None if isinstance(reply, errors.RedisError) else reply for reply in replies]
+
+
+_IN_SCRIPT = re.compile(r"Error running script \(call to \w+\): @user_script: ?\d+: (@user_script: ?\d+: -)?")
+"""Redis 6.2 puts this before an error inside a script, which makes each a plain ResponseError; 7 does not."""
+
+_FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
+"""Servers say one of these when a script does what its user may not do; a forbidden script call itself is NOPERM."""
+
+
+def translate(error: errors.RedisError) -> LogError:
+    """Return our exception for one of redis-py's."""
+    text = _IN_SCRIPT.sub("", str(error))
+    code = text.partition(" ")[0]
+    if isinstance(error, errors.OutOfMemoryError) or code == "OOM":
+        return LogFull(f"Redis is at its maxmemory and takes no new work: {text}")
+    if isinstance(error, errors.ReadOnlyError) or code == "READONLY":
+        return LogReadOnly(text)
+    if isinstance(error, errors.ConnectionError | errors.TimeoutError):
+        return LogUnavailable(text)
+    if code in ("MISCONF", "BUSY"):
+        return LogUnavailable(text)
+    if isinstance(error, errors.NoPermissionError) or any(words in text for words in _FORBIDDEN):
+        return LogUnavailable(f"{text}; give the user the rights that ops/redis/users.acl has for its role")
+    if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
+        return GroupLost(text)
+    return LogError(text)

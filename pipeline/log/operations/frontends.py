@@ -1,0 +1,238 @@
+"""What a frontend hears, and what `top`, `trace` and the metrics see of the whole log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, replies_of
+from pipeline.log.operation import Batch, Command, Script, Steps, Words, blocking
+from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
+from pipeline.log.protocol import Depth, Entry, Inbox, Occupancy, Reply
+from pipeline.log.replies import (
+    as_text,
+    clock_ms,
+    depths_of,
+    entries_of,
+    first_stream,
+    info_of,
+    lease_of,
+    pending_of,
+    server_of,
+    texts,
+)
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
+from pipeline.names import GENERATE, JANITOR, SEAL, STAGES, TOKENIZED_ID, Names
+
+LIVING_PER_LOOK = 1024
+HELD_PER_LOOK = 128
+"""A snapshot says who has the newest entries of a stream, so many of them."""
+HEAD_ENTRIES = 8
+"""A peek brings no more of what happened to a request before its first token."""
+
+
+def open_replies(names: Names, frontend: str) -> Script[str]:
+    return Script("open_replies", [names.replies(frontend)], [REPLIES_TTL_MS], as_text)
+
+
+def read_replies(names: Names, frontend: str, after: str, block_ms: int) -> Command[tuple[str, list[Reply]]]:
+    def parse(raw: Any) -> tuple[str, list[Reply]]:
+        entries = first_stream(raw)
+        return (entries[-1].id if entries else after), replies_of(entries)
+
+    words = ["XREAD", "COUNT", 100, *blocking(block_ms), "STREAMS", names.replies(frontend), after]
+    return Command(words, parse, once=True)
+
+
+# The whole log
+
+
+def _depth(inbox: Inbox) -> list[Words]:
+    """Return the two commands whose replies `depths_of` reads."""
+    return [["XLEN", inbox.stream], ["XPENDING", inbox.stream, inbox.group]]
+
+
+def _shared(names: Names) -> tuple[Inbox, Inbox]:
+    return Inbox.submitted(names), Inbox.tokenized(names)
+
+
+def _steps_depths(names: Names, engines: Sequence[str]) -> list[Words]:
+    return [words for engine in engines for words in _depth(Inbox.steps(names, engine))]
+
+
+def _depths_there(engines: Sequence[str], replies: Sequence[Any]) -> dict[str, Depth]:
+    """Return how many steps wait of each engine that has or had a detokenizer."""
+    depths = zip(engines, depths_of(replies), strict=True)
+    return {engine: depth for engine, depth in depths if depth is not None}
+
+
+def occupancy(names: Names) -> Steps[Occupancy]:
+    depths = [words for inbox in _shared(names) for words in _depth(inbox)]
+    num_dead, num_live, *replies = yield from Batch([["XLEN", names.dead], ["ZCARD", names.live], *depths], list)
+    submitted, tokenized = (depth or Depth(0, 0) for depth in depths_of(replies))
+    steps: dict[str, Depth] = {}
+    for first in count(0, SLOTS_PER_LOOK):
+        engines = slots_of(GENERATE, first)
+        found = _depths_there(engines, (yield from Batch(_steps_depths(names, engines), list)))
+        steps |= found
+        if not found:
+            break
+    return Occupancy(submitted, tokenized, steps, num_dead, num_live)
+
+
+def server() -> Command[tuple[str, str]]:
+    """Read the name and version of the server."""
+    return Command(["INFO", "server"], lambda reply: server_of(info_of(reply)))
+
+
+def snapshot(names: Names) -> Steps[LogSnapshot]:
+    """Read how the whole log stands now; the work does not grow with what it holds, but with the workers."""
+    shared = _shared(names)
+    newest: list[Words] = [["XREVRANGE", inbox.stream, "+", "-", "COUNT", HELD_PER_LOOK] for inbox in shared]
+    commands: list[Words] = [
+        ["TIME"],
+        ["INFO", "server"],
+        ["INFO", "memory"],
+        ["XLEN", names.dead],
+        ["ZCARD", names.live],
+        ["ZREVRANGE", names.live, 0, LIVING_PER_LOOK - 1],
+        *newest,
+        *(words for inbox in shared for words in _depth(inbox)),
+    ]
+    now, server, memory, num_dead, num_live, living, *more = yield from Batch(commands, list)
+    entries, depths = [entries_of(raw) for raw in more[:2]], more[2:]
+    submitted, tokenized = (depth or Depth(0, 0) for depth in depths_of(depths))
+    slots, steps, pending = yield from _slots(names)
+    for reply in depths[1::2]:
+        pending |= pending_of(reply)
+    asked = [(inbox, some) for inbox, some in zip(shared, entries, strict=True) if some]
+    replies = yield from Batch([_holders(*each) for each in asked], list)
+    held: dict[str, str] = {}
+    for (_, some), reply in zip(asked, replies, strict=True):
+        held |= _held_of(some, reply)
+    return LogSnapshot(
+        clock_ms(now),
+        _redis_facts(server, memory),
+        Occupancy(submitted, tokenized, steps, num_dead, num_live),
+        slots,
+        pending,
+        texts(living),
+        held,
+    )
+
+
+def _holders(inbox: Inbox, entries: Sequence[Entry]) -> Words:
+    """Return the command that says who has *entries*, the newest ones of a stream, newest first."""
+    return ["XPENDING", inbox.stream, inbox.group, entries[-1].id, "+", HELD_PER_LOOK]
+
+
+def _held_of(entries: Sequence[Entry], reply: Sequence[Any] | None) -> dict[str, str]:
+    """Return uid -> consumer from that reply; nothing where there is no such group."""
+    uids = {entry.id: entry.fields.get("uid", "") for entry in entries}
+    held = {as_text(entry_id): as_text(consumer) for entry_id, consumer, *_ in reply or ()}
+    return {uids[entry_id]: consumer for entry_id, consumer in held.items() if entry_id in uids}
+
+
+def _redis_facts(server: bytes, memory: bytes) -> RedisFacts:
+    """Return what two sections of INFO say."""
+    told = info_of(server + memory)
+    return RedisFacts(
+        *server_of(told),
+        int(told.get("uptime_in_seconds", 0)),
+        int(told.get("used_memory", 0)),
+        int(told.get("maxmemory", 0)),
+    )
+
+
+def _slots(names: Names) -> Steps[tuple[dict[str, SlotState], dict[str, Depth], dict[str, int]]]:
+    """Read every slot, what waits of the steps of each engine, and what each detokenizer has pending."""
+    slots: dict[str, SlotState] = {}
+    steps: dict[str, Depth] = {}
+    pending: dict[str, int] = {}
+    for first in count(0, SLOTS_PER_LOOK):
+        looked_at = [slot for stage in (*STAGES, JANITOR) for slot in slots_of(stage, first)]
+        engines = slots_of(GENERATE, first)
+        of_slots = _slot_commands(names, looked_at)
+        replies = yield from Batch([*of_slots, *_steps_depths(names, engines)], list)
+        of_steps = replies[len(of_slots) :]
+        seen, waiting = _slots_seen(looked_at, replies[: len(of_slots)]), _depths_there(engines, of_steps)
+        for reply in of_steps[1::2]:
+            pending |= pending_of(reply)
+        slots |= seen
+        steps |= waiting
+        if not seen and not waiting:
+            break
+    return slots, steps, pending
+
+
+def _slot_commands(names: Names, slots: Sequence[str]) -> list[Words]:
+    return [
+        ["TIME"],
+        ["MGET", *map(names.owner, slots)],
+        ["MGET", *map(names.lease, slots)],
+        ["MGET", *map(names.status, slots)],
+        *(["PTTL", names.lease(slot)] for slot in slots),
+        *(["PTTL", names.status(slot)] for slot in slots),
+    ]
+
+
+def _slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotState]:
+    """Return the slots that somebody has held or speaks for, from the replies to those commands."""
+    time_said, owners, leases, statuses, *ttls = replies
+    now_ms, seen = clock_ms(time_said), {}
+    for slot, owner, holder, status, lease_ms, status_ms in zip(
+        slots, owners, leases, statuses, ttls[: len(slots)], ttls[len(slots) :], strict=True
+    ):
+        if owner is not None or status is not None:
+            seen[slot] = SlotState(
+                as_text(owner or b""),
+                lease_of(holder, lease_ms),
+                as_text(status or b""),
+                now_ms - (STATUS_TTL_MS - status_ms) if status is not None else 0,
+            )
+    return seen
+
+
+def peek(names: Names, queries: Mapping[str, HistoryQuery]) -> Batch[dict[str, HistoryEnds]]:
+    """Look at the ends of the histories uid -> query."""
+    commands = [words for uid, query in queries.items() for words in _peek(names.request(uid), query)]
+
+    def parse(replies: list[Any]) -> dict[str, HistoryEnds]:
+        return {uid: _ends_of(*replies[3 * index : 3 * index + 3]) for index, uid in enumerate(queries)}
+
+    return Batch(commands, parse)
+
+
+def _peek(key: str, query: HistoryQuery) -> list[Words]:
+    """Return the three commands that look at the ends of a history."""
+    nothing = ["XRANGE", key, "+", "-"]  # Redis answers an empty interval with no entries
+    after = f"({query.after}" if query.after else "-"
+    # The interval ends with the last id of no tokens, `0-*`.
+    return [
+        ["EXISTS", key],
+        nothing if query.after == SEAL else ["XRANGE", key, after, "0", "COUNT", HEAD_ENTRIES],
+        ["XREVRANGE", key, "+", f"({TOKENIZED_ID}", "COUNT", 1] if query.last else nothing,
+    ]
+
+
+def _ends_of(exists: int, head: Sequence[Any], last: Sequence[Any]) -> HistoryEnds:
+    """Return the ends from those replies. A history that is not text counts as one entry of no kind."""
+    try:
+        lasts = entries_of(last)
+        return HistoryEnds(bool(exists), tuple(entries_of(head)), lasts[0] if lasts else None)
+    except UnicodeDecodeError:
+        return HistoryEnds(bool(exists), (Entry("0-0", {}),))
+
+
+def scan_requests(names: Names, cursor: str, max_keys: int) -> Command[tuple[str, list[str]]]:
+    """Look for histories among the next *max_keys* keys of the server."""
+    prefix = names.request("")
+    literal = re.sub(r"([*?\[\]\\^-])", r"\\\1", prefix)
+
+    def parse(reply: Any) -> tuple[str, list[str]]:
+        following, keys = reply
+        return as_text(following), [key.decode(errors="backslashreplace").removeprefix(prefix) for key in keys]
+
+    return Command(["SCAN", cursor, "MATCH", f"{literal}*", "COUNT", max_keys], parse)

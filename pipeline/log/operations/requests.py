@@ -1,0 +1,228 @@
+"""A request from its submit to its end, and what the janitor and `minisgl dead` ask of requests."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.errors import LogUnavailable
+from pipeline.events import End, Submitted, Tokenized, encode
+from pipeline.log.entries import (
+    DEAD_CAP,
+    DEAD_HISTORY_BYTES,
+    MINUTE_MS,
+    READER_TTL_MS,
+    REPLY_CAP,
+    letter_fields,
+    submitted_fields,
+)
+from pipeline.log.operation import Batch, Command, Script, Steps, Words, blocking
+from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, RequestLimits, Submission, SubmitResult
+from pipeline.log.replies import as_text, clock_ms, entries_of, is_ok, nothing, streams_of, texts
+from pipeline.names import SEAL, Names, base_uid, sibling_uids
+
+HISTORY_ENTRIES = 100
+"""A read that waits for histories brings no more of each."""
+
+
+class OtherMinute(LogUnavailable):
+    """By Redis' clock it is none of the minutes in which the submit could be counted; send it again with *minute*."""
+
+    def __init__(self, minute: int) -> None:
+        super().__init__(f"the clocks of Redis and of this machine are minutes apart: Redis has minute {minute}")
+        self.minute = minute
+
+
+def this_minute() -> int:
+    """Return the number of the minute by the clock of this machine."""
+    return int(time.time() * 1000) // MINUTE_MS
+
+
+def flat(fields: Mapping[str, str]) -> list[str]:
+    """Return fields as the words of an XADD."""
+    return [item for pair in fields.items() for item in pair]
+
+
+def submit(
+    names: Names, limits: RequestLimits, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None
+) -> Steps[SubmitResult]:
+    """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock."""
+    try:
+        return (yield from _submit(names, limits, uid, events, once, quota, this_minute()))
+    except OtherMinute as other:
+        return (yield from _submit(names, limits, uid, events, once, quota, other.minute))
+
+
+def _submit(
+    names: Names,
+    limits: RequestLimits,
+    uid: str,
+    events: Sequence[Submitted],
+    once: Once | None,
+    quota: Quota | None,
+    minute: int,
+) -> Script[SubmitResult]:
+    """Redis' clock decides in which minute a quota counts: *minute*, or the one before or after. Raises OtherMinute."""
+    uids = sibling_uids(uid, len(events))
+    digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
+    key = [names.idempotency(once.key)] if once else []
+    counted: list[str] = []
+    allowed: list[str | int] = ["", "", ""]
+    if quota is not None and (quota.requests_per_minute or quota.concurrent_requests):
+        first = minute - 1
+        counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
+        allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
+    args: list[str | int] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
+    args += [digest, instead_of, *allowed]
+    for sibling, event in zip(uids, events, strict=True):
+        fields = submitted_fields(event, len(events))
+        args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
+
+    def parse(reply: Any) -> SubmitResult:
+        outcome, whose, number = reply
+        if outcome == b"MINUTE":
+            raise OtherMinute(number)
+        return SubmitResult(Submission(as_text(outcome)), as_text(whose), number)
+
+    keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *counted, *key]
+    return Script("submit", keys, args, parse)
+
+
+def tokenized(names: Names, entry: Entry, event: Tokenized) -> Script[bool]:
+    uid = entry.fields["uid"]
+    keys = [names.submitted, names.request(uid), names.tokenized]
+    return Script("tokenized", keys, [entry.id, uid, entry.fields["frontend"], *flat(encode(event))], is_ok)
+
+
+def _end_fields(event: End) -> list[str]:
+    """Return the words of an end; the commit counts the tokens."""
+    return flat({name: value for name, value in encode(event).items() if name != "n"})
+
+
+def end(
+    names: Names,
+    limits: RequestLimits,
+    uid: str,
+    event: End,
+    frontend: str,
+    consume: Entry | None = None,
+    dead: DeadLetter | None = None,
+) -> Script[bool]:
+    letter = flat(letter_fields(dead)) if dead else []
+    keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
+    args: list[str | int] = [uid, limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
+    args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *_end_fields(event)]
+    return Script("end", keys, args, is_ok)
+
+
+def abandon(
+    names: Names, limits: RequestLimits, uid: str, event: End, frontend: str, once: Once | None, attached: bool
+) -> Script[bool]:
+    key = [names.idempotency(once.key)] if once else []
+    keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key]
+    args: list[str | int] = [uid, base_uid(uid), limits.retention_ms, REPLY_CAP, int(attached), *_end_fields(event)]
+    return Script("abandon", keys, args, is_ok)
+
+
+def reading(names: Names, uids: Sequence[str], who: str) -> Script[None]:
+    keys = [key for uid in uids for key in (names.reader(uid), names.request(uid))]
+    return Script("reading", keys, [who, READER_TTL_MS], nothing)
+
+
+def stop_reading(names: Names, uid: str, who: str) -> Command[None]:
+    return Command(["SREM", names.reader(uid), who], nothing)
+
+
+# Histories
+
+
+def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
+    """Return the command that reads a history from its start, or after the id *after*; 0 entries are all."""
+    if after == SEAL:  # Redis refuses an interval that begins after the largest id; this one is empty
+        return ["XRANGE", names.request(uid), "+", "-"]
+    count: list[str | int] = ["COUNT", max_entries] if max_entries else []
+    return ["XRANGE", names.request(uid), f"({after}" if after else "-", "+", *count]
+
+
+def histories(names: Names, uids: Sequence[str], after: str) -> Batch[list[list[Entry]]]:
+    commands = [_history(names, uid, after) for uid in uids]
+    return Batch(commands, lambda replies: [entries_of(raw) for raw in replies])
+
+
+def histories_there(names: Names, cursors: Mapping[str, str], max_entries: int) -> Batch[dict[str, list[Entry] | None]]:
+    """Read what each history uid -> id has after the id; None where there is no history."""
+    commands: list[Words] = []
+    for uid, after in cursors.items():
+        commands += [["EXISTS", names.request(uid)], _history(names, uid, after, max_entries)]
+
+    def parse(replies: list[Any]) -> dict[str, list[Entry] | None]:
+        found = zip(cursors, replies[::2], replies[1::2], strict=True)
+        return {uid: entries_of(raw) if exists else None for uid, exists, raw in found}
+
+    return Batch(commands, parse)
+
+
+def entries(names: Names, uid: str, ids: Sequence[str]) -> Batch[dict[str, Entry]]:
+    commands = [["XRANGE", names.request(uid), entry_id, entry_id] for entry_id in ids]
+    return Batch(commands, lambda replies: {entry.id: entry for raw in replies for entry in entries_of(raw)})
+
+
+def read_histories(names: Names, cursors: Mapping[str, str], block_ms: int) -> Command[dict[str, list[Entry]]]:
+    """Wait for what comes after the ids in any of the histories uid -> id."""
+    uids = {names.request(uid): uid for uid in cursors}
+    words = ["XREAD", "COUNT", HISTORY_ENTRIES, *blocking(block_ms), "STREAMS", *uids, *cursors.values()]
+    return Command(words, lambda raw: {uids[key]: found for key, found in streams_of(raw).items()}, once=True)
+
+
+def frontends_of(names: Names, uids: Sequence[str]) -> Batch[dict[str, str]]:
+    def parse(replies: list[Any]) -> dict[str, str]:
+        firsts = ((uid, entries_of(raw)) for uid, raw in zip(uids, replies, strict=True))
+        return {uid: first[0].fields.get("frontend", "") if first else "" for uid, first in firsts}
+
+    return Batch([["XRANGE", names.request(uid), "-", "+", "COUNT", 1] for uid in uids], parse)
+
+
+# Which requests live, and who reads them
+
+
+def alive(names: Names, uids: Sequence[str]) -> Batch[set[str]]:
+    def parse(replies: list[Any]) -> set[str]:
+        return {uid for scores in replies for uid, score in zip(uids, scores, strict=True) if score is not None}
+
+    return Batch([["ZMSCORE", names.live, *uids]] if uids else [], parse)
+
+
+def living(names: Names) -> Command[list[str]]:
+    return Command(["ZRANGE", names.live, 0, -1], lambda uids: list(texts(uids)))
+
+
+def overdue(names: Names, max_uids: int) -> Steps[list[str]]:
+    now_ms = yield from Command(["TIME"], clock_ms)
+    words: Words = ["ZRANGEBYSCORE", names.live, "-inf", now_ms, "LIMIT", 0, max_uids]
+    return (yield from Command(words, lambda uids: list(texts(uids))))
+
+
+def read_by_others(names: Names, uids: Sequence[str]) -> Batch[set[str]]:
+    commands = [["EXISTS", names.reader(uid)] for uid in uids]
+    return Batch(commands, lambda replies: {uid for uid, exists in zip(uids, replies, strict=True) if exists})
+
+
+# Dead letters
+
+
+def dead_letters(names: Names, max_entries: int, before: str) -> Command[list[Entry]]:
+    return Command(["XREVRANGE", names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], entries_of)
+
+
+def drop_dead(names: Names, entry_id: str) -> Command[bool]:
+    return Command(["XDEL", names.dead, entry_id], bool)
+
+
+def incarnation() -> Command[str]:
+    def parse(info: bytes) -> str:
+        found = re.search(r"^run_id:(\w+)", as_text(info), re.MULTILINE)
+        return found[1] if found else ""
+
+    return Command(["INFO", "server"], parse)

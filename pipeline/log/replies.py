@@ -1,0 +1,85 @@
+"""How raw replies of Redis read, in RESP2 and RESP3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.log.protocol import Depth, Entry, Lease
+
+
+def as_text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def texts(raw: Sequence[bytes]) -> tuple[str, ...]:
+    return tuple(as_text(item) for item in raw)
+
+
+def nothing(_: Any) -> None:
+    """Read a reply that says nothing."""
+
+
+def is_ok(reply: bytes | str) -> bool:
+    """Say whether a commit took place; any other word says why it did not."""
+    return as_text(reply) == "OK"
+
+
+def entries_of(raw: Sequence[Any]) -> list[Entry]:
+    """Return the entries of [id, [name, value, ...]] pairs. One deleted meanwhile has no fields and is left out."""
+    entries = []
+    for entry_id, fields in raw:
+        if fields:
+            parts = [as_text(item) for item in fields]
+            entries.append(Entry(as_text(entry_id), dict(zip(parts[::2], parts[1::2], strict=True))))
+    return entries
+
+
+def streams_of(raw: Any) -> dict[str, list[Entry]]:
+    """Return key -> entries of a reply to XREAD or XREADGROUP: pairs in RESP2, a map in RESP3, or None."""
+    pairs = raw.items() if isinstance(raw, dict) else raw or ()
+    return {as_text(key): entries_of(entries) for key, entries in pairs}
+
+
+def first_stream(raw: Any) -> list[Entry]:
+    """Return the entries of the only stream in such a reply."""
+    return next(iter(streams_of(raw).values()), [])
+
+
+def texts_there(keys: Mapping[str, str], values: Sequence[bytes | None]) -> dict[str, str]:
+    """Return slot -> text of the keys that exist; *keys* is slot -> key, *values* the reply to their MGET."""
+    return {slot: as_text(value) for slot, value in zip(keys, values, strict=True) if value is not None}
+
+
+def lease_of(holder: bytes | None, ttl_ms: int) -> Lease:
+    """Return the lease from the replies to GET and PTTL of its key."""
+    return Lease(as_text(holder), max(ttl_ms, 0)) if holder is not None else Lease("", 0)
+
+
+def depths_of(replies: Sequence[Any]) -> list[Depth | None]:
+    """Return the depth of each stream from the replies to its XLEN and XPENDING; None where it has no such group."""
+    pairs = zip(replies[::2], replies[1::2], strict=True)
+    return [None if pending is None else Depth(length, pending[0]) for length, pending in pairs]
+
+
+def pending_of(reply: Sequence[Any] | None) -> dict[str, int]:
+    """Return consumer -> entries it has pending, from the reply to XPENDING of a group."""
+    return {as_text(name): int(count) for name, count in (reply[3] if reply else None) or ()}
+
+
+def clock_ms(reply: Sequence[Any]) -> int:
+    """Return the moment that TIME says."""
+    seconds, microseconds = reply
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def info_of(reply: bytes) -> dict[str, str]:
+    """Return the fields of a reply to INFO."""
+    return dict(line.split(":", 1) for line in as_text(reply).splitlines() if ":" in line)
+
+
+def server_of(info: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name and version of the server from the fields of INFO. Every Valkey says 7.2.4 in `redis_version`."""
+    if "valkey_version" in info:
+        return "Valkey", str(info["valkey_version"])
+    return "Redis", str(info.get("redis_version", "?"))

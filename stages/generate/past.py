@@ -1,0 +1,88 @@
+"""What the history of a request tells the engine that computes it next. A pure fold: no log, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import Admitted, Failed, Submitted, TakenOver, Tokenized, TokensProduced, decode
+from pipeline.log.protocol import Entry
+from pipeline.names import SEAL, parse_id
+from stages.generate.schedule.request import NewRequest
+
+TOKENS_IN_DOUBT = 3
+"""An engine that dies may have computed two steps that are not in the log: one was on its way, one waited behind it.
+It dies in the third. A successor has come further than that only when it has made this many tokens.
+"""
+MOST_DEATHS_ALONE = 3
+"""A request fails for good when so many engines died while they computed nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What the history of a request says to the engine that goes on with it."""
+
+    request: NewRequest
+    had_begun: bool
+    """An engine has computed it before."""
+    num_taken_over: int
+    """How many engines took it over and died before they had made TOKENS_IN_DOUBT tokens of it."""
+    num_alone: int
+    """How many of them computed nothing else."""
+
+    @property
+    def is_poisonous(self) -> bool:
+        """Whether it is given up."""
+        return self.num_alone >= MOST_DEATHS_ALONE
+
+    @property
+    def num_deaths(self) -> int:
+        """How many engines died of it: those that took it over, and the first one."""
+        return self.num_taken_over + 1
+
+
+def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
+    """Fold a history; return None when the request has ended or its history is gone.
+
+    Raises:
+        UndecodableEvent: An event does not decode, or tokens are missing between two events.
+    """
+    if not history or history[-1].id == SEAL:
+        return None
+    submitted: Submitted | None = None
+    tokenized: Tokenized | None = None
+    output: list[int] = []
+    had_begun = False
+    takeovers: list[tuple[int, bool]] = []
+    for entry in history:
+        match decode(entry.fields):
+            case Submitted() as event:
+                submitted = event
+            case Tokenized() as event:
+                tokenized = event
+            case TokensProduced() as event:
+                if parse_id(entry.id)[0] - event.count != len(output):
+                    raise UndecodableEvent(f"after token {len(output)} comes the event {entry.id}")
+                output += event.tokens
+            case TakenOver() as event:
+                had_begun = True
+                takeovers.append((len(output), event.alone))
+            case Admitted():
+                had_begun = True
+            case Failed():
+                return None
+            case _:
+                pass
+    if submitted is None or tokenized is None:
+        return None
+    request = NewRequest(
+        uid,
+        tokenized.token_ids,
+        tuple(output),
+        submitted.sampling,
+        priority=submitted.priority,
+        bad_words=tokenized.bad_words,
+    )
+    in_vain = [alone for n, alone in takeovers if len(output) - n < TOKENS_IN_DOUBT]
+    return Past(request, had_begun, len(in_vain), sum(in_vain))

@@ -1,0 +1,330 @@
+"""`make recovery`: what a pause is, how long it may be, and when an answer is whole; then a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+import pytest
+from chaos import recovery
+from chaos import recovery_figures as figures
+from chaos.measure import exit_code
+from chaos.recovery_figures import (
+    Pause,
+    Problem,
+    Recovery,
+    Resumed,
+    StreamFigures,
+    longest_pause,
+    resumed,
+    what_is_wrong,
+)
+from checkpoints import make_checkpoint
+from servers import ROOT, run_command
+
+from ops.bench.load import Arrival
+from ops.sse_reader import Frame
+from pipeline.errors import MiniSGLError
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    Finished,
+    SamplingParams,
+    Submitted,
+    TakenOver,
+    Timings,
+    Tokenized,
+    TokensProduced,
+    Usage,
+    encode,
+)
+from pipeline.log.protocol import Entry
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
+
+TIMINGS = Timings(admitted_ms=20, first_token_ms=100, total_ms=1701)
+RECOVERY = (sys.executable, "-m", "chaos.recovery")
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+
+
+def entry(entry_id: str, event: AnyEvent, ms: int) -> Entry:
+    return Entry(entry_id, encode(event) | {"ms": str(ms)})
+
+
+def tokens(n: int, ms: int, text: str = "a") -> Entry:
+    return entry(f"{n}-0", TokensProduced(count=1, tokens=(7,), text=text, step=f"1-{n}"), ms)
+
+
+def finished(n: int, ms: int) -> Entry:
+    usage = Usage(prompt_tokens=3, completion_tokens=n)
+    return entry(SEAL, Finished(n=n, reason="length", usage=usage, timings=TIMINGS), ms)
+
+
+BEGUN = (
+    entry(SUBMITTED_ID, Submitted(endpoint="chat", frontend="web-0", sampling=SamplingParams()), 100),
+    entry(TOKENIZED_ID, Tokenized(token_ids=(1, 2, 3), fingerprint="f", by="tokenize-0"), 110),
+    entry("0-3", Admitted(engine="generate-0", epoch=1, step=1, fingerprint="f"), 120),
+    tokens(1, 200),
+    tokens(2, 300),
+)
+EPOCH_2 = TakenOver(engine="generate-0", epoch=2)
+HISTORY = (*BEGUN, entry("2-1", EPOCH_2, 1500), tokens(3, 1700), tokens(4, 1800), finished(4, 1801))
+
+
+def wire(*texts: str, ends: int = 1, completion_tokens: int = 4, done: int = 1) -> list[Arrival]:
+    """Return the pieces of a stream, one frame each, at 0, 1, 2 .. s."""
+
+    def chunk(delta: str, reason: str | None) -> bytes:
+        choice = {"index": 0, "delta": {"content": delta}, "finish_reason": reason}
+        return b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\n"
+
+    usage = {"prompt_tokens": 3, "completion_tokens": completion_tokens}
+    pieces = [chunk(text, None) for text in texts] + [chunk("", "length")] * ends
+    pieces += [b"data: " + orjson.dumps({"choices": [], "usage": usage}) + b"\n\n"] + [b"data: [DONE]\n\n"] * done
+    return [(float(place), piece) for place, piece in enumerate(pieces)]
+
+
+def test_a_history_says_when_each_token_and_the_end_came() -> None:
+    assert figures.token_times_ms(HISTORY) == {1: 200, 2: 300, 3: 1700, 4: 1800, 5: 1801}
+
+
+def at(came_s: float, entry_id: str) -> tuple[float, Frame]:
+    return came_s, Frame("{}", entry_id)
+
+
+def test_pauses_are_between_frames_that_bring_something() -> None:
+    seen = [at(0.5, ""), at(1.0, "1-0"), at(1.5, "2-0"), at(1.5, ""), at(3.0, "3-0"), at(3.25, "4-0"), at(3.5, SEAL)]
+    assert figures.pauses_of(seen, figures.token_times_ms(HISTORY)) == [
+        Pause(1.0, 1.5, 0.5),
+        Pause(1.5, 3.0, 1.5),
+        Pause(3.0, 3.25, 0.25),
+        Pause(3.25, 3.5, 0.25),
+    ]
+
+
+def test_what_tokens_took_that_had_nothing_to_show_is_no_pause() -> None:
+    """Token 2, 100 ms after 1, and token 4, 100 ms after 3, had no text; between 2 and 3 was the kill."""
+    seen = [at(1.0, "1-0"), at(1.0 + 1.75, "4-0")]
+    (pause,) = figures.pauses_of(seen, figures.token_times_ms(HISTORY))
+    assert pause == Pause(1.0, 2.75, pytest.approx(1.75 - 0.2))  # type: ignore[arg-type]
+
+
+def between(began_s: float, ended_s: float) -> Pause:
+    return Pause(began_s, ended_s, ended_s - began_s)
+
+
+PAUSES = [between(0, 5), between(5, 5.25), between(5.25, 7.25), between(7.25, 7.5), between(7.5, 17.5)]
+
+
+def test_the_longest_pause_around_the_kill_ends_after_it_and_begins_before_the_stream_goes_on() -> None:
+    assert longest_pause(PAUSES, 5.5, 7.2) == between(5.25, 7.25)
+    assert longest_pause(PAUSES, 5.1, 7.2) == between(5.25, 7.25)
+    assert longest_pause(PAUSES, 4.9, 7.2) == between(0, 5)
+    assert longest_pause(PAUSES, 7.3) == between(7.5, 17.5)
+
+
+def test_what_comes_after_a_stream_has_gone_on_is_another_pause() -> None:
+    assert figures.longest_later_s(PAUSES, 7.2) == 10.0
+    assert figures.longest_later_s(PAUSES, 7.6) == 0.0
+
+
+def test_a_stream_without_a_frame_after_the_kill_has_no_pause() -> None:
+    assert longest_pause(PAUSES, 18.0) is None
+
+
+def test_the_prefill_is_from_the_takeover_to_the_next_token() -> None:
+    assert resumed(HISTORY, 400.0) == Resumed(taken_over_ms=1500, next_token_ms=1700, tokens_before=2, tokens_again=5)
+
+
+def test_who_was_not_taken_over_since_the_kill_has_no_prefill() -> None:
+    assert resumed((*BEGUN, tokens(3, 400), finished(3, 401)), 350.0) is None
+    assert resumed(HISTORY, 1600.0) is None
+    assert resumed(HISTORY[:6], 400.0) is None  # and no token came any more
+
+
+def test_an_answer_that_has_its_tokens_once_is_whole() -> None:
+    assert what_is_wrong(wire("a", "a", "a", "a"), HISTORY, 4) == ""
+
+
+@pytest.mark.parametrize(
+    ("pieces", "history", "says"),
+    [
+        (wire("a", "a", "a", "a"), HISTORY[:-1], "it ends with TokensProduced"),
+        (wire("a", "a", "a", "a"), (*HISTORY[:4], *HISTORY[5:]), "after 1 tokens comes 3-0"),
+        (wire("a", "a", "a", "a"), (*HISTORY[:5], *HISTORY[4:]), "after 2 tokens comes 2-0"),
+        (wire("a", "a", "a"), HISTORY, "its client read 3 characters, its history has 4"),
+        (wire("a", "a", "a", "a", "a"), HISTORY, "its client read 5 characters, its history has 4"),
+        (wire("a", "a", "b", "a"), HISTORY, "its client read another text than its history has"),
+        (wire("a", "a", "a", "a", ends=2), HISTORY, "2 last chunks and 1 [DONE]"),
+        (wire("a", "a", "a", "a", done=0), HISTORY, "1 last chunks and 0 [DONE]"),
+        (wire("a", "a", "a", "a", completion_tokens=5), HISTORY, "its usage says 5 tokens, 4 were asked"),
+        (wire("a", "a", "a", "a")[:-3], HISTORY, "without a finish_reason"),
+    ],
+)
+def test_what_is_not_whole_is_told(pieces: Sequence[Arrival], history: Sequence[Entry], says: str) -> None:
+    assert says in what_is_wrong(pieces, history, 4)
+
+
+def test_fewer_tokens_than_were_asked_are_told() -> None:
+    said = what_is_wrong(wire("a", "a", "a", "a"), HISTORY, 5)
+    assert "its usage says 4 tokens, 5 were asked" in said
+
+
+def test_requests_that_were_not_whole_are_told_by_what_was_wrong_with_them() -> None:
+    problems = [Problem("a", "HTTP 503: full"), Problem("b", "lost"), Problem("c", "lost"), Problem("d", "x")]
+    said = figures.failures([*problems, Problem("e", "y")], 300)
+    assert said == (
+        "5 of 300 requests did not get exactly their tokens, once: 2x lost (as b); 1x HTTP 503: full (as a); "
+        "1x x (as d); and 1 other errors"
+    )
+    assert figures.failures([], 300) == ""
+
+
+def stream(pause_s: float, prefill_s: float | None, *, later_s: float = 0.0) -> StreamFigures:
+    """Return a stream that is taken over 1 s after the kill, or *later_s* more, and has its next token then."""
+    if prefill_s is None:
+        return StreamFigures("0" * 32, pause_s, -0.1, pause_s - 0.1, 0.2, 40.0, None, None)
+    taken_over_ms = 1000 + round(later_s * 1000)
+    again = Resumed(taken_over_ms, taken_over_ms + round(prefill_s * 1000), 10, 110)
+    return StreamFigures("0" * 32, pause_s, -0.1, pause_s - 0.1, 0.2, 40.0, 1.0 + later_s, again)
+
+
+def a_recovery(*streams: StreamFigures, lease_s: float = 0.0, ready_s: float | None = 2.0) -> Recovery:
+    return Recovery(
+        streams,
+        lease_s,
+        ready_s,
+        freed_s=0.03,
+        owner_s=1.9,
+        noticed_s=0.02,
+        load_s=0.7,
+        alone_tokens_per_s=440.0,
+        problems=(),
+    )
+
+
+def test_a_pause_may_be_lease_start_prefill_and_half_a_second() -> None:
+    run = a_recovery(stream(3.0, 1.0), stream(2.9, 0.2), lease_s=0.25)
+    assert (run.longest_pause_s, run.median_pause_s, run.prefill_s) == (3.0, 2.95, 1.0)
+    assert run.allowed_s == pytest.approx(0.25 + 2.0 + 0.2 + 0.5)  # of the stream that is worst off
+    assert run.beyond_s == pytest.approx(2.9 - 2.95)
+    assert "met, 0.05 s to spare" in figures.verdict([run])
+
+
+def test_the_worst_stream_of_the_median_run_decides() -> None:
+    runs = [a_recovery(stream(2.6 + worse, 0.1)) for worse in (-1.0, 0.3, 9.0)]
+    assert runs[1].beyond_s == pytest.approx(0.3)
+    said = figures.verdict(runs)
+    assert "missed by 0.30 s" in said and "lease 0.00 + start 2.00 + prefill 0.10 + 0.50 s" in said
+
+
+def test_streams_of_the_engine_that_lives_are_told_apart() -> None:
+    run = a_recovery(stream(0.4, None), stream(2.0, 0.5), stream(0.6, None), lease_s=1.0, ready_s=None)
+    assert (run.longest_pause_s, run.median_pause_s, run.longest_other_pause_s) == (2.0, 2.0, 0.6)
+    assert run.later_pause_s == 0.2
+    assert run.beyond_s == pytest.approx(0.0)
+    assert (run.tokens_again, run.alone_s) == (110, 0.25)
+
+
+def test_what_waits_for_others_to_be_computed_again_waits_for_the_prefill_of_what_was_in_flight() -> None:
+    run = a_recovery(stream(3.0, 0.5), stream(6.0, 0.5, later_s=3.0))
+    assert (run.taken_over_s, run.prefill_s) == (1.0, 3.5)
+    assert run.beyond_s == pytest.approx(6.0 - (2.0 + 3.5 + 0.5))
+    assert run.alone_s == 0.5
+
+
+def test_a_kill_that_hit_nobody_is_no_measurement() -> None:
+    with pytest.raises(MiniSGLError, match="nothing was taken over"):
+        figures.must_have_hit(a_recovery(stream(0.4, None)))
+
+
+def test_the_table_has_a_column_for_each_run_and_the_medians() -> None:
+    runs = [a_recovery(stream(2.0 + number, 0.5)) for number in range(3)]
+    lines = figures.table(runs).splitlines()
+    assert lines[0].split() == ["s", "run", "1", "run", "2", "run", "3", "median"]
+    (pause,) = [line for line in lines if line.startswith("longest pause  ")]
+    assert pause.split()[-4:] == ["2.00", "3.00", "4.00", "3.00"]
+    assert not any(line.startswith("longest pause of the others") for line in lines)  # there are none
+
+
+def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
+    said = tmp_path / "minisgl.log"
+    lines = [
+        "MiniSGL is ready",
+        '{"event":"engine_loaded","seconds":9.0,"timestamp":"2026-01-01T00:00:00+00:00"}',
+        '{"event":"worker_died","worker":"generate-0","timestamp":"2026-01-01T00:00:10.250+00:00"}',
+        '{"event":"worker_died","worker":"web-0","timestamp":"2026-01-01T00:00:11+00:00"}',
+        '{"event":"engine_loaded","seconds":0.5,"timestamp":"2026-01-01T00:00:12+00:00"}',
+        '{"event":"half a line',
+    ]
+    said.write_text("\n".join(lines))
+    began_ms = 1767225600_000.0
+    noticed_s, load_s = figures.said_since(said, began_ms + 10_000, "generate-0")
+    assert (noticed_s, load_s) == (0.25, 0.5)
+    assert figures.said_since(said, began_ms + 13_000, "generate-0") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--requests", "0"), "'0': must be a whole number of at least 1"),
+        (("--peers", "3"), "'3': must be one of 1, 2"),
+        (("--lease", "0"), "'0': must be a number of seconds above 0"),
+        (("--model", "absent"), "--model absent: no checkpoint"),
+        (("--output", "absent/x.json"), "--output absent/x.json: not a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(recovery.main, flags) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minisgl: ")
+    assert says in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peers", [1, 2])
+def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
+    flags = ["--model", str(folder), "--threads", "1", "--runs", "1", "--requests", "6", "--input-len", "8-20"]
+    flags += ["--output-len", "400", "--lease", "1", "--peers", str(peers), "--output", str(tmp_path / "out.json")]
+    running = run_command(flags, tmp_path, program=RECOVERY, environment=ENVIRONMENT)
+    try:
+        assert running.process.wait(280) == 0, running.output
+    finally:
+        running.stop()
+    assert "longest pause" in running.output and ("met, " in running.output or "missed by " in running.output)
+    document = json.loads((tmp_path / "out.json").read_text())
+    (run,) = document["runs"]
+    assert len(run["streams"]) == 6 and run["problems"] == []
+    hit = [one for one in run["streams"] if one["resumed"]]
+    assert len(hit) == 6 if peers == 1 else 1 <= len(hit) <= 5
+    for one in hit:
+        assert 0 < one["taken_over_s"] < one["pause_ended_s"]
+        assert one["resumed"]["taken_over_ms"] <= one["resumed"]["next_token_ms"]
+        assert 8 <= one["resumed"]["tokens_again"] - one["resumed"]["tokens_before"] <= 20
+    assert run["alone_s"] == pytest.approx(run["tokens_again"] / run["alone_tokens_per_s"])
+    medians = document["medians"]
+    assert medians["longest_pause_s"] == max(one["pause_s"] for one in hit)
+    assert medians["beyond_s"] == pytest.approx(run["beyond_s"])
+    if peers == 1:
+        assert run["lease_s"] == 0 and 0 < run["noticed_s"] <= run["freed_s"] + 0.05
+        assert run["freed_s"] < run["owner_s"] <= run["start_s"] < medians["longest_pause_s"] + 1
+        assert 0 < run["load_s"] < run["start_s"]
+    else:
+        assert run["lease_s"] == 1 and run["start_s"] == 0 and run["noticed_s"] is None
+        assert 0.3 < run["freed_s"] <= run["owner_s"]  # nobody gives the lease back, it runs out
+
+
+@pytest.mark.slow
+def test_streams_that_the_context_does_not_hold_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
+    flags = ["--model", str(folder), "--threads", "1", "--input-len", "8-256", "--output-len", "256"]
+    assert exit_code(recovery.main, flags) == 2
+    error = capsys.readouterr().err
+    assert "--input-len 8-256 and --output-len 256 are up to 513 tokens" in error
+    assert "context has 512; pass less" in error

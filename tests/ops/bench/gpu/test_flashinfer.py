@@ -1,0 +1,98 @@
+"""The phase `flashinfer` on a double that computes what it is told to, on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flashinfer_double
+import pytest
+import torch
+from reported import Reported
+from torch import Tensor
+
+from ops.bench.gpu import flashinfer
+from ops.bench.gpu.capture import Captured
+from ops.bench.gpu.phase import Scale, Skip
+
+TOY = Scale("cpu", "toy")
+
+
+def fake_capture(call: Callable[[], object], device: torch.device) -> Captured:
+    call()
+    return Captured(call)
+
+
+def test_without_a_gpu_it_is_skipped_with_the_reason() -> None:
+    with pytest.raises(Skip, match="CUDA"):
+        flashinfer.run(TOY, Reported())
+
+
+def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(Skip, match=r"import flashinfer: ModuleNotFoundError.*missing: flashinfer"):
+        flashinfer.import_library()
+
+
+def test_right_attention_passes_and_a_cpu_skips_the_graphs() -> None:
+    report = Reported()
+    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    assert not report.wrong
+    assert set(report.skipped) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
+    assert report.items["decode, head_dim 128, pages of 64"]["ok"] is True
+
+
+def test_graphs_are_compared_with_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "capture", fake_capture)
+    report = Reported()
+    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    assert not report.wrong and not report.skipped
+    assert report.items["graph of decode, 3 rows"]["replay_is_eager_at_other_lengths"] is True
+
+
+def test_a_graph_that_keeps_the_first_lengths_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen(call: Callable[[], Tensor], device: torch.device) -> Captured:
+        out = call()
+        kept = out.clone()
+        return Captured(lambda: out.copy_(kept))
+
+    monkeypatch.setattr(flashinfer, "capture", frozen)
+    report = Reported()
+    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    assert set(report.wrong) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
+
+
+def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend: Callable[..., Tensor] = flashinfer_double._attend
+
+    def wide(*arguments: Any) -> Tensor:
+        return attend(*arguments[:-1], arguments[-1] + 1 if arguments[-1] >= 0 else -1)
+
+    monkeypatch.setattr(flashinfer_double, "_attend", wide)
+    report = Reported()
+    flashinfer.check_all(flashinfer_double, [(64, True), (64, False)], [(64, True), (64, False)], TOY, report)
+    assert report.wrong and all("windowed" in item for item in report.wrong)
+
+
+def test_what_was_not_compiled_is_skipped_by_name() -> None:
+    report = Reported()
+    flashinfer.check_all(flashinfer_double, [(64, True)], [], TOY, report)
+    assert set(report.skipped.values()) == {"the module for head_dim 64 with a window was not compiled"}
+    flashinfer.measure(flashinfer_double, [], TOY, report)
+    assert not report.wrong and "prefill of 48 tokens" in report.skipped
+
+
+def test_a_module_that_does_not_compile_is_told_with_the_compilers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(command: list[str], **more: object) -> subprocess.CompletedProcess[str]:
+        head_dim = command[-2]
+        if head_dim == "64":
+            return subprocess.CompletedProcess(command, 0, 'noise\n{"seconds": 1.5}\n', "")
+        return subprocess.CompletedProcess(command, 1, "", "x.cu(3): error: no such type\n" + "ninja\n" * 999)
+
+    monkeypatch.setattr(subprocess, "run", broken)
+    report = Reported()
+    assert flashinfer.build_all(flashinfer.BUILDS, report) == [(64, False)]
+    assert report.items["jit head_dim 64"]["seconds"] == 1.5
+    assert "no such type" in str(report.wrong["jit head_dim 128"]["error"])

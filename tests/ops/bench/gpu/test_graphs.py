@@ -1,0 +1,97 @@
+"""The phase `graphs` on a CPU, where a graph is a call that is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flashinfer_double
+import pytest
+import torch
+from reported import Reported
+from torch import Tensor
+
+from ops.bench.gpu import flashinfer, graphs
+from ops.bench.gpu.capture import Captured
+from ops.bench.gpu.phase import Scale
+from stages.generate.attention import Attend
+from stages.generate.forward.batch import ForwardBatch
+
+TOY = Scale("cpu", "toy")
+
+
+@pytest.fixture
+def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake_capture(call: Callable[[], object], device: torch.device) -> Captured:
+        call()
+        return Captured(call)
+
+    monkeypatch.setattr(graphs, "capture", fake_capture)
+    monkeypatch.setattr(graphs, "_library", lambda shape, device: flashinfer_double)
+    monkeypatch.setattr(flashinfer, "DTYPE", torch.float32)
+    monkeypatch.setitem(flashinfer.WORKSPACE_BYTES, "full", 1024)
+
+
+def test_a_cpu_compares_attention_and_says_that_it_has_no_graphs() -> None:
+    report = Reported()
+    graphs.run(TOY, report)
+    assert not report.wrong
+    assert report.items["float32 static attention"]["ok"] is True
+    assert report.items["static attention, 3 rows"]["captured"] is False
+    assert report.skipped["FlashInfer, 3 rows"] == "FlashInfer computes on CUDA devices alone"
+
+
+@pytest.mark.usefixtures("with_graphs")
+def test_replays_are_compared_with_eager_steps_at_two_lengths() -> None:
+    report = Reported()
+    graphs.run(TOY, report)
+    assert not report.wrong and not report.skipped
+    for item in ("float32 static attention", "static attention, 3 rows", "FlashInfer, 3 rows"):
+        assert report.items[item]["replay_is_eager_at_other_lengths"] is True
+    assert report.items["float32 reference attention"]["replay_is_eager"] is True
+
+
+@pytest.mark.usefixtures("with_graphs")
+def test_attention_that_keeps_its_first_lengths_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(graphs.StaticAttention):
+        def load(self, batch: ForwardBatch) -> Attend:
+            kept = self._lengths_B.clone()
+            attend = super().load(batch)
+            if bool((kept > 1).any()):
+                self._lengths_B.copy_(kept)
+            return attend
+
+    monkeypatch.setattr(graphs, "StaticAttention", Forgetful)
+    report = Reported()
+    graphs.run(TOY, report)
+    assert "float32 static attention" in report.wrong and "FlashInfer, 3 rows" not in report.wrong
+
+
+@pytest.mark.usefixtures("with_graphs")
+def test_what_cannot_be_captured_is_told_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Callable[[], object], device: torch.device) -> Captured:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "capture", refuse)
+    report = Reported()
+    graphs.run(TOY, report)
+    assert "not permitted" in str(report.items["float32 reference attention"]["why"])
+    assert report.items["float32 reference attention"]["ok"] is None
+    assert report.items["static attention, 1 rows"]["ok"] is False
+
+
+def test_static_attention_does_not_see_what_nobody_wrote() -> None:
+    device = torch.device("cpu")
+    model = graphs._model(graphs.TINY, torch.float32, device, 2, 40)
+    batch = graphs._batch(model, [17, 3], device)
+    q_BHD, k_BKD = torch.randn(2, 4, 16), torch.randn(2, 2, 16)
+
+    def attended(beyond: float) -> Tensor:
+        kv_2PKSD = torch.full_like(model.kv_L2PKSD[0], beyond)
+        for row, length in enumerate(batch.seq_lens):
+            for position in range(length):
+                page = int(batch.page_table_BN[row, position // 16])
+                kv_2PKSD[:, page, :, position % 16] = float(position)
+        attend = graphs.StaticAttention(model.shape, 2, 40, device).load(batch)
+        return attend(q_BHD, k_BKD, k_BKD, kv_2PKSD)
+
+    torch.testing.assert_close(attended(float("nan")), attended(7.0))

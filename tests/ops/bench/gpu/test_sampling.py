@@ -1,0 +1,39 @@
+"""The phase `sampling` at its smallest, and that it can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from reported import Reported
+from torch import Tensor
+
+from ops.bench.gpu import sampling
+from ops.bench.gpu.phase import Scale
+from stages.generate.forward.sampler import sample
+from stages.generate.schedule.plan import Sample
+
+TOY = Scale("cpu", "toy")
+
+
+def test_one_device_draws_the_same_tokens_twice() -> None:
+    report = Reported()
+    sampling.run(TOY, report)
+    assert not report.wrong
+    for kind in ("normal", "bfloat16", "flat", "sharp"):
+        item = report.items[f"{kind} logits, vocabulary of 1000"]
+        assert item["mismatches"] == 0 and int(str(item["distinct_tokens"])) > 8
+    assert float(str(report.items["time of top_p, 4 rows, vocabulary of 1000"]["us_per_row"])) > 0
+
+
+def test_a_row_that_depends_on_its_batch_is_counted_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaky(logits_RV: Tensor, samples: Sequence[Sample]) -> list[int]:
+        tokens = sample(logits_RV, samples)
+        return tokens if len(samples) > 1 else [(tokens[0] + 1) % 1000]
+
+    monkeypatch.setattr(sampling, "sample", leaky)
+    report = Reported()
+    sampling.run(TOY, report)
+    item = report.wrong["normal logits, vocabulary of 1000"]
+    assert item["mismatches"] == item["rows"] == len(sampling.PARAMS)
+    assert str(item["shown"]).startswith("greedy alone: ")

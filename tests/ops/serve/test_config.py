@@ -1,0 +1,406 @@
+"""The command line is a contract: what there is, what it means, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ops import dead, trace
+from ops.config import ConnectConfig
+from ops.serve.config import (
+    COMMANDS,
+    ServerConfig,
+    StageConfig,
+    parse_command,
+    stage_flags,
+    without_secrets,
+)
+from ops.shell.config import ShellConfig
+from ops.top import command as top
+from pipeline.errors import ConfigError
+from pipeline.flags import build_parser, flags_of, owners_of, parse_flags, secrets_of
+
+OWNERS = {command: owners_of(config) for command, config in COMMANDS.items()}
+TOOLS = {
+    "trace": trace.FLAGS,
+    "top": top.FLAGS,
+    "dead ls": dead.FLAGS,
+    "dead show": dead.FLAGS,
+    "dead requeue": dead.REQUEUE_FLAGS,
+    "dead drop": dead.FLAGS,
+    "shell": (ShellConfig,),
+}
+MODEL = {("--model", "--model-path")}
+DATA = {("--data-dir",)}
+NAMES = {("--served-model-name",)}
+DEFAULTS = {("--generation-config",)}
+WEB = {("--host",), ("--port",)}
+REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
+CLIENTS = {("--disconnect-grace",)}
+KEYS = {("--api-key",), ("--limits",)}
+LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
+ENGINE = {
+    ("--dtype",),
+    ("--tp", "--tensor-parallel-size", "--tp-size"),
+    ("--dummy-weight",),
+    ("--device",),
+    ("--threads",),
+    ("--attn", "--attention-backend"),
+    ("--cache", "--cache-type"),
+    ("--max-prefill-length", "--max-extend-length"),
+    ("--mixed-prefill-length",),
+    ("--max-running-requests",),
+    ("--page-size",),
+    ("--num-pages",),
+    ("--memory-ratio",),
+    ("--max-seq-len", "--max-seq-len-override"),
+}
+SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count"), ("--shell", "--shell-mode")}
+WORKER = {("--replicas",), ("--slot",)}
+LISTEN = {("--listen-fd",)}
+FLAGS = {
+    "serve": frozenset(MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS),
+    "stage tokenize": frozenset(MODEL | WORKER | LOG),
+    "stage generate": frozenset(MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG),
+    "stage detokenize": frozenset(MODEL | WORKER | LOG),
+    "stage web": frozenset(WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | KEYS),
+}
+CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
+RETENTION = {("--retention",)}
+JSON = {("--json",)}
+TOP = {("--interval",), ("--once",)}
+TOOL_FLAGS = {
+    "trace": frozenset(CONNECT | RETENTION | JSON),
+    "top": frozenset(CONNECT | TOP | JSON),
+    "dead ls": frozenset(CONNECT | JSON),
+    "dead show": frozenset(CONNECT | JSON),
+    "dead requeue": frozenset(CONNECT | REQUESTS | RETENTION | JSON),
+    "dead drop": frozenset(CONNECT | JSON),
+    "shell": frozenset({("--url",), ("--model",), ("--api-key",), ("--system",), ("--set",), ("--prompt", "-q")}),
+}
+"""Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
+
+REPEATED = ("--served-model-name", "--api-key", "--set")
+SECRET = ("--redis-url", "--api-key")
+VALUES: dict[str, tuple[str, object]] = {
+    "--model": ("/m o d e l", "/m o d e l"),
+    "--served-model-name": ("a b", ("a", "b")),
+    "--generation-config": ("none", "none"),
+    "--host": ("::", "::"),
+    "--port": ("8000", 8000),
+    "--redis-url": ("redis://u:p@h:1/2", "redis://u:p@h:1/2"),
+    "--namespace": ("blue", "blue"),
+    "--data-dir": ("/d", "/d"),
+    "--retention": ("0.5", 0.5),
+    "--request-timeout": ("7", 7.0),
+    "--lease": ("1e1", 10.0),
+    "--max-queued-requests": ("1", 1),
+    "--disconnect-grace": ("0.5", 0.5),
+    "--api-key": ("k1 k2", ("k1", "k2")),
+    "--limits": ("/l.toml", "/l.toml"),
+    "--dtype": ("float32", "float32"),
+    "--tp": ("1", 1),
+    "--dummy-weight": ("yes", True),
+    "--device": ("cpu", "cpu"),
+    "--threads": ("3", 3),
+    "--attn": ("reference", "reference"),
+    "--cache": ("naive", "naive"),
+    "--max-prefill-length": ("100", 100),
+    "--mixed-prefill-length": ("10", 10),
+    "--max-running-requests": ("2", 2),
+    "--page-size": ("32", 32),
+    "--num-pages": ("5", 5),
+    "--memory-ratio": ("1", 1.0),
+    "--max-seq-len": ("2", 2),
+    "--tokenizers": ("0", 0),
+    "--replicas": ("2", 2),
+    "--slot": ("0", 0),
+    "--listen-fd": ("3", 3),
+    "--json": ("yes", True),
+    "--interval": ("0.5", 0.5),
+    "--once": ("yes", True),
+    "--shell": ("yes", True),
+    "--url": ("http://h:1", "http://h:1"),
+    "--system": ("Be kind.", "Be kind."),
+    "--set": ("seed=1", ("seed=1",)),
+    "--prompt": ("Hi", "Hi"),
+}
+"""A value for each flag, and what it becomes."""
+TOOL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
+"""The same of the tools: the shell sends one key of those that a server has."""
+
+BAD_VALUES = [
+    ("--port", "eighty", "at least 1"),
+    ("--port", "0", "at least 1"),
+    ("--port", "65536", "at most 65535"),
+    ("--retention", "0", "seconds above 0"),
+    ("--retention", "soon", "seconds above 0"),
+    ("--request-timeout", "inf", "seconds above 0"),
+    ("--lease", "-1", "seconds above 0"),
+    ("--lease", "nan", "seconds above 0"),
+    ("--max-queued-requests", "0", "at least 1"),
+    ("--max-queued-requests", "1.5", "whole number"),
+    ("--disconnect-grace", "-1", "at least 0"),
+    ("--disconnect-grace", "nan", "at least 0"),
+    ("--disconnect-grace", "soon", "seconds"),
+    ("--generation-config", "vllm", "one of auto, none"),
+    ("--dtype", "int8", "bfloat16"),
+    ("--tp", "2", "only 1 so far"),
+    ("--tp", "many", "whole number"),
+    ("--dummy-weight", "perhaps", "yes or no"),
+    ("--device", "tpu", "cuda"),
+    ("--threads", "-1", "at least 1"),
+    ("--attn", "fast", "reference"),
+    ("--cache", "lru", "one of radix, naive"),
+    ("--max-prefill-length", "none", "at least 1"),
+    ("--mixed-prefill-length", "-5", "at least 1"),
+    ("--max-running-requests", "0", "at least 1"),
+    ("--page-size", "24", "power of two"),
+    ("--num-pages", "-2", "at least 1"),
+    ("--memory-ratio", "0", "up to 1"),
+    ("--memory-ratio", "1.1", "up to 1"),
+    ("--memory-ratio", "most", "share"),
+    ("--max-seq-len", "1", "at least 2"),
+    ("--tokenizers", "-1", "at least 0"),
+]
+
+
+def parse(*arguments: str, **environment: str) -> ServerConfig | StageConfig:
+    return parse_command(arguments, environment)
+
+
+def parse_serve(*arguments: str, **environment: str) -> ServerConfig:
+    config = parse_command(["serve", *arguments], environment)
+    assert isinstance(config, ServerConfig)
+    return config
+
+
+def value_of(config: ServerConfig | StageConfig, flag: str) -> object:
+    """Return what *flag* became."""
+    for owner in (getattr(config, item.name) for item in dataclasses.fields(config)):
+        for item in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
+            if item.metadata["flags"][0] == flag:
+                return getattr(owner, item.name)
+    raise AssertionError(f"no config object has {flag}")
+
+
+def variable(flag: str) -> str:
+    return "MINISGL_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_and_aliases_are_these(command: str) -> None:
+    assert {item.metadata["flags"] for item in flags_of(OWNERS[command])} == FLAGS[command]
+
+
+def test_the_commands_are_these_and_every_flag_is_tried_here() -> None:
+    assert set(OWNERS) == set(FLAGS)
+    assert set(TOOLS) == set(TOOL_FLAGS)
+    assert {names[0] for flags in (FLAGS | TOOL_FLAGS).values() for names in flags} == set(VALUES)
+    assert {flag for flag, *_ in BAD_VALUES} <= set(VALUES)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_no_two_flags_share_a_name_or_a_field(command: str) -> None:
+    names = [name for item in flags_of(OWNERS[command]) for name in item.metadata["flags"]]
+    fields = [item.name for item in flags_of(OWNERS[command])]
+    assert len(names) == len(set(names))
+    assert len(fields) == len(set(fields))
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_help_names_every_flag(command: str) -> None:
+    text = build_parser(command, OWNERS[command], {}).format_help()
+    assert all(name in text for names in FLAGS[command] for name in names)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_every_flag_and_alias_sets_its_value(command: str) -> None:
+    for names in FLAGS[command]:
+        text, value = VALUES[names[0]]
+        words = text.split() if names[0] in REPEATED else [text]
+        for name in names:
+            assert value_of(parse(*command.split(), name, *words), names[0]) == value
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_environment_sets_every_flag_and_the_command_line_wins(command: str) -> None:
+    for flag, *_ in FLAGS[command]:
+        text, value = VALUES[flag]
+        assert value_of(parse(*command.split(), **{variable(flag): text}), flag) == value
+    assert parse_serve("--port", "1", MINISGL_PORT="2").web.port == 1
+    assert parse_serve("--served-model-name", "c", MINISGL_SERVED_MODEL_NAME="a b").names.served_model_name == ("c",)
+    assert parse_serve("--device", "cpu", MINISGL_DEVICE="cuda").engine.device == "cpu"
+
+
+def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_PORT", "2")
+    assert parse_serve().web.port == 1919
+
+
+@pytest.mark.parametrize("tool", TOOL_FLAGS)
+def test_the_flags_of_a_tool_are_these_and_each_sets_its_value(tool: str) -> None:
+    flags = {item.metadata["flags"]: item.name for item in flags_of(TOOLS[tool])}
+    assert set(flags) == TOOL_FLAGS[tool]
+    for names, field in flags.items():
+        text, value = TOOL_VALUES[names[0]]
+        for arguments, environment in (*(([name, text], {}) for name in names), ([], {variable(names[0]): text})):
+            configs = parse_flags(tool, TOOLS[tool], arguments, environment)
+            assert value in [getattr(config, field, None) for config in configs]
+
+
+def test_a_flag_that_a_tool_shares_with_serve_has_the_same_default() -> None:
+    defaults = {item.name: item.default for item in flags_of(OWNERS["serve"])}
+    shared = [item for owners in TOOLS.values() for item in flags_of(owners) if item.name in defaults]
+    assert {item.name: item.default for item in shared} == {item.name: defaults[item.name] for item in shared}
+
+
+def test_abbreviations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-que"):
+        parse_serve("--max-que", "5")
+    with pytest.raises(ConfigError, match="--por=5"):
+        parse_serve("--por=5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["stage"], "nothing given, expected one of tokenize, generate, detokenize, web"),
+        (["stage", "cook"], "cook given, expected one of tokenize, generate, detokenize, web"),
+        (["stage", "web", "--page-size", "16"], "--page-size"),
+        (["serve", "--replicas", "2"], "--replicas"),
+        (["serve", "--port"], "--port"),
+        (["serve", "model"], "model"),
+    ],
+)
+def test_what_a_command_does_not_know_is_refused(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        parse(*arguments)
+
+
+@pytest.mark.parametrize(("flag", "value", "expected"), BAD_VALUES)
+@pytest.mark.parametrize("source", ["command line", "environment"])
+def test_a_bad_value_is_refused_with_flag_value_and_what_is_expected(
+    source: str, flag: str, value: str, expected: str
+) -> None:
+    arguments = [] if source == "environment" else [f"{flag}={value}"]
+    environment = {variable(flag): value} if source == "environment" else {}
+    with pytest.raises(ConfigError) as caught:
+        parse_command(["serve", *arguments], environment)
+    message = str(caught.value)
+    assert flag in message
+    assert repr(value) in message
+    assert expected in message.replace(repr(value), "")
+    assert "\n" not in message
+
+
+def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wins() -> None:
+    for flag, bad, _ in BAD_VALUES:
+        good, value = VALUES[flag]
+        assert value_of(parse_serve(flag, good, **{variable(flag): bad}), flag) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], False), (["--dummy-weight"], True), (["--dummy-weight", "no"], False)], ids=str
+)
+def test_a_flag_that_is_yes_or_no_may_stand_alone(flags: list[str], expected: bool) -> None:
+    config = parse_serve(*flags, "--port", "8000")
+    assert (config.engine.dummy_weight, config.web.port) == (expected, 8000)
+
+
+def test_auto_is_zero_where_the_machine_decides() -> None:
+    flags = [
+        "--threads",
+        "--max-prefill-length",
+        "--mixed-prefill-length",
+        "--page-size",
+        "--num-pages",
+        "--max-seq-len",
+    ]
+    for flag in flags:
+        assert value_of(parse_serve(flag, "auto"), flag) == 0
+
+
+@pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
+def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
+    for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *_words(flag))]):
+        serve = parse_serve(*flags)
+        again = parse("stage", stage, *stage_flags(serve, stage), **secrets_of(serve))
+        accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN}
+        for flag in accepted:
+            assert value_of(again, flag) == value_of(serve, flag)
+
+
+def test_the_flags_for_a_stage_leave_out_defaults_and_which_worker_it_is() -> None:
+    assert stage_flags(parse_serve(), "generate") == []
+    assert stage_flags(parse("stage", "generate", "--slot", "2", "--page-size", "16"), "generate") == [
+        "--page-size",
+        "16",
+    ]
+
+
+def test_what_is_secret_is_in_no_command_line_and_in_no_text_of_the_config() -> None:
+    given = {"--redis-url": ["redis://u:hidden@h"], "--api-key": ["hidden1", "hidden2"]}
+    assert set(given) == set(SECRET)
+    config = parse_serve(*(word for flag, words in given.items() for word in (flag, *words)))
+    assert stage_flags(config, "web") == []
+    assert "hidden" not in repr(config)
+    assert secrets_of(config) == {variable(flag): " ".join(words) for flag, words in given.items()}
+    assert secrets_of(parse_serve()) == {}
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_no_keys_in_the_environment_is_an_empty_key_which_is_refused_later(text: str) -> None:
+    assert parse_serve(MINISGL_API_KEY=text).keys.api_key == (text,)
+    assert parse_serve("--api-key", "k", MINISGL_API_KEY=text).keys.api_key == ("k",)
+
+
+def _words(flag: str) -> list[str]:
+    text, _ = VALUES[flag]
+    return text.split() if flag in REPEATED else [text]
+
+
+def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert str(parse_serve("--port", "8000").data_dir) == "/state/minisgl/8000"
+    assert str(parse_serve("--data-dir", "/d").data_dir) == "/d"
+    assert str(ConnectConfig(port=8000).folder) == "/state/minisgl/8000"
+    assert str(ConnectConfig(data_dir="/d", port=8000).folder) == "/d"
+
+
+@pytest.mark.parametrize(
+    ("line", "kept", "variables"),
+    [
+        (
+            "serve --redis-url redis://me:pw@box --port 80",
+            "serve --port 80",
+            {"MINISGL_REDIS_URL": "redis://me:pw@box"},
+        ),
+        ("trace u --redis-url=redis://:pw@box --json", "trace u --json", {"MINISGL_REDIS_URL": "redis://:pw@box"}),
+        ("serve --api-key a b --port 80", "serve --port 80", {"MINISGL_API_KEY": "a b"}),
+        ("serve --api-key a", "serve", {"MINISGL_API_KEY": "a"}),
+        (
+            "top --redis-url redis+sentinel://h/m?sentinel_password=pw",
+            "top",
+            {"MINISGL_REDIS_URL": "redis+sentinel://h/m?sentinel_password=pw"},
+        ),
+    ],
+)
+def test_a_secret_on_the_command_line_is_taken_out_of_it(line: str, kept: str, variables: dict[str, str]) -> None:
+    assert without_secrets(line.split()) == (kept.split(), variables)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "serve --port 80 --model M",
+        "stage web --redis-url redis://box:6379/0",
+        "stage web --redis-url=redis://box/?password_file=/run/secret",
+        "serve --redis-url",
+        "serve --api-key",
+        "serve --redis-url --port 80",
+    ],
+)
+def test_a_command_line_without_secrets_stays_as_it_is(line: str) -> None:
+    assert without_secrets(line.split()) == (line.split(), {})

@@ -1,0 +1,32 @@
+"""Which tests run on every change, which wait for the night, and in which order the processes of a run take them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeVar
+
+import pytest
+
+AT_NIGHT: Final = os.environ.get("MINISGL_NIGHT", "") == "1"
+"""Whether every test runs, with as many examples as a night has time for."""
+
+T = TypeVar("T")
+
+
+def by_night(on_every_change: T, at_night: T) -> T:
+    """Return the one or the other: how much of something this run tests."""
+    return at_night if AT_NIGHT else on_every_change
+
+
+def rest_at_night(values: Iterable[object], *, first: int = 1) -> list[object]:
+    """Return *values* as parameters of a test; only the *first* of them run on every change."""
+    params = [pytest.param(value) for value in values]
+    return [*params[:first], *(pytest.param(*param.values, marks=pytest.mark.night) for param in params[first:])]
+
+
+def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests of this run and those that wait for the night: first what is slow, since it mostly waits."""
+    left = [item for item in items if item.get_closest_marker("night") and not AT_NIGHT]
+    run = [item for item in items if AT_NIGHT or not item.get_closest_marker("night")]
+    return sorted(run, key=lambda item: item.get_closest_marker("slow") is None), left
