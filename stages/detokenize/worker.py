@@ -10,7 +10,6 @@ from pathlib import Path
 import structlog
 from tokenizers import Tokenizer
 
-from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
 from pipeline.events import Failed, StepCompleted, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
@@ -21,6 +20,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.slots import SlotLease, acquire_guest
 from pipeline.walk import walk
 from pipeline.worker import Stop, WorkerProcess, follow
+from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
 from stages.detokenize.text import Decoder
@@ -195,7 +195,7 @@ def serve(
     follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one detokenizer until SIGTERM; return the exit code."""
     process = WorkerProcess(DETOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     with process.loading("tokenizer", LOAD_TIMEOUT_S):

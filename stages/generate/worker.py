@@ -15,7 +15,6 @@ from typing import Protocol, TypeAlias
 
 import structlog
 
-from pipeline.config import Config, DefaultsConfig
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
@@ -24,6 +23,7 @@ from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import SlotLease, progress_reporter
 from pipeline.worker import Stop, WorkerProcess
+from stages.generate.config import DefaultsConfig, GenerateConfig
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
@@ -306,16 +306,16 @@ class Loaded:
         )
 
 
-Load: TypeAlias = Callable[[Config, Path, Callable[[float], None]], Loaded]
+Load: TypeAlias = Callable[[GenerateConfig, Path, Callable[[float], None]], Loaded]
 """Loads a model and reports its progress."""
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one engine until SIGTERM; return the exit code."""
     return run_engine(config, open_log, folder, load)
 
 
-def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
+def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
     """Be one engine with the model that *load* returns.
 
     It asks for a slot once the model is loaded. When it loses the slot it forgets its requests, keeps its weights and
@@ -370,7 +370,7 @@ def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int 
     return recommended.sampling
 
 
-def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
     """Load the model and call *report* with the progress, 0 to 1.
 
     Raises:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import structlog
 
-from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Answered, Failed, Submitted, Tokenized, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
@@ -23,6 +22,7 @@ from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import Voice, read_statuses
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
+from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long
 
 logger = structlog.get_logger()
@@ -255,7 +255,7 @@ def _unexpected(error: BaseException) -> RequestError:
     return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one tokenizer until SIGTERM; return the exit code."""
     process = WorkerProcess(TOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     log, stop = process.log, process.stop

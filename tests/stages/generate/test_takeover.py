@@ -17,7 +17,6 @@ from engine_rig import LEASE_MS, LIMITS, POISON, CountingEngine, Running, runnin
 from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
-from pipeline.config import Config, parse_command
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import (
     Admitted,
@@ -33,6 +32,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
+from pipeline.flags import parse_config
 from pipeline.log.operation import script_text
 from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
@@ -42,6 +42,7 @@ from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
+from stages.generate.config import GenerateConfig
 from stages.generate.past import past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
@@ -470,7 +471,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
         stops.append(stop)
         return stop
 
-    def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+    def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
         loads.append(folder)
         cpu, kind = torch.device("cpu"), torch.float32
         settings = Settings(cpu, kind, "reference", "naive", threads=1, page_size=4, num_pages=64, limits=LIMITS)
@@ -483,7 +484,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     monkeypatch.setattr(Stop, "on_signals", on_signals)
     monkeypatch.setattr(SlotLease, "_speak", unless_standing_still)
     monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
-    config = parse_command(["stage", "generate", "--lease", "0.2", "--slot", "0"], {})
+    config = parse_config("stage generate", GenerateConfig, ["--lease", "0.2", "--slot", "0"], {})
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     process = threading.Thread(target=run_engine, args=(config, another_log, tmp_path, load))
     with detokenizing(another_log, 0):
