@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from pipeline.config import flag
 from pydantic import BaseModel, Field, ValidationError
 
 from pipeline.errors import ConfigError
+from pipeline.flags import flag
 
 _VOCABULARY: Final = (
     "able back ball bank base bird blue boat body book call city cold corn dark deep door down duty east edge face "
