@@ -2,7 +2,8 @@
 
 Workers read, commit, crash, lose their slots and go on as if they had not; answers are lost and commits said again.
 After every commit all that Redis holds is compared with the log in memory, and each history must be a true one by
-itself. In the end healthy workers finish what was accepted. Hypothesis makes up the stories and shortens those that fail.
+itself. In the end healthy workers finish what was accepted. Hypothesis makes up the stories and shortens those that
+fail.
 """
 
 from __future__ import annotations
