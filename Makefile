@@ -14,8 +14,8 @@ venv: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "Installing MiniSGL into .venv; torch is a large download, this takes a few minutes once."
-	$(BIN)/python -m pip install --quiet 'torch>=2.11,<=2.13.0'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) 'torch>=2.11,<=2.13.0'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@
 
 serve: venv

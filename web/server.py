@@ -23,7 +23,6 @@ import hypercorn.config
 import hypercorn.protocol
 import structlog
 
-from pipeline.config import Config
 from pipeline.errors import LogError
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
@@ -31,6 +30,7 @@ from pipeline.metrics.counters import Measures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
+from web.config import WebStageConfig
 from web.connections import Connection, Protocol
 from web.keys import Keys, read_keys
 from web.listener import BACKLOG, open_listener, url_to
@@ -46,7 +46,7 @@ BEAT_S: Final = 0.5
 JANITOR_PATIENCE_S: Final = 1.0
 
 
-def run(config: Config) -> int:
+def run(config: WebStageConfig) -> int:
     """Be one web process until a signal stops it; return the exit code.
 
     Raises:
@@ -118,7 +118,7 @@ class Seat:
         return SlotLease(self._lease_log, owner, self._lease_ms, self.measures)
 
 
-def _limits(config: Config) -> RequestLimits:
+def _limits(config: WebStageConfig) -> RequestLimits:
     return RequestLimits(
         timeout_s=config.requests.request_timeout_s,
         retention_s=config.log.retention_s,
@@ -131,7 +131,9 @@ def _address(listener: socket.socket) -> str:
     return url_to(host, port)
 
 
-async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:
+async def _serve(
+    config: WebStageConfig, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer
+) -> int:
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     seat.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace), _limits(config))

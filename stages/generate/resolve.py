@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config import EngineConfig
 from pipeline.errors import ConfigError
+from stages.generate.config import EngineConfig
 from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits

@@ -21,8 +21,9 @@ from web.listener import open_listener
 PROGRAM = """
 import os, sys
 import web.server
-from pipeline.config import parse_command
-sys.exit(web.server.run(parse_command(["stage", "web", *sys.argv[1:]], os.environ)))
+from pipeline.flags import parse_config
+from web.config import WebStageConfig
+sys.exit(web.server.run(parse_config("stage web", WebStageConfig, sys.argv[1:], os.environ)))
 """
 ENDLESS = chat("endless", stream=True)
 
