@@ -73,7 +73,7 @@ def run(scale: Scale, report: Report) -> None:
             for page_size in (16, 64):
                 item = f"attention {name} {_short(dtype)} pages of {page_size}"
                 with attempt(report, item):
-                    _check_attention(report, item, name, dtype, page_size, device, scale.size)
+                    check_attention(report, item, name, dtype, page_size, device, scale.size)
     with attempt(report, "checkpoints"), tempfile.TemporaryDirectory() as parent:
         from transformers.utils import logging
 
@@ -113,7 +113,7 @@ def _cases(page_size: int, size: str) -> list[_Attended]:
     return [*cases, _Attended(AttentionShape(16, 8, 128, page_size, 24), only_decode)]
 
 
-def _check_attention(
+def check_attention(
     report: Report, item: str, name: str, dtype: torch.dtype, page_size: int, device: torch.device, size: str
 ) -> None:
     worst, stored = 0.0, True
