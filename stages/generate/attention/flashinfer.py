@@ -108,7 +108,7 @@ def indices_of(batch: ForwardBatch, page_size: int) -> Indices:
 
 def plan_decode(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
     """Plan a step of decode rows."""
-    wrapper.plan(indices.indptr, indices.indices, indices.last_page_len, *_numbers(shape), **options(shape))
+    wrapper.plan(indices.indptr, indices.indices, indices.last_page_len, *numbers(shape), **options(shape))
 
 
 def plan_prefill(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
@@ -118,14 +118,15 @@ def plan_prefill(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
         indices.indptr,
         indices.indices,
         indices.last_page_len,
-        *_numbers(shape),
+        *numbers(shape),
         causal=True,
         max_token_per_sequence=int(indices.qo_indptr.diff().max()),  # it would look for it in Python
         **options(shape),
     )
 
 
-def _numbers(shape: AttentionShape) -> tuple[int, int, int, int]:
+def numbers(shape: AttentionShape) -> tuple[int, int, int, int]:
+    """Return the arguments of every plan that are numbers, in their order."""
     return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
 
 
