@@ -147,8 +147,8 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags: Sequence[str], me
     assert "\n" not in str(refused.value)
 
 
-def test_the_limits_of_all_phases_fit_the_budget_of_a_gpu() -> None:
-    assert sum(phase.limit_s for phase in PHASES) <= command.BUDGET_S["cuda"]
+def test_two_phases_that_hang_leave_time_for_the_rest() -> None:
+    assert all(phase.limit_s <= command.BUDGET_S["cuda"] / 3 for phase in PHASES)
 
 
 def test_the_phases_that_are_chosen_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
