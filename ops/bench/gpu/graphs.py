@@ -291,7 +291,7 @@ def _try_steps(item: str, model: Model, steps: Steps, report: Report) -> None:
         errors.append((ours, reference))
         right = right and ours <= max(WORST_RATIO * reference, FLOAT32_ERROR)
     ours, reference = max(errors)
-    figures: dict[str, object] = {"error": ours if ours == ours else None, "error_of_reference": reference}
+    figures: dict[str, object] = {"distance": ours if ours == ours else None, "distance_of_reference": reference}
     load(static)
     eager_s = median_s(step, device, rounds=ROUNDS)
     eager_figures = {"eager_ms": 1e3 * eager_s, "eager_tokens_per_s": model.num_rows / eager_s}

@@ -38,7 +38,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[st
         (tmp_path / f"stub_{name}.py").write_text(STUBS[name])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(command, "PHASES", tuple(Planned(name, f"stub_{name}", limit_s) for name in names))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the test run stays as it is
 
 
 # the file
