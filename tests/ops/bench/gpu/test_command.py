@@ -202,8 +202,15 @@ def test_the_table_shows_figures_and_counts_long_lists() -> None:
         "list": [1, 2],
         "kernels": [{"a": 1}] * 10,
     }
-    text = show.found(Item(item="a", ok=True, figures={**figures, "nested": {"rows": 3}}))
+    text = show.found(Item(item="a", ok=None, figures={**figures, "nested": {"rows": 3}}))
     assert text == ("ms 1.235, tokens 123,456, works yes, none -, list [1, 2], kernels (10 in the JSON), nested.rows 3")
+
+
+def test_what_is_right_is_shown_without_its_yes_and_no() -> None:
+    figures: dict[str, JsonValue] = {"is_nan": False, "replay_is_eager": True, "why": "", "missing": [], "ms": 2}
+    assert show.found(Item(item="a", ok=True, figures=figures)) == "missing [], ms 2"
+    wrong = show.found(Item(item="a", ok=False, figures=figures))
+    assert wrong == "is_nan no, replay_is_eager yes, why , missing [], ms 2"
 
 
 def test_the_last_lines_name_what_is_bad() -> None:
