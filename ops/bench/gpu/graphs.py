@@ -237,7 +237,7 @@ def _restorer(kv_L2PKSD: Tensor, slots_X: Tensor) -> Callable[[], None]:
 def _distances(model: Model, batch: ForwardBatch, eager_BE: Tensor) -> tuple[float, float]:
     """Return how far *eager_BE*, and a step with the reference attention, are from float32: of COMPARED_ROWS rows."""
     num = min(COMPARED_ROWS, len(batch.seq_lens))
-    pages_X = batch.page_table_BN[:num].unique().long()
+    pages_X: Tensor = batch.page_table_BN[:num].unique().long()  # type: ignore[no-untyped-call]
     pages_B, offsets_B = places_of(batch.slots_T[:num], PAGE_SIZE)
     few = replace(
         batch,
