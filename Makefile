@@ -5,7 +5,7 @@ BIN := .venv/bin
 # a Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
-.PHONY: venv serve bench test night chaos recovery soak clients containers lint types format clean gpu-check gpu-wheels
+.PHONY: venv serve bench test night chaos recovery soak clients containers lint types format docs clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
@@ -64,6 +64,10 @@ format: venv
 
 types: venv
 	$(BIN)/mypy
+
+# Writes the tables of docs/ that are made from code: fields, flags, metrics.
+docs: venv
+	@PYTHONPATH=tests:. $(BIN)/python tests/generated_docs.py
 
 clean:
 	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 __version__ = "0.6.13+double"
+
+
+def gen_batch_prefill_module(*arguments: Any) -> SimpleNamespace:
+    assert len(arguments) == 11 and arguments[0] == "fa2"
+    return SimpleNamespace(name=f"kernels {arguments[1:]}", is_compiled=True, build_and_load=lambda: None)
+
+
+jit = SimpleNamespace(gen_batch_prefill_module=gen_batch_prefill_module)
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -47,13 +56,17 @@ class BatchDecodeWithPagedKVCacheWrapper:
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
+        *,
+        sm_scale: float | None = None,
     ) -> None:
+        for tensor in (indptr, indices, last_page_len):
+            assert tensor.dtype == torch.int32 and tensor.device.type == "cpu"
         if self.buffers is not None:
             assert len(last_page_len) == len(self.buffers[2]) and len(indices) <= len(self.buffers[1])
             for buffer, value in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
                 buffer[: len(value)] = value
             indptr, indices, last_page_len = self.buffers
-        self.planned = (None, indptr, indices, last_page_len, page_size, window_left)
+        self.planned = (None, indptr, indices, last_page_len, page_size, sm_scale, window_left)
         self.shape = (num_qo_heads, num_kv_heads, head_dim, q_data_type, kv_data_type)
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None) -> Tensor:
@@ -79,13 +92,19 @@ class BatchPrefillWithPagedKVCacheWrapper:
         page_size: int,
         *,
         causal: bool = False,
+        sm_scale: float | None = None,
         window_left: int = -1,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
+        max_token_per_sequence: int | None = None,
     ) -> None:
         assert causal and q_data_type == kv_data_type
+        assert max_token_per_sequence in (None, int(qo_indptr.diff().max()))
+        for tensor in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
+            assert tensor.dtype == torch.int32 and tensor.device.type == "cpu"
         self.shape = (num_qo_heads, num_kv_heads, head_dim_qk)
-        self.planned = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, window_left)
+        pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self.planned = (qo_indptr, *pages, page_size, sm_scale, window_left)
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         return _attend(q, paged_kv_cache, *self.planned)
@@ -106,6 +125,7 @@ def fast_decode_plan(
     q_data_type: torch.dtype | None = None,
     kv_data_type: torch.dtype | None = None,
     *,
+    sm_scale: float | None = None,
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
     assert self.buffers is not None and global_override_indptr_cpu is indptr
@@ -120,9 +140,10 @@ def _attend(
     indices: Tensor,
     last_page_len: Tensor,
     page_size: int,
+    sm_scale: float | None,
     window_left: int,
 ) -> Tensor:
-    assert isinstance(kv, tuple) and kv[0].shape[2] == page_size
+    assert isinstance(kv, tuple) and q_THD.is_contiguous() and kv[0].shape[2] == page_size
     starts = list(range(len(q_THD) + 1)) if qo_indptr is None else qo_indptr.tolist()
     rows = []
     for row, (begin, end) in enumerate(pairwise(starts)):
@@ -136,7 +157,11 @@ def _attend(
         groups = q_THD.shape[1] // len(k_KCD)
         q_HQD = q_THD[begin:end].transpose(0, 1).float()
         o_HQD = torch.nn.functional.scaled_dot_product_attention(
-            q_HQD, k_KCD.repeat_interleave(groups, 0), v_KCD.repeat_interleave(groups, 0), attn_mask=seen
+            q_HQD,
+            k_KCD.repeat_interleave(groups, 0),
+            v_KCD.repeat_interleave(groups, 0),
+            attn_mask=seen,
+            scale=sm_scale,
         )
         rows.append(o_HQD.transpose(0, 1))
     return torch.cat(rows).to(q_THD.dtype)

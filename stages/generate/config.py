@@ -36,7 +36,11 @@ class EngineConfig:
         "--threads", default=0, parse=auto_or(1), help="CPU threads of an engine [cores minus one in four]"
     )
     attention: str = flag(
-        "--attn", "--attention-backend", default="auto", choices=("auto", "cpu", "reference"), help="attention backend"
+        "--attn",
+        "--attention-backend",
+        default="auto",
+        choices=("auto", "cpu", "fi", "reference"),
+        help="attention backend",
     )
     cache: str = flag(
         "--cache",

@@ -6,13 +6,18 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 
 from pipeline.errors import ConfigError
+from stages.generate.attention import AttentionShape
+from stages.generate.attention.flashinfer import why_not
 from stages.generate.config import EngineConfig
 from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits
+
+logger = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         raise ConfigError("--device cuda: torch sees no CUDA device here; install its CUDA build, or pass --device cpu")
     device, dtype = resolve_device(config.device), resolve_dtype(spec, config.dtype)
     cuda = device.type == "cuda"
-    if cuda and config.attention == "cpu":
-        raise ConfigError("--attn cpu computes on a CPU; leave it out, or pass --device cpu")
     if config.max_seq_len > spec.max_positions:
         raise ConfigError(
             f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
@@ -51,6 +54,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
             "pass one of them"
         )
     page_size = config.page_size or (16 if cuda else 64)
+    attention = resolve_attention(
+        config.attention,
+        AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window, dtype, device),
+    )
     wanted = config.max_seq_len or spec.max_positions
     num_pages = config.num_pages or num_pages_for(
         spec,
@@ -74,7 +81,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
     return Settings(
         device=device,
         dtype=dtype,
-        attention=("reference" if cuda else "cpu") if config.attention == "auto" else config.attention,
+        attention=attention,
         cache=config.cache,
         threads=config.threads or default_threads(),
         page_size=page_size,
@@ -113,3 +120,24 @@ def resolve_dtype(spec: ModelSpec, name: str) -> torch.dtype:
     """Return the dtype that `--dtype` means; auto is the checkpoint's."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return dtypes[spec.dtype if name == "auto" else name]
+
+
+def resolve_attention(name: str, shape: AttentionShape) -> str:
+    """Return the backend that `--attn` means; auto is the fastest that can compute *shape* here.
+
+    Raises:
+        ConfigError: The backend cannot compute *shape* on this machine.
+    """
+    cuda = shape.device.type == "cuda"
+    if name == "cpu" and cuda:
+        raise ConfigError("--attn cpu computes on a CPU; leave it out, or pass --device cpu")
+    if name == "auto" and not cuda:
+        return "cpu"
+    if name not in ("auto", "fi"):
+        return name
+    if not (reason := why_not(shape)):
+        return "fi"
+    if name == "fi":
+        raise ConfigError(f"--attn fi: FlashInfer cannot be used here: {reason}. Or pass --attn auto")
+    logger.warning("attention_is_slow", attention="reference", reason=f"FlashInfer cannot be used here: {reason}")
+    return "reference"

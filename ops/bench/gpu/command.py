@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from ops.bench import report
 from ops.bench.gpu import document, install, show
 from ops.bench.gpu.document import Document, Phase
 from ops.bench.gpu.phase import Scale
-from ops.bench.gpu.runner import Planned, run_all
+from ops.bench.gpu.runner import Planned, interruptible, run_all
 from pipeline.flags import flag, parse_flags, seconds
 
 ABOUT: Final = """\
@@ -31,12 +30,12 @@ wrong or failed.
 PHASES: Final = (  # by worth for the time: what the budget cuts off is at the end
     Planned("machine", "ops.bench.gpu.machine", 20.0),
     Planned("probes", "ops.bench.gpu.probes", 30.0),
-    Planned("parity", "ops.bench.gpu.parity", 75.0),
+    Planned("flashinfer", "ops.bench.gpu.flashinfer", 150.0),  # it compiles what the later phases use
+    Planned("parity", "ops.bench.gpu.parity", 100.0),
     Planned("sampling", "ops.bench.gpu.sampling", 25.0),
-    Planned("engine", "ops.bench.gpu.engine", 85.0),
-    Planned("flashinfer", "ops.bench.gpu.flashinfer", 90.0),
-    Planned("graphs", "ops.bench.gpu.graphs", 40.0),
-    Planned("server", "ops.bench.gpu.server", 60.0),
+    Planned("engine", "ops.bench.gpu.engine", 120.0),
+    Planned("server", "ops.bench.gpu.server", 90.0),
+    Planned("graphs", "ops.bench.gpu.graphs", 60.0),
     Planned("collectives", "ops.bench.gpu.collectives", 25.0),
 )
 BUDGET_S: Final[Mapping[str, float]] = {"cuda": 450.0, "cpu": 110.0}
@@ -110,33 +109,22 @@ def run(arguments: Sequence[str], environment: Mapping[str, str], install_s: flo
             budget_s=budget_s,
             install_s=install_s,
             wall_s=time.monotonic() - began_s,
-            finished=len(done) == len(chosen) and not interrupted,
+            finished=len(done) == len(chosen) and not stop.is_set(),
             cut=tuple(phase.name for phase in done if phase.status == "cut"),
             phases=tuple(done),
         )
 
-    phases: Sequence[Phase] = ()
-    interrupted = False
-
     def keep(done: Sequence[Phase]) -> None:
-        nonlocal phases
-        phases = tuple(done)
         if config.json:
-            document.write(Path(config.json), found(phases))
-        print(f"{phases[-1].name}: {show.outcome(phases[-1])}", file=sys.stderr, flush=True)
+            document.write(Path(config.json), found(done))
+        print(f"{done[-1].name}: {show.outcome(done[-1])}", file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, _interrupt)  # what a phase has found is kept
-    with Console(stderr=True).status("", refresh_per_second=1) as status:
-        try:
-            run_all(chosen, Scale(device, size), budget_s, keep, lambda phase: status.update(phase.name))
-        except KeyboardInterrupt:
-            interrupted = True
-    show.table(found(phases))
-    if interrupted:
-        if config.json:
-            document.write(Path(config.json), found(phases))
+    with interruptible() as stop, Console(stderr=True).status("", refresh_per_second=1) as status:
+        done = run_all(chosen, Scale(device, size), budget_s, stop, keep, lambda phase: status.update(phase.name))
+    show.table(found(done))
+    if stop.is_set():
         return INTERRUPTED
-    return 0 if found(phases).ok else 1
+    return 0 if found(done).ok else 1
 
 
 def has_gpu() -> bool:
@@ -147,7 +135,3 @@ def has_gpu() -> bool:
         return False
     count = ctypes.c_int(0)
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -23,10 +23,12 @@ from ops.bench.gpu.profiled import profiled
 from ops.bench.gpu.timing import copy_bytes_per_s, matmul_flops_per_s, median_s, step_times, wait
 from ops.bench.models import SHAPE_8B, SHAPES, Shape, write_config
 from pipeline.events import SamplingParams
+from stages.generate.attention import AttentionShape
 from stages.generate.forward.batch import build_batch
 from stages.generate.forward.engine import Engine
 from stages.generate.model.checkpoint import EMBEDDING
 from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
+from stages.generate.resolve import resolve_attention
 from stages.generate.schedule.plan import BatchPlan, Sample
 
 PAGE_SIZE: Final = 16
@@ -38,6 +40,8 @@ MODELS: Final[Mapping[str, Mapping[str, Shape]]] = {
 }
 DECODE_ROWS: Final = {"toy": (1, 3), "small": (1, 32), "full": (1, 32, 256)}
 CONTEXT: Final = {"toy": 40, "small": 512, "full": 512}
+REFERENCE_ROWS: Final = (1, 32)
+"""The reference takes one row after the other: 256 rows take seconds."""
 PREFILL_TOKENS: Final = {"toy": 64, "small": 512, "full": 2048}
 ROUNDS: Final = 5
 NUM_LONGEST: Final = 10
@@ -54,12 +58,9 @@ def run(scale: Scale, report: Report) -> None:
         matmul_rate = matmul_flops_per_s(device, scale.size, dtype)
         report("limits", copy_gb_per_s=copy_rate / 1e9, matmul_tflops=matmul_rate / 1e12)
     for name, shape in MODELS[scale.size].items():
-        with attempt(report, f"{name} load"), tempfile.TemporaryDirectory() as folder:
+        with attempt(report, name), tempfile.TemporaryDirectory() as folder:
             write_config(shape, Path(folder))
             _measure_model(name, Path(folder), scale, device, dtype, (copy_rate, matmul_rate), report)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _measure_model(
@@ -71,18 +72,31 @@ def _measure_model(
     rates: tuple[float, float],
     report: Report,
 ) -> None:
+    """Report the steps with each attention backend of the device: all of them with the best, and some with the rest."""
     spec = read_spec(folder)
     context, num_prefill = CONTEXT[scale.size], PREFILL_TOKENS[scale.size]
+    shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, spec.window, dtype, device)
+    best = resolve_attention("auto", shape)
     rows_of = {f"decode of {rows} rows": ((context, 1),) * rows for rows in DECODE_ROWS[scale.size]}
+    few = {step: rows for step, rows in rows_of.items() if len(rows) in REFERENCE_ROWS}
     rows_of[f"prefill of {num_prefill} tokens"] = ((0, num_prefill),)
-    engine = _load(name, spec, folder, device, dtype, list(rows_of.values()), report)
-    for step, rows in rows_of.items():
-        with attempt(report, f"{name} {step}"):
-            _measure_step(f"{name} {step}", spec, engine, rows, rates, report)
+    steps_of = {best: rows_of} if best in ("cpu", "reference") else {best: rows_of, "reference": few}
+    for attention, steps in steps_of.items():
+        title = f"{name} {attention}"
+        with attempt(report, f"{title} load"):
+            engine = _load(title, attention, spec, folder, device, dtype, list(steps.values()), report)
+            for step, rows in steps.items():
+                with attempt(report, f"{title} {step}"):
+                    _measure_step(f"{title} {step}", spec, engine, rows, rates, report)
+            del engine
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _load(
-    name: str,
+    title: str,
+    attention: str,
     spec: ModelSpec,
     folder: Path,
     device: torch.device,
@@ -102,14 +116,14 @@ def _load(
         page_size=PAGE_SIZE,
         max_running_requests=max(map(len, all_rows)),
         max_seq_len=max(start + count for rows in all_rows for start, count in rows) + PAGE_SIZE,
-        attention="reference" if device.type == "cuda" else "cpu",
+        attention=attention,
         dummy=True,
     )
     wait(device)
     seconds = time.perf_counter() - began_s
     engine.kv_L2PKSD.normal_()
     report(
-        f"{name} load",
+        f"{title} load",
         seconds=seconds,
         weights_gib=_num_weights(spec) * dtype.itemsize / GIB,
         kv_gib=engine.kv_L2PKSD.nbytes / GIB,

@@ -1,35 +1,44 @@
 """What FlashInfer does here: imports, compiles, agrees with the reference, how fast it is, and works in a CUDA graph.
 
-Keys and values lie as in our cache, HND, and are given as a tuple of two: of a single tensor FlashInfer splits another
-dimension. One compiled module serves prefill and decode, which here runs on tensor cores.
+It is called as the attention backend calls it; what is built on top of it in a graph is tried here first.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ops.bench.gpu.capture import capture
-from ops.bench.gpu.pages import Case, largest_error, make_batch, make_case
+from ops.bench.gpu.pages import largest_error, make_batch, make_case
 from ops.bench.gpu.phase import Report, Scale, Skip, attempt
 from ops.bench.gpu.timing import ROUNDS, copy_bytes_per_s, median_s, random, wait
+from pipeline.errors import ConfigError
 from stages.generate.attention import AttentionShape
+from stages.generate.attention.flashinfer import (
+    Indices,
+    decode_wrapper,
+    indices_of,
+    load_library,
+    numbers,
+    options,
+    plan_decode,
+    plan_prefill,
+    prefill_wrapper,
+    tools,
+)
 from stages.generate.attention.reference import ReferenceAttention
 from stages.generate.forward.batch import ForwardBatch
 
@@ -39,9 +48,7 @@ PARTS: Final = ("tvm_ffi", "typing_extensions", "pynvml", "requests", "tqdm", "p
 """The modules without which `import flashinfer` of 0.6.13 fails."""
 Build: TypeAlias = tuple[int, bool]
 """head_dim, with a window"""
-BUILDS: Final[tuple[Build, ...]] = ((64, False), (128, False))
-WINDOWED_BUILDS: Final[tuple[Build, ...]] = ((128, True),)
-"""Compiled last: where time is short, this is the least."""
+BUILDS: Final[tuple[Build, ...]] = ((64, False), (128, False), (64, True), (128, True))
 BUILD_TIMEOUT_S: Final = 110.0
 WORKSPACE_BYTES: Final = {"toy": 2**10, "small": 2**20, "full": 256 * 2**20}
 DTYPE: Final = torch.bfloat16
@@ -62,36 +69,32 @@ PAGE_SIZE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Indices:
-    """The pages of a batch as FlashInfer wants them, int32 on the host."""
+class Timed:
+    """What is measured, and with what."""
 
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
+    library: Any
+    workspace: Tensor
+    shape: AttentionShape
+    context: int
+    copy_rate: float
+
+    @property
+    def device(self) -> torch.device:
+        """Where."""
+        return self.shape.device
 
 
 def run(scale: Scale, report: Report) -> None:
     """Report all that can be said here."""
     if scale.device != "cuda":
         raise Skip("FlashInfer computes on CUDA devices alone")
-    find_tools()
+    found = tools()
     began_s = time.perf_counter()
     library = import_library()
     there = {part: importlib.util.find_spec(part) is not None for part in ("flashinfer_cubin", "flashinfer_jit_cache")}
     report("import", ok=True, seconds=time.perf_counter() - began_s, version=str(library.__version__), **there)
-    report("tools", nvcc=shutil.which("nvcc"), ninja=shutil.which("ninja"), cxx=shutil.which("c++"))
-    built = build_all(BUILDS, report)
-    measure(library, built, scale, report)
-    built = build_all(WINDOWED_BUILDS, report)
-    check_all(library, WINDOWED_BUILDS, built, scale, report)
-
-
-def find_tools() -> None:
-    """Let FlashInfer find ninja, which it calls by name: it may lie beside this Python, or beside its modules."""
-    folders = [Path(sys.executable).parent, *(Path(entry) / "bin" for entry in sys.path)]
-    found = [str(folder) for folder in folders if (folder / "ninja").is_file()]
-    os.environ["PATH"] = os.pathsep.join((*found, os.environ.get("PATH", "")))
+    report("tools", ok=None, **found)
+    measure(library, build_all(BUILDS, report), scale, report)
 
 
 def import_library() -> Any:
@@ -101,10 +104,10 @@ def import_library() -> Any:
         Skip: It cannot be imported.
     """
     try:
-        return importlib.import_module("flashinfer")
-    except Exception as error:  # an old driver or another part's version raises what it likes
+        return load_library()
+    except ConfigError as error:
         missing = [part for part in ("flashinfer", *PARTS) if importlib.util.find_spec(part) is None]
-        raise Skip(f"import flashinfer: {type(error).__name__}: {error}; missing: {', '.join(missing)}") from error
+        raise Skip(f"{error}; missing: {', '.join(missing)}") from error
 
 
 def build_all(builds: Sequence[Build], report: Report) -> list[Build]:
@@ -147,94 +150,39 @@ def check_all(library: Any, builds: Sequence[Build], built: Sequence[Build], sca
     for head_dim, windowed in builds:
         for page_size in (16, 64):
             for kind, rows in (("decode", DECODE), ("prefill", PREFILL), ("prefill of decode rows", DECODE)):
-                shape = AttentionShape(16, 4, head_dim, page_size, WINDOW if windowed else 0)
+                shape = AttentionShape(16, 4, head_dim, page_size, WINDOW if windowed else 0, DTYPE, device)
                 item = f"{kind}, head_dim {head_dim}{' windowed' if windowed else ''}, pages of {page_size}"
                 with attempt(report, item):
                     _require((head_dim, windowed), built)
-                    _check(report, item, kind == "decode", library, workspace, make_case(shape, rows, DTYPE, device))
+                    _check(report, item, kind == "decode", library, workspace, shape, rows)
 
 
 def measure(library: Any, built: Sequence[Build], scale: Scale, report: Report) -> None:
     """Report errors, times and graphs of *library*, of which the modules *built* are compiled."""
     check_all(library, BUILDS, built, scale, report)
-    device = torch.device(scale.device)
-    workspace = torch.zeros(WORKSPACE_BYTES[scale.size], dtype=torch.uint8, device=device)
+    size, device = scale.size, torch.device(scale.device)
+    workspace = torch.zeros(WORKSPACE_BYTES[size], dtype=torch.uint8, device=device)
     copy_rate = float("nan")
     with attempt(report, "copy"):
-        copy_rate = copy_bytes_per_s(device, scale.size)
+        copy_rate = copy_bytes_per_s(device, size)
         report("copy", copy_gb_per_s=copy_rate / 1e9)
-    shape = AttentionShape(*TIMED_HEADS[scale.size], PAGE_SIZE)
-    build = (shape.head_dim, False)
-    for num_rows in TIMED_ROWS[scale.size]:
-        item = f"decode of {num_rows} rows"
+    shape = AttentionShape(*TIMED_HEADS[size], PAGE_SIZE, 0, DTYPE, device)
+    timed = Timed(library, workspace, shape, CONTEXT[size], copy_rate)
+    tries: list[tuple[str, Callable[[Report, str, Timed, int], None], int]] = []
+    for num_rows in TIMED_ROWS[size]:
+        tries.append((f"decode of {num_rows} rows", _time_decode, num_rows))
+        tries.append((f"graph of decode, {num_rows} rows", _try_graph, num_rows))
+    tries.append((f"prefill of {PREFILL_TOKENS[size]} tokens", _time_prefill, PREFILL_TOKENS[size]))
+    for item, call, number in tries:
         with attempt(report, item):
-            _require(build, built)
-            _time_decode(report, item, library, workspace, shape, num_rows, CONTEXT[scale.size], copy_rate, device)
-        item = f"graph of decode, {num_rows} rows"
-        with attempt(report, item):
-            _require(build, built)
-            _try_graph(report, item, library, workspace, shape, num_rows, CONTEXT[scale.size], copy_rate, device)
-    item = f"prefill of {PREFILL_TOKENS[scale.size]} tokens"
-    with attempt(report, item):
-        _require(build, built)
-        _time_prefill(report, item, library, workspace, shape, PREFILL_TOKENS[scale.size], device)
+            _require((shape.head_dim, False), built)
+            call(report, item, timed, number)
 
 
 def _require(build: Build, built: Sequence[Build]) -> None:
     """Raise Skip where a module is missing: a call would compile it, or fail to, once more."""
     if build not in built:
         raise Skip(f"the module for head_dim {build[0]}{' with a window' if build[1] else ''} was not compiled")
-
-
-def indices_of(batch: ForwardBatch, page_size: int) -> Indices:
-    """Return the pages of *batch* as FlashInfer wants them."""
-    counts = [-(-length // page_size) for length in batch.seq_lens]
-    table_BN = batch.page_table_BN.cpu()
-    return Indices(
-        torch.tensor(batch.query_starts, dtype=torch.int32),
-        torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        torch.cat([table_BN[row, :count] for row, count in enumerate(counts)]).int(),
-        torch.tensor([(length - 1) % page_size + 1 for length in batch.seq_lens], dtype=torch.int32),
-    )
-
-
-def plan_decode(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
-    """Plan a step of decode rows."""
-    wrapper.plan(
-        indices.indptr,
-        indices.indices,
-        indices.last_page_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.page_size,
-        window_left=shape.window - 1,
-        q_data_type=DTYPE,
-        kv_data_type=DTYPE,
-    )
-
-
-def plan_prefill(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
-    """Plan a step of chunks."""
-    wrapper.plan(
-        indices.qo_indptr,
-        indices.indptr,
-        indices.indices,
-        indices.last_page_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.page_size,
-        causal=True,
-        window_left=shape.window - 1,
-        q_data_type=DTYPE,
-        kv_data_type=DTYPE,
-    )
-
-
-def decode_wrapper(library: Any, workspace: Tensor) -> Any:
-    """Return what computes decode rows, for batches of any size."""
-    return library.BatchDecodeWithPagedKVCacheWrapper(workspace, kv_layout="HND", use_tensor_cores=True, backend="fa2")
 
 
 def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: int) -> Any:
@@ -244,44 +192,50 @@ def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: in
         f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32, device=workspace.device)
         for name, size in sizes.items()
     }
-    return library.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, kv_layout="HND", use_cuda_graph=True, use_tensor_cores=True, backend="fa2", **buffers
-    )
+    return decode_wrapper(library, workspace, use_cuda_graph=True, **buffers)
 
 
-def _check(report: Report, item: str, decodes: bool, library: Any, workspace: Tensor, case: Case) -> None:
+def _check(
+    report: Report,
+    item: str,
+    decodes: bool,
+    library: Any,
+    workspace: Tensor,
+    shape: AttentionShape,
+    rows: Sequence[tuple[int, int]],
+) -> None:
     """Compare with float64, and with our reference on the same pages."""
-    kv_2PKSD, indices = case.filled_pages(), indices_of(case.batch, case.shape.page_size)
-    if decodes:
-        wrapper = decode_wrapper(library, workspace)
-        plan_decode(wrapper, case.shape, indices)
-    else:
-        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend="fa2")
-        plan_prefill(wrapper, case.shape, indices)
+    case = make_case(shape, rows, shape.dtype, shape.device)
+    kv_2PKSD, indices = case.filled_pages(), indices_of(case.batch, shape.page_size)
+    wrapper = (decode_wrapper if decodes else prefill_wrapper)(library, workspace)
+    (plan_decode if decodes else plan_prefill)(wrapper, shape, indices)
     output = wrapper.run(case.q_THD, (kv_2PKSD[0], kv_2PKSD[1]))
     expected = case.expected()
-    reference = ReferenceAttention(case.shape).plan(case.batch)(case.q_THD, case.k_TKD, case.v_TKD, kv_2PKSD)
+    reference = ReferenceAttention(shape).plan(case.batch)(case.q_THD, case.k_TKD, case.v_TKD, kv_2PKSD)
     error = largest_error(output, expected)
-    report(
-        item,
-        ok=error <= TOLERANCE,
-        largest_error=error if error == error else None,
-        is_nan=error != error,
-        reference_error=largest_error(reference, expected),
-    )
+    report(item, **_verdict(error), reference_error=largest_error(reference, expected))
 
 
-def _timed(
-    shape: AttentionShape, rows: tuple[tuple[int, int], ...], device: torch.device
-) -> tuple[ForwardBatch, Tensor, Tensor]:
-    """Return a batch, q_THD and kv_2PKSD, all of it random."""
-    batch, num_pages = make_batch(rows, shape.page_size, device)
-    q_THD = random((batch.query_starts[-1], shape.num_heads, shape.head_dim), DTYPE, device)
+def _verdict(error: float) -> dict[str, Any]:
+    return {"ok": error <= TOLERANCE, "largest_error": error if error == error else None, "is_nan": error != error}
+
+
+def _random_step(
+    shape: AttentionShape, rows: tuple[tuple[int, int], ...]
+) -> tuple[ForwardBatch, Tensor, tuple[Tensor, Tensor], Callable[[], Tensor]]:
+    """Return a batch, its q_THD, keys and values in pages, and our reference on it; all of it random."""
+    batch, num_pages = make_batch(rows, shape.page_size, shape.device)
+    num_tokens = batch.query_starts[-1]
+    q_THD = random((num_tokens, shape.num_heads, shape.head_dim), shape.dtype, shape.device)
     kv_shape = (2, num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
-    return batch, q_THD, random(kv_shape, DTYPE, device, seed=1)
+    kv_2PKSD = random(kv_shape, shape.dtype, shape.device, seed=1)
+    new = (num_tokens, shape.num_kv_heads, shape.head_dim)
+    k_TKD, v_TKD = (random(new, shape.dtype, shape.device, seed) for seed in (2, 3))
+    attend = ReferenceAttention(shape).plan(batch)
+    return batch, q_THD, (kv_2PKSD[0], kv_2PKSD[1]), lambda: attend(q_THD, k_TKD, v_TKD, kv_2PKSD)
 
 
-def _plan_ms(plan: Any, device: torch.device) -> float:
+def _plan_ms(plan: Callable[[], None], device: torch.device) -> float:
     """Return how long the host is busy with it."""
     times = []
     for _ in range(ROUNDS + 2):
@@ -293,152 +247,107 @@ def _plan_ms(plan: Any, device: torch.device) -> float:
     return 1e3 * statistics.median(times[2:])
 
 
-def _share(shape: AttentionShape, batch: ForwardBatch, seconds: float, copy_rate: float) -> float | None:
+def _share(timed: Timed, batch: ForwardBatch, seconds: float) -> float | None:
     """Return the share of the copy bandwidth at which keys and values are read."""
-    num_bytes = 2 * sum(batch.seq_lens) * shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
-    share = num_bytes / seconds / copy_rate
+    shape = timed.shape
+    num_bytes = 2 * sum(batch.seq_lens) * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+    share = num_bytes / seconds / timed.copy_rate
     return share if share == share else None
 
 
-def _time_decode(
-    report: Report,
-    item: str,
-    library: Any,
-    workspace: Tensor,
-    shape: AttentionShape,
-    num_rows: int,
-    context: int,
-    copy_rate: float,
-    device: torch.device,
-) -> None:
+def _time_decode(report: Report, item: str, timed: Timed, num_rows: int) -> None:
     """Time one layer's attention, FlashInfer's and ours."""
-    batch, q_BHD, kv_2PKSD = _timed(shape, ((context - 1, 1),) * num_rows, device)
-    indices, wrapper = indices_of(batch, shape.page_size), decode_wrapper(library, workspace)
+    shape, device = timed.shape, timed.device
+    batch, q_BHD, kv, reference = _random_step(shape, ((timed.context - 1, 1),) * num_rows)
+    indices, wrapper = indices_of(batch, shape.page_size), decode_wrapper(timed.library, timed.workspace)
     plan_ms = _plan_ms(lambda: plan_decode(wrapper, shape, indices), device)
-    kv = (kv_2PKSD[0], kv_2PKSD[1])
+    reference_s = median_s(reference, device)  # it writes the keys that both read
     seconds = median_s(lambda: wrapper.run(q_BHD, kv), device, inner=10)
-    attend = ReferenceAttention(shape).plan(batch)
-    k_BKD, v_BKD = (random((num_rows, shape.num_kv_heads, shape.head_dim), DTYPE, device, seed) for seed in (2, 3))
-    reference_s = median_s(lambda: attend(q_BHD, k_BKD, v_BKD, kv_2PKSD), device)
-    expected = attend(q_BHD, k_BKD, v_BKD, kv_2PKSD)
-    error = largest_error(wrapper.run(q_BHD, kv), expected.double())
     report(
         item,
-        ok=error <= TOLERANCE,
-        largest_error=error if error == error else None,
+        **_verdict(largest_error(wrapper.run(q_BHD, kv), reference().double())),
         us=1e6 * seconds,
-        copy_bandwidth_share=_share(shape, batch, seconds, copy_rate),
+        copy_bandwidth_share=_share(timed, batch, seconds),
         reference_us=1e6 * reference_s,
         plan_ms=plan_ms,
     )
 
 
-def _try_graph(
-    report: Report,
-    item: str,
-    library: Any,
-    workspace: Tensor,
-    shape: AttentionShape,
-    num_rows: int,
-    context: int,
-    copy_rate: float,
-    device: torch.device,
-) -> None:
+def _try_graph(report: Report, item: str, timed: Timed, num_rows: int) -> None:
     """Capture decode, replay it on the lengths of the capture and on others, and compare with eager calls."""
-    batches = list(_two_lengths(shape, num_rows, context, device))
-    most_pages = max(int(indices.indptr[-1]) for _, indices in batches)
-    batch, q_BHD, kv_2PKSD = _timed(shape, ((context - 1, 1),) * num_rows, device)
-    kv, out = (kv_2PKSD[0], kv_2PKSD[1]), torch.zeros_like(q_BHD)
-    wrapper = graph_wrapper(library, workspace, num_rows, most_pages)
-    plan_decode(wrapper, shape, batches[0][1])
+    shape, device, library = timed.shape, timed.device, timed.library
+    batches = list(_two_lengths(shape, num_rows, timed.context))
+    most_pages = max(int(indices.indptr[-1]) for indices in batches)
+    batch, q_BHD, kv, _ = _random_step(shape, ((timed.context - 1, 1),) * num_rows)
+    out = torch.zeros_like(q_BHD)
+    wrapper = graph_wrapper(library, timed.workspace, num_rows, most_pages)
+    plan_decode(wrapper, shape, batches[0])
     captured = capture(lambda: wrapper.run(q_BHD, kv, out=out), device)
     same_bits, worst = [], 0.0
-    for _, indices in batches:
+    for indices in batches:
         plan_decode(wrapper, shape, indices)
         eager = wrapper.run(q_BHD, kv).clone()
         out.zero_()
         captured.replay()
         wait(device)
         same_bits.append(bool(torch.equal(out, eager)))
-        plain = decode_wrapper(library, torch.zeros_like(workspace))
+        plain = decode_wrapper(library, torch.zeros_like(timed.workspace))
         plan_decode(plain, shape, indices)
         error = largest_error(out, plain.run(q_BHD, kv).double())
         worst = error if error != error else max(worst, error)
-    plan_decode(wrapper, shape, batches[0][1])
+    plan_decode(wrapper, shape, batches[0])
     replay_s = median_s(captured.replay, device, inner=10)
     eager_s = median_s(lambda: wrapper.run(q_BHD, kv, out=out), device, inner=10)
+    verdict = _verdict(worst)
     report(
         item,
-        ok=all(same_bits) and worst <= TOLERANCE,
+        **verdict | {"ok": verdict["ok"] and all(same_bits)},
         replay_is_eager=same_bits[0],
         replay_is_eager_at_other_lengths=same_bits[1],
-        largest_error=worst if worst == worst else None,
         replay_us=1e6 * replay_s,
         eager_us=1e6 * eager_s,
         saved_us=1e6 * (eager_s - replay_s),
-        copy_bandwidth_share=_share(shape, batch, replay_s, copy_rate),
-        plan_ms=_plan_ms(lambda: plan_decode(wrapper, shape, batches[0][1]), device),
+        copy_bandwidth_share=_share(timed, batch, replay_s),
+        plan_ms=_plan_ms(lambda: plan_decode(wrapper, shape, batches[0]), device),
     )
     with attempt(report, f"fast_decode_plan, {num_rows} rows"):
-        _time_fast_plan(report, f"fast_decode_plan, {num_rows} rows", library, wrapper, shape, batches[0][1], device)
+        _time_fast_plan(report, f"fast_decode_plan, {num_rows} rows", timed, wrapper, batches[0])
 
 
-def _two_lengths(
-    shape: AttentionShape, num_rows: int, context: int, device: torch.device
-) -> Iterator[tuple[ForwardBatch, Indices]]:
+def _two_lengths(shape: AttentionShape, num_rows: int, context: int) -> Iterator[Indices]:
     for start in (context - 1, context // 2):
-        batch, _ = make_batch(((start, 1),) * num_rows, shape.page_size, device)
-        yield batch, indices_of(batch, shape.page_size)
+        batch, _ = make_batch(((start, 1),) * num_rows, shape.page_size, shape.device)
+        yield indices_of(batch, shape.page_size)
 
 
-def _time_fast_plan(
-    report: Report, item: str, library: Any, wrapper: Any, shape: AttentionShape, indices: Indices, device: torch.device
-) -> None:
+def _time_fast_plan(report: Report, item: str, timed: Timed, wrapper: Any, indices: Indices) -> None:
     """Time the plan that leaves the buffers of a graph alone and takes what it needs from the host."""
 
     def plan() -> None:
-        library.fast_decode_plan(
+        timed.library.fast_decode_plan(
             wrapper,
             indices.indptr,
             indices.indices,
             indices.last_page_len,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            window_left=shape.window - 1,
-            q_data_type=DTYPE,
-            kv_data_type=DTYPE,
+            *numbers(timed.shape),
+            **options(timed.shape),
             global_override_indptr_cpu=indices.indptr,
         )
 
-    report(item, plan_ms=_plan_ms(plan, device))
+    report(item, plan_ms=_plan_ms(plan, timed.device))
 
 
-def _time_prefill(
-    report: Report,
-    item: str,
-    library: Any,
-    workspace: Tensor,
-    shape: AttentionShape,
-    num_tokens: int,
-    device: torch.device,
-) -> None:
+def _time_prefill(report: Report, item: str, timed: Timed, num_tokens: int) -> None:
     """Time one layer's attention over one prompt, FlashInfer's and ours."""
-    batch, q_THD, kv_2PKSD = _timed(shape, ((0, num_tokens),), device)
-    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend="fa2")
-    indices = indices_of(batch, shape.page_size)
+    shape, device = timed.shape, timed.device
+    batch, q_THD, kv, reference = _random_step(shape, ((0, num_tokens),))
+    wrapper, indices = prefill_wrapper(timed.library, timed.workspace), indices_of(batch, shape.page_size)
     plan_ms = _plan_ms(lambda: plan_prefill(wrapper, shape, indices), device)
-    k_TKD, v_TKD = (random((num_tokens, shape.num_kv_heads, shape.head_dim), DTYPE, device, seed) for seed in (2, 3))
-    attend = ReferenceAttention(shape).plan(batch)
-    reference_s = median_s(lambda: attend(q_THD, k_TKD, v_TKD, kv_2PKSD), device)
-    expected = attend(q_THD, k_TKD, v_TKD, kv_2PKSD)
-    seconds = median_s(lambda: wrapper.run(q_THD, (kv_2PKSD[0], kv_2PKSD[1])), device, inner=5)
-    error = largest_error(wrapper.run(q_THD, (kv_2PKSD[0], kv_2PKSD[1])), expected.double())
+    reference_s = median_s(reference, device)  # it writes the keys that both read
+    seconds = median_s(lambda: wrapper.run(q_THD, kv), device, inner=5)
     report(
         item,
-        ok=error <= TOLERANCE,
-        largest_error=error if error == error else None,
+        **_verdict(largest_error(wrapper.run(q_THD, kv), reference().double())),
         us=1e6 * seconds,
         tflops=2 * shape.num_heads * shape.head_dim * num_tokens**2 / seconds / 1e12,
         reference_us=1e6 * reference_s,

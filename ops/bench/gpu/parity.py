@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ops.bench.gpu.pages import largest_error, make_case
-from ops.bench.gpu.phase import Report, Scale, attempt
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt
 from pipeline.events import SamplingParams
 from stages.generate.attention import ATTENTION, AttentionShape
+from stages.generate.attention.flashinfer import why_not
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.model.checkpoint import check_folder
@@ -44,6 +45,8 @@ LEAST_GAP: Final = 1e-3
 """Where the two best logits are nearer to each other, rounding may choose between them."""
 PREFIX_LENGTHS: Final = (5, 17, 24, 33, 40, 49, 56, 60)
 """Of a prompt: where logits in bfloat16 are compared."""
+FI_HEAD_DIM: Final = 64
+"""The families have a smaller head_dim, which FlashInfer does not know."""
 WORST_RATIO: Final = 2.0
 """Our error in bfloat16 may be so many times that of transformers."""
 TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -73,7 +76,8 @@ def run(scale: Scale, report: Report) -> None:
             for page_size in (16, 64):
                 item = f"attention {name} {_short(dtype)} pages of {page_size}"
                 with attempt(report, item):
-                    _check_attention(report, item, name, dtype, page_size, device, scale.size)
+                    _require(name, AttentionShape(4, 2, FI_HEAD_DIM, page_size, 0, dtype, device))
+                    check_attention(report, item, name, dtype, page_size, device, scale.size)
     with attempt(report, "checkpoints"), tempfile.TemporaryDirectory() as parent:
         from transformers.utils import logging
 
@@ -84,21 +88,34 @@ def run(scale: Scale, report: Report) -> None:
             with attempt(report, f"{family} checkpoint"):
                 folder = _make(Path(parent), family)
                 for name in _backends(device):
+                    item = f"{family} bfloat16 {name}"
+                    if name == "fi":
+                        with attempt(report, item):
+                            _require(name, AttentionShape(4, 2, FI_HEAD_DIM, PAGE_SIZE, 0, torch.bfloat16, device))
+                            _check_logits(report, item, _make(Path(parent), family, FI_HEAD_DIM), name, device)
+                        continue
                     with attempt(report, f"{family} float32 {name}"):
                         _check_tokens(report, f"{family} float32 {name}", folder, name, device, NUM_TOKENS[scale.size])
-                    with attempt(report, f"{family} bfloat16 {name}"):
-                        _check_logits(report, f"{family} bfloat16 {name}", folder, name, device)
+                    with attempt(report, item):
+                        _check_logits(report, item, folder, name, device)
 
 
 def _backends(device: torch.device) -> list[str]:
-    """Return the attention backends of this device; `cpu` computes on a CPU alone."""
-    return [name for name in ATTENTION if name != "cpu" or device.type == "cpu"]
+    """Return the attention backends of this device."""
+    return [name for name in ATTENTION if name != ("fi" if device.type == "cpu" else "cpu")]
 
 
-def _make(parent: Path, family: Family) -> Path:
+def _require(name: str, shape: AttentionShape) -> None:
+    """Raise Skip where the backend cannot compute *shape* here."""
+    if name == "fi" and (reason := why_not(shape)):
+        raise Skip(reason)
+
+
+def _make(parent: Path, family: Family, head_dim: int | None = None) -> Path:
     from ops.bench.checkpoints import make_checkpoint
 
-    return make_checkpoint(parent / family, family, seed=2 if family == "qwen2" else 0)
+    folder = parent / f"{family}-{head_dim or 'own'}"
+    return make_checkpoint(folder, family, seed=2 if family == "qwen2" else 0, head_dim=head_dim)
 
 
 # attention
@@ -113,12 +130,15 @@ def _cases(page_size: int, size: str) -> list[_Attended]:
     return [*cases, _Attended(AttentionShape(16, 8, 128, page_size, 24), only_decode)]
 
 
-def _check_attention(
+def check_attention(
     report: Report, item: str, name: str, dtype: torch.dtype, page_size: int, device: torch.device, size: str
 ) -> None:
     worst, stored = 0.0, True
     for number, attended in enumerate(_cases(page_size, size)):
-        case = make_case(attended.shape, attended.rows, dtype, device, seed=100 * number)
+        shape = replace(attended.shape, dtype=dtype, device=device)
+        if name == "fi" and why_not(shape):
+            continue  # a head_dim that it does not know
+        case = make_case(shape, attended.rows, dtype, device, seed=100 * number)
         with torch.inference_mode():
             attend = ATTENTION[name](case.shape).plan(case.batch)
             output = attend(case.q_THD, case.k_TKD, case.v_TKD, case.kv_2PKSD)

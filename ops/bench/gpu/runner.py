@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ GRACE_S: Final = 3.0
 LEAST_S: Final = 5.0
 """A phase is not begun with less: importing torch takes as long."""
 MOST_SAID: Final = 200
+POLL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +40,45 @@ class Planned:
     limit_s: float
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM came while a phase ran; it has ended, and *phase* has what it found."""
-
-    def __init__(self, phase: Phase) -> None:
-        super().__init__()
-        self.phase = phase
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Give an event that Ctrl-C and SIGTERM set. As an exception they might come amid the start of a process."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_all(
     phases: Sequence[Planned],
     scale: Scale,
     budget_s: float,
+    stop: threading.Event,
     after_each: Callable[[Sequence[Phase]], None],
     before_each: Callable[[Planned], None] = lambda _: None,
 ) -> list[Phase]:
-    """Run *phases* in order within *budget_s*; call *after_each* with all that have ended so far.
-
-    Raises:
-        Interrupted: While one ran, after *after_each* has got it.
-    """
+    """Run *phases* in order within *budget_s* until *stop*; call *after_each* with all that have ended so far."""
     ends_s = time.monotonic() + budget_s
     done: list[Phase] = []
     for phase in phases:
+        if stop.is_set():
+            break
         left_s = ends_s - time.monotonic()
         if left_s < min(LEAST_S, phase.limit_s):
             why = f"{budget_s:g} s of --budget were spent before it"
             done.append(Phase(name=phase.name, status="cut", reason=why, limit_s=phase.limit_s, wall_s=0.0))
         else:
             before_each(phase)
-            try:
-                done.append(run_one(phase, scale, left_s))
-            except Interrupted as interrupted:
-                after_each([*done, interrupted.phase])
-                raise
+            done.append(run_one(phase, scale, left_s, stop))
         after_each(done)
     return done
 
 
-def run_one(phase: Planned, scale: Scale, left_s: float) -> Phase:
-    """Run *phase* for at most its limit, or for *left_s* if that is less."""
+def run_one(phase: Planned, scale: Scale, left_s: float, stop: threading.Event) -> Phase:
+    """Run *phase* until *stop*, for at most its limit, or for *left_s* if that is less."""
     limit_s = min(phase.limit_s, left_s)
     with tempfile.TemporaryDirectory(prefix="minisgl-gpu-", ignore_cleanup_errors=True) as scratch:
         reports, said = Path(scratch) / "reports", Path(scratch) / "said"
@@ -98,27 +99,27 @@ def run_one(phase: Planned, scale: Scale, left_s: float) -> Phase:
                 env=environment,
                 start_new_session=True,  # a group of its own, so that all of it can be ended
             )
-        code: int | None = None
-        interrupted = False
         try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            pass
-        except KeyboardInterrupt:
-            interrupted = True
+            code = _wait(process, limit_s, stop)
         finally:
             end_group(process)
         wall_s = time.monotonic() - began_s
         items, why = read_reports(reports)
         status, reason = _verdict(code, phase, limit_s, items, why, last_said(said))
-    if interrupted:
+    if code is None and stop.is_set():
         status, reason = "cut", "interrupted while it ran"
-    done = Phase(
+    return Phase(
         name=phase.name, status=status, reason=reason, limit_s=phase.limit_s, wall_s=wall_s, items=tuple(items)
     )
-    if interrupted:
-        raise Interrupted(done)
-    return done
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float, stop: threading.Event) -> int | None:
+    """Return the exit code of *process*, or None if it runs at its limit or at *stop*."""
+    ends_s = time.monotonic() + limit_s
+    while not stop.is_set() and (left_s := ends_s - time.monotonic()) > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(left_s, POLL_S))
+    return process.poll()
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:

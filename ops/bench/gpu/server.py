@@ -6,8 +6,8 @@ the pipeline's share: HTTP, tokenizers, the log, the schedule.
 
 from __future__ import annotations
 
-import os
 import random
+import re
 import tempfile
 import time
 import urllib.request
@@ -22,9 +22,10 @@ from ops.bench.peers import Served, our_server
 from ops.bench.prompts import Prompts, Workload
 
 NUM_REQUESTS: Final = 32
-SMALL_SHAPES: Final = {
+SHAPES: Final = {
     "toy": Shape(64, 2, 4, 2, 16, 192, 2000, 10_000.0, 1024),
     "5m": Shape(256, 4, 4, 2, 64, 768, 4000, 10_000.0, 1024),
+    "0.6b": models.SHAPES["0.6b"],
 }
 METRICS_TIMEOUT_S: Final = 15.0
 STEP_SECONDS: Final = "minisgl:step_time_seconds_sum"
@@ -53,29 +54,27 @@ def run(scale: Scale, report: Report) -> None:
     sizes = SIZES[scale.size]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         began_s = time.perf_counter()
-        folder = checkpoint(sizes.model, Path(scratch))
-        report("checkpoint", model=sizes.model, written_s=time.perf_counter() - began_s)
+        folder, data = Path(scratch) / "model", Path(scratch) / "data"
+        folder.mkdir()
+        data.mkdir()
+        models.write_all_but_weights(SHAPES[sizes.model], folder)
         prompts = Prompts(folder)
-        (data := Path(scratch) / "data").mkdir()
-        flags = ["--model", str(folder), "--device", scale.device]
+        report("model", shape=sizes.model, written_s=time.perf_counter() - began_s)
+        flags = ["--model", str(folder), "--dummy-weight", "--device", scale.device]
         if scale.size == "toy":
             flags += ["--threads", "1"]  # a test shares its cores, and threads that wait for each other would spin
         with our_server(data, flags) as (served, ready_s):
-            report("ready", s=ready_s)
+            report("ready", s=ready_s, attention=attention_of(data / "minisgl.log"))
             engine_counts(served.url, 1.0)  # the token that showed that it is ready
             for name, concurrency in (("one request", 1), (f"{NUM_REQUESTS} requests at once", NUM_REQUESTS)):
                 with attempt(report, name):
                     _measure(report, served, prompts, sizes, name, concurrency)
 
 
-def checkpoint(model: str, scratch: Path) -> Path:
-    """Return the folder of *model*; a large one is kept in the cache folder for the next run."""
-    if model in SMALL_SHAPES:
-        (folder := scratch / f"minisgl-bench-{model}").mkdir()
-        models.write(SMALL_SHAPES[model], folder)
-        return folder
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minisgl"
-    return models.ensure(model, cache)
+def attention_of(said: Path) -> str | None:
+    """Return the attention backend that the engine names in the server's output."""
+    found = re.search(r"attention[=\": ]+(\w+)", said.read_text()) if said.is_file() else None
+    return found[1] if found else None
 
 
 def _measure(tell: Report, served: Served, prompts: Prompts, sizes: Sizes, name: str, concurrency: int) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ops.bench.gpu.document import BAD, Document, Item, Phase
 
 WIDTH: Final = 110
+ITEM_WIDTH: Final = 48
 MOST_SHOWN: Final = 8
 """Of a list, shown as they are; a longer one is counted."""
 
@@ -21,26 +22,26 @@ def table(document: Document, console: Console | None = None) -> None:
     """Print what was found; without a terminal as plain text of at most WIDTH columns."""
     console = console or Console()
     console = Console(file=console.file, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
-    rows = Table(box=SIMPLE_HEAD, pad_edge=False, width=console.width)
-    rows.add_column("phase", no_wrap=True)
-    rows.add_column("item", max_width=36)
-    rows.add_column("", no_wrap=True)
-    rows.add_column("found", ratio=1, overflow="fold")
-    for phase in document.phases:
-        style = "bold red" if phase.status in BAD else "bold"
-        rows.add_row(Text(phase.name, style=style), Text(outcome(phase, reason=False)), "", Text(phase.reason))
-        for item in phase.items:
-            mark = {True: "ok", False: "WRONG", None: ""}[item.ok] if not item.skipped else "skipped"
-            rows.add_row("", Text(item.item), Text(mark, style="red" if item.ok is False else ""), Text(found(item)))
-        rows.add_section()
-    if console.is_terminal:
-        console.print(rows)
-    else:
-        with console.capture() as plain:
-            console.print(rows)
-        console.file.write("".join(f"{line.rstrip()}\n" for line in plain.get().splitlines()))
+    with console.capture() as plain:
+        for phase in document.phases:
+            _print_phase(phase, console)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in plain.get().splitlines()))
     for line in summary(document):
         console.print(Text(line))
+
+
+def _print_phase(phase: Phase, console: Console) -> None:
+    """Print a line for the phase, and one for each of its items, with its figures beside it."""
+    title = Text.assemble((phase.name, "bold red" if phase.status in BAD else "bold"), f": {outcome(phase)}")
+    console.print(title)
+    rows = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    rows.add_column(max_width=ITEM_WIDTH)
+    rows.add_column(no_wrap=True)
+    rows.add_column(ratio=1, overflow="fold")
+    for item in phase.items:
+        mark = {True: "ok", False: "WRONG", None: ""}[item.ok] if not item.skipped else "skipped"
+        rows.add_row(Text(item.item), Text(mark, style="red" if item.ok is False else ""), Text(found(item)))
+    console.print(Padding(rows, (0, 0, 1, 2)))
 
 
 def summary(document: Document) -> Iterator[str]:
@@ -63,8 +64,13 @@ def outcome(phase: Phase, *, reason: bool = True) -> str:
 
 
 def found(item: Item) -> str:
-    """Return the figures of *item* in one line, and why it is wrong or skipped."""
-    figures = [f"{name} {_text(value)}" for name, value in _flat(item.figures)]
+    """Return the figures of *item* in one line, and why it is wrong or skipped; without yes and no if it is right."""
+    shown = {
+        name: value
+        for name, value in _flat(item.figures)
+        if not (item.ok and (isinstance(value, bool) or value in ("", None)))
+    }
+    figures = [f"{name} {_text(value)}" for name, value in shown.items()]
     return "; ".join(filter(None, (item.skipped, item.error, ", ".join(figures))))
 
 

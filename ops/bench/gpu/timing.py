@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +14,8 @@ from torch import Tensor
 ROUNDS: Final = 7
 """The median of so many counts."""
 WARM_ROUNDS: Final = 2
+MOST_S: Final = 1.0
+"""No further round begins after so many seconds."""
 COPY_BYTES: Final = {"toy": 2**20, "small": 2**26, "full": 2**30}
 """By size: of the buffer that is copied; a GPU's must be far larger than its cache."""
 MATMUL_SIZE: Final = {"toy": 64, "small": 512, "full": 8192}
@@ -37,18 +39,28 @@ def wait(device: torch.device) -> None:
 
 def median_s(call: Callable[[], object], device: torch.device, *, rounds: int = ROUNDS, inner: int = 1) -> float:
     """Return the median seconds of one call, where *inner* calls are given to the device at a time."""
-    for _ in range(WARM_ROUNDS):
+    for _ in _repeated(WARM_ROUNDS):
         call()
-    wait(device)
-    return statistics.median(_round_s(call, device, inner) / inner for _ in range(rounds))
+        wait(device)
+    return statistics.median(_round_s(call, device, inner) / inner for _ in _repeated(rounds))
+
+
+def _repeated(rounds: int) -> Iterator[int]:
+    """Yield *rounds* times, or until MOST_S have passed; once at least."""
+    ends_s = time.perf_counter() + MOST_S
+    for number in range(rounds):
+        if number and time.perf_counter() > ends_s:
+            return
+        yield number
 
 
 def step_times(call: Callable[[], object], device: torch.device, *, rounds: int = ROUNDS) -> StepTimes:
     """Return how long a call takes to return, and to finish; the device has nothing to do before."""
-    for _ in range(WARM_ROUNDS):
+    for _ in _repeated(WARM_ROUNDS):
         call()
+        wait(device)
     host_s, total_s = [], []
-    for _ in range(rounds):
+    for _ in _repeated(rounds):
         wait(device)
         began_s = time.perf_counter()
         call()

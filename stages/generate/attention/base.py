@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from stages.generate.forward.batch import ForwardBatch
@@ -19,10 +20,12 @@ Writes all k and v to the batch's slots before it reads any page: in one step a 
 Only the positions below a row's length count. The rest of its pages may hold anything, even NaN, without any effect.
 """
 
+CPU: Final = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The numbers that are the same in every layer and every step."""
+    """What is the same in every layer and every step."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,6 +33,8 @@ class AttentionShape:
     page_size: int
     window: int = 0
     """A token sees this many tokens, itself included; 0: all before it."""
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
 
 
 class Attention(Protocol):
@@ -38,3 +43,15 @@ class Attention(Protocol):
     def plan(self, batch: ForwardBatch) -> Attend:
         """Do the work that all layers of a step share, once, and return the function that the layers call."""
         ...
+
+
+def places_of(slots_T: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return the page of each slot, and its place on the page."""
+    return slots_T // page_size, slots_T % page_size
+
+
+def write_pages(kv_2PKSD: Tensor, k_TKD: Tensor, v_TKD: Tensor, places: tuple[Tensor, Tensor]) -> None:
+    """Store keys and values in the pages, at *places* (`places_of`)."""
+    pages_T, offsets_T = places
+    kv_2PKSD[0, pages_T, :, offsets_T] = k_TKD
+    kv_2PKSD[1, pages_T, :, offsets_T] = v_TKD

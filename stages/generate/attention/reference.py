@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stages.generate.attention.base import Attend, AttentionShape
+from stages.generate.attention.base import Attend, AttentionShape, places_of, write_pages
 from stages.generate.forward.batch import ForwardBatch
 
 # T = packed tokens, Q = queries of a block, C = tokens of a row so far, H = query heads, K = kv heads,
@@ -28,7 +28,7 @@ class ReferenceAttention:
         return partial(self._attend, batch)
 
     def _attend(self, batch: ForwardBatch, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
-        _write_pages(kv_2PKSD, k_TKD, v_TKD, batch.slots_T)
+        write_pages(kv_2PKSD, k_TKD, v_TKD, places_of(batch.slots_T, self._shape.page_size))
         o_THD = torch.empty_like(q_THD)
         for row in range(len(batch.seq_lens)):
             self._attend_row(batch, row, q_THD, kv_2PKSD, o_THD)
@@ -60,11 +60,3 @@ class ReferenceAttention:
             hidden_QC |= distance_QC >= shape.window
         o_KGQD: Tensor = scores_KGQC.masked_fill(hidden_QC, float("-inf")).softmax(-1) @ v_KCD
         return o_KGQD.permute(2, 0, 1, 3).flatten(1, 2).to(q_QHD.dtype)
-
-
-def _write_pages(kv_2PKSD: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-    """Store keys and values at slot = page * S + offset."""
-    page_size = kv_2PKSD.shape[3]
-    pages_T, offsets_T = slots_T // page_size, slots_T % page_size
-    kv_2PKSD[0, pages_T, :, offsets_T] = k_TKD
-    kv_2PKSD[1, pages_T, :, offsets_T] = v_TKD

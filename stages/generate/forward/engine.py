@@ -47,15 +47,17 @@ class Engine:
             torch.set_num_threads(threads)
         self.device, self.dtype = device, dtype
         self.fingerprint = fingerprint(folder, str(self.dtype).removeprefix("torch."), dummy=dummy)
+        self._attention = ATTENTION[attention](
+            AttentionShape(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window, self.dtype, self.device
+            )
+        )
         packed = packs(device, dtype)
         load = dummy_weights if dummy else partial(load_weights, folder=folder, map_tied=packed)
         weights = load(spec, dtype=self.dtype, device=self.device, progress=progress)
         if packed:
             pack_weights(weights)
         self._decoder = Decoder(spec, weights)
-        self._attention = ATTENTION[attention](
-            AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window)
-        )
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.kv_L2PKSD = allocate(spec, num_pages, page_size, self.dtype, self.device)
 

@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import pytest
 from redis_servers import until
 from stand_in_stages import StandIn
 from web_site import CHAT, chat
@@ -59,12 +58,6 @@ def serving(redis_url: str, slot: int) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 class Stream:

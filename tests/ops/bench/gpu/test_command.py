@@ -38,7 +38,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[st
         (tmp_path / f"stub_{name}.py").write_text(STUBS[name])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(command, "PHASES", tuple(Planned(name, f"stub_{name}", limit_s) for name in names))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the test run stays as it is
 
 
 # the file
@@ -147,8 +146,8 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags: Sequence[str], me
     assert "\n" not in str(refused.value)
 
 
-def test_the_limits_of_all_phases_fit_the_budget_of_a_gpu() -> None:
-    assert sum(phase.limit_s for phase in PHASES) <= command.BUDGET_S["cuda"]
+def test_two_phases_that_hang_leave_time_for_the_rest() -> None:
+    assert all(phase.limit_s <= command.BUDGET_S["cuda"] / 3 for phase in PHASES)
 
 
 def test_the_phases_that_are_chosen_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +202,15 @@ def test_the_table_shows_figures_and_counts_long_lists() -> None:
         "list": [1, 2],
         "kernels": [{"a": 1}] * 10,
     }
-    text = show.found(Item(item="a", ok=True, figures={**figures, "nested": {"rows": 3}}))
+    text = show.found(Item(item="a", ok=None, figures={**figures, "nested": {"rows": 3}}))
     assert text == ("ms 1.235, tokens 123,456, works yes, none -, list [1, 2], kernels (10 in the JSON), nested.rows 3")
+
+
+def test_what_is_right_is_shown_without_its_yes_and_no() -> None:
+    figures: dict[str, JsonValue] = {"is_nan": False, "replay_is_eager": True, "why": "", "missing": [], "ms": 2}
+    assert show.found(Item(item="a", ok=True, figures=figures)) == "missing [], ms 2"
+    wrong = show.found(Item(item="a", ok=False, figures=figures))
+    assert wrong == "is_nan no, replay_is_eager yes, why , missing [], ms 2"
 
 
 def test_the_last_lines_name_what_is_bad() -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 import pytest
@@ -19,7 +19,7 @@ from servers import ROOT, eventually
 
 from ops.bench.gpu.document import Phase
 from ops.bench.gpu.phase import Scale
-from ops.bench.gpu.runner import Interrupted, Planned, run_all, run_one
+from ops.bench.gpu.runner import Planned, interruptible, run_all, run_one
 
 TOY = Scale("cpu", "toy")
 PATIENCE_S = 60.0
@@ -46,7 +46,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
 
 
 def run(phase: Planned) -> Phase:
-    return run_one(phase, TOY, left_s=600.0)
+    return run_one(phase, TOY, 600.0, threading.Event())
 
 
 # how a phase ends
@@ -223,9 +223,8 @@ def test_a_phase_ends_when_the_command_is_killed(stub: Stub, tmp_path: Path) -> 
             time.sleep(600)
     """
     phase = stub("orphan", body)
-    program = (
-        f"from ops.bench.gpu.runner import *; run_one(Planned('a', {phase.module!r}, 600), Scale('cpu', 'toy'), 600)"
-    )
+    run = f"run_one(Planned('a', {phase.module!r}, 600), Scale('cpu', 'toy'), 600, threading.Event())"
+    program = f"from ops.bench.gpu.runner import *; {run}"
     command = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
         eventually(lambda: (tmp_path / "pid").exists() and bool((tmp_path / "pid").read_text()), "the phase runs")
@@ -254,14 +253,14 @@ def test_the_next_phase_runs_whatever_became_of_the_one_before(stub: Stub) -> No
         stub("fine", FINE),
     ]
     seen: list[list[str]] = []
-    done = run_all(phases, TOY, 600.0, lambda ended: seen.append([phase.name for phase in ended]))
+    done = run_all(phases, TOY, 600.0, threading.Event(), lambda ended: seen.append([phase.name for phase in ended]))
     assert [phase.status for phase in done] == ["failed", "killed", "timeout", "ok"]
     assert seen == [["raises"], ["raises", "killed"], ["raises", "killed", "hangs"], [p.name for p in phases]]
 
 
 def test_the_budget_cuts_the_phase_that_runs_and_names_those_after_it(stub: Stub) -> None:
     phases = [stub("fine", FINE), stub("hangs", HANGS), stub("after", FINE), stub("last", FINE)]
-    done = run_all(phases, TOY, 6.0, lambda _: None)
+    done = run_all(phases, TOY, 6.0, threading.Event(), lambda _: None)
     assert [phase.status for phase in done] == ["ok", "cut", "cut", "cut"]
     assert done[1].reason.startswith("the rest of --budget")
     assert [item.item for item in done[1].items] == ["before"]
@@ -277,9 +276,26 @@ def test_ctrl_c_ends_the_phase_that_runs_and_keeps_what_it_found(stub: Stub) -> 
         began.append(time.monotonic())
         threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
-    with pytest.raises(Interrupted):
-        run_all([stub("hangs", HANGS), stub("after", FINE)], TOY, 600.0, lambda d: kept.append([*d]), interrupt_soon)
+    phases = [stub("hangs", HANGS), stub("after", FINE)]
+    with interruptible() as stop:
+        assert len(run_all(phases, TOY, 600.0, stop, lambda done: kept.append([*done]), interrupt_soon)) == 1
     (phase,) = kept[-1]
     assert (phase.status, phase.reason) == ("cut", "interrupted while it ran")
     assert [item.item for item in phase.items] == ["before"]
     assert time.monotonic() - began[0] < 15
+
+
+def test_a_signal_while_a_phase_is_being_started_loses_nothing(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen.__init__
+
+    def interrupted(self: subprocess.Popen[bytes], *arguments: Any, **more: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        start(self, *arguments, **more)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", interrupted)
+    kept: list[Sequence[Phase]] = []
+    handler = signal.getsignal(signal.SIGTERM)
+    with interruptible() as stop:
+        run_all([stub("hangs", HANGS), stub("after", FINE)], TOY, 600.0, stop, lambda done: kept.append([*done]))
+    assert [(phase.name, phase.status) for phase in kept[-1]] == [("hangs", "cut")]
+    assert signal.getsignal(signal.SIGTERM) == handler

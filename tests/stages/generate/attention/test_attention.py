@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import sys
 from itertools import takewhile
 
+import flashinfer_double
 import pytest
 import torch
 from torch import Tensor
 
-from stages.generate.attention import ATTENTION, AttentionShape, cpu
+from stages.generate.attention import ATTENTION, AttentionShape, cpu, flashinfer
 from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
@@ -17,6 +19,13 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 20
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.parametrize("name", ATTENTION)
+
+
+@pytest.fixture(autouse=True)
+def flashinfer_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its indices are held against the contract here; its kernels are held against float64 on a GPU, by gpu-check."""
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_double)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
 
 
 def dense(q_QHD: Tensor, k_CKD: Tensor, v_CKD: Tensor, window: int = 0) -> Tensor:
@@ -69,7 +78,8 @@ class Case:
         return build_batch(plan, tables, CPU)
 
     def attend(self, name: str, window: int = 0) -> Tensor:
-        attention = ATTENTION[name](AttentionShape(HEADS, KV_HEADS, HEAD_DIM, self.page_size, window))
+        shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, self.page_size, window, self.q_THD.dtype)
+        attention = ATTENTION[name](shape)
         k_TKD = torch.cat([k[start:] for k, (start, _) in zip(self.k, self.rows, strict=True)])
         v_TKD = torch.cat([v[start:] for v, (start, _) in zip(self.v, self.rows, strict=True)])
         return attention.plan(self.batch())(self.q_THD, k_TKD, v_TKD, self.kv_2PKSD)
