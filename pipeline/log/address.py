@@ -265,9 +265,9 @@ def parse_address(url: str) -> Address:
         shown = f"{parts.scheme}://{'***@' if at else ''}{hosts}{parts.path}"
         common: dict[str, Any] = {"shown": shown, "secret": secret, "protocol": protocol}
         if tls and not parts.scheme.startswith("rediss"):
-            raise ValueError(f"{next(iter(tls))}= is given, but TLS is only spoken to rediss://")
+            raise ValueError(f"{next(iter(tls))}= is given, but TLS needs rediss://")
         if asked != Secret() and not parts.scheme.endswith("+sentinel"):
-            raise ValueError("sentinel_..= is given, but Sentinels are only asked with redis+sentinel://")
+            raise ValueError("sentinel_..= is given, but Sentinels need redis+sentinel://")
         if parts.scheme == "unix":
             if hosts or not parts.path.strip("/"):
                 raise ValueError(f"{shown} names no socket; expected unix:///path/to.sock")
@@ -359,11 +359,11 @@ OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
 
 def _options(parts: SplitResult) -> dict[str, Any]:
     if parts.fragment:
-        raise ValueError("there is a #; write it as %23")
+        raise ValueError("the URL has a #; write it as %23")
     options: dict[str, Any] = {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in OPTIONS:
-            raise ValueError(f"there is no option {name}=; expected {', '.join(f'{each}=' for each in OPTIONS)}")
+            raise ValueError(f"unknown option {name}=; expected {', '.join(f'{each}=' for each in OPTIONS)}")
         if name in options:
             raise ValueError(f"{name}= is given twice")
         try:
@@ -372,7 +372,9 @@ def _options(parts: SplitResult) -> dict[str, Any]:
             raise ValueError(f"{name}={error}") from error
     if options.get("ssl_cert_reqs") is ssl.CERT_NONE:
         if options.get("ssl_check_hostname"):
-            raise ValueError("ssl_check_hostname=yes: whose certificate is not verified has no name to check")
+            raise ValueError(
+                "ssl_check_hostname=yes needs ssl_cert_reqs=required: an unverified certificate has no name to check"
+            )
         options["ssl_check_hostname"] = False
     return options
 
