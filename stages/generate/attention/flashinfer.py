@@ -226,8 +226,9 @@ def tools() -> dict[str, str | None]:
     if shutil.which("ninja") is None and (found := [str(at) for at in folders if (at / "ninja").is_file()]):
         os.environ["PATH"] = os.pathsep.join((*found, os.environ.get("PATH", "")))
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
-    return {"nvcc": nvcc or shutil.which("nvcc", path="/usr/local/cuda/bin"), "ninja": shutil.which("ninja")}
+    paths = [f"{home}/bin"] if home else [None, "/usr/local/cuda/bin"]
+    nvcc = next(filter(None, (shutil.which("nvcc", path=path) for path in paths)), None)
+    return {"nvcc": nvcc, "ninja": shutil.which("ninja")}
 
 
 def _name(dtype: torch.dtype) -> str:
