@@ -205,10 +205,10 @@ def compile_kernels(library: Any, shape: AttentionShape) -> None:
         ConfigError: They do not compile.
     """
     tools()
-    kernels = kernels_of(library, shape)
-    if not kernels.is_compiled:
-        logger.info("attention_kernels_compile", seconds="20 to 40", once_for=kernels.name)
     try:
+        kernels = kernels_of(library, shape)
+        if not kernels.is_compiled:
+            logger.info("attention_kernels_compile", kernels=kernels.name, detail="takes about half a minute, once")
         kernels.build_and_load()
     except Exception as error:
         raise ConfigError(
