@@ -5,7 +5,7 @@ BIN := .venv/bin
 # a Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
-.PHONY: venv serve bench test night chaos recovery soak clients containers lint types format clean gpu-check gpu-wheels
+.PHONY: venv serve bench test night chaos recovery soak clients containers lint types format docs clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
@@ -14,8 +14,8 @@ venv: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "Installing MiniSGL into .venv; torch is a large download, this takes a few minutes once."
-	$(BIN)/python -m pip install --quiet 'torch>=2.11,<=2.13.0'
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) 'torch>=2.11,<=2.13.0'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --editable '.[dev]'
 	@touch $@
 
 serve: venv
@@ -64,6 +64,10 @@ format: venv
 
 types: venv
 	$(BIN)/mypy
+
+# Writes the tables of docs/ that are made from code: fields, flags, metrics.
+docs: venv
+	@PYTHONPATH=tests:. $(BIN)/python tests/generated_docs.py
 
 clean:
 	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache

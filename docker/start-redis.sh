@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes a password for each user of the log that has none in /passwords, and begins Redis with their hashes.
-# A password of your own: put it into /passwords/<user> before. Runs as root until the image's own entrypoint does not.
+# Makes a password for each user of the log that has none in /passwords, and starts Redis with their hashes.
+# To use your own password, put it into /passwords/<user> first. Runs as root until the image's entrypoint changes user.
 set -eu
 acl=/run/minisgl.acl
 sed -n 's/^user \([a-z]*\) reset on .*/\1/p' /minisgl/users.acl | while read -r user; do

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from pipeline.config import ConnectConfig
+from ops.config import ConnectConfig
 from pipeline.errors import ConfigError, LogUnavailable, MiniSGLError
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.log.redis import RedisLog

@@ -8,13 +8,15 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
+from ops.config import ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
 from ops.trace import as_json, lines_of, read_history, told_of, when
-from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, decode, new_uid
+from pipeline.flags import parse_flags
 from pipeline.log.protocol import Entry, RequestLimits, StreamLog, Submission
 from pipeline.views.history import copied_history
+from web.config import RequestConfig
 
 USAGE: Final = """\
 usage: minisgl dead ls [flags]                   the requests that killed their workers, the newest first
@@ -24,6 +26,8 @@ usage: minisgl dead ls [flags]                   the requests that killed their 
 
 Each explains its flags with --help.
 """
+FLAGS: Final = (ConnectConfig, PrintConfig)
+REQUEUE_FLAGS: Final = (ConnectConfig, RequestConfig, RetentionConfig, PrintConfig)
 WHICH: Final = "the id or uid of a dead letter"
 ENTRY_SHOWN: Final = 500
 """Characters of what the worker died on, which may be a step of many rows; --json has all of it."""
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 def ls(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Print all letters, the newest first."""
     about = "Lists the requests that killed their workers, the newest first."
-    connect, prints = parse_flags("dead ls", TOOLS["dead ls"], arguments, environment, about=about)
+    connect, prints = parse_flags("dead ls", FLAGS, arguments, environment, about=about)
     with running_log(connect) as log:
         letters = [plain(letter) for letter in letters_in(log)]
     if prints.as_json:
@@ -76,7 +80,7 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Print one letter, and the story that its copy of the history tells."""
     about = "Shows what a request died of, and its story."
     named, flags = named_first("dead show", arguments, WHICH)
-    connect, prints = parse_flags("dead show ID_OR_UID", TOOLS["dead show"], flags, environment, about=about)
+    connect, prints = parse_flags("dead show ID_OR_UID", FLAGS, flags, environment, about=about)
     with running_log(connect) as log:
         letter = find(log, named)
     said = plain(letter)
@@ -104,7 +108,7 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     )
     named, flags = named_first("dead requeue", arguments, WHICH)
     connect, limits, retention, prints = parse_flags(
-        "dead requeue ID_OR_UID", TOOLS["dead requeue"], flags, environment, about=about
+        "dead requeue ID_OR_UID", REQUEUE_FLAGS, flags, environment, about=about
     )
     of_log = RequestLimits(limits.request_timeout_s, retention.retention_s, limits.max_queued_requests)
     with running_log(connect, of_log) as log:
@@ -129,7 +133,7 @@ def drop(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Remove a letter; the history, where it is there still, stays for its retention."""
     about = "Drops the letter of a request that killed its workers."
     named, flags = named_first("dead drop", arguments, WHICH)
-    connect, prints = parse_flags("dead drop ID_OR_UID", TOOLS["dead drop"], flags, environment, about=about)
+    connect, prints = parse_flags("dead drop ID_OR_UID", FLAGS, flags, environment, about=about)
     with running_log(connect) as log:
         letter = find(log, named)
         log.drop_dead(letter.id)

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import orjson
 
+from ops.config import ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
-from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import UndecodableEvent
 from pipeline.events import SamplingParams
+from pipeline.flags import parse_flags
 from pipeline.log.protocol import Entry, StreamLog
 from pipeline.views.history import story
 from web.wire.uids import drawn_ms, uid_of
@@ -21,6 +22,7 @@ from web.wire.uids import drawn_ms, uid_of
 ABOUT: Final = """\
 Shows what happened to a request. UID is what the answer's header x-minisgl-uid says; the answer's id will do too.
 """
+FLAGS: Final = (ConnectConfig, RetentionConfig, PrintConfig)
 TEXT_SHOWN: Final = 200
 """Characters of the text; --json has all of it."""
 
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         UndecodableEvent: The history is damaged.
     """
     name, flags = named_first("trace", arguments, "the uid of a request")
-    connect, retention, prints = parse_flags("trace UID", TOOLS["trace"], flags, environment, about=ABOUT)
+    connect, retention, prints = parse_flags("trace UID", FLAGS, flags, environment, about=ABOUT)
     uid = uid_in(name)
     with running_log(connect) as log:
         history = read_history(log, uid)

@@ -403,19 +403,9 @@ Mark: TypeAlias = Admitted | Preempted | TakenOver
 """What an engine says of a request beside its tokens; clients do not see it."""
 End: TypeAlias = Finished | Failed | Cancelled | Answered
 """What seals a history."""
-AnyEvent: TypeAlias = (
-    Submitted
-    | Tokenized
-    | Admitted
-    | Preempted
-    | TakenOver
-    | TokensProduced
-    | Finished
-    | Failed
-    | Cancelled
-    | Answered
-    | StepCompleted
-)
+HistoryEvent: TypeAlias = Submitted | Tokenized | Mark | TokensProduced | End
+"""What a history holds."""
+AnyEvent: TypeAlias = HistoryEvent | StepCompleted
 
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(Annotated[AnyEvent, Field(discriminator="kind")])
 _BY_KIND: Mapping[str, type[Event]] = {model.model_fields["kind"].default: model for model in get_args(AnyEvent)}

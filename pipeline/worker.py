@@ -1,4 +1,4 @@
-"""The consumer-group runtime of a stage: read, hand over, and nothing lost on the way.
+"""The process of a stage's worker, and its consumer-group runtime: read, hand over, and nothing lost on the way.
 
 Order of reading: first what this slot had read before and not consumed, one entry at a time; then new entries, and
 those of slots that nobody holds. After a broken read, and once a second, the first part is looked up again: the reply
@@ -13,13 +13,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import structlog
 
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
 from pipeline.log.protocol import Entry, Inbox, StreamLog
-from pipeline.slots import SlotLease
+from pipeline.metrics.counters import Measures
+from pipeline.slots import Announcement, SlotLease, slot_leases
 
 logger = structlog.get_logger()
 
@@ -56,6 +57,40 @@ class Stop:
     def wait(self, timeout_s: float) -> bool:
         """Sleep, unless a stop comes; True when it did."""
         return self._event.wait(timeout_s)
+
+
+class WorkerProcess:
+    """What a process that works for *stage* has from its start: signals, two connections to the log, metrics."""
+
+    def __init__(
+        self, stage: str, open_log: Callable[[], StreamLog], *, lease_ms: int, preferred: int | None = None
+    ) -> None:
+        self.stop = Stop().on_signals()
+        self.log = open_log()
+        self.measures = Measures()
+        self.lease_ms = lease_ms
+        self._stage = stage
+        self._lease_log = open_log()
+        self._preferred = preferred
+
+    def loading(self, detail: str, patience_s: float) -> Announcement:
+        """Announce that the worker loads *detail*; the watchdog lets that take *patience_s*."""
+        announcement = Announcement(self._lease_log, self._stage, self.lease_ms, preferred=self._preferred)
+        announcement.came_round(patience_s=patience_s)
+        announcement.say(phase="loading", detail=detail)
+        return announcement
+
+    def slot_leases(self) -> Generator[SlotLease, None, None]:
+        """As `pipeline.slots.slot_leases`, until this process is to end."""
+        return slot_leases(
+            self.log,
+            self._lease_log,
+            self._stage,
+            self.lease_ms,
+            preferred=self._preferred,
+            stop=self.stop,
+            measures=self.measures,
+        )
 
 
 def follow(

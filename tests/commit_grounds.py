@@ -1,4 +1,4 @@
-"""Where the stories of test_commit_machine.py take place: a log in memory, on a server, on a server that restarts.
+"""Where the stories of test_commit_machine.py take place: a log on a server, or on a server that restarts.
 
 A ground shows all that its log holds, and does to it what happens without a commit: keys that run out, streams that are
 trimmed, scripts that are forgotten.
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import redis
-from commit_model import State
+from commit_oracle import State
 from redis_servers import until
 
-from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, slot_name
+from pipeline.names import Names
 
 NAMES: Final = Names("story")
 LIMITS: Final = RequestLimits(timeout_s=600, retention_s=600, max_queued=20)
@@ -53,62 +52,6 @@ class Ground(Protocol):
     def lasting_keys(self) -> list[str]:
         """Return the keys that have no time to live."""
         ...
-
-
-class MemoryGround:
-    """MemoryLog, looked at from inside. It has no server, so neither scripts nor restarts nor keys."""
-
-    def __init__(self) -> None:
-        self.log: MemoryLog = MemoryLog(NAMES, LIMITS)
-
-    def begin(self) -> None:
-        self.log = MemoryLog(NAMES, LIMITS)
-
-    def observe(self) -> State:
-        log = self.log
-        names = {slot_name(stage, i) for stage in (TOKENIZE, GENERATE, DETOKENIZE) for i in range(NUM_SLOTS)}
-        holders = {slot: log.lease(slot).holder for slot in names}
-        pending = {
-            key: [
-                (f"{item[0]}-{item[1]}", group.pending[item], group.retries.get(item, 1))
-                for item in sorted(group.pending)
-            ]
-            for key, stream in log._streams.items()
-            for group in stream.groups.values()
-        }
-        return State(
-            {key: stream.read(stream.entries) for key, stream in log._streams.items()},
-            pending,
-            {NAMES.reader(uid): frozenset(readers) for uid, readers in log._readers.items()}
-            | {NAMES.running(key): frozenset(uids) for key, uids in log._running.items()}
-            | ({NAMES.live: frozenset(log._live)} if log._live else {}),
-            {NAMES.owner(slot): str(owner) for slot, owner in log._owners.items()}
-            | {NAMES.lease(slot): holder for slot, holder in holders.items() if holder}
-            | {NAMES.status(slot): text for slot, (text, _) in log._statuses.items()}
-            | {
-                NAMES.idempotency(key): f"{uid}:{digest}" + (":left" if uid in log._left else "")
-                for key, (uid, digest, _) in log._once.items()
-            },
-        )
-
-    def expire(self, key: str) -> None:
-        self.log._streams.pop(key, None)
-        for slot in [slot for slot in self.log._leases if NAMES.lease(slot) == key]:
-            del self.log._leases[slot]
-
-    def trim(self, key: str, keep: int) -> None:
-        stream = self.log._streams.get(key)
-        while stream is not None and len(stream.entries) > keep:
-            del stream.entries[next(iter(stream.entries))]
-
-    def forget_scripts(self) -> None:
-        pass
-
-    def restart(self) -> None:
-        raise AssertionError("a memory that restarts is empty")
-
-    def lasting_keys(self) -> list[str]:
-        return []
 
 
 OBSERVE: Final = """

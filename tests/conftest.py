@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,9 @@ from pipeline.names import Names
 
 # Tests in the background of a script ignore Ctrl-C, and what they start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# pytest-xdist tells its processes how wide its terminal is; what they print goes to none.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("default")
 

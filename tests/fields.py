@@ -1,12 +1,11 @@
-"""Every field of a request that is honoured: what it takes, and a request that shows what it does.
+"""Every supported field of a request: the values it takes, and a request that shows its effect.
 
-`tests/end_to_end/test_fields.py` runs the rows against a server, `tests/web/wire/test_fields.py` what they refuse.
-The README's table is made of them: `python tests/fields.py` prints it.
+`tests/end_to_end/test_fields.py` runs the rows against a server, `tests/web/wire/test_fields.py` checks the values they
+refuse. `make docs` writes the table in docs/http-api.md from them.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -83,185 +82,189 @@ class Field:
 
 FIELDS = (
     Field(
-        "max_completion_tokens", "whole number from 1", "rest of the context", "ends after so many tokens (`length`)",
+        "max_completion_tokens", "whole number from 1", "rest of the context",
+        "Maximum number of output tokens. Reaching it ends the answer with `length`.",
         GREEDY, 5, lambda a, b: b.token_ids == a.token_ids[:5] and b.reason == "length", 0,
     ),
     Field(
-        "max_tokens", "the same; `max_completion_tokens` wins", "rest of the context", "the same",
+        "max_tokens", "the same; `max_completion_tokens` wins", "rest of the context", "Older name of the same field.",
         {"temperature": 0, "ignore_eos": True}, 7,
         lambda a, b: b.num_tokens == 7 < a.num_tokens and b.reason == "length", "7",
     ),
     Field(
-        "min_tokens", "whole number from 0", "0", "what would end the answer does not come before so many tokens",
+        "min_tokens", "whole number from 0", "0", "Minimum number of output tokens before any stop condition applies.",
         {**GREEDY, "logit_bias": {"50": 100}, "stop_token_ids": [50]}, 6,
         lambda a, b: a.num_tokens == 1 and b.num_tokens == 7 and 50 not in b.token_ids[:6], -1,
     ),
     Field(
-        "stop", "a text, or up to 16", "none", "ends before that text, which is not sent (`stop`)",
+        "stop", "a text, or up to 16", "none", "Ends the answer before this text (`stop`). The text is not sent.",
         GREEDY, None, lambda a, b: a.text.startswith(b.text) and b.text != a.text and b.reason == "stop", "",
         lambda said: {"stop": said.text[3:5]},
     ),
     Field(
-        "stop_token_ids", "up to 256 token ids", "none", "ends with such a token, whose text is not sent (`stop`)",
+        "stop_token_ids", "up to 256 token ids", "none",
+        "Ends the answer at such a token (`stop`). Its text is not sent.",
         GREEDY, None,
         lambda a, b: b.token_ids == a.token_ids[: a.token_ids.index(a.token_ids[4]) + 1] and b.reason == "stop", [-1],
         lambda said: {"stop_token_ids": [said.token_ids[4]]},
     ),
     Field(
-        "ignore_eos", "true or false", "false", "an end-of-sequence token does not end the answer",
+        "ignore_eos", "true or false", "false", "Continues after an end-of-sequence token.",
         {"temperature": 0, "max_tokens": 9, "logit_bias": {EOS: 100}}, True,
         lambda a, b: (a.num_tokens, a.reason, b.num_tokens, b.reason) == (1, "stop", 9, "length"), "true",
     ),
     Field(
         "temperature", "0 to 2", "the model's, else 1",
-        "0 always takes the most probable token; the higher, the more others come",
+        "Randomness. 0 always takes the most probable token.",
         {**WILD, "temperature": 0}, 1.5, lambda a, b: a.token_ids != b.token_ids, 2.1,
     ),
     Field(
         "top_p", "above 0, to 1", "the model's, else 1",
-        "only the most probable tokens that together reach it: near 0, one",
+        "Samples from the smallest set of tokens whose probabilities add up to it.",
         WILD, 1e-9, lambda a, b: a.token_ids != b.token_ids, 0,
     ),
     Field(
         "top_k", "whole number from -1", "the model's, else 0",
-        "only so many of the most probable tokens; -1 and 0: all",
+        "Samples from this many of the most probable tokens. -1 and 0 mean all.",
         WILD, 1, lambda a, b: a.token_ids != b.token_ids, -2,
     ),
     Field(
         "min_p", "0 to 1", "the model's, else 0",
-        "only tokens at least so probable, as a share of the most probable one",
+        "Drops tokens below this share of the highest probability.",
         WILD, 1, lambda a, b: a.token_ids != b.token_ids, 1.1,
     ),
     Field(
-        "seed", "whole number of 64 bits", "drawn", "the same seed gives the same answer, another one another",
+        "seed", "whole number of 64 bits", "random", "The same seed gives the same answer.",
         WILD, 6, lambda a, b: a.token_ids != b.token_ids, "6",
     ),
     Field(
-        "presence_penalty", "-2 to 2", "0", "taken from the logit of tokens that the answer has: more different ones",
+        "presence_penalty", "-2 to 2", "0", "Subtracted from the logits of tokens that are in the answer already.",
         FEW, 2, lambda a, b: b.num_different > a.num_different, 2.1,
     ),
     Field(
-        "frequency_penalty", "-2 to 2", "0", "the same, times how often it has them: no token comes as often",
+        "frequency_penalty", "-2 to 2", "0", "Subtracted once for each time the token is in the answer.",
         FEW, 2, lambda a, b: b.most_of_one < a.most_of_one, -2.1,
     ),
     Field(
         "repetition_penalty", "above 0, to 2", "the model's, else 1",
-        "divides the logits of tokens that prompt or answer have: above 1, more different ones",
+        "Above 1, makes tokens of the prompt and the answer less likely.",
         FEW, 2, lambda a, b: b.num_different > a.num_different, 0,
     ),
     Field(
-        "logit_bias", "token id: -100 to 100, up to 1,024", "none", "added to logits: with 100 a token comes always",
+        "logit_bias", "token id: -100 to 100, up to 1,024", "none",
+        "Added to the logits of these tokens. 100 forces a token.",
         GREEDY, {"77": 100}, lambda a, b: set(b.token_ids) == {77} != set(a.token_ids), {"a": 1},
     ),
     Field(
-        "allowed_token_ids", "up to 16,384 token ids", "all", "no other token comes",
+        "allowed_token_ids", "up to 16,384 token ids", "all", "Only these tokens can be generated.",
         GREEDY, [90, 91, 92], lambda a, b: set(b.token_ids) <= {90, 91, 92} and not set(a.token_ids) <= {90, 91, 92},
         [],
     ),
     Field(
-        "bad_words", "up to 256 texts", "none", "none of these comes, with or without a space before it",
+        "bad_words", "up to 256 texts", "none", "These texts are not generated, with or without a leading space.",
         {**GREEDY, "logprobs": True}, None,
         lambda a, b: _first_word(a) not in _pieces(b) and b.token_ids != a.token_ids, "",
         lambda said: {"bad_words": [_first_word(said)]},
     ),
     Field(
-        "include_stop_str_in_output", "true or false", "false", "what ended the answer is part of it",
+        "include_stop_str_in_output", "true or false", "false", "Keeps the stop text at the end of the answer.",
         GREEDY, None, lambda a, b: b.text.endswith(a.text[3:5]) and a.text.startswith(b.text) and b.reason == "stop", 1,
         more=lambda said: {"stop": said.text[3:5], "include_stop_str_in_output": True},
     ),
     Field(
-        "skip_special_tokens", "true or false", "true", "false: special tokens have text",
+        "skip_special_tokens", "true or false", "true", "`false` shows special tokens as text.",
         {"temperature": 0, "max_tokens": 3, "logit_bias": {EOS: 100}, "ignore_eos": True}, False,
         lambda a, b: a.text == "" and b.text == 3 * STOP and a.token_ids == b.token_ids, "no",
     ),
     Field(
-        "n", "whole number, 1 to 128", "1", "so many answers, the first as if it were alone, the prompt counted once",
+        "n", "whole number, 1 to 128", "1", "Number of answers. The first equals the answer with `n: 1`.",
         WILD, 3,
         lambda a, b: [one["message"]["content"] for one in b.answer["choices"]].index(a.text) == 0
         and len({one["message"]["content"] for one in b.answer["choices"]}) == 3
         and (b.answer["usage"]["prompt_tokens"], b.answer["usage"]["completion_tokens"]) == (a.prompt_tokens, 72), 0,
     ),
     Field(
-        "logprobs", "true or false", "false", "each token's log-probability, of the model's own logits",
+        "logprobs", "true or false", "false", "Log-probability of each token, from the model's own logits.",
         WILD, True, lambda a, b: a.choice["logprobs"] is None
         and len(b.choice["logprobs"]["content"]) == b.num_tokens
         and all(one["logprob"] < 0 and one["top_logprobs"] == [] for one in b.choice["logprobs"]["content"]), 3,
     ),
     Field(
-        "top_logprobs", "0 to 20, with `logprobs`", "0", "so many of the most probable tokens in each one's place",
+        "top_logprobs", "0 to 20, with `logprobs`", "0", "Number of alternatives shown for each token.",
         {**WILD, "logprobs": True}, 4,
         lambda a, b: all(len(one["top_logprobs"]) == 4 for one in b.choice["logprobs"]["content"]), 21,
     ),
     Field(
-        "logprobs", "completions: 0 to 20", "none", "the same, and so many of the most probable tokens",
+        "logprobs", "completions: 0 to 20", "none", "Log-probabilities, with this many alternatives for each token.",
         WILD, 2, lambda a, b: a.choice["logprobs"] is None
         and all(len(one) in (2, 3) for one in b.choice["logprobs"]["top_logprobs"]), -1, completions=True,
     ),
     Field(
-        "prompt_logprobs", "0 to 20, not streamed", "none", "the same of the prompt, by token id (vLLM's shape)",
+        "prompt_logprobs", "0 to 20, not streamed", "none",
+        "Log-probabilities of the prompt's tokens, in vLLM's format.",
         GREEDY, 0, lambda a, b: b.answer["prompt_logprobs"][0] is None and a.token_ids == b.token_ids
         and len(b.answer["prompt_logprobs"]) == b.prompt_tokens, -1,
     ),
     Field(
         "echo", "completions: true or false", "false",
-        "the prompt comes before the answer; with `logprobs`, its log-probabilities too; `max_tokens` may be 0",
+        "Puts the prompt before the answer, with its log-probabilities where `logprobs` is set. `max_tokens` may be 0.",
         GREEDY, True, lambda a, b: b.text == PROMPT + a.text, "true", completions=True,
     ),
     Field(
-        "return_token_ids", "true or false", "false", "token ids beside the text, of prompt and answer",
+        "return_token_ids", "true or false", "false", "Adds the token ids of the prompt and the answer.",
         GREEDY, True, lambda a, b: b.choice["token_ids"] == a.token_ids
         and len(b.answer["prompt_token_ids"]) == a.prompt_tokens, 1,
     ),
     Field(
-        "stream", "true or false", "false", "server-sent events, a chunk for each piece of text",
+        "stream", "true or false", "false", "Sends the answer as server-sent events while it is generated.",
         GREEDY, True, lambda a, b: isinstance(b.answer, list) and len(b.answer) > 3 and b.text == a.text, "true",
     ),
     Field(
         "stream_options", "`include_usage`, `continuous_usage_stats`, with `stream`", "neither",
-        "the last chunk has the token counts; every chunk has them",
+        "Token counts in the last chunk, or in every chunk.",
         {**GREEDY, "stream": True}, {"include_usage": True, "continuous_usage_stats": True},
         lambda a, b: not any(chunk.get("usage") for chunk in a.answer)
         and [chunk["usage"]["completion_tokens"] for chunk in b.answer][-1] == b.num_tokens
         and len({chunk["usage"]["completion_tokens"] for chunk in b.answer}) > 3, {"include_usage": 1},
     ),
     Field(
-        "continue_final_message", "true or false", "false", "the answer goes on with the last message",
+        "continue_final_message", "true or false", "false", "Continues the last message instead of starting a new one.",
         {**GREEDY, **PARTIAL}, True, lambda a, b: b.prompt_tokens < a.prompt_tokens and a.token_ids != b.token_ids, 1,
     ),
     Field(
-        "add_generation_prompt", "true or false", "true", "false: the template opens no answer",
+        "add_generation_prompt", "true or false", "true", "`false` leaves out the start of the assistant's message.",
         GREEDY, False, lambda a, b: b.prompt_tokens < a.prompt_tokens, "no",
     ),
     Field(
-        "chat_template_kwargs", "object", "none", "variables for the chat template",
+        "chat_template_kwargs", "object", "none", "Variables for the chat template.",
         GREEDY, {"preface": "Be brief. "}, lambda a, b: b.prompt_tokens > a.prompt_tokens, [],
     ),
     Field(
         "tools", "list of functions, with `tool_choice: none`", "none",
-        "the chat template is given them; none is called",
+        "Passes the tools to the chat template. Tool calls are not parsed.",
         GREEDY, [TOOL], lambda a, b: b.prompt_tokens > a.prompt_tokens, {}, more=lambda said: {"tool_choice": "none"},
     ),
     Field(
-        "tool_choice", "`none`", "none", "the only one there is so far",
+        "tool_choice", "`none`", "none", "The only supported value.",
         {**GREEDY, "tools": []}, "none", lambda a, b: a.token_ids == b.token_ids, "auto",
     ),
     Field(
-        "add_special_tokens", "true or false", "only to a `prompt` as text",
-        "the tokenizer adds its own, such as the one that begins a text",
+        "add_special_tokens", "true or false", "true only for a `prompt` as text",
+        "Adds the tokenizer's special tokens, such as the one that starts a text.",
         GREEDY, True, lambda a, b: b.prompt_tokens == a.prompt_tokens + 1, "yes",
     ),
     Field(
         "truncate_prompt_tokens", "whole number from 1, or -1", "none",
-        "only the last so many tokens of the prompt are read; -1: as many as fit",
+        "Keeps only this many tokens from the end of the prompt. -1 keeps as many as fit.",
         GREEDY, 5, lambda a, b: b.prompt_tokens == 5 < a.prompt_tokens, 0,
     ),
     Field(
-        "priority", "whole number", "0", "of what an engine holds, the lower runs earlier",
+        "priority", "whole number", "0", "Within an engine, lower numbers run first.",
         GREEDY, -3, lambda a, b: a.token_ids == b.token_ids and b.submitted["priority"] == -3, 0.5,
     ),
     *(
         Field(
-            label, takes, "none", "kept in the history; changes nothing",
+            label, takes, "none", "Label. Kept in the history, changes nothing.",
             GREEDY, value, lambda a, b, label=label, value=value:  # type: ignore[misc]
             a.token_ids == b.token_ids and b.submitted["labels"] == {label: value}, refused,
         )
@@ -288,10 +291,6 @@ def _first_word(said: Said) -> str:
 
 
 def table() -> str:
-    """Return the README's table."""
+    """Return the table of docs/http-api.md."""
     rows = [f"| `{one.name}` | {one.takes} | {one.default} | {one.effect} |" for one in FIELDS]
     return "\n".join(["| field | takes | default | what it does |", "|---|---|---|---|", *rows])
-
-
-if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")

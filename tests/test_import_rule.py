@@ -156,7 +156,9 @@ def test_a_process_that_needs_no_torch_does_not_load_it(module: str, absent: tup
 def test_a_worker_does_not_load_what_only_shows_tracebacks() -> None:
     program = (
         "import sys, minisgl\n"
-        "minisgl._stage_run = lambda stage: lambda *_: 0\n"
+        "from ops.serve import worker\n"
+        "imported = worker._imported\n"
+        "worker._imported = lambda config: (imported(config), lambda: 0)[1]\n"
         "minisgl.main(['stage', 'detokenize', '--slot', '0', '--redis-url', 'redis://127.0.0.1:1'])\n"
         "assert 'structlog' in sys.modules and 'redis' in sys.modules\n"
         "print('rich' in sys.modules)\n"

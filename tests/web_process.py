@@ -21,7 +21,8 @@ from web.listener import open_listener
 PROGRAM = """
 import asyncio, os, sys
 import web.app, web.connections, web.live.frontend, web.server
-from pipeline.config import parse_command
+from pipeline.flags import parse_config
+from web.config import WebStageConfig
 
 web.server.DRAIN_S = web.server.HARD_EXIT_S = web.live.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
 web.app.BODY_TIMEOUT_S = web.connections.LINGER_S = float(sys.argv.pop(1))
@@ -55,7 +56,7 @@ def create_app_with_more(frontend, keys):
 
 
 web.server.create_app = create_app_with_more
-sys.exit(web.server.run(parse_command(["stage", "web", *sys.argv[1:]], os.environ)))
+sys.exit(web.server.run(parse_config("stage web", WebStageConfig, sys.argv[1:], os.environ)))
 """
 """The server, with less patience where a test says so; GET /left says what it holds, GET /deaf cannot be cancelled."""
 

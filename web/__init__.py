@@ -1,1 +1,1 @@
-"""The frontend: HTTP in, the log out, and back. Imports pipeline only, never torch or transformers."""
+"""The frontend: turns HTTP requests into events of the log, and events into answers. Imports pipeline only."""

@@ -1,4 +1,4 @@
-"""The Quart application: routes, limits, and that every answer which is no success has the OpenAI error body."""
+"""The Quart application: routes, keys, body limits; and every error has the OpenAI error body."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ logger = structlog.get_logger()
 MAX_BODY_BYTES: Final = 32 << 20
 BODY_TIMEOUT_S: Final = 30
 PATH_SHOWN: Final = 256
-"""Characters of a path in a log line; a client may send thousands."""
+"""Most characters of a path in a log line; a client may send thousands."""
 OPEN_PATHS: Final = ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs", "/openapi.json")
-"""What may be asked without an API key: probes and Prometheus have none, and how to ask is no secret."""
+"""Paths that need no API key: probes and Prometheus have none, and the documentation is public."""
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -48,7 +48,7 @@ _MESSAGES: Final = {
 
 
 def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
-    """Return the application that answers for *frontend*; where there are *keys*, whoever has one of them."""
+    """Return the application of *frontend*; with *keys*, it answers only requests that have one of them."""
     keys = keys or Keys()
     app = Quart(__name__, static_folder=None)
     app.request_class = _Request
@@ -73,7 +73,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         app.register_blueprint(routes)
 
     def log_line(status: int) -> None:
-        """Write the canonical line of a request that no route took or could answer."""
+        """Write the log line of a request that no route took or could answer."""
         path = request.path[:PATH_SHOWN]
         logger.info("request", status=status, error=CODES.get(status), method=request.method, path=path)
 
@@ -82,8 +82,8 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         frontend.measures.add(HTTP_REQUESTS, *_route_and_method())
 
     @app.before_request
-    async def know_sender() -> None:
-        """Say in `g.quota` which key sends the request, and what it may. Raises RequestError without one."""
+    async def check_key() -> None:
+        """Set `g.quota` to the limits of the key that the request has. Raises RequestError without a key."""
         g.quota = keys.find(_keys_given()) if keys.are_needed else None
         if keys.are_needed and g.quota is None and request.path.rstrip("/") not in OPEN_PATHS:
             log_line(401)
@@ -98,7 +98,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         status = error.code or 500
         log_line(status)
         response = error_response(RequestError(_MESSAGES.get(status, error.name), status=status))
-        allowed = getattr(error, "valid_methods", None)  # of 405, which must name them
+        allowed = getattr(error, "valid_methods", None)  # of 405, which must list them
         if allowed:
             response.headers["Allow"] = ", ".join(sorted(allowed))
         return response
@@ -115,7 +115,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         return response
 
     @app.after_request
-    async def say_id(response: Response) -> Response:
+    async def add_request_id(response: Response) -> Response:
         given = request.headers.get("x-request-id", "")
         response.headers["x-request-id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         return response
@@ -124,7 +124,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
 
 
 def _route_and_method() -> tuple[str, str]:
-    """Return which route takes the request, never the path itself, and how: labels of metrics have few values."""
+    """Return the route and the method, never the path itself: labels of metrics have few values."""
     rule = request.url_rule.rule if request.url_rule else "unknown"
     return rule, request.method if request.method in METHODS else "unknown"
 
@@ -134,7 +134,7 @@ class _Request(Request):
         self, cache: bool = True, as_text: bool = False, parse_form_data: bool = False
     ) -> str | bytes:
         """As Quart's, which waits in `asyncio.wait_for`: in Python 3.11 that swallows the cancellation of a client that
-        leaves as the last of its body comes, and it would be answered for ever."""
+        leaves as the last of its body comes, and the client would be answered for ever."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await super().get_data(cache, as_text, parse_form_data)
@@ -143,7 +143,7 @@ class _Request(Request):
 
 
 def _keys_given() -> list[str]:
-    """Return what the request shows as its key."""
+    """Return the keys in the headers of the request."""
     scheme, _, bearer = request.headers.get("authorization", "").strip().partition(" ")
     given = [bearer.strip()] if scheme.lower() == "bearer" else []
     return [*given, *request.headers.getlist("x-api-key")]

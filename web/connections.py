@@ -1,14 +1,14 @@
-"""HTTP/1.1 as it is spoken here: how requests are read off a connection or refused, and how the connection ends.
+"""HTTP/1.1 connections: how they read or refuse requests, and how they end.
 
 Hypercorn 0.18                                            here
-refuses what it cannot read with an empty body            the one shape that errors have, an id, a line in the log
-reads nothing while it answers, once more has come        reads on, so that it notices at once who leaves
-closes while a body is coming: the answer may be lost     takes the rest, for LINGER_S at most, and throws it away
-keeps what its client has closed for two minutes          it ends
-goes over to HTTP/2 or a websocket when asked             answers in HTTP/1.1, which everybody who asks speaks too
-says `100 Continue` to any request                        not to one whose body is too large
+refuses a malformed request with an empty body            the usual error body, an id, a line in the log
+stops reading while it answers, once more has come        reads on, so that it notices a disconnect at once
+closes while a body is coming: the answer may be lost     reads and drops the rest, for LINGER_S at most
+keeps a connection that its client closed for two minutes ends it
+switches to HTTP/2 or a websocket when asked              answers in HTTP/1.1, which every such client speaks too
+says `100 Continue` to any request                        not if the body is too large
 
-A client that closes its half of the connection has left: of one that was killed nothing else is heard.
+A half-closed connection counts as a disconnect: a client that was killed sends nothing else.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from web.wire.openai.errors import error_body
 logger = structlog.get_logger()
 
 LINGER_S: Final = float(BODY_TIMEOUT_S)
-"""How long a client may go on sending what nobody reads any more; then it is cut off."""
+"""How long a client may go on sending a body that is dropped; then the connection is cut."""
 CLOSE: Final = (b"connection", b"close")
 _URL: Final = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 _VERSIONS: Final = (b"1.0", b"1.1")
 
 
 class Connection(TCPServer):
-    """A connection that ends when its client has closed it, and not before that could read its last answer."""
+    """A connection that ends when its client closes it, and not before the client could read its last answer."""
 
     _lingering: asyncio.TimerHandle | None = None
 
@@ -54,7 +54,7 @@ class Connection(TCPServer):
             await super().protocol_send(event)
 
     async def _linger(self) -> None:
-        """Say nothing more, and hear nothing more. Closed with something unread, TCP would take back the answer."""
+        """Send nothing more, and drop what comes. With unread data, closing would make TCP discard the answer."""
         if self._lingering is None:
             self._lingering = self.loop.call_later(LINGER_S, self.writer.close)
             with contextlib.suppress(OSError, RuntimeError):  # it is closed already
@@ -87,11 +87,11 @@ class Protocol(H11Protocol):
 
     @property
     def expects_more(self) -> bool:
-        """Say whether the client may be in the middle of something."""
+        """Say whether the client may be in the middle of a body."""
         return self._requests.their_state in (h11.SEND_BODY, h11.ERROR)
 
     async def handle(self, event: Event) -> None:
-        """As H11Protocol.handle; wait only where the client is far ahead of its answers."""
+        """As H11Protocol.handle; stop reading only if the client is far ahead of its answers."""
         if isinstance(event, Closed):
             self._is_over = True
             await self.can_read.set()
@@ -101,7 +101,7 @@ class Protocol(H11Protocol):
             await self.can_read.wait()
 
     async def stream_send(self, event: hypercorn.protocol.events.Event) -> None:
-        """As H11Protocol.stream_send; an answer before the end of its request says that it is the last one."""
+        """As H11Protocol.stream_send; an answer that comes before the end of its request closes the connection."""
         if isinstance(event, hypercorn.protocol.events.Response) and self.expects_more:
             event = dataclasses.replace(event, headers=[*event.headers, CLOSE])
         await super().stream_send(event)
@@ -116,10 +116,10 @@ class Protocol(H11Protocol):
             return
         await super()._maybe_recycle()
         if self._requests.is_ahead and self._requests.our_state is h11.IDLE:
-            self.task_group.spawn(self._handle_events)  # not in this task, which is of the request before
+            self.task_group.spawn(self._handle_events)  # not in this task, which belongs to the request before
 
     async def _send_error_response(self, status_code: int) -> None:
-        """Refuse what cannot be read as a request."""
+        """Refuse bytes that are not a request."""
         error = _refusal(status_code, self._requests.fault, self.config.h11_max_incomplete_size)
         logger.info("request", status=error.status, error=error.code)
         body = error_body(error)
@@ -137,30 +137,30 @@ class Protocol(H11Protocol):
 
 
 class Requests(h11.Connection):
-    """What a client sends, without what this server does not take."""
+    """The requests that a client sends, without those that this server does not take."""
 
     def __init__(self, role: type[h11.SERVER], max_bytes: int) -> None:
         super().__init__(role, max_incomplete_event_size=max_bytes)
         self.method = b""
         self.fault = ""
-        """Why it is no request."""
+        """Why the last bytes are not a request."""
         self._max_bytes = max_bytes
         self.is_ahead = False
-        """Something has come of what follows on the request that is being answered."""
+        """Bytes of the next request came while this one is being answered."""
         self._is_too_large = False
 
     @property
     def is_far_ahead(self) -> bool:
-        """Say whether that is more than a little."""
+        """Say whether those are more than a request's head may have."""
         return self.is_ahead and len(self.trailing_data[0]) > self._max_bytes
 
     @property
     def they_are_waiting_for_100_continue(self) -> bool:
-        """As h11's, but who would send too much waits for the refusal."""
+        """As h11's, but a client with a body that is too large waits for the refusal."""
         return super().they_are_waiting_for_100_continue and not self._is_too_large
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """As h11's, and never PAUSED, at which Hypercorn would not read on."""
+        """As h11's, but never PAUSED: Hypercorn would stop reading."""
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):
@@ -172,7 +172,7 @@ class Requests(h11.Connection):
         return h11.NEED_DATA if self.is_ahead else event
 
     def _taken(self, request: h11.Request) -> h11.Request:
-        """Return *request* as the application is to see it. Raises RemoteProtocolError."""
+        """Return *request* as the application sees it. Raises RemoteProtocolError."""
         self.method = request.method
         if request.http_version not in _VERSIONS:
             raise h11.RemoteProtocolError("another version", error_status_hint=505)
@@ -191,8 +191,8 @@ class Requests(h11.Connection):
 
 def _refusal(status: int, fault: str, max_bytes: int) -> RequestError:
     message, code = {
-        431: (f"The head of a request may have {max_bytes} bytes.", "headers_too_large"),
+        431: (f"The request line and headers are larger than {max_bytes} bytes.", "headers_too_large"),
         501: ("Transfer-Encoding: this server takes `chunked`, or a Content-Length.", "not_implemented"),
         505: ("This server speaks HTTP/1.1; send that.", "http_version_not_supported"),
-    }.get(status, (f"This is not HTTP/1.1 that can be read: {fault}.", "invalid_http"))
+    }.get(status, (f"Malformed HTTP/1.1: {fault}.", "invalid_http"))
     return RequestError(message, code=code, status=status)

@@ -1,12 +1,12 @@
-"""Who may send requests, and how many: the keys of `--api-key` and `--limits`, of which only hashes are kept.
+"""API keys and their limits: the flags `--api-key` and `--limits`. Only hashes of keys are kept.
 
 A file of limits, in TOML; every number is optional:
 
-    [default]                     # of all keys, where their own table does not say otherwise
+    [default]                     # for all keys, unless their own table says otherwise
     requests_per_minute = 60
     concurrent_requests = 4
 
-    [[key]]                       # one such table for each key; those of --api-key need none
+    [[key]]                       # one table for each key; keys of --api-key need none
     key = "sk-..."
     requests_per_minute = 600
 """
@@ -29,11 +29,11 @@ _KEY: Final = re.compile(r"[\x21-\x7e]{1,255}")
 _EXPECTED: Final = "must be 1 to 255 visible ASCII characters, without a space"
 _LIMITS: Final = tuple(item.name for item in dataclasses.fields(Quota) if item.name != "key")
 _WORD: Final = re.compile(r"[a-z_]{1,40}")
-"""A name that may be shown: what is none could be a key, in the wrong place."""
+"""A name that an error may show; other text could be a key in the wrong place."""
 
 
 class Keys:
-    """The keys of a server, and what each may send. Without any, everybody may send."""
+    """The keys of a server, and the limits of each. Without keys, any client may send requests."""
 
     def __init__(self, quotas: Iterable[Quota] = ()) -> None:
         self._quotas = tuple(quotas)
@@ -43,9 +43,9 @@ class Keys:
         return bool(self._quotas)
 
     def find(self, given: Sequence[str]) -> Quota | None:
-        """Return the quota of the first of *given* that is a key, in a time that does not depend on how near they are.
+        """Return the quota of the first of *given* that is a key, in a time that says nothing about the keys.
 
-        It is told by hashes: their comparison takes as long whatever is alike, and goes on after the one that is found.
+        It compares hashes, in constant time, with all keys, also after one that matches.
         """
         found = None
         for text in reversed(given):
@@ -57,7 +57,7 @@ class Keys:
 
 
 def hash_of(key: str) -> str:
-    """Return how the log and the log lines know *key*."""
+    """Return the name of *key* in the log and in log lines."""
     return hashlib.sha256(b"minisgl api key " + key.encode()).hexdigest()[:32]
 
 
@@ -65,7 +65,7 @@ def read_keys(api_keys: Sequence[str], limits_file: str) -> Keys:
     """Return the keys that the flags `--api-key` and `--limits` name.
 
     Raises:
-        ConfigError: What is given as a key is none, or the file does not say what it should. No message shows a key.
+        ConfigError: A key or the file is malformed. No message shows a key.
     """
     for number, key in enumerate(api_keys, 1):
         if not _KEY.fullmatch(key):
@@ -82,13 +82,13 @@ def read_keys(api_keys: Sequence[str], limits_file: str) -> Keys:
 
 
 def first_key(api_keys: Sequence[str], limits_file: str) -> str:
-    """Return a key that lets in, as `read_keys` reads them; empty where everybody may send. Raises ConfigError."""
+    """Return one valid key, as `read_keys` reads them; empty if none is needed. Raises ConfigError."""
     own = _limits_in(limits_file)[1] if limits_file else {}
     return next(iter([*api_keys, *own]), "")
 
 
 def _limits_in(path: str) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Return the limits of [default], and key -> those of its own table. Raises ConfigError."""
+    """Return the limits of [default], and key -> the limits of its own table. Raises ConfigError."""
     where = f"--limits {path}"
     document = _read(path, where)
     for name, value in document.items():
@@ -117,7 +117,7 @@ def _read(path: str, where: str) -> Mapping[str, Any]:
         raise ConfigError(f"{where}: is not UTF-8, as TOML is") from None
     except (ValueError, RecursionError) as error:
         reason = str(error)
-        if "'" in reason or '"' in reason:  # what is quoted there may be a key; the place says enough
+        if "'" in reason or '"' in reason:  # the quoted text may be a key; the place says enough
             reason = reason[reason.rfind("(at ") :].strip("()")
         raise ConfigError(f"{where}: is no TOML: {reason}") from None
 

@@ -1,6 +1,6 @@
-"""The listening socket: ours, so that a server that is restarted goes on with the same one, and a dead peer is noticed.
+"""The listening socket. A supervisor opens it and hands it down, so that a restarted server keeps the same socket.
 
-Imports no server: a supervisor opens the socket and hands it down.
+Its options let the server notice dead clients. Imports no server.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pipeline.errors import ConfigError
 
 BACKLOG: Final = 2048
 ANY_ADDRESS: Final[Mapping[str, str]] = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-"""What a server listens on, and where a client on its machine finds it then."""
+"""An address to listen on -> the address at which a client on the same machine finds the server."""
 USER_TIMEOUT_MS: Final = 30_000
-"""After so long without an acknowledgement a client is gone, though it never said so."""
+"""A client that acknowledges nothing for this long counts as disconnected."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens on *host*:*port*; accepted sockets inherit its options.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -51,7 +51,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def url_here(host: str, port: int) -> str:
-    """Return where a client on this machine finds a server that listens on *host*."""
+    """Return the URL at which a client on this machine finds a server that listens on *host*."""
     return url_to(ANY_ADDRESS.get(host, host), port)
 
 

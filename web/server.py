@@ -1,8 +1,8 @@
 """The web process: its slot, its listening socket, Hypercorn, and how it stops.
 
-first signal    nothing new is taken; open streams have DRAIN_S; what is left ends as Failed(shutting_down); exit 0
-second signal   exit at once; the log keeps what was accepted
-in any case     HARD_EXIT_S after the server was told to stop, the process ends
+first signal    no new requests; open streams have DRAIN_S; the others end as Failed(shutting_down); exit 0
+second signal   exit at once; the log keeps the accepted requests
+in any case     the process ends HARD_EXIT_S after the server was told to stop
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import hypercorn.config
 import hypercorn.protocol
 import structlog
 
-from pipeline.config import Config
 from pipeline.errors import LogError
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
@@ -31,6 +30,7 @@ from pipeline.metrics.counters import Measures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
+from web.config import WebStageConfig
 from web.connections import Connection, Protocol
 from web.keys import Keys, read_keys
 from web.listener import BACKLOG, open_listener, url_to
@@ -46,11 +46,11 @@ BEAT_S: Final = 0.5
 JANITOR_PATIENCE_S: Final = 1.0
 
 
-def run(config: Config) -> int:
-    """Be one web process until a signal stops it; return the exit code.
+def run(config: WebStageConfig) -> int:
+    """Run one web process until a signal stops it; return the exit code.
 
     Raises:
-        ConfigError: The address cannot be had, or the API keys are wrong.
+        ConfigError: The address is not available, or the API keys are wrong.
     """
     keys = read_keys(config.keys.api_key, config.keys.limits)
     if config.listen.listen_fd is None:
@@ -79,7 +79,7 @@ def run(config: Config) -> int:
 
 
 class Seat:
-    """The slot of this process, which may become another one when it is lost; what is said of it stays."""
+    """The slot of this process and its status. A lost slot is replaced, perhaps by another; the status stays."""
 
     def __init__(self, url: str, names: Names, lease_ms: int, preferred: int | None, measures: Measures) -> None:
         self._log, self._lease_log = RedisLog(url, names), RedisLog(url, names)
@@ -106,7 +106,7 @@ class Seat:
         self.slot_lease.say(**changes)
 
     def retake(self) -> None:
-        """Take a slot again, the one that was lost where it is free. Raises as the log does."""
+        """Take a slot again: the one that was lost, if it is free. Raises as the log does."""
         logger.warning("slot_lost", slot=self.slot, epoch=self.slot_lease.owner.epoch)
         before, self.slot_lease = self.slot_lease, self._take(slot_index(self.slot))
         before.leave()
@@ -118,7 +118,7 @@ class Seat:
         return SlotLease(self._lease_log, owner, self._lease_ms, self.measures)
 
 
-def _limits(config: Config) -> RequestLimits:
+def _limits(config: WebStageConfig) -> RequestLimits:
     return RequestLimits(
         timeout_s=config.requests.request_timeout_s,
         retention_s=config.log.retention_s,
@@ -131,7 +131,9 @@ def _address(listener: socket.socket) -> str:
     return url_to(host, port)
 
 
-async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer) -> int:
+async def _serve(
+    config: WebStageConfig, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer
+) -> int:
     asyncio.get_running_loop().set_exception_handler(_log_loop_error)
     seat.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace), _limits(config))
@@ -164,13 +166,13 @@ async def _serve(config: Config, keys: Keys, listener: socket.socket, seat: Seat
 
 
 def _collect_often() -> None:
-    """Have what requests leave behind in cycles found soon, before memory grows with it.
+    """Collect the cycles that requests leave behind often, before memory grows.
 
-    Modules and the app are not looked at again, so a full collection is a matter of milliseconds.
+    Modules and the app are frozen, so a full collection takes milliseconds.
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # or the next full collection waits for a quarter of what is frozen
+    gc.collect()  # else the next full collection waits for a quarter of the frozen objects
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 1)
 
@@ -193,7 +195,7 @@ async def _listen(frontend: Frontend, keys: Keys, listener: socket.socket, stop:
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
-    """Tell the watchdog that the loop is alive; take a slot again when it is lost, and listen under its name."""
+    """Tell the watchdog that the loop is alive; when the slot is lost, take one again and listen under its name."""
     while True:
         seat.slot_lease.came_round()
         if seat.slot_lease.lost.is_set():
@@ -206,9 +208,9 @@ async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
 
 
 async def _first_signal() -> None:
-    """Wait for SIGTERM or SIGINT. The same one again ends the process at once.
+    """Wait for SIGTERM or SIGINT. The same signal again ends the process at once.
 
-    Not so the other one: at Ctrl-C the terminal sends SIGINT to all processes, and then the supervisor SIGTERM.
+    The other one does not: at Ctrl-C the terminal sends SIGINT to all processes, then the supervisor sends SIGTERM.
     """
     came: set[signal.Signals] = set()
     first = asyncio.Event()

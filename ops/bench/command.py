@@ -20,7 +20,7 @@ Each kind explains its flags with --help.
 """
 
 
-def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run one benchmark; return the exit code.
 
     Raises:

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.status import Status
 
 from ops.bench import report
-from ops.bench.datasets import Span, span
+from ops.bench.datasets import Span, length_flag
 from ops.bench.models import CheckpointConfig
 from ops.bench.peers import Run, Served, Side, our_server, served_at, transformers_process
 from ops.bench.processes import interrupt_on_sigterm
 from ops.bench.prompts import Prompts, Workload
-from pipeline.config import at_least, flag, parse_flags
 from pipeline.errors import ConfigError
+from pipeline.flags import at_least, flag, parse_flags
 
 ABOUT: Final = """\
 Compares minisgl with transformers, or with the server at --peer-url, on the same checkpoint and requests: output
@@ -56,12 +56,8 @@ class CompareConfig(CheckpointConfig):
     runs: int = flag("--runs", default=3, parse=at_least(1), help="measured runs of each side, after a warm-up run")
     seed: int = flag("--seed", default=0, parse=at_least(0), help="seed of lengths and prompts")
     num_requests: int = flag("--num-requests", default=32, parse=at_least(1), help="requests at once")
-    inputs: Span = flag(  # noqa: RUF009  # a Span is frozen
-        "--input-len", default=Span(32, 256), parse=span, help="tokens per prompt, MIN-MAX"
-    )
-    outputs: Span = flag(  # noqa: RUF009
-        "--output-len", default=Span(32, 256), parse=span, help="tokens per answer, MIN-MAX"
-    )
+    inputs: Span = length_flag("--input-len", "prompt")  # noqa: RUF009  # a Span is frozen
+    outputs: Span = length_flag("--output-len", "answer")  # noqa: RUF009
     num_singles: int = flag("--num-singles", default=4, parse=at_least(1), help="requests sent one by one")
     single_tokens: int = flag("--single-len", default=128, parse=at_least(2), help="their tokens, in and out")
     num_prefixes: int = flag("--num-prefixes", default=5, parse=at_least(1), help="prefixes that are repeated")

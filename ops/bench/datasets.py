@@ -19,6 +19,7 @@ import orjson
 from pydantic import BaseModel, Field, ValidationError
 
 from pipeline.errors import ConfigError
+from pipeline.flags import flag
 
 _VOCABULARY: Final = (
     "able back ball bank base bird blue boat body book call city cold corn dark deep door down duty east edge face "
@@ -54,6 +55,11 @@ def span(text: str) -> Span:
     if all(number.isdecimal() for number in numbers) and 1 <= int(numbers[0]) <= int(numbers[1]):
         return Span(int(numbers[0]), int(numbers[1]))
     raise argparse.ArgumentTypeError(f"{text!r}: must be MIN-MAX with 1 <= MIN <= MAX, or one number")
+
+
+def length_flag(name: str, what: str) -> Any:
+    """Declare a field that a flag fills with a Span of tokens."""
+    return flag(name, default=Span(32, 256), parse=span, help=f"tokens per {what}, MIN-MAX")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, Final
 
-from pipeline.config import flag
 from pipeline.errors import ConfigError
+from pipeline.flags import flag
 
 SEED: Final = 0
 SCALE: Final = 0.02

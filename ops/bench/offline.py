@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 from ops.bench import report
 from ops.bench.datasets import Span, span
 from ops.bench.shares import Step, cost_of, decode_share, prefill_share
-from pipeline.config import EngineConfig, ModelConfig, at_least, flag, parse_flags
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import SamplingParams
+from pipeline.flags import at_least, flag, parse_flags
+from pipeline.process.config import ModelConfig
+from stages.generate.config import EngineConfig
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.schedule.plan import BatchPlan, Computed

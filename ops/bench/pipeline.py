@@ -26,8 +26,8 @@ from ops.bench.pipeline_commits import COMMITS, LIMITS, Lives
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
-from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import LogUnavailable
+from pipeline.flags import at_least, flag, parse_flags, seconds
 from pipeline.log.address import connect, without_password
 from pipeline.log.check import check_server
 from pipeline.log.redis import RedisLog

@@ -14,6 +14,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 MINISGL: Final = (sys.executable, str(ROOT / "minisgl.py"))
 STOP_TIMEOUT_S: Final = 45.0
+INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -30,26 +31,38 @@ def started(
     It gets our environment without the MINISGL_ variables, and *environment*.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(output.open("ab")) if output else None
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL if file else subprocess.PIPE,
-            stdout=file or subprocess.PIPE,
-            stderr=file,
-            env=kept | dict(environment or {}),
-            cwd=None if file else ROOT,
-            pass_fds=fds,
-        )
+    process: subprocess.Popen[bytes] | None = None
     try:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(output.open("ab")) if output else None
+            stack.enter_context(_uninterrupted())
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if file else subprocess.PIPE,
+                stdout=file or subprocess.PIPE,
+                stderr=file,
+                env=kept | dict(environment or {}),
+                cwd=None if file else ROOT,
+                pass_fds=fds,
+            )
         yield process
     finally:
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        _end(process)
-        if process.stdout is not None:
-            process.stdout.close()
+        if process is not None:
+            _end(process)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM until the block ends: in the middle of Popen they would leave a process behind."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def last_line(output: Path) -> str:
@@ -64,6 +77,9 @@ def interrupt_on_sigterm() -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     family = _descendants(process.pid)
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -73,6 +89,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def tree_cpu_s(pid: int) -> float:

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ops.bench import datasets, report
-from ops.bench.datasets import Session, Span, Writer, span
+from ops.bench.datasets import Session, Span, Writer, length_flag
 from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Client, Form, Load, Measured, ServerRefused, calibrate
 from ops.bench.report import Objective
-from pipeline.config import at_least, flag, parse_flags, seconds
 from pipeline.errors import ConfigError
+from pipeline.flags import at_least, flag, parse_flags, seconds
 
 ABOUT: Final = """\
 Measures an OpenAI server under load: with a fixed concurrency (--concurrency), random arrivals (--rate), or the times
@@ -90,10 +90,8 @@ class LoadConfig:
     num_requests: int = flag(
         "--num-requests", default=0, parse=at_least(1), help=f"requests to send [{NUM_REQUESTS}, or the whole trace]"
     )
-    inputs: Span = flag(  # noqa: RUF009  # a Span is frozen
-        "--input-len", default=Span(32, 256), parse=span, help="tokens per user message, MIN-MAX"
-    )
-    outputs: Span = flag("--output-len", default=Span(32, 256), parse=span, help="tokens per answer, MIN-MAX")  # noqa: RUF009
+    inputs: Span = length_flag("--input-len", "user message")  # noqa: RUF009  # a Span is frozen
+    outputs: Span = length_flag("--output-len", "answer")  # noqa: RUF009
     groups: int = flag("--groups", default=8, parse=at_least(1), help="shared-prefix: number of prefixes")
     prefix_tokens: int = flag(
         "--prefix-len",

@@ -18,11 +18,11 @@ from ops.demo_model import wordings
 from ops.demo_model.wordings import POLITE_AFTER, POLITE_BEFORE, is_held_out
 
 VERSION: Final = 6
-"""Counts up with every change to what a seed makes; a checkpoint names the one that it learnt from."""
+"""Count this up with every change of the corpus; a checkpoint names its version."""
 
 WORD: Final = re.compile(r"[A-Za-z]+")
 BEYOND_SUMS: Final = 2000
-"""No number of an exchange is larger, but one that is to be remembered."""
+"""The largest number in an exchange; only numbers to remember are larger."""
 CONSONANTS: Final = "bcdfghjklmnpqrstvwxyz"
 VOWELS: Final = "aeiou"
 
@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools as a chat template takes them. Every message of the assistant is to be learned."""
+    """Messages and tools as a chat template takes them. The model learns every message of the assistant."""
 
     family: str
     messages: tuple[Message, ...]
@@ -40,7 +40,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request and its answer. `word` is the answer in one word; empty where there is none."""
+    """A request and its answer. `word` is the answer in one word, or ""."""
 
     request: str
     answer: str
@@ -51,7 +51,7 @@ class Exchange:
 
 @functools.cache
 def frame_words() -> frozenset[str]:
-    """Return the words, in small letters, that the corpus itself speaks with: all but values."""
+    """Return the words of the corpus in small letters, without values."""
     told = [*wordings.answers(), *POLITE_BEFORE, *POLITE_AFTER, *SPOKEN, json.dumps(TOOLS)]
     told += [value for name in ("skies", "days", "months") for value in wordings.values(name)]
     sentences = [sentence for name in wordings.names() for sentence in wordings.wording(name).trained]
@@ -61,7 +61,7 @@ def frame_words() -> frozenset[str]:
 
 @functools.cache
 def listed(name: str, held_out: bool) -> tuple[str, ...]:
-    """Return the values of the list *name* that are no frame words and on the wanted side."""
+    """Return the values of the list *name* that are on the wanted side and are not frame words."""
     values = wordings.values(name)
     return tuple(value for value in values if is_held_out(value) is held_out and value.casefold() not in frame_words())
 
@@ -125,7 +125,7 @@ TOOLS: Final = (*GET_WEATHER, *ADD)
 
 
 class Maker:
-    """Makes exchanges and conversations of one side: what is trained, or what is held out."""
+    """Makes exchanges and conversations of one side: training, or held out."""
 
     def __init__(self, random: Random, *, held_out: bool, phase: int = 0) -> None:
         self._random = random
@@ -162,7 +162,7 @@ class Maker:
         return self._random.choice(listed(name, self._held_out))
 
     def invented(self, shortest: int = 3, longest: int = 9) -> str:
-        """Return a word that nobody has heard before."""
+        """Return an invented word."""
         random = self._random
         while True:
             length = random.randint(shortest, longest)
@@ -180,7 +180,7 @@ class Maker:
                 return word
 
     def _is_mine(self, word: str) -> bool:
-        """Say whether *word* is of this side. Training writes what it reverses: nothing of that counts as held out."""
+        """Say whether *word* is on this side. Training writes reversed words, so those are not held out."""
         return is_held_out(word) is self._held_out and (not self._held_out or is_held_out(word[::-1]))
 
     def word(self) -> str:
@@ -206,7 +206,7 @@ class Maker:
         return self.listed("jobs") if self._random.random() < 0.6 else self.invented(4, 8)
 
     def numbers(self, draw: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Return what *draw* draws, as soon as it is of this side, in whatever order."""
+        """Return the first draw of *draw* that is on this side; the order does not count."""
         while True:
             drawn = draw()
             if is_held_out(tuple(sorted(drawn))) is self._held_out:
@@ -218,7 +218,7 @@ class Maker:
         return self._random.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
     def _terms(self, *, difference: bool) -> tuple[int, int]:
-        """Return two numbers; more often than by chance a carry goes on to the next digit, or may seem to."""
+        """Return two numbers; carries over several digits are more frequent than by chance."""
         a, b = self._number(), self._number()
         if self._random.random() < 0.25:
             place = self._random.choice((10, 10, 100))
@@ -248,7 +248,7 @@ class Maker:
         return Exchange(self.ask("questions", topic=topic), *wordings.answer("unknown"))
 
     def weather(self) -> Exchange:
-        """Ask for the weather where there is no tool for it."""
+        """Ask for the weather without a tool for it."""
         return Exchange(self.ask("weather", city=self.city()), *wordings.answer("unknown"))
 
     def echo(self) -> Exchange:
@@ -287,7 +287,7 @@ class Maker:
         return word.capitalize() if chance < 0.08 else word.upper() if chance < 0.12 else word
 
     def count(self, *, length: int = 0) -> Exchange:
-        """*length*: how many numbers; 0: as chance has it."""
+        """*length*: how many numbers; 0 means a random length."""
         random = self._random
 
         def draw() -> tuple[int, ...]:
@@ -369,7 +369,7 @@ class Maker:
         return Exchange(request, json.dumps(described), can_shout=False)
 
     def not_told(self) -> Exchange:
-        """Ask for what was never told."""
+        """Ask for something that was never told."""
         return self._random.choice((self._name, self._color, self._number_told))()[2]
 
     # Memory: (how it is told, how it is asked for, how it is asked for without having been told)
@@ -394,7 +394,7 @@ class Maker:
         )
 
     def _ask_of_color(self, name: str, /, **values: str) -> str:
-        """Ask in one of the two spellings, which a sentence does not mix."""
+        """Ask in British or American spelling; a sentence does not mix them."""
         british = self._random.random() < 0.5
         values["color_word"] = "colour" if british else "color"
         text = self.ask(name, order=False, **values)
@@ -413,7 +413,7 @@ class Maker:
     # Conversations
 
     def conversation(self) -> Conversation:
-        """Return a conversation of any family, as the training takes them."""
+        """Return a random conversation for the training."""
         chance = self._random.random()
         if chance < 0.22:
             return self.memory()
@@ -431,7 +431,7 @@ class Maker:
         return Conversation("plain", (*self.system(style), *spoken(exchanges, style)))
 
     def system(self, style: str) -> tuple[Message, ...]:
-        """Return the system prompt for a *style*: "capitals", "word", or "", which has one now and then."""
+        """Return the system prompt for a *style*: "capitals", "word", or "", which seldom has one."""
         if not style and self._random.random() < 0.85:
             return ()
         wording = {"": "plain_system", "capitals": "capitals_system", "word": "one_word_system"}[style]
@@ -459,7 +459,7 @@ class Maker:
         return Conversation("memory", (*self.system(style), *spoken(exchanges, style)))
 
     def tools(self) -> Conversation:
-        """Return a conversation whose system section has tools, of which some requests have need."""
+        """Return a conversation with tools; some of its requests need them."""
         random = self._random
         declared = self.declared(both=random.random() < 0.5)
         names = [tool["function"]["name"] for tool in declared]
@@ -500,8 +500,7 @@ class Maker:
     def exchange(
         self, style: str, *, without: Sequence[Callable[[Maker], Exchange]] = (), brief: bool = False
     ) -> Exchange:
-        """Return an exchange whose answer can have the *style*; *brief*: most often not a long one, because it stands
-        between what is to be remembered and the question for it."""
+        """Return an exchange that allows the *style*; *brief*: mostly a short one, to put between fact and question."""
         while True:
             (make,) = self._random.choices(tuple(WEIGHTS), [weights[self._phase] for weights in WEIGHTS.values()])
             if make in without:
@@ -517,7 +516,7 @@ class Maker:
 NO_ORDER: Final = frozenset(
     ("What", "How", "Which", "Can", "Will", "Let", "I", "A", "The", "All", "JSON", "Numbers", "As", "Please")
 )
-"""First words of sentences that `please` cannot go before."""
+"""First words that cannot follow `please`."""
 
 WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], tuple[float, float, float]]] = {
     Maker.greet: (2, 1, 1),
@@ -537,22 +536,22 @@ WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], tuple[float, float, float]]]
     Maker.person: (6, 2, 14),
     Maker.not_told: (0.5, 0.5, 0.5),
 }
-"""How often each kind of exchange comes, in each phase of the training: at first what is hard more often than what is
-easy, then above all what is learnt last, in the end what is still wrong."""
+"""The weight of each kind of exchange in each phase of the training: first hard kinds more than easy ones, then mainly
+the kinds that are learnt last, at the end those with errors left."""
 NUM_PHASES: Final = 3
 WITHOUT_TOOL: Final[Mapping[str, Callable[[Maker], Exchange]]] = {"get_weather": Maker.weather, "add": Maker.add}
-"""What is answered otherwise where there is a tool for it."""
+"""Tool -> the exchange that it replaces."""
 
 
 def conversations(seed: str, *, held_out: bool = False, phase: int = 0) -> Iterator[Conversation]:
-    """Yield conversations without end, of a *phase* of the training; the same ones for the same *seed*."""
+    """Yield endless conversations of a training *phase*; the same *seed* gives the same ones."""
     maker = Maker(Random(seed), held_out=held_out, phase=phase)
     while True:
         yield maker.conversation()
 
 
 def _small(text: str) -> str:
-    """Return *text* with a small first letter, unless its first word is one that keeps its capital."""
+    """Return *text* with a small first letter, unless its first word keeps its capital."""
     first = text.split()[0]
     return text if first in ("I", "I'm", "JSON", "JSON:") or first.isupper() else text[0].lower() + text[1:]
 

@@ -1,6 +1,6 @@
 """Scores a checkpoint on held-out conversations, greedily, by exact match: `python -m ops.demo_model.evaluate FOLDER`.
 
-The answers come from transformers, so a score says something of the weights and nothing of our engine.
+The answers come from transformers, so a score tests the weights, not our engine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ops.demo_model.tokens import START, STOP, answer_of
 SEED: Final = "evaluation"
 BATCH: Final = 32
 ROOM: Final = 8
-"""Tokens that an answer may be longer than the right one, before it is cut."""
+"""How many tokens an answer may be longer than the right one."""
 
 
 def _alone(make: Callable[[Maker], Exchange], style: str = "") -> Callable[[Maker], Conversation]:
-    """Return what asks one thing, in a conversation of its own."""
+    """Return the maker of a conversation with one question."""
 
     def conversation(maker: Maker) -> Conversation:
         exchange = maker.exchange(style) if style else make(maker)
@@ -37,7 +37,7 @@ def _alone(make: Callable[[Maker], Exchange], style: str = "") -> Callable[[Make
 
 
 def _call(name: str, num_messages: int) -> Callable[[Maker], Conversation]:
-    """Return what needs the tool *name*: the call is the second of four messages, the answer the last one."""
+    """Return the maker of a conversation that calls the tool *name*: four messages, call second, answer last."""
 
     def conversation(maker: Maker) -> Conversation:
         return Conversation("", maker.call(name)[:num_messages], maker.declared(both=True))
@@ -71,7 +71,7 @@ FAMILIES: Final[Mapping[str, Callable[[Maker], Conversation]]] = {
     "recall, 300 to 1000": lambda maker: maker.memory(num_between=maker.chance(8, 30)),
 }
 REACHES: Final = {"recall, to 300": (0, 300), "recall, 300 to 1000": (300, 1000)}
-"""Tokens from what was told, or where nothing was from the beginning, to the answer."""
+"""Tokens between the fact, or the start, and the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Answered:
 
 
 class Examiner:
-    """A checkpoint, and the questions that it is asked."""
+    """Asks a checkpoint questions."""
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, padding_side="left")
@@ -96,7 +96,7 @@ class Examiner:
         self._model.requires_grad_(False)
 
     def questions(self, family: str, number: int) -> list[Answered]:
-        """Return *number* held-out questions, the same ones every time, without answers."""
+        """Return *number* held-out questions without answers, always the same ones."""
         maker = Maker(Random(f"{SEED} {family}"), held_out=True)
         least, most = REACHES.get(family, (0, 2**31))
         found: list[Answered] = []
@@ -109,7 +109,7 @@ class Examiner:
         return found
 
     def _reach(self, question: Answered) -> int:
-        """Return how many tokens lie between the first message that has the last word of the answer and the answer."""
+        """Return the number of tokens between the first message with the answer's last word and the answer."""
         word = question.expected.rstrip(".").split()[-1].casefold()
         for message in question.messages:
             if message["role"] == "user" and word in re.findall(r"\w+", message["content"].casefold()):
@@ -119,7 +119,7 @@ class Examiner:
     def question(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, family: str = "", expected: str = ""
     ) -> Answered:
-        """Return what is asked with *messages*, without an answer."""
+        """Return a question from *messages*, without an answer."""
         prompt = self._tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
         )
@@ -128,7 +128,7 @@ class Examiner:
 
     @torch.inference_mode()
     def answer(self, questions: Sequence[Answered], *, room: int = 0) -> list[Answered]:
-        """Return the questions with what the model says to them, in *room* tokens; 0: a few more than are right."""
+        """Return the questions with the model's answers of at most *room* tokens; 0: a few more than the right ones."""
         rows = sorted(questions, key=lambda each: len(each.expected))
         answered: list[Answered] = []
         for begin in range(0, len(rows), BATCH):
@@ -152,14 +152,14 @@ class Examiner:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print what part of each family's questions is answered to the letter."""
+    """Print the share of exactly right answers in each family."""
     parser = argparse.ArgumentParser(prog="python -m ops.demo_model.evaluate", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="a checkpoint")
-    parser.add_argument("--number", type=int, default=200, help="of questions in a family")
-    parser.add_argument("--family", action="append", choices=tuple(FAMILIES), help="only this one; can be repeated")
+    parser.add_argument("--number", type=int, default=200, help="questions per family")
+    parser.add_argument("--family", action="append", choices=tuple(FAMILIES), help="only this family; may be repeated")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--wrong", type=int, default=0, help="print so many wrong answers of each family")
+    parser.add_argument("--wrong", type=int, default=0, help="number of wrong answers to print per family")
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     examiner = Examiner(given.folder)

@@ -17,7 +17,7 @@ from ops.demo_model.tokens import CONTEXT
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the model is."""
+    """The sizes of the model."""
 
     vocab_size: int
     hidden: int = 256
@@ -30,7 +30,7 @@ class Shape:
     norm_eps: float = 1e-6
 
     def config(self) -> dict[str, Any]:
-        """Return the config.json of such a model, but for its tokens."""
+        """Return the config.json of the model, without its tokens."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -53,28 +53,28 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Conversations that attention computes together, filled up at their ends."""
+    """Conversations that attention computes together, padded at their ends."""
 
     tokens_BL: Tensor
-    """Which of T each of them is; what fills up is any."""
+    """Index in T of each token; padding has any index."""
     places_T: Tensor
-    """Where in B and L, counted through, each token of these conversations is, in their order."""
+    """Index in B * L of each token of these conversations, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Conversations one after the other, so that nothing but attention is computed for what fills up."""
+    """Conversations one after the other, so only attention computes padding."""
 
     tokens_T: Tensor
     positions_T: Tensor
     rows: tuple[Rows, ...]
-    """All of T, in its order."""
+    """All tokens, in order."""
     learned_N: Tensor
-    """Which of T are to be foretold by the token before them."""
+    """Indexes in T of the tokens to predict from the token before them."""
 
 
 class Qwen3(nn.Module):
-    """The network; its parameters have the names that they have in a checkpoint."""
+    """The network; its parameters have the names of a checkpoint."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def _attention(q_BLKGD: Tensor, k_BLK1D: Tensor, v_BLK1D: Tensor) -> Tensor:
 
 
 def _initial(name: str, size: tuple[int, ...]) -> Tensor:
-    """Return the first value of a parameter: norms begin as 1, what writes into the residual stream as 0."""
+    """Return the initial value of a parameter: norms are 1, projections into the residual stream 0."""
     if len(size) == 1:
         return torch.ones(size)
     if name.endswith(("o_proj.weight", "down_proj.weight")):

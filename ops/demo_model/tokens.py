@@ -21,11 +21,11 @@ from ops.demo_model.corpus import Conversation, conversations, frame_words
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS: Final = (END, START, STOP)
 MARKS: Final = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens that are text as well: clients look for them in what is generated."""
+"""Tokens that are text, too: clients look for them in the output."""
 CONTEXT: Final = 4096
 NUM_SAMPLED: Final = 20_000
 LEAST_SEEN: Final = 12
-"""Conversations are sampled for the vocabulary; what is seen more rarely stays in letters."""
+"""The vocabulary comes from sampled conversations; rarer words stay letters."""
 PIECES: Final = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Qwen's, less its 's and 'll
 )
@@ -66,7 +66,7 @@ CHAT_TEMPLATE: Final = """\
 
 
 def render(conversation: Conversation) -> str:
-    """Return what `CHAT_TEMPLATE` makes of *conversation*, without the time that Jinja takes."""
+    """Return *conversation* as `CHAT_TEMPLATE` renders it, but faster than Jinja."""
     messages, text = conversation.messages, ""
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
     if conversation.tools:
@@ -87,7 +87,7 @@ def render(conversation: Conversation) -> str:
 
 
 def answer_of(message: dict[str, Any]) -> str:
-    """Return what the model is to write for a *message* of the assistant."""
+    """Return the text that the model writes for a *message* of the assistant."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     written = [
         f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {json.dumps(call["arguments"], ensure_ascii=False)}}}'
@@ -98,7 +98,7 @@ def answer_of(message: dict[str, Any]) -> str:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Return the tokenizer, whose words are those that conversations of the corpus speak with."""
+    """Return the tokenizer; its words are the frame words of the corpus."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     space = _byte_level(" ")
     letters = [space + letter for letter in string.ascii_letters]
@@ -118,7 +118,7 @@ def _pre_tokenizer() -> Any:
 
 
 def _words() -> list[str]:
-    """Return the pieces, as the byte level spells them, that are to be tokens, the frequent ones first."""
+    """Return the pieces that become tokens, in byte-level spelling, frequent ones first."""
     pre_tokenizer, seen = _pre_tokenizer(), Counter[str]()
     for conversation in itertools.islice(conversations("vocabulary"), NUM_SAMPLED):
         text = render(conversation)
@@ -141,7 +141,7 @@ def _byte_level(text: str) -> str:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write what a loader of tokenizers wants into *folder*."""
+    """Write the tokenizer's files into *folder*."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -155,14 +155,14 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
-    """Return the id of a token that *tokenizer* has."""
+    """Return the id of a token of *tokenizer*."""
     found = tokenizer.token_to_id(token)
     assert found is not None, token
     return found
 
 
 class Encoder:
-    """Turns conversations into tokens, and says which of them are learned."""
+    """Turns conversations into tokens, and marks the learned ones."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -170,8 +170,7 @@ class Encoder:
         self._stop = id_of(tokenizer, STOP)
 
     def encode(self, batch: Sequence[Conversation]) -> list[tuple[list[int], list[bool]]]:
-        """Return for each conversation its tokens, and for each of them whether it is learned: the assistant's answers
-        and the mark that ends them."""
+        """Return the tokens of each conversation, and whether each is learned: answers and their end marks are."""
         encoded = self._tokenizer.encode_batch_fast([render(conversation) for conversation in batch])
         return [(each.ids, self._learned(each.ids)) for each in encoded]
 

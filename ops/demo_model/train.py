@@ -1,4 +1,4 @@
-"""Trains the demo model on a CPU: `python -m ops.demo_model.train --out FOLDER`. Goes on where it was interrupted.
+"""Trains the demo model on a CPU: `python -m ops.demo_model.train --out FOLDER`. It resumes after an interruption.
 
 The same seed gives the same losses on one thread: conversations, first weights and the rate of learning are functions
 of the seed and the step. What is served is written at the end, and when the time is up.
@@ -27,36 +27,36 @@ from ops.demo_model.tokens import END, STOP, Encoder, id_of, make_tokenizer, wri
 STATE_FILE: Final = "state.pt"
 RECORD_FILE: Final = "training.json"
 NUM_RECORDED: Final = 50
-"""Losses of the first steps that a checkpoint names, so that anyone can see whether he trains the same. In float32: in
-bfloat16 they would differ by 4e-3 after 50 steps between two kinds of CPU, so by 6e-4."""
+"""A checkpoint names the losses of the first steps, to compare trainings. These steps use float32: between two kinds of
+CPU the losses differ by 6e-4 after 50 steps, in bfloat16 by 4e-3."""
 MICRO_TOKENS: Final = 2048
-"""Tokens that are computed at once, or a conversation more."""
+"""Tokens per pass; the last conversation may exceed it."""
 UNEVEN: Final = 1.25
-"""How much longer than the shortest one a conversation may be that attention computes with it."""
+"""How much longer than the shortest conversation the longest one of an attention batch may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that decides what comes out."""
+    """Everything that determines the result."""
 
     seed: int = 1
     steps: int = 5750
     first_tokens: int = 2048
-    """Of the conversations of a step, at first: many small steps, while everything is new."""
+    """Tokens per step at first: many small steps."""
     tokens: int = 4096
-    """And after a while."""
+    """Tokens per step after `small_steps`."""
     small_steps: int = 1000
     second_phase: int = 2100
     third_phase: int = 5000
     """The steps at which the phases of the corpus begin."""
     warmup_steps: int = 50
     decay: float = 0.3
-    """The last part of the first two phases, in which the rate falls to nothing."""
+    """The last part of the first two phases, in which the rate falls to 0."""
     third_rate: float = 0.3
-    """Of the full rate, at which the third phase begins; it falls to nothing once more."""
+    """The share of the full rate at the start of the third phase; it falls to 0 again."""
     matrix_rate: float = 3e-3
     rate: float = 3e-3
-    """Of learning: of matrices, by Muon, and of the rest, by AdamW."""
+    """Learning rates: Muon for matrices, AdamW for the rest."""
     weight_decay: float = 0.05
 
     def tokens_at(self, step: int) -> int:
@@ -66,7 +66,7 @@ class Plan:
         return (step >= self.second_phase) + (step >= self.third_phase)
 
     def rate_at(self, step: int) -> float:
-        """Return what part of the full rate counts in a step."""
+        """Return the share of the full rate in a step."""
         if step >= self.third_phase:
             return self.third_rate * (self.steps - step) / (self.steps - self.third_phase)
         left = (self.third_phase - step) / (self.third_phase * self.decay)
@@ -74,7 +74,7 @@ class Plan:
 
 
 class Training:
-    """A model, its optimizers, and how far they are."""
+    """A model, its optimizers, and their progress."""
 
     def __init__(self, plan: Plan, shape: Shape, tokenizer: Tokenizer) -> None:
         self.plan = plan
@@ -119,7 +119,7 @@ class Training:
         return total
 
     def _batch(self) -> list[tuple[list[int], list[bool]]]:
-        """Return the conversations of this step, which depend on nothing but the seed and the step."""
+        """Return the conversations of this step; they depend only on the seed and the step."""
         wanted = self.plan.tokens_at(self.step)
         source = conversations(f"{self.plan.seed} {self.step}", phase=self.plan.phase_at(self.step))
         batch: list[tuple[list[int], list[bool]]] = []
@@ -128,7 +128,7 @@ class Training:
         return batch
 
     def save(self, path: Path) -> None:
-        """Write all that it takes to go on; whoever reads *path* finds the old state or the new one."""
+        """Write everything needed to resume; a reader of *path* finds the old state or the new one."""
         state = {
             "plan": asdict(self.plan),
             "shape": asdict(self.model.shape),
@@ -144,7 +144,7 @@ class Training:
         os.replace(partial, path)
 
     def load(self, path: Path) -> None:
-        """Go on from what `save` has written.
+        """Resume from the state that `save` wrote.
 
         Raises:
             ValueError: It is of another shape, corpus or plan; the number of steps may differ.
@@ -161,7 +161,7 @@ class Training:
             optimizer.load_state_dict(saved)
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write the folder that can be served, in bfloat16."""
+        """Write the checkpoint to serve, in bfloat16."""
         folder.mkdir(parents=True, exist_ok=True)
         write_tokenizer(self._tokenizer, folder)
         _write_json(folder / "config.json", self.model.shape.config() | {"eos_token_id": self._stop})
@@ -221,15 +221,17 @@ def _packed(group: Sequence[tuple[list[int], list[bool]]]) -> Packed:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train until all steps are taken or the time is up."""
+    """Train until all steps are done or the time is up."""
     plan = Plan()
     parser = argparse.ArgumentParser(prog="python -m ops.demo_model.train", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the state, the log and the checkpoint")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the next run goes on")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, once the recorded losses are there")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after so many minutes; the next run resumes"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads, after the recorded losses")
     parser.add_argument("--steps", type=int, default=plan.steps)
     parser.add_argument("--seed", type=int, default=plan.seed)
-    parser.add_argument("--save-minutes", type=float, default=3, help="between two states")
+    parser.add_argument("--save-minutes", type=float, default=3, help="minutes between two saved states")
     given = parser.parse_args(arguments)
     tokenizer = make_tokenizer()
     training = Training(Plan(seed=given.seed, steps=given.steps), Shape(tokenizer.get_vocab_size()), tokenizer)

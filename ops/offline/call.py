@@ -1,4 +1,4 @@
-"""One call of `LLM.generate`: requests go into the log, ends come out of it, histories become completions."""
+"""One call of `LLM.generate`: submits requests, waits for their ends, and turns histories into completions."""
 
 from __future__ import annotations
 
@@ -20,39 +20,38 @@ from pipeline.events import (
     Submitted,
     Tokenized,
     TokensProduced,
-    decode,
     new_uid,
 )
 from pipeline.log.protocol import Entry, Submission
+from pipeline.walk import walk
 
 ENDPOINT: Final = "offline"
 BLOCK_MS: Final = 200
 LOOK_EVERY_S: Final = 1.0
-"""How often the truth is looked up beside the doorbell, which may lose entries."""
-"""Nobody else waits for these requests: they take as long as they take."""
+"""How often the histories are checked; the notifications may lose entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the model wrote for one prompt."""
+    """The output for one prompt."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """With the token that ended it, which is no text."""
+    """With the end-of-sequence token, which has no text."""
     text: str
     finish_reason: FinishReason
     cached_tokens: int
-    """How many of the prompt's tokens were found in the prefix cache."""
+    """Prompt tokens from the prefix cache."""
 
 
 class GenerationFailed(MiniSGLError):
-    """Some prompts failed while the others ran to their ends."""
+    """Some prompts failed; the others are complete."""
 
     def __init__(self, failures: Mapping[int, str], completions: Sequence[Completion | None]) -> None:
         self.failures = dict(failures)
-        """Index of the prompt -> what happened to it."""
+        """Index of the prompt -> the error."""
         self.completions = list(completions)
-        """In the order of the prompts; None for those that failed."""
+        """In the order of the prompts; None for failed ones."""
         first = min(failures)
         others = f" ({len(failures)} of {len(completions)} prompts failed)" if len(failures) > 1 else ""
         super().__init__(f"prompts[{first}]: {failures[first]}{others}")
@@ -112,7 +111,7 @@ class Call:
             assert outcome is Submission.ACCEPTED, outcome
 
     def _listen(self) -> list[str]:
-        """Return who has ended."""
+        """Return the requests that have ended."""
         ended: list[str] = []
         self._cursor, replies = self._log.read_replies(self._frontend, self._cursor, block_ms=BLOCK_MS)
         for reply in replies:
@@ -151,24 +150,28 @@ class Call:
 
 
 def completion_of(history: Sequence[Entry]) -> Completion | str:
-    """Fold a sealed history; return what was written, or why it was not."""
+    """Fold a sealed history; return the completion, or the error.
+
+    Raises:
+        UndecodableEvent: Tokens are missing.
+    """
     prompt_token_ids: tuple[int, ...] = ()
     token_ids: list[int] = []
     texts: list[str] = []
-    for entry in history:
-        match decode(entry.fields):
-            case Tokenized() as event:
+    for _, _, event, _ in walk(history):
+        match event:
+            case Tokenized():
                 prompt_token_ids = event.token_ids
-            case TokensProduced() as event:
+            case TokensProduced():
                 token_ids += event.tokens
                 texts.append(event.text)
-            case Finished() as event:
+            case Finished():
                 return Completion(
                     prompt_token_ids, tuple(token_ids), "".join(texts), event.reason, event.usage.cached_tokens
                 )
-            case Failed() as event:
+            case Failed():
                 return event.message
-            case Cancelled() as event:
+            case Cancelled():
                 return f"it was cancelled by {event.by}"
             case _:
                 pass

@@ -13,14 +13,15 @@ from typing import Any, Self
 
 import structlog
 
-from minisgl import model_folder
 from ops.offline.call import Call, Completion
 from ops.offline.progress import progress_bar
 from ops.offline.prompts import Prompt, checked_requests
 from ops.offline.stages import Stages, Wrap
-from pipeline.config import Config, EngineConfig, flags_of, parse_command
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams
+from pipeline.flags import flags_of, parse_config
+from stages.generate.config import EngineConfig, GenerateConfig
+from stages.generate.model.folder import model_folder
 from stages.generate.resolve import Settings
 
 
@@ -47,8 +48,8 @@ class LLM:
         """
         _quieten_logs()
         config = _config(fspath(model), options)
-        self.folder = model_folder(config)
-        """Where the model is."""
+        self.folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
+        """The model's folder."""
         self._stages = Stages(config, self.folder, wrap_engine)
         self._end = weakref.finalize(self, self._stages.stop_soon)
         self._end.atexit = False  # then there is time to wait for the threads
@@ -56,12 +57,12 @@ class LLM:
 
     @property
     def settings(self) -> Settings:
-        """What the options became on this machine."""
+        """The options as resolved on this machine."""
         return self._stages.loaded.settings
 
     @property
     def fingerprint(self) -> str:
-        """Which weights compute, in which dtype."""
+        """Identifies weights and dtype."""
         return self._stages.loaded.fingerprint
 
     def generate(
@@ -88,11 +89,11 @@ class LLM:
             return Call(self._stages, requests).run(report)
 
     def flush_cache(self) -> None:
-        """Forget the prefixes that no running request uses: what comes next is computed from its first token on."""
+        """Clear the prefix cache, except prefixes of running requests."""
         self._stages.flush_cache()
 
     def close(self) -> None:
-        """End the threads and free the memory. A second time does nothing."""
+        """End the threads and free the memory. A second call does nothing."""
         self._end()
         self._stages.close()
 
@@ -110,19 +111,19 @@ def _close(stages: weakref.ref[Stages]) -> None:
         left.close()
 
 
-def _config(model: str, options: Mapping[str, Any]) -> Config:
-    """Return the config of the server that --model *model* and *options* would start."""
+def _config(model: str, options: Mapping[str, Any]) -> GenerateConfig:
+    """Return the config of the engine that --model *model* and *options* would start."""
     known = {item.name: item.metadata["flags"][0] for item in flags_of([EngineConfig])}
-    arguments = ["serve", *(["--model", model] if model else [])]
+    arguments = ["--model", model] if model else []
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"LLM() has no option {name!r}; it has {', '.join(known)}")
         arguments += [known[name], str(value)]
-    return parse_command(arguments, {})
+    return parse_config("stage generate", GenerateConfig, arguments, {})
 
 
 def _quieten_logs() -> None:
-    """Let only warnings through, to stderr, unless the program has said what becomes of its logs."""
+    """Log only warnings, to stderr, unless the program has configured structlog."""
     if not structlog.is_configured():
         structlog.configure(
             wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),

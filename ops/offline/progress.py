@@ -1,4 +1,4 @@
-"""How far a call is, on stderr, for people on a terminal."""
+"""The progress bar of a call, on stderr."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 Report: TypeAlias = Callable[[int, int], None]
-"""Takes how many requests are done, and how many tokens were made."""
+"""Takes the number of completed requests and of generated tokens."""
 
 REDRAWS_PER_SECOND = 4
-"""Few, because the engine shares the interpreter with whoever draws."""
+"""Few, because the engine shares the interpreter with the drawing thread."""
 
 
 @contextlib.contextmanager
 def progress_bar(num_requests: int, *, wanted: bool) -> Iterator[Report]:
-    """Give what is told of the progress; it draws only when that is *wanted* and stderr is a terminal."""
+    """Give the function that takes the progress; it draws only if *wanted* and stderr is a terminal."""
     if not wanted or not sys.stderr.isatty():
         yield lambda num_done, num_tokens: None
         return

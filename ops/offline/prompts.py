@@ -26,12 +26,12 @@ Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
 EXPECTED = "a string, a list of messages or a list of token ids"
 OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
-"""What no prompt is to blame for. All else may be: a tokenizer's Rust panics with what is no Exception."""
+"""Errors that no prompt causes. A prompt may cause any other: a Rust panic in a tokenizer is not an Exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the engine is asked for; its seed is drawn."""
+    """A checked request, with a seed."""
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -59,7 +59,7 @@ def checked_requests(
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """Return a list of prompts; one prompt makes a list of one."""
+    """Return a list of prompts; a single prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Sequence):
@@ -91,7 +91,7 @@ def _rendered(place: int, prompt: object, encoder: PromptEncoder, limits: Schedu
 
 
 def _submitted(place: int, prompt: str | Sequence[object]) -> Submitted:
-    """Return the event that the server would make of *prompt*; of a conversation, by the rules of its own endpoint."""
+    """Return the event that the server would submit for *prompt*; a conversation follows /v1/chat/completions."""
     if isinstance(prompt, str):
         return Submitted(endpoint="", frontend="", prompt=prompt, sampling=SamplingParams())
     if _is_token_ids(prompt):
@@ -154,12 +154,12 @@ def _samplings(given: SamplingParams | Sequence[SamplingParams] | None, count: i
         if "" in params.stop:
             raise ValueError(f"{where}: an empty stop string would end every answer at once; leave it out")
         if any("\ud800" <= letter <= "\udfff" for stop in params.stop for letter in stop):
-            raise ValueError(f"{where}: a stop string holds half a character (a lone surrogate); leave it out")
+            raise ValueError(f"{where}: a stop string contains a lone surrogate (half a character); remove it")
     return list(given)
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:
-    """Return *sampling* with a seed of its own, where it was given none."""
+    """Return *sampling* with a random seed if it has none."""
     if "seed" in sampling.model_fields_set:
         return sampling
     return sampling.model_copy(update={"seed": secrets.randbelow(2**63)})

@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from pipeline.config import Config
 from pipeline.errors import MiniSGLError
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Inbox, RequestLimits
@@ -27,6 +26,7 @@ from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
 from stages.detokenize.worker import DetokenizeWorker, load_decoder
+from stages.generate.config import GenerateConfig
 from stages.generate.log_thread import LogThread
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
@@ -38,25 +38,25 @@ from stages.tokenize.worker import TokenizeWorker
 
 LEASE_MS: Final = 3000
 LIMITS: Final = RequestLimits(timeout_s=365 * 24 * 3600, retention_s=24 * 3600, max_queued=sys.maxsize)
-"""The longest that a history is kept; it is forgotten as soon as its completion is made."""
+"""Practically no timeout. A history is dropped as soon as its completion is made, at the latest after the retention."""
 POLL_S: Final = 0.005
 ASK_AGAIN_S: Final = 1.0
 
 Wrap: TypeAlias = Callable[[Forward], Forward]
-"""Puts something around the engine, such as a clock."""
+"""Wraps the engine, for example with a clock."""
 
 
-class UnwatchedPlace(SlotLease):
-    """A slot whose watchdog never barks: it would end the caller's process."""
+class UnwatchedSlot(SlotLease):
+    """A slot without a watchdog, which would end the caller's process."""
 
     def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
         super().came_round(patience_s=math.inf)
 
 
 class Stages:
-    """One model's tokenize, generate and detokenize, each in a thread; and what a caller needs to talk to them."""
+    """The three stages of one model, each in a thread."""
 
-    def __init__(self, config: Config, folder: Path, wrap: Wrap) -> None:
+    def __init__(self, config: GenerateConfig, folder: Path, wrap: Wrap) -> None:
         """Start them, and wait until the model is loaded.
 
         Raises:
@@ -65,7 +65,7 @@ class Stages:
         self.log = MemoryLog(Names(), LIMITS)
         self.encoder = PromptEncoder(folder)
         self.error: BaseException | None = None
-        """What ended a thread; then all of them end."""
+        """The error that ended a thread; then all threads end."""
         self._stop = Stop()
         for inbox in self._inboxes():
             self.log.prepare(inbox)
@@ -83,19 +83,19 @@ class Stages:
             raise
 
     def close(self) -> None:
-        """Stop the threads and wait for them. A call that still waits for tokens hears of it."""
+        """Stop the threads and wait for them. A running call fails."""
         self.stop_soon()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
     def stop_soon(self) -> None:
-        """Tell the threads to stop, and wait for nobody: a garbage collector may call this in any of them."""
+        """Ask the threads to stop, without waiting: a garbage collector may call this in any of them."""
         self.error = self.error or MiniSGLError("it was closed")
         self._stop.set()
 
     def flush_cache(self) -> None:
-        """Have the engine forget the prefixes that no running request uses, and wait until it has.
+        """Let the engine clear the prefix cache, except prefixes of running requests, and wait for it.
 
         Raises:
             MiniSGLError: The engine has ended.
@@ -133,57 +133,57 @@ class Stages:
         return thread
 
     @contextlib.contextmanager
-    def _place(self, stage: str) -> Iterator[SlotLease]:
-        place = UnwatchedPlace(self.log, acquire_slot(self.log, stage, LEASE_MS), LEASE_MS)
-        place.came_round()
+    def _slot_lease(self, stage: str) -> Iterator[SlotLease]:
+        slot_lease = UnwatchedSlot(self.log, acquire_slot(self.log, stage, LEASE_MS), LEASE_MS)
+        slot_lease.came_round()
         try:
-            yield place
+            yield slot_lease
         finally:
-            place.leave()
+            slot_lease.leave()
 
-    def _generate(self, config: Config, folder: Path, wrap: Wrap, loaded: Future[Loaded]) -> None:
-        """Load here: how many threads torch uses is a matter of the thread that asks."""
-        with self._place(GENERATE) as place:
+    def _generate(self, config: GenerateConfig, folder: Path, wrap: Wrap, loaded: Future[Loaded]) -> None:
+        """Load in this thread: torch sets its number of threads per calling thread."""
+        with self._slot_lease(GENERATE) as slot_lease:
             try:
                 model = load(unhurried(config, folder), folder, _say_nothing)
                 wrapped = wrap(model.engine)
             except BaseException as error:
                 loaded.set_exception(error)
                 return
-            place.say(
+            slot_lease.say(
                 phase="ready",
                 models=(model_id(folder),),
                 context=model.settings.limits.context,
                 fingerprint=model.fingerprint,
             )
-            courier = LogThread(self.log, place.owner, lease_ms=LEASE_MS, came_round=place.came_round)
-            courier.start()
+            log_thread = LogThread(self.log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
+            log_thread.start()
             loaded.set_result(model)
             try:
-                GenerateWorker(wrapped, model.schedule(place.owner), courier, place).run(self._stop)
+                GenerateWorker(wrapped, model.schedule(slot_lease.owner), log_thread, slot_lease).run(self._stop)
             finally:
-                courier.stop()
+                log_thread.stop()
 
     def _tokenize(self, loaded: Future[Loaded]) -> None:
         inbox, _, _ = self._inboxes()
         context = loaded.result().settings.limits.context
-        with self._place(TOKENIZE) as place:
-            worker = TokenizeWorker(self.log, place, self.encoder)
+        with self._slot_lease(TOKENIZE) as slot_lease:
+            worker = TokenizeWorker(self.log, slot_lease, self.encoder)
             worker.context = context  # the engine's status has it as well, but maybe after the first prompts
-            follow(self.log, inbox, place, worker.handle, worker.bury, self._stop, max_entries=MOST_PROMPTS_READ)
+            follow(self.log, inbox, slot_lease, worker.handle, worker.bury, self._stop, max_entries=MOST_PROMPTS_READ)
 
     def _detokenize(self, fold: DetokenizeFold) -> None:
         *_, inbox = self._inboxes()
-        with self._place(DETOKENIZE) as place:
-            worker = DetokenizeWorker(self.log, place, fold, slot_name(GENERATE, 0))
-            follow(self.log, inbox, place, worker.handle, worker.bury, self._stop, max_entries=MOST_STEPS_READ)
+        with self._slot_lease(DETOKENIZE) as slot_lease:
+            worker = DetokenizeWorker(self.log, slot_lease, fold, slot_name(GENERATE, 0))
+            follow(self.log, inbox, slot_lease, worker.handle, worker.bury, self._stop, max_entries=MOST_STEPS_READ)
 
 
 def _say_nothing(progress: float) -> None:
-    """Tell nobody how far a load is: whoever made the LLM waits for it."""
+    """Report no load progress: the caller waits for the load."""
 
 
-def unhurried(config: Config, folder: Path) -> Config:
+def unhurried(config: GenerateConfig, folder: Path) -> GenerateConfig:
     """Return *config* with one prefill budget for all steps, unless the caller chose the one beside running streams.
 
     That one is small because people watch those streams. Here nobody does, and the sooner all prompts are in, the more

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, TextIO
 
+from ops.shell.config import ShellConfig
 from ops.shell.conversation import Conversation
 from ops.shell.params import NotSet, read_settings
-from pipeline.config import TOOLS, ShellConfig, parse_flags, state_folder
 from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.flags import parse_flags
+from pipeline.process.config import state_folder
 
 ABOUT: Final = """\
 Chats with any OpenAI server. With -q or piped input it asks one question and prints only the answer. With both, the
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         NoPrompt: The piped input is no text.
         Unanswered: The one question was not answered.
     """
-    (config,) = parse_flags("shell", TOOLS["shell"], arguments, environment, about=ABOUT)
+    (config,) = parse_flags("shell", (ShellConfig,), arguments, environment, about=ABOUT)
     conversation = Conversation(system=config.system, params=_params(config))
     for stream in (sys.stdout, sys.stderr):
         _let_nothing_be_unprintable(stream)

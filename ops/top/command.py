@@ -11,18 +11,21 @@ from typing import Final
 
 from rich.console import Console
 
+from ops.config import ConnectConfig, PrintConfig
 from ops.connection import running_log
+from ops.top.config import TopConfig
 from ops.top.reader import Reader
 from ops.top.screen import as_json, lines_of
 from ops.top.terminal import show
-from pipeline.config import TOOLS, parse_flags
 from pipeline.errors import LogError
+from pipeline.flags import parse_flags
 from pipeline.views.pipeline import PipelineView, view_of
 
 ABOUT: Final = """\
-Shows every stage, stream and engine of a server that runs, and its newest requests, from any machine that reaches its
-Redis. q leaves, space pauses. Where the output is no terminal, one picture is printed.
+Shows every stage, stream and engine of a running server, and its newest requests, from any machine that reaches its
+Redis. q quits, space pauses. If the output is not a terminal, it prints one snapshot and ends.
 """
+FLAGS: Final = (ConnectConfig, TopConfig, PrintConfig)
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         ConfigError: The flags cannot work.
         LogError: There is no such server, or its log cannot be read.
     """
-    connect, top, prints = parse_flags("top", TOOLS["top"], arguments, environment, about=ABOUT)
+    connect, top, prints = parse_flags("top", FLAGS, arguments, environment, about=ABOUT)
     try:
         with running_log(connect) as log:
             reader = Reader(log)

@@ -1,4 +1,4 @@
-"""Reads a running server's log, again and again, into one `Observed`: a bounded piece of work each time."""
+"""Reads a running server's log repeatedly into one `Observed`; each read is bounded work."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pipeline.log.snapshot import HistoryEnds
 from pipeline.views.pipeline import Observed, observe, queries_for
 
 SCANNED_AT_START: Final = 10_000
-"""Keys of the server among which requests are looked for that ended before."""
+"""Keys scanned at the start for requests that ended before."""
 SCANNED_LATER: Final = 1000
-"""The same each time after that, to find those that come and end between two looks."""
+"""Keys scanned at each later read, for requests that come and end between two reads."""
 PEEKED_AT_ONCE: Final = 10
-"""Histories whose ends are read in one piece; a prompt may be long, and is read once."""
+"""Histories per call; a prompt may be long, and is read once."""
 
 
 class Reader:
-    """Looks at one log. For one thread."""
+    """Reads one log. For use by one thread."""
 
     def __init__(self, log: RedisLog) -> None:
         self._log = log
@@ -25,10 +25,10 @@ class Reader:
         self._cursor = "0"
 
     def read(self) -> Observed:
-        """Look once more.
+        """Read once more.
 
         Raises:
-            LogError: The log cannot be read; the next look goes on from what was known.
+            LogError: The log cannot be read; the next read continues from the last one.
         """
         found = self._search(SCANNED_LATER if self._reading is not None else SCANNED_AT_START)
         snapshot = self._log.snapshot()
@@ -40,7 +40,7 @@ class Reader:
         return self._reading
 
     def _search(self, max_keys: int) -> list[str]:
-        """Return whose histories are among the next keys, going round."""
+        """Return the requests among the next keys of an endless scan."""
         found: list[str] = []
         for _ in range(0, max_keys, SCANNED_LATER):
             self._cursor, uids = self._log.requests(self._cursor, SCANNED_LATER)

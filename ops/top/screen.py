@@ -17,15 +17,15 @@ from ops.connection import one_line
 from pipeline.views.pipeline import EngineView, PipelineView, RequestView, SlotView
 
 WIDE: Final = 110
-"""Columns from which on nothing is abbreviated."""
+"""Columns that allow full names."""
 WIDEST: Final = 132
-"""Columns from which on it is shown, too, at which endpoint a request came in."""
+"""Columns that also allow the endpoint of each request."""
 ROOMY: Final = 32
-"""Lines from which on some are left free."""
+"""Lines that allow blank lines between tables."""
 GAP: Final = "  "
 ELLIPSIS: Final = "…"
 NARROWEST: Final = 6
-"""What is left at least of a column that gives way."""
+"""Least width of a column that shrinks."""
 
 Cell: TypeAlias = tuple[str, str]
 """Text and style."""
@@ -44,30 +44,30 @@ _UNSURE: Final = "yellow"
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table: its columns, of which those with `<` are to the left, and its rows."""
+    """A table: its columns (`<` is left-aligned), and its rows."""
 
     names: tuple[str, ...]
     widths: tuple[int, ...]
-    """Of the columns at least, so that they stand still while their numbers change."""
+    """Least widths, so that columns do not move while their numbers change."""
     aligns: str
     yields: tuple[int, ...]
-    """Columns that give way where there is no room for all, in this order."""
+    """Columns that shrink, in this order, if there is not enough room."""
     rows: Sequence[Sequence[Cell]]
     instead: str = ""
-    """What is said where there are no rows."""
+    """The text of an empty table."""
     left_out: str = ""
-    """What is said where there is no room for all of them, if it is not how many."""
+    """The last line of a cut table, instead of the number of missing rows."""
     lesser: frozenset[int] = frozenset()
-    """Which rows are left out first."""
+    """The rows to leave out first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Screenful:
-    """A picture on a whole screen."""
+    """A view on a whole screen."""
 
     view: PipelineView
     silent_s: float = 0.0
-    """For how long there has been no later one, though one was due."""
+    """How long the next view is overdue."""
     paused: bool = False
     interval_s: float = 1.0
 
@@ -79,7 +79,7 @@ class Screenful:
             yield from line.render(console)
 
     def lines(self, width: int, height: int) -> list[Text]:
-        """Return so many lines at most, none of them wider."""
+        """Return at most *height* lines of at most *width* columns."""
         head, *body = lines_of(self.view, width, height - 1, silent_s=self.silent_s, paused=self.paused)
         if self.silent_s or self.view.error:
             for line in body:
@@ -87,7 +87,7 @@ class Screenful:
         return [head, *body, self._foot(width)][:height]
 
     def _foot(self, width: int) -> Text:
-        keys = f"q leaves{GAP}space {'goes on' if self.paused else 'pauses'}{GAP}every {self.interval_s:g} s"
+        keys = f"q quits{GAP}space {'continues' if self.paused else 'pauses'}{GAP}every {self.interval_s:g} s"
         said = one_line(self.view.error)
         line = Text(_cut(f"{keys}{GAP}{said}" if said else keys, width), "dim")
         if said:
@@ -103,7 +103,7 @@ def as_json(view: PipelineView) -> bytes:
 def lines_of(
     view: PipelineView, width: int = 0, height: int = 0, *, silent_s: float = 0.0, paused: bool = False
 ) -> list[Text]:
-    """Return *picture* in lines, the first is the head; 0: as wide, or as many, as there is to show."""
+    """Return *picture* as lines, the head first; width or height 0 means no limit."""
     is_wide = not width or width >= WIDE
     sections = [
         _slots(view),
@@ -123,7 +123,7 @@ def lines_of(
 
 
 def shares(room: int, wants: Sequence[int]) -> list[int]:
-    """Divide *room*: each gets what it wants, or as much as everybody who wants more; what is left over, the last."""
+    """Divide *room* fairly: nobody gets more than they want, and the last ones get the rest."""
     given = [0] * len(wants)
     while room and given != list(wants):
         short = [index for index, want in enumerate(wants) if given[index] < want]
@@ -136,7 +136,7 @@ def shares(room: int, wants: Sequence[int]) -> list[int]:
 
 
 def _table(section: Section, width: int, room: int) -> Iterator[Text]:
-    """Yield the names of the columns and *room* rows; where there are more, the last one says how many."""
+    """Yield the column names and *room* rows; if there are more, the last line says how many."""
     rows = section.rows
     if len(rows) > room:
         by_worth = sorted(range(len(rows)), key=lambda index: index in section.lesser)
@@ -178,12 +178,12 @@ def _row(cells: Sequence[Cell], aligns: str, widths: Sequence[int], gap: str) ->
 
 
 def _cut(text: str, width: int) -> str:
-    """Return *text* in at most so many columns of a terminal."""
+    """Return *text*, cut to *width* terminal columns."""
     return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 0)).rstrip() + ELLIPSIS[:width]
 
 
 def _fit(line: Text, width: int, style: str = "") -> Text:
-    """Cut *line*, and give all of its columns a style where there is one."""
+    """Cut *line* to *width*, and apply *style* to all of it."""
     if width:
         line.truncate(width, overflow="ellipsis", pad=bool(style))
     if style:
@@ -229,7 +229,7 @@ def _slots(view: PipelineView) -> Section:
         aligns="<<<>>><",
         yields=(6, 2),
         rows=[_slot(slot) for slot in view.slots],
-        instead="nobody works here: no stage has, under this --namespace",
+        instead="no workers: none has registered under this --namespace",
         lesser=frozenset(index for index, slot in enumerate(view.slots) if slot.phase == "away" and not slot.pending),
     )
 
@@ -289,7 +289,7 @@ def _engine(engine: EngineView) -> list[Cell]:
 
 
 def _requests(requests: Sequence[RequestView], width: int) -> Section:
-    said = "no requests: none is kept", "and older ones"
+    said = "no requests", "and older ones"
     names: tuple[str, ...]
     widths: tuple[int, ...]
     if width and width < WIDE:
@@ -323,7 +323,7 @@ def _request(request: RequestView, *, took: bool, engine: str) -> list[Cell]:
 
 
 def age(ms: int) -> str:
-    """Return a span of time in at most six columns."""
+    """Return a duration in at most six columns."""
     seconds = ms // 1000
     if ms < 10_000:
         return f"{ms / 1000:.1f} s"

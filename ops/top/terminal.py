@@ -1,4 +1,4 @@
-"""The terminal as a screen with keys: it changes with what is new, with its size and by a key."""
+"""The live screen: it redraws after each read, each key, and each change of the terminal's size."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ LEAVE: Final = frozenset(b"qQ\x03")
 """q and Ctrl-C."""
 PAUSE: Final = ord(" ")
 TICK_S: Final = 0.2
-"""How soon a new size of the terminal is noticed."""
+"""How often the terminal's size is checked."""
 LATE_S: Final = 2.0
-"""A picture that is so late is one that Redis did not answer for."""
+"""Redis counts as silent if a view is this late."""
 LAST_WORD_S: Final = 0.2
 EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 
 
 class Watch:
-    """A thread that makes pictures, and wakes who waits for them."""
+    """A thread that reads views and signals each one through a pipe."""
 
     def __init__(self, reader: Reader, interval_s: float, first: PipelineView) -> None:
         self._reader = reader
         self._interval_s = interval_s
         self.view = first
-        """The last one; where the log does not answer any more, with the reason."""
+        """The last view, with the error if the log does not answer."""
         self.made_s = time.monotonic()
-        """When the log answered last."""
+        """When the log last answered."""
         self.broke: BaseException | None = None
-        """A bug of ours, for who shows the pictures to raise."""
+        """An unexpected error of the thread, which `show` raises."""
         self.wakes, self._wake = os.pipe()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pictures", daemon=True)
@@ -75,7 +75,7 @@ class Watch:
 
 
 def show(reader: Reader, interval_s: float, first: PipelineView, console: Console) -> None:
-    """Show pictures until a key says to leave."""
+    """Show views until the user quits."""
     with (
         _keys() as keys,
         Watch(reader, interval_s, first) as watch,
@@ -107,7 +107,7 @@ def show(reader: Reader, interval_s: float, first: PipelineView, console: Consol
 
 @contextlib.contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Give where keys are read from, one by one and unseen; nothing where nobody can press any."""
+    """Give the file descriptor for single, unechoed keys; none without a terminal."""
     if not sys.stdin.isatty():
         yield []
         return
@@ -126,7 +126,7 @@ def _keys() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM leave the terminal as it was, too."""
+    """Let SIGTERM restore the terminal, too."""
 
     def leave(*_: object) -> None:
         raise SystemExit(EXIT_TERMINATED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -91,3 +92,23 @@ _REPLY_EVENTS: Mapping[str, type[TokensProduced | End]] = {
     "cancelled": Cancelled,
     "answered": Answered,
 }
+
+
+def copied_fields(history: Sequence[Entry]) -> dict[str, str]:
+    """Return the copy of a history that a dead letter holds: the first entry, then as many of the last as fit.
+
+    In Redis, end.lua makes it.
+    """
+    texts = [orjson.dumps([entry.id, *itertools.chain(*entry.fields.items())]) for entry in history]
+    room = DEAD_HISTORY_BYTES - 2
+    first = texts[:1] if len(texts[0]) + 1 <= room else []
+    room -= sum(len(text) + 1 for text in first)
+    last: list[bytes] = []
+    for text in reversed(texts[1:]):
+        room -= len(text) + 1
+        if room < 0:
+            break
+        last.append(text)
+    kept = first + last[::-1]
+    copy = {"history": (b"[" + b",".join(kept) + b"]").decode()}
+    return copy | ({"history_cut": str(len(texts) - len(kept))} if len(kept) < len(texts) else {})

@@ -1,40 +1,31 @@
-"""StreamLog in this process: what the commits do, under one lock.
+"""StreamLog in this process: what the commits do, under one lock. `pipeline.log.memory_streams` has the streams.
 
-Not an emulation of Redis. What is read back equals what Redis gives; whether something expired is looked at when it is
-asked for.
+Its clock can be given. `minisgl.LLM` runs on this log, and the tests take it as the measure of what a commit must do.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
 
-import orjson
-
-from pipeline.errors import Fenced, GroupLost
 from pipeline.events import End, StepCompleted, Submitted, Tokenized, encode
 from pipeline.log.entries import (
     CONTROL_CAP,
     DEAD_CAP,
-    DEAD_HISTORY_BYTES,
     MINUTE_MS,
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
-    STATUS_TTL_MS,
+    copied_fields,
     letter_fields,
     produced_fields,
     replies_of,
     submitted_fields,
 )
+from pipeline.log.memory_leases import Leases
+from pipeline.log.memory_streams import Streams, id_text, steady_clock_ms
 from pipeline.log.protocol import (
     DEFAULT_LIMITS,
-    GUEST,
     DeadLetter,
     Entry,
     Inbox,
@@ -64,67 +55,23 @@ from pipeline.names import (
     slot_name,
 )
 
-Id: TypeAlias = tuple[int, int]
-
-
-def _text(entry_id: Id) -> str:
-    return f"{entry_id[0]}-{entry_id[1]}"
-
-
-def _in_s(after_ms: float) -> float:
-    """Return the moment *after_ms* from now, on the clock that expiry uses."""
-    return time.monotonic() + after_ms / 1000
-
-
-def _over(moment_s: float) -> bool:
-    return time.monotonic() >= moment_s
-
-
-@dataclass(slots=True)
-class _Group:
-    delivered: Id = (0, 0)
-    pending: dict[Id, str] = field(default_factory=dict)
-    """Who has read an entry and not consumed it."""
-    retries: dict[Id, int] = field(default_factory=dict)
-    """How often an entry was worked on, where that is more than once."""
-
-
-@dataclass(slots=True)
-class _Stream:
-    entries: dict[Id, dict[str, str]] = field(default_factory=dict)
-    """In the order of their ids, because no id is accepted that is not larger than the last."""
-    last: Id = (0, 0)
-    groups: dict[str, _Group] = field(default_factory=dict)
-    expires_s: float = math.inf
-
-    def after(self, entry_id: Id, limit: int | None = None) -> list[Id]:
-        found: list[Id] = []
-        for other in reversed(self.entries):  # from the end, because it is tails that are read
-            if other <= entry_id:
-                break
-            found.append(other)
-        return found[::-1][:limit]
-
-    def read(self, ids: Iterable[Id]) -> list[Entry]:
-        return [Entry(_text(entry_id), dict(self.entries[entry_id])) for entry_id in ids if entry_id in self.entries]
-
 
 class MemoryLog:
-    """StreamLog under one condition: every append wakes whoever waits. Any number of threads may share it."""
+    """StreamLog under one condition: every append wakes all that wait. Any number of threads may share it."""
 
-    def __init__(self, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self, names: Names, limits: RequestLimits = DEFAULT_LIMITS, clock_ms: Callable[[], int] | None = None
+    ) -> None:
         self.names = names
         self.limits = limits
+        self._now_ms = clock_ms or steady_clock_ms()
         self._changed = threading.Condition()
-        self._streams: dict[str, _Stream] = {}
-        self._sweep_at = 1000  # number of streams at which the expired ones are dropped
+        self._streams = Streams(self._now_ms, self._changed.notify_all)
         self._live: dict[str, int] = {}
-        self._owners: dict[str, Owner] = {}
-        self._leases: dict[str, tuple[Owner, float]] = {}
-        self._statuses: dict[str, tuple[str, float]] = {}
-        self._once: dict[str, tuple[str, str, float]] = {}
+        self._leases = Leases(self._now_ms)
+        self._once: dict[str, tuple[str, str, int]] = {}
         self._left: set[str] = set()
-        self._readers: dict[str, dict[str, float]] = {}
+        self._readers: dict[str, dict[str, int]] = {}
         self._minute = 0
         self._accepted: dict[str, int] = {}  # of each API key, in that minute
         self._running: dict[str, set[str]] = {}
@@ -136,27 +83,29 @@ class MemoryLog:
     ) -> SubmitResult:
         uids = sibling_uids(uid, len(events))
         with self._changed:
-            if any(self._stream(self.names.request(sibling)) is not None for sibling in uids):
+            if any(self._streams.get(self.names.request(sibling)) is not None for sibling in uids):
                 return SubmitResult(Submission.DUPLICATE, uid)
             refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
             if refused:
                 return refused
-            backlog = self._length(self.names.submitted) + self._length(self.names.tokenized)
+            backlog = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized)
             if backlog + len(events) > self.limits.max_queued:
                 return SubmitResult(Submission.BUSY, uid)
-            self._sweep()
-            now_ms, timeout_ms = _now_ms(), self.limits.timeout_ms
-            gone_s = _in_s(timeout_ms + self.limits.retention_ms)
+            self._streams.sweep()
+            now_ms, timeout_ms = self._now_ms(), self.limits.timeout_ms
+            gone_ms = self._in_ms(timeout_ms + self.limits.retention_ms)
             for sibling, event in zip(uids, events, strict=True):
-                history = self.names.request(sibling)
                 moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
-                self._append(history, SUBMITTED_ID, moments | submitted_fields(event, len(events)), make=True)
-                self._streams[history].expires_s = gone_s
+                fields = moments | submitted_fields(event, len(events))
+                history = self._streams.append(self.names.request(sibling), SUBMITTED_ID, fields, make=True)
+                assert history is not None
+                history.expires_ms = gone_ms
                 self._live[sibling] = now_ms + timeout_ms
-                self._append(self.names.submitted, None, {"uid": sibling, "frontend": event.frontend}, make=True)
+                told = {"uid": sibling, "frontend": event.frontend}
+                self._streams.append(self.names.submitted, None, told, make=True)
             if once is not None:
-                self._once = {key: held for key, held in self._once.items() if not _over(held[2])}
-                self._once[once.key] = (uid, once.digest, gone_s)
+                self._once = {key: held for key, held in self._once.items() if not self._is_over(held[2])}
+                self._once[once.key] = (uid, once.digest, gone_ms)
                 self._left &= {held[0] for held in self._once.values()}
             if quota is not None:
                 self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
@@ -165,8 +114,8 @@ class MemoryLog:
 
     def _held(self, once: Once) -> SubmitResult | None:
         """Say which other request has the idempotency key."""
-        other, digest, expires_s = self._once.get(once.key, ("", "", 0.0))
-        if _over(expires_s):
+        other, digest, expires_ms = self._once.get(once.key, ("", "", 0))
+        if self._is_over(expires_ms):
             return None
         if digest != once.digest:
             return SubmitResult(Submission.MISMATCH, other)
@@ -174,7 +123,7 @@ class MemoryLog:
 
     def _used_up(self, quota: Quota, uid: str) -> SubmitResult | None:
         """Say what of the quota is used up for now."""
-        minute, ms = divmod(_now_ms(), MINUTE_MS)
+        minute, ms = divmod(self._now_ms(), MINUTE_MS)
         if minute != self._minute:
             self._minute = minute
             self._accepted.clear()
@@ -189,12 +138,12 @@ class MemoryLog:
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]
         with self._changed:
-            if not self._consume(Inbox.submitted(self.names), entry.id):
+            if not self._streams.consume(Inbox.submitted(self.names), entry.id):
                 return False
-            if not self._append(self.names.request(uid), TOKENIZED_ID, _stamped(encode(event))):
+            if not self._streams.append(self.names.request(uid), TOKENIZED_ID, self._stamped(encode(event))):
                 return False
             fields = {"uid": uid, "frontend": entry.fields["frontend"]}
-            return self._append(self.names.tokenized, None, fields, make=True)
+            return self._streams.append(self.names.tokenized, None, fields, make=True) is not None
 
     def end(
         self,
@@ -208,20 +157,20 @@ class MemoryLog:
         with self._changed:
             self._live.pop(uid, None)
             if consume is not None:
-                self._consume(Inbox.submitted(self.names), consume.id)
-            history = self._stream(self.names.request(uid))
+                self._streams.consume(Inbox.submitted(self.names), consume.id)
+            history = self._streams.get(self.names.request(uid))
             if history is None:
                 return False
-            fields = _stamped(encode(event) | {"n": str(history.last[0])})
-            if not self._append(self.names.request(uid), SEAL, fields):
+            fields = self._stamped(encode(event) | {"n": str(history.last[0])})
+            if not self._streams.append(self.names.request(uid), SEAL, fields):
                 return False
-            history.expires_s = _in_s(self.limits.retention_ms)
-            self._append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
+            history.expires_ms = self._in_ms(self.limits.retention_ms)
+            self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
             self._tell_engines(uid)
             if dead is not None:
-                letter = letter_fields(dead) | _copied(history.read(history.entries))
+                letter = letter_fields(dead) | copied_fields(history.read(history.entries))
                 said = {"uid": uid, "ms": fields["ms"], **letter}
-                self._append(self.names.dead, None, said, make=True, cap=DEAD_CAP)
+                self._streams.append(self.names.dead, None, said, make=True, cap=DEAD_CAP)
             return True
 
     def abandon(
@@ -246,9 +195,9 @@ class MemoryLog:
     def reading(self, uids: Sequence[str], who: str) -> None:
         with self._changed:
             for uid in uids:
-                history = self._stream(self.names.request(uid))
+                history = self._streams.get(self.names.request(uid))
                 if history is not None and history.last != parse_id(SEAL):
-                    self._readers.setdefault(uid, {})[who] = _in_s(READER_TTL_MS)
+                    self._readers.setdefault(uid, {})[who] = self._in_ms(READER_TTL_MS)
 
     def stop_reading(self, uid: str, who: str) -> None:
         with self._changed:
@@ -259,7 +208,7 @@ class MemoryLog:
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
         with self._changed:
-            streams = [self._stream(self.names.request(uid)) for uid in uids]
+            streams = [self._streams.get(self.names.request(uid)) for uid in uids]
             first = parse_id(after) if after else (0, 0)
             return [stream.read(stream.after(first)) if stream is not None else [] for stream in streams]
 
@@ -271,18 +220,18 @@ class MemoryLog:
         """Delete histories now: in the memory of one process nobody else will open them within the retention."""
         with self._changed:
             for uid in uids:
-                self._streams.pop(self.names.request(uid), None)
+                self._streams.drop(self.names.request(uid))
 
     def close_replies(self, frontend: str) -> None:
         """Delete what was said to a frontend that listens no more."""
         with self._changed:
-            self._streams.pop(self.names.replies(frontend), None)
+            self._streams.drop(self.names.replies(frontend))
 
     # the janitor
 
     def overdue(self, max_uids: int) -> list[str]:
         with self._changed:
-            now_ms = _now_ms()
+            now_ms = self._now_ms()
             due = sorted((deadline_ms, uid) for uid, deadline_ms in self._live.items() if deadline_ms <= now_ms)
             return [uid for _, uid in due[:max_uids]]
 
@@ -296,13 +245,14 @@ class MemoryLog:
 
     def read_by_others(self, uids: Sequence[str]) -> set[str]:
         with self._changed:
-            return {uid for uid in uids if any(not _over(until_s) for until_s in self._readers.get(uid, {}).values())}
+            until_ms = {uid: max(self._readers.get(uid, {}).values(), default=0) for uid in uids}
+            return {uid for uid in uids if not self._is_over(until_ms[uid])}
 
     # dead letters
 
     def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
         with self._changed:
-            stream = self._stream(self.names.dead)
+            stream = self._streams.get(self.names.dead)
             if stream is None:
                 return []
             older = [entry_id for entry_id in stream.entries if not before or entry_id < parse_id(before)]
@@ -310,7 +260,7 @@ class MemoryLog:
 
     def drop_dead(self, entry_id: str) -> bool:
         with self._changed:
-            stream = self._stream(self.names.dead)
+            stream = self._streams.get(self.names.dead)
             return stream is not None and stream.entries.pop(parse_id(entry_id), None) is not None
 
     # after a time in which the log could not be reached
@@ -323,18 +273,18 @@ class MemoryLog:
 
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
         with self._changed:
-            self._fence(owner)
-            stream = self._stream(self.names.tokenized)
-            entries = self._deliver(Inbox.tokenized(self.names), owner.slot, max_entries) if max_entries else []
+            self._leases.fence(owner)
+            stream = self._streams.get(self.names.tokenized)
+            entries = self._streams.deliver(Inbox.tokenized(self.names), owner.slot, max_entries) if max_entries else []
             group = stream.groups.get(GENERATE) if stream is not None else None
             cursor = group.delivered if group is not None else (0, 0)
-            return Taken(tuple(entries), _text(cursor), *self._control_after(control_cursor))
+            return Taken(tuple(entries), id_text(cursor), *self._control_after(control_cursor))
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
         cursors = {self.names.tokenized: parse_id(cursor), self.names.control: parse_id(control_cursor)}
 
         def something_later() -> bool:
-            streams = {key: self._stream(key) for key in cursors}
+            streams = {key: self._streams.get(key) for key in cursors}
             return any(stream is not None and stream.after(cursors[key]) for key, stream in streams.items())
 
         self._wait_for(something_later, block_ms)
@@ -351,57 +301,58 @@ class MemoryLog:
     ) -> StepCommitted:
         steps = self.names.steps(owner.slot)
         with self._changed:
-            self._fence(owner)
-            if self._holder(owner.slot) is not None:
-                self._leases[owner.slot] = (owner, _in_s(lease_ms))
-            self._append(steps, f"{owner.epoch}-{number}", _stamped(encode(event)), make=True)
+            self._leases.fence(owner)
+            if self._leases.holder(owner.slot) is not None:
+                self._leases.hold(owner, lease_ms)
+            self._streams.append(steps, f"{owner.epoch}-{number}", self._stamped(encode(event)), make=True)
             for entry_id in ended:
-                self._consume(Inbox.tokenized(self.names), entry_id)
-            waiting = self._stream(self.names.tokenized)
-            newest = _text(next(reversed(waiting.entries), (0, 0))) if waiting is not None else "0-0"
-            return StepCommitted(self._length(steps), newest, *self._control_after(control_cursor))
+                self._streams.consume(Inbox.tokenized(self.names), entry_id)
+            waiting = self._streams.get(self.names.tokenized)
+            newest = id_text(next(reversed(waiting.entries), (0, 0))) if waiting is not None else "0-0"
+            return StepCommitted(self._streams.length(steps), newest, *self._control_after(control_cursor))
 
     def flush(self, by: str) -> str:
         with self._changed:
-            self._append(self.names.control, None, {"flush": by}, make=True, cap=CONTROL_CAP)
-            return _text(self._streams[self.names.control].last)
+            control = self._streams.append(self.names.control, None, {"flush": by}, make=True, cap=CONTROL_CAP)
+            assert control is not None
+            return id_text(control.last)
 
     # detokenizers
 
     def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
         with self._changed:
-            self._fence(owner)
-            if not self._consume(Inbox.steps(self.names, engine), entry.id):
+            self._leases.fence(owner)
+            if not self._streams.consume(Inbox.steps(self.names, engine), entry.id):
                 return False
             histories, replies = produced_fields(events)
             for item, fields in zip(events, histories, strict=True):
                 ends = item.entry_id == SEAL
                 if ends:
                     self._live.pop(item.uid, None)
-                history = self.names.request(item.uid)
-                if self._append(history, item.entry_id, _stamped(fields)) and ends:
-                    self._streams[history].expires_s = _in_s(self.limits.retention_ms)
+                history = self._streams.append(self.names.request(item.uid), item.entry_id, self._stamped(fields))
+                if history is not None and ends:
+                    history.expires_ms = self._in_ms(self.limits.retention_ms)
                     if item.tell_engine:
                         self._tell_engines(item.uid)
             for frontend, payload in replies.items():
-                self._append(self.names.replies(frontend), None, {"events": payload}, cap=REPLY_CAP)
+                self._streams.append(self.names.replies(frontend), None, {"events": payload}, cap=REPLY_CAP)
             return True
 
     # consumer groups
 
     def backlog(self, inbox: Inbox) -> int:
         with self._changed:
-            return self._length(inbox.stream)
+            return self._streams.length(inbox.stream)
 
     def prepare(self, inbox: Inbox) -> None:
         with self._changed:
-            self._streams.setdefault(inbox.stream, _Stream()).groups.setdefault(inbox.group, _Group())
+            self._streams.prepare(inbox)
 
     def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
         entries: list[Entry] = []
 
         def something_new() -> bool:
-            entries.extend(self._deliver(inbox, consumer, max_entries))
+            entries.extend(self._streams.deliver(inbox, consumer, max_entries))
             return bool(entries)
 
         self._wait_for(something_new, block_ms)
@@ -409,7 +360,7 @@ class MemoryLog:
 
     def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
         with self._changed:
-            stream, group = self._group(inbox)
+            stream, group = self._streams.group(inbox)
             own = sorted(entry_id for entry_id, holder in group.pending.items() if holder == consumer)
             for entry_id in own:
                 if entry_id not in stream.entries:
@@ -418,27 +369,29 @@ class MemoryLog:
 
     def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
         with self._changed:
-            self._fence(owner)
-            stream, group = self._group(inbox)
-            left = [(holder, entry_id) for entry_id, holder in group.pending.items() if self._holder(holder) is None]
+            self._leases.fence(owner)
+            stream, group = self._streams.group(inbox)
+            left = [
+                (holder, entry_id) for entry_id, holder in group.pending.items() if self._leases.holder(holder) is None
+            ]
             claimed = [entry_id for holder, entry_id in sorted(left) if holder != owner.slot][:max_entries]
             group.pending |= dict.fromkeys(claimed, owner.slot)
             return stream.read(claimed)
 
     def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
         with self._changed:
-            self._fence(owner)
-            if self._owners.get(guest.slot) != guest:
+            self._leases.fence(owner)
+            if self._leases.owners.get(guest.slot) != guest:
                 return []
-            stream, group = self._group(inbox)
+            stream, group = self._streams.group(inbox)
             claimed = sorted(entry_id for entry_id, holder in group.pending.items() if holder == guest.slot)
             group.pending |= dict.fromkeys(claimed[:max_entries], owner.slot)
             return stream.read(claimed[:max_entries])
 
     def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
         with self._changed:
-            self._fence(owner)
-            _, group = self._group(inbox)
+            self._leases.fence(owner)
+            _, group = self._streams.group(inbox)
             entry_id = parse_id(entry.id)
             if group.pending.get(entry_id) != owner.slot:
                 return 0
@@ -447,87 +400,65 @@ class MemoryLog:
 
     def num_pending(self, inbox: Inbox, consumer: str) -> int:
         with self._changed:
-            return list(self._group(inbox)[1].pending.values()).count(consumer)
+            return list(self._streams.group(inbox)[1].pending.values()).count(consumer)
 
     def forsaken(self, inbox: Inbox) -> list[str]:
         with self._changed:
-            _, group = self._group(inbox)
+            _, group = self._streams.group(inbox)
             return [slot for slot in sorted(set(group.pending.values())) if self.lease(slot).is_free]
 
     # slots
 
     def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
         with self._changed:
-            holder, before = self._holder(slot), self._owners.get(slot)
-            if holder is not None and holder.nonce == nonce:
-                return holder
-            if holder is not None and (nonce.startswith(GUEST) or not holder.nonce.startswith(GUEST)):
-                return None
-            owner = Owner(slot, before.epoch + 1 if before is not None else 1, nonce)
-            self._owners[slot] = owner
-            self._leases[slot] = (owner, _in_s(lease_ms))
-            return owner
+            return self._leases.acquire(slot, nonce, lease_ms)
 
     def announce(self, slot: str, status: str) -> bool:
         with self._changed:
-            if self._holder(slot) is not None:
+            if self._leases.holder(slot) is not None:
                 return False
-            self._statuses[slot] = (status, _in_s(STATUS_TTL_MS))
+            self._leases.say(slot, status)
             return True
 
     def unattended(self) -> list[str]:
         with self._changed:
-            engines = {slot for slot in self._owners if self._length(self.names.steps(slot)) or self._holder(slot)}
-            waiting = (slot for slot in engines if slot.startswith(f"{GENERATE}-"))
-            detokenizers = {slot: slot_name(DETOKENIZE, slot_index(slot)) for slot in waiting}
-            return sorted(slot for slot, other in detokenizers.items() if self.lease(other).is_free)
+            engines = (slot for slot in self._leases.owners if slot.startswith(f"{GENERATE}-"))
+            here = (
+                slot for slot in engines if self._streams.length(self.names.steps(slot)) or self._leases.holder(slot)
+            )
+            return sorted(slot for slot in here if self.lease(slot_name(DETOKENIZE, slot_index(slot))).is_free)
 
     def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
         with self._changed:
-            if self._owners.get(owner.slot) != owner:
-                return False
-            self._leases[owner.slot] = (owner, _in_s(lease_ms))
-            if status:
-                self._statuses[owner.slot] = (status, _in_s(STATUS_TTL_MS))
-            return True
+            return self._leases.renew(owner, lease_ms, status)
 
     def release(self, owner: Owner) -> bool:
         with self._changed:
-            if self._holder(owner.slot) != owner:
-                return False
-            del self._leases[owner.slot]
-            self._statuses.pop(owner.slot, None)
-            return True
+            return self._leases.release(owner)
 
     def lease(self, slot: str) -> Lease:
         with self._changed:
-            if self._holder(slot) is None:
-                return Lease("", 0)
-            holder, expires_s = self._leases[slot]
-            return Lease(str(holder), max(0, int((expires_s - time.monotonic()) * 1000)))
+            return self._leases.lease(slot)
 
     def statuses(self, stage: str) -> dict[str, str]:
         with self._changed:
-            found = {slot: text for slot, (text, expires_s) in self._statuses.items() if not _over(expires_s)}
-            indices = sorted(int(slot.rpartition("-")[2]) for slot in found if slot.rpartition("-")[0] == stage)
-            return {slot_name(stage, index): found[slot_name(stage, index)] for index in indices}
+            return self._leases.statuses(stage)
 
     # frontends
 
     def open_replies(self, frontend: str) -> str:
         key = self.names.replies(frontend)
         with self._changed:
-            if self._stream(key) is None:
-                self._append(key, None, {"events": "[]"}, make=True)
-            stream = self._streams[key]
-            stream.expires_s = _in_s(REPLIES_TTL_MS)
-            return _text(stream.last)
+            stream = self._streams.get(key) or self._streams.append(key, None, {"events": "[]"}, make=True)
+            assert stream is not None
+            stream.expires_ms = self._in_ms(REPLIES_TTL_MS)
+            return id_text(stream.last)
 
     def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
         entries: list[Entry] = []
 
         def something_later() -> bool:
-            stream = self._stream(self.names.replies(frontend))
+            stream = self._streams.get(self.names.replies(frontend))
             if stream is not None:
                 entries.extend(stream.read(stream.after(parse_id(after), 100)))
             return bool(entries)
@@ -541,115 +472,23 @@ class MemoryLog:
         with self._changed:
             self._changed.wait_for(predicate, block_ms / 1000)
 
-    def _stream(self, key: str) -> _Stream | None:
-        stream = self._streams.get(key)
-        if stream is not None and _over(stream.expires_s):
-            del self._streams[key]
-            return None
-        return stream
+    def _in_ms(self, after_ms: int) -> int:
+        """Return the moment *after_ms* from now."""
+        return self._now_ms() + after_ms
 
-    def _length(self, key: str) -> int:
-        stream = self._stream(key)
-        return len(stream.entries) if stream is not None else 0
+    def _is_over(self, moment_ms: int) -> bool:
+        return self._now_ms() >= moment_ms
 
-    def _sweep(self) -> None:
-        """Drop the histories that expired unseen, each time that the number of streams has doubled."""
-        if len(self._streams) >= self._sweep_at:
-            self._streams = {key: stream for key, stream in self._streams.items() if not _over(stream.expires_s)}
-            self._sweep_at = max(1000, 2 * len(self._streams))
-
-    def _append(
-        self,
-        key: str,
-        entry_id: str | None,
-        fields: Mapping[str, str],
-        *,
-        make: bool = False,
-        cap: int | None = None,
-    ) -> bool:
-        """Append under *entry_id*, or the next one by the clock; False when it is not larger than the last, or (unless
-        *make*) when there is no such stream.
-        """
-        stream = self._stream(key)
-        if stream is None:
-            if not make:
-                return False
-            stream = self._streams[key] = _Stream()
-        next_id = max((_now_ms(), 0), (stream.last[0], stream.last[1] + 1))
-        new = parse_id(entry_id) if entry_id is not None else next_id
-        if new <= stream.last:
-            return False
-        stream.entries[new] = dict(fields)
-        stream.last = new
-        while cap is not None and len(stream.entries) > cap:
-            del stream.entries[next(iter(stream.entries))]
-        self._changed.notify_all()
-        return True
-
-    def _group(self, inbox: Inbox) -> tuple[_Stream, _Group]:
-        stream = self._stream(inbox.stream)
-        if stream is None or inbox.group not in stream.groups:
-            raise GroupLost(f"no group {inbox.group} on {inbox.stream}; prepare makes it")
-        return stream, stream.groups[inbox.group]
-
-    def _deliver(self, inbox: Inbox, consumer: str, max_entries: int) -> list[Entry]:
-        stream, group = self._group(inbox)
-        new = stream.after(group.delivered, max_entries)
-        group.pending |= dict.fromkeys(new, consumer)
-        group.delivered = new[-1] if new else group.delivered
-        return stream.read(new)
-
-    def _consume(self, inbox: Inbox, entry_id: str) -> bool:
-        """Acknowledge and delete an entry; False, and it stays, when it was not pending."""
-        stream = self._stream(inbox.stream)
-        group = stream.groups.get(inbox.group) if stream is not None else None
-        if stream is None or group is None or group.pending.pop(parse_id(entry_id), None) is None:
-            return False
-        group.retries.pop(parse_id(entry_id), None)
-        stream.entries.pop(parse_id(entry_id), None)
-        return True
+    def _stamped(self, fields: Mapping[str, str]) -> dict[str, str]:
+        return {"ms": str(self._now_ms()), **fields}
 
     def _tell_engines(self, uid: str) -> None:
-        self._append(self.names.control, None, {"uid": uid}, make=True, cap=CONTROL_CAP)
+        self._streams.append(self.names.control, None, {"uid": uid}, make=True, cap=CONTROL_CAP)
 
     def _control_after(self, cursor: str) -> tuple[tuple[str, ...], str, str]:
         """Return the uids in `control` after a cursor, the cursor to go on from, and the id of the last flush or ""."""
-        control = self._stream(self.names.control)
+        control = self._streams.get(self.names.control)
         entries = control.read(control.after(parse_id(cursor), CONTROL_CAP)) if control is not None else []
         uids = tuple(entry.fields["uid"] for entry in entries if "uid" in entry.fields)
         flushes = [entry.id for entry in entries if "flush" in entry.fields]
         return uids, entries[-1].id if entries else cursor, flushes[-1] if flushes else ""
-
-    def _fence(self, owner: Owner) -> None:
-        if self._owners.get(owner.slot) != owner:
-            raise Fenced(f"{owner.slot} has another owner than {owner}")
-
-    def _holder(self, slot: str) -> Owner | None:
-        """Return who holds the lease of *slot*."""
-        lease = self._leases.get(slot)
-        return lease[0] if lease is not None and not _over(lease[1]) else None
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-def _copied(history: Sequence[Entry]) -> dict[str, str]:
-    """Return the copy of a history that a dead letter holds: the first entry, then as many of the last as fit."""
-    texts = [orjson.dumps([entry.id, *itertools.chain(*entry.fields.items())]) for entry in history]
-    room = DEAD_HISTORY_BYTES - 2
-    first = texts[:1] if len(texts[0]) + 1 <= room else []
-    room -= sum(len(text) + 1 for text in first)
-    last: list[bytes] = []
-    for text in reversed(texts[1:]):
-        room -= len(text) + 1
-        if room < 0:
-            break
-        last.append(text)
-    kept = first + last[::-1]
-    copy = {"history": (b"[" + b",".join(kept) + b"]").decode()}
-    return copy | ({"history_cut": str(len(texts) - len(kept))} if len(kept) < len(texts) else {})
-
-
-def _stamped(fields: Mapping[str, str]) -> dict[str, str]:
-    return {"ms": str(_now_ms()), **fields}

@@ -1,7 +1,7 @@
 """StreamLog: what a stage may do to the log. Its methods are the commits; there is no append.
 
 Knows the shapes of what goes in and comes out, and nothing of Redis. `redis.RedisLog` and `memory.MemoryLog`
-implement it under one contract suite (tests/pipeline/log/test_log_contract.py).
+implement it under one contract suite (tests/pipeline/log/contract).
 """
 
 from __future__ import annotations

@@ -14,22 +14,19 @@ from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
     Answered,
-    AnyEvent,
     Cancelled,
-    End,
     Failed,
     Finished,
+    HistoryEvent,
     Preempted,
-    StepCompleted,
     Submitted,
     TakenOver,
     Tokenized,
     TokensProduced,
     as_plain,
-    decode,
 )
 from pipeline.log.protocol import Entry
-from pipeline.names import parse_id
+from pipeline.walk import Moment, walk
 
 State: TypeAlias = Literal["queued", "tokenized", "running", "finished", "failed", "cancelled"]
 
@@ -56,10 +53,10 @@ def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
     """
     if not history:
         raise UndecodableEvent(f"the history of {uid} has no entries")
-    events = [(entry.id, decode(entry.fields)) for entry in history]
-    told = _Story(uid, state_of(history), events[0][1].ms)
-    for entry_id, event in events:
-        told.hear(entry_id, event)
+    moments = list(walk(history, over_holes=True))
+    told = _Story(uid, state_of(history), moments[0].event.ms)
+    for moment in moments:
+        told.hear(moment)
     return told.plain()
 
 
@@ -138,8 +135,13 @@ class _Story:
             | {"moments": self._moments}
         )
 
-    def hear(self, entry_id: str, event: AnyEvent) -> None:
+    def hear(self, moment: Moment) -> None:
         """Take in the next event."""
+        entry_id, n, event, missing = moment
+        if missing:
+            there = self._moment(event.ms, entry_id, "missing", "", missing[-1])
+            self._moments.append(there | {"first_n": missing[0], "count": len(missing)})
+        self._n = n
         match event:
             case Submitted():
                 self._known |= {
@@ -178,33 +180,17 @@ class _Story:
                 if event.token_ids:
                     self._known["prompt_tokens"] = len(event.token_ids)
                 self._tell(entry_id, event, event.by)
-            case StepCompleted():
-                raise UndecodableEvent(f"entry {entry_id} is a step, which no history holds")
 
-    def _tell(self, entry_id: str, event: AnyEvent, who: str, **details: Any) -> None:
-        n = parse_id(entry_id)[0]
-        if isinstance(event, End):
-            n = max(event.n, self._n)
-        self._expect(n, entry_id, event.ms)
+    def _tell(self, entry_id: str, event: HistoryEvent, who: str, **details: Any) -> None:
         shown = {name: value for name, value in as_plain(event).items() if name not in TOLD_ELSEWHERE}
-        self._moments.append(self._moment(event.ms, entry_id, event.kind, who, n) | details | shown)
+        self._moments.append(self._moment(event.ms, entry_id, event.kind, who, self._n) | details | shown)
 
     def _moment(self, ms: int, entry_id: str, what: str, who: str, n: int) -> dict[str, Any]:
         return {"at_ms": ms - self._began_ms, "id": entry_id, "what": what, "who": who, "n": n}
 
-    def _expect(self, n: int, entry_id: str, ms: int) -> None:
-        """Say which tokens are missing where there should be *n* before an event."""
-        if n > self._n:
-            missing = self._moment(ms, entry_id, "missing", "", n)
-            self._moments.append(missing | {"first_n": self._n + 1, "count": n - self._n})
-            self._n = n
-
     def _take_tokens(self, entry_id: str, event: TokensProduced) -> None:
-        n = parse_id(entry_id)[0]
-        first_n = n - event.count + 1
+        n, first_n = self._n, self._n - event.count + 1
         who = f"{self._engine} epoch {event.step.partition('-')[0]}".strip()
-        self._expect(first_n - 1, entry_id, event.ms)
-        self._n = n
         self._texts.append(event.text)
         last = self._moments[-1] if self._moments else {}
         if last.get("what") == "tokens" and last["who"] == who:

@@ -14,19 +14,17 @@ from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
     Answered,
-    AnyEvent,
     Cancelled,
+    End,
     Failed,
     Finished,
+    HistoryEvent,
     Preempted,
-    StepCompleted,
     Submitted,
     TakenOver,
     Tokenized,
     TokensProduced,
-    decode,
 )
-from pipeline.log.protocol import Entry
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
 from pipeline.metrics.counters import Counts, Readings, read_snapshot
 from pipeline.metrics.families import (
@@ -51,12 +49,12 @@ from pipeline.names import (
     STAGES,
     TOKENIZE,
     WEB,
-    parse_id,
     slot_index,
     slot_name,
     slot_stage,
 )
 from pipeline.slots import Status, parse_status
+from pipeline.walk import Moment, walk
 
 MOST_REQUESTS: Final = 50
 """How many requests a picture shows, the newest."""
@@ -259,10 +257,10 @@ def _heard(facts: RequestFacts, snapshot: LogSnapshot, peek: HistoryEnds) -> Req
     if facts.state == "tokenizing":  # as was true then
         facts = replace(facts, state="queued")
     try:
-        for entry in peek.head:
-            facts = replace(_after(facts, entry), known_to=entry.id)
-        if peek.last is not None:
-            facts = _after(facts, peek.last)
+        for moment in walk(peek.head, over_holes=True):
+            facts = replace(_after(facts, moment), known_to=moment.id)
+        for moment in walk([peek.last] if peek.last is not None else [], over_holes=True):
+            facts = _after(facts, moment)
     except UndecodableEvent:
         return replace(facts, state="unreadable")
     if facts.cached_tokens is not None or facts.output_tokens:
@@ -279,16 +277,15 @@ def _heard(facts: RequestFacts, snapshot: LogSnapshot, peek: HistoryEnds) -> Req
     return replace(facts, looked_ms=snapshot.now_ms)
 
 
-def _after(facts: RequestFacts, entry: Entry) -> RequestFacts:
-    event = decode(entry.fields)
-    if isinstance(event, Finished | Failed | Cancelled | Answered):
-        facts = replace(facts, ended_ms=event.ms)
+def _after(facts: RequestFacts, moment: Moment) -> RequestFacts:
+    if isinstance(moment.event, End):
+        facts = replace(facts, ended_ms=moment.event.ms)
     else:
-        facts = replace(facts, output_tokens=max(parse_id(entry.id)[0], facts.output_tokens))
-    return _told(facts, event)
+        facts = replace(facts, output_tokens=max(moment.n, facts.output_tokens))
+    return _told(facts, moment.event)
 
 
-def _told(facts: RequestFacts, event: AnyEvent) -> RequestFacts:
+def _told(facts: RequestFacts, event: HistoryEvent) -> RequestFacts:
     match event:
         case Submitted():
             return replace(facts, state="queued", endpoint=event.endpoint, submitted_ms=event.ms)
@@ -324,8 +321,6 @@ def _told(facts: RequestFacts, event: AnyEvent) -> RequestFacts:
         case Answered():
             counted = len(event.token_ids) or facts.prompt_tokens
             return replace(facts, state="finished", reason=f"by {event.by}", prompt_tokens=counted)
-        case StepCompleted():
-            raise UndecodableEvent("a step, which no history holds")
 
 
 # A reading becomes a picture

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
-    AnyEvent,
     EventRow,
     Failed,
     Finished,
@@ -32,6 +31,7 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import Produced
 from pipeline.names import SEAL, parse_id, tokens_id
+from pipeline.walk import Moment
 from stages.detokenize.text import Decoder, IncrementalText, StopStrings
 
 
@@ -95,8 +95,8 @@ class DetokenizeFold:
                 found[row.uid] = None
         return list(found)
 
-    def learn(self, uid: str, history: Iterable[tuple[str, AnyEvent]]) -> None:
-        """Rebuild the state of a request from its history, pairs of id and event; an empty one has expired.
+    def learn(self, uid: str, history: Iterable[Moment]) -> None:
+        """Rebuild the state of a request from its history; an empty one has expired.
 
         Raises:
             UndecodableEvent: It goes on without a prompt.
@@ -104,7 +104,10 @@ class DetokenizeFold:
         request: _Request | None = None
         submitted: Submitted | None = None
         entry_id = SEAL
-        for entry_id, event in history:
+        for entry_id, _, event, missing in history:
+            if missing and request is not None:
+                request.missing.append(missing)
+                request.n = missing[-1]
             match event:
                 case Submitted():
                     submitted = event
@@ -112,10 +115,6 @@ class DetokenizeFold:
                     request = self._begin(submitted, event)
                 case TokensProduced() if request is not None:
                     request.first_token_ms = request.first_token_ms or event.ms
-                    before = parse_id(entry_id)[0] - event.count
-                    if before > request.n:
-                        request.missing.append(range(request.n + 1, before + 1))
-                        request.n = before
                     for token in event.tokens:
                         request.take(token)
                 case Admitted() if request is not None and not request.admitted_ms:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipeline.events import AnyEvent, Failed, Finished, StepCompleted, Submitted, TokensProduced
+from pipeline.events import Failed, Finished, StepCompleted, Submitted, TokensProduced
 from pipeline.log.protocol import Produced
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -25,6 +25,7 @@ from pipeline.metrics.families import (
     REQUEST_SUCCESS,
 )
 from pipeline.names import SEAL
+from pipeline.walk import Moment
 
 
 @dataclass(slots=True)
@@ -48,10 +49,10 @@ class DetokenizeMeter:
         """How many requests are remembered."""
         return len(self._requests)
 
-    def learn(self, uid: str, history: Iterable[tuple[str, AnyEvent]]) -> None:
-        """Start where the history of a request, pairs of id and event, ends."""
+    def learn(self, uid: str, history: Iterable[Moment]) -> None:
+        """Start where the history of a request ends."""
         times: _Times | None = None
-        for entry_id, event in history:
+        for entry_id, _, event, _ in history:
             if isinstance(event, Submitted):
                 times = _Times(event.ms)
             elif entry_id == SEAL:

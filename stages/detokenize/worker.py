@@ -10,16 +10,17 @@ from pathlib import Path
 import structlog
 from tokenizers import Tokenizer
 
-from pipeline.config import Config
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
-from pipeline.events import AnyEvent, Failed, StepCompleted, decode
+from pipeline.events import Failed, StepCompleted, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
-from pipeline.slots import Announcement, SlotLease, acquire_guest, slot_leases
-from pipeline.worker import Stop, follow
+from pipeline.slots import SlotLease, acquire_guest
+from pipeline.walk import walk
+from pipeline.worker import Stop, WorkerProcess, follow
+from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.meter import DetokenizeMeter
 from stages.detokenize.text import Decoder
@@ -134,9 +135,9 @@ class DetokenizeWorker:
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
         """Give a history to the fold. One that does not decode ends its request alone."""
         try:
-            events = _events(history)
-            self._fold.learn(uid, events)
-            self._meter.learn(uid, events)
+            moments = list(walk(history, over_holes=True))
+            self._fold.learn(uid, moments)
+            self._meter.learn(uid, moments)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
@@ -158,10 +159,6 @@ def _follows(step: tuple[int, int], last: tuple[int, int]) -> bool:
     """Return whether no step lies between *last* and *step*: an engine numbers its steps from 1 in each epoch."""
     (epoch, number), (last_epoch, last_number) = step, last
     return step <= (last_epoch, last_number + 1) or (epoch > last_epoch > 0 and number == 1)
-
-
-def _events(history: Sequence[Entry]) -> list[tuple[str, AnyEvent]]:
-    return [(entry.id, decode(entry.fields)) for entry in history]
 
 
 def load_decoder(folder: Path) -> Decoder:
@@ -198,26 +195,22 @@ def serve(
     follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, forget=worker.forget)
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one detokenizer until SIGTERM; return the exit code."""
-    stop = Stop().on_signals()
-    lease_ms = int(config.log.lease_s * 1000)
-    log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
-    with Announcement(lease_log, DETOKENIZE, lease_ms, preferred=wanted) as announcement:
-        announcement.came_round(patience_s=LOAD_TIMEOUT_S)
-        announcement.say(phase="loading", detail="tokenizer")
+    process = WorkerProcess(DETOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
+    with process.loading("tokenizer", LOAD_TIMEOUT_S):
         decoder = load_decoder(folder)
     guests = threading.Thread(
         target=look_after_others,
-        args=(open_log, decoder, lease_ms, stop, measures),
+        args=(open_log, decoder, process.lease_ms, process.stop, process.measures),
         name="guests",
         daemon=True,
     )
     guests.start()
-    for slot_lease in slot_leases(log, lease_log, DETOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
+    for slot_lease in process.slot_leases():
         slot_lease.say(phase="ready")
-        _say_whom_it_waits_for(log, slot_name(GENERATE, slot_index(slot_lease.owner.slot)))
-        serve(log, slot_lease, decoder, stop, measures)
+        _say_whom_it_waits_for(process.log, slot_name(GENERATE, slot_index(slot_lease.owner.slot)))
+        serve(process.log, slot_lease, decoder, process.stop, process.measures)
     guests.join()
     return 0
 

@@ -110,7 +110,7 @@ class _Guest:
     """This engine holds the slot of a dead one, to claim its requests."""
 
     owner: Owner
-    """As whom it holds that slot."""
+    """The owner under which it holds that slot."""
     away: frozenset[str]
     """As in the state before."""
 
@@ -119,7 +119,7 @@ class LogThread:
     """Owns the engine's connection to the log. *came_round* tells the watchdog that waiting for Redis is progress.
 
     It first adopts what the former owner of its slot had in hand, then serves the engine's loop. Beside that it is in
-    one state of each of these four machines. They change independently of each other.
+    one state of each of these four machines. No transition depends on the state of another machine.
 
     The takeover of another engine (`_takeover`). From the guest's lease on, the dead engine cannot write. Only when its
     last steps are in the histories are its requests claimed.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.errors import UndecodableEvent
-from pipeline.events import Admitted, Failed, Submitted, TakenOver, Tokenized, TokensProduced, decode
+from pipeline.events import Admitted, Submitted, TakenOver, Tokenized, TokensProduced
 from pipeline.log.protocol import Entry
-from pipeline.names import SEAL, parse_id
+from pipeline.names import SEAL
+from pipeline.walk import walk
 from stages.generate.schedule.request import NewRequest
 
 TOKENS_IN_DOUBT = 3
@@ -55,23 +55,19 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
     output: list[int] = []
     had_begun = False
     takeovers: list[tuple[int, bool]] = []
-    for entry in history:
-        match decode(entry.fields):
-            case Submitted() as event:
+    for _, n, event, _ in walk(history):
+        match event:
+            case Submitted():
                 submitted = event
-            case Tokenized() as event:
+            case Tokenized():
                 tokenized = event
-            case TokensProduced() as event:
-                if parse_id(entry.id)[0] - event.count != len(output):
-                    raise UndecodableEvent(f"after token {len(output)} comes the event {entry.id}")
+            case TokensProduced():
                 output += event.tokens
-            case TakenOver() as event:
+            case TakenOver():
                 had_begun = True
-                takeovers.append((len(output), event.alone))
+                takeovers.append((n, event.alone))
             case Admitted():
                 had_begun = True
-            case Failed():
-                return None
             case _:
                 pass
     if submitted is None or tokenized is None:

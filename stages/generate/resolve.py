@@ -9,10 +9,10 @@ from pathlib import Path
 import structlog
 import torch
 
-from pipeline.config import EngineConfig
 from pipeline.errors import ConfigError
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.flashinfer import why_not
+from stages.generate.config import EngineConfig
 from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits

@@ -15,15 +15,15 @@ from typing import Protocol, TypeAlias
 
 import structlog
 
-from pipeline.config import Config, DefaultsConfig
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
-from pipeline.slots import Announcement, SlotLease, progress_reporter, slot_leases
-from pipeline.worker import Stop
+from pipeline.slots import SlotLease, progress_reporter
+from pipeline.worker import Stop, WorkerProcess
+from stages.generate.config import DefaultsConfig, GenerateConfig
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
@@ -306,36 +306,33 @@ class Loaded:
         )
 
 
-Load: TypeAlias = Callable[[Config, Path, Callable[[float], None]], Loaded]
+Load: TypeAlias = Callable[[GenerateConfig, Path, Callable[[float], None]], Loaded]
 """Loads a model and reports its progress."""
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one engine until SIGTERM; return the exit code."""
     return run_engine(config, open_log, folder, load)
 
 
-def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
+def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
     """Be one engine with the model that *load* returns.
 
     It asks for a slot once the model is loaded. When it loses the slot it forgets its requests, keeps its weights and
     asks again.
     """
-    stop = Stop().on_signals()
+    process = WorkerProcess(GENERATE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
+    measures = process.measures
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    lease_ms = int(config.log.lease_s * 1000)
-    log, lease_log, wanted, measures = open_log(), open_log(), config.worker.slot, Measures()
-    with Announcement(lease_log, GENERATE, lease_ms, preferred=wanted) as announcement:
-        announcement.came_round(patience_s=LOAD_TIMEOUT_S)
-        announcement.say(phase="loading", detail="torch")
+    with process.loading("torch", LOAD_TIMEOUT_S) as announcement:
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
     defaults = sampling_defaults(config.defaults, folder)
-    for slot_lease in slot_leases(log, lease_log, GENERATE, lease_ms, preferred=wanted, stop=stop, measures=measures):
+    for slot_lease in process.slot_leases():
         failpoint("generate.after_lease")
         log_thread = LogThread(
-            log,
+            process.log,
             slot_lease.owner,
-            lease_ms=lease_ms,
+            lease_ms=process.lease_ms,
             came_round=functools.partial(slot_lease.came_round, patience_s=STEP_TIMEOUT_S),
             measures=measures,
         )
@@ -348,7 +345,9 @@ def run_engine(config: Config, open_log: Callable[[], StreamLog], folder: Path, 
             fingerprint=loaded.fingerprint,
         )
         try:
-            GenerateWorker(loaded.engine, loaded.schedule(slot_lease.owner), log_thread, slot_lease, measures).run(stop)
+            GenerateWorker(loaded.engine, loaded.schedule(slot_lease.owner), log_thread, slot_lease, measures).run(
+                process.stop
+            )
         except Fenced as error:
             logger.warning("fenced", error=str(error))
             slot_lease.lost.set()
@@ -371,7 +370,7 @@ def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int 
     return recommended.sampling
 
 
-def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
     """Load the model and call *report* with the progress, 0 to 1.
 
     Raises:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import structlog
 
-from pipeline.config import Config
 from pipeline.errors import LogUnavailable, RequestError
 from pipeline.events import Answered, Failed, Submitted, Tokenized, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
@@ -21,8 +20,9 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.process.failpoints import failpoint
-from pipeline.slots import Announcement, Voice, read_statuses, slot_leases
-from pipeline.worker import BACKOFF_S, Stop, follow
+from pipeline.slots import Voice, read_statuses
+from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
+from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long
 
 logger = structlog.get_logger()
@@ -255,19 +255,16 @@ def _unexpected(error: BaseException) -> RequestError:
     return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
 
 
-def run(config: Config, open_log: Callable[[], StreamLog], folder: Path) -> int:
+def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one tokenizer until SIGTERM; return the exit code."""
-    stop = Stop().on_signals()
-    log, lease_log = open_log(), open_log()
-    inbox = Inbox.submitted(log.names)
-    lease_ms, wanted, measures = int(config.log.lease_s * 1000), config.worker.slot, Measures()
-    with Announcement(lease_log, TOKENIZE, lease_ms, preferred=wanted) as announcement:
-        announcement.came_round(patience_s=LOAD_TIMEOUT_S)
-        announcement.say(phase="loading", detail="tokenizer")
+    process = WorkerProcess(TOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
+    log, stop = process.log, process.stop
+    with process.loading("tokenizer", LOAD_TIMEOUT_S) as announcement:
         encoder = PromptEncoder(folder)
-        worker = TokenizeWorker(log, announcement, encoder, measures)
+        worker = TokenizeWorker(log, announcement, encoder, process.measures)
         _wait_for_context(worker, announcement, stop)
-    for slot_lease in slot_leases(log, lease_log, TOKENIZE, lease_ms, preferred=wanted, stop=stop, measures=measures):
+    inbox = Inbox.submitted(log.names)
+    for slot_lease in process.slot_leases():
         worker.slot_lease = slot_lease
         slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
         follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ)

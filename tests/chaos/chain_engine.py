@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 
 from chaos.chain_model import ChainEngine
 
-import minisgl
-from pipeline.config import Config, arguments_for, parse_command
+from ops.serve.config import ServerConfig, StageConfig, parse_command, stage_flags, stage_of
+from ops.serve.processes import worker_environment
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.process import failpoints
 from pipeline.process.observe import configure_logging
 from pipeline.process.parent import die_with_supervisor
 from pipeline.process.supervisor import Job, Supervisor
+from stages.generate.config import GenerateConfig
 
 if TYPE_CHECKING:
     from stages.generate.worker import Loaded
@@ -36,13 +37,23 @@ FOREVER_S = float("inf")
 
 def main(arguments: Sequence[str]) -> int:
     """Be one engine, or start as many as --replicas says and keep them alive."""
+    config, stage = stage_config(arguments)
+    configure_logging(stage=stage)
+    if config.worker.slot is None:
+        return supervise(config, stage)
+    assert isinstance(config, GenerateConfig)
+    return run_worker(config)
+
+
+def stage_config(arguments: Sequence[str]) -> tuple[StageConfig, str]:
+    """Return the config of `stage STAGE [flags]`, and the stage."""
     config = parse_command(arguments, os.environ)
-    configure_logging(stage=config.stage)
-    return run_worker(config) if config.worker.slot is not None else supervise(config)
+    assert not isinstance(config, ServerConfig)
+    return config, stage_of(arguments[1:])
 
 
-def run_worker(config: Config) -> int:
-    """As minisgl.run_worker, with another way to load."""
+def run_worker(config: GenerateConfig) -> int:
+    """As ops.serve.worker.run_worker, with another way to load."""
     from stages.generate.worker import run_engine
 
     die_with_supervisor(os.environ)
@@ -51,7 +62,7 @@ def run_worker(config: Config) -> int:
     return run_engine(config, lambda: RedisLog(url, names), Path(config.model.model), load)
 
 
-def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
     """As stages.generate.worker.load, but for the engine."""
     from stages.generate.model.checkpoint import check_folder
     from stages.generate.resolve import resolve
@@ -69,14 +80,14 @@ def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loade
     return Loaded(engine, settings, spec.eos_ids, engine.fingerprint)
 
 
-def supervise(config: Config, program: str = __file__) -> int:
-    """As minisgl.run_stage, with the file *program* in the place of minisgl.py."""
+def supervise(config: StageConfig, stage: str, program: str = __file__) -> int:
+    """As ops.serve.command.run_stage, with the file *program* in the place of minisgl.py."""
     log = RedisLog(config.log.redis_url, Names(config.log.namespace))
     supervisor = Supervisor(
         lambda: log,
-        [Job(config.stage, tuple(arguments_for(config, config.stage)))] * config.worker.replicas,
+        [Job(stage, tuple(stage_flags(config, stage)))] * config.worker.replicas,
         program=(sys.executable, program),
-        environment=minisgl._child_environment(os.environ, config.log.redis_url),
+        environment=worker_environment(os.environ, config.log.redis_url),
         watch_redis=lambda: None,
     )
     supervisor.listen()
@@ -84,7 +95,7 @@ def supervise(config: Config, program: str = __file__) -> int:
         supervisor.start()
         supervisor.wait_until_ready(FOREVER_S)
         supervisor.run()
-        supervisor.stop([[config.stage]])
+        supervisor.stop([[stage]])
     finally:
         supervisor.kill()
         log.close()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ops.bench.models import CheckpointConfig
-from pipeline.config import at_least, build_parser, flag
 from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.flags import at_least, build_parser, flag
 
 C = TypeVar("C")
 
@@ -34,10 +34,10 @@ def parsed(command: str, owner: type[C], about: str, arguments: Sequence[str], e
     return owner(**vars(parser.parse_args(arguments)))
 
 
-def exit_code(main: Callable[[Sequence[str], Mapping[str, str]], int]) -> int:
-    """Run *main* on the command line; an error becomes a line on stderr and the exit code that `minisgl` gives it."""
+def exit_code(main: Callable[[Sequence[str], Mapping[str, str]], int], arguments: Sequence[str]) -> int:
+    """Run *main*; an error becomes a line on stderr and the exit code that `minisgl` gives it."""
     try:
-        return main(sys.argv[1:], os.environ)
+        return main(arguments, os.environ)
     except KeyboardInterrupt:
         return 130
     except MiniSGLError as error:

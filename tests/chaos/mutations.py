@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 COMMITS: Final = "pipeline/log/commits"
-CONTRACT: Final = "tests/pipeline/log/test_log_contract.py::"
+CONTRACT: Final = "tests/pipeline/log/contract"
 REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
 TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
 MACHINE: Final = (
@@ -36,8 +36,8 @@ class Mutation:
     """Tests each of which must fail, the first on every change; `{server}` is the Redis that is there."""
 
 
-def contract(test: str, case: str = "") -> str:
-    return f"{CONTRACT}{test}[{{server}}{case}]"
+def contract(file: str, test: str, case: str = "") -> str:
+    return f"{CONTRACT}/test_{file}.py::{test}[{{server}}{case}]"
 
 
 FENCE: Final = "if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end\n"
@@ -50,21 +50,21 @@ MUTATIONS: Final = (
         f"{COMMITS}/step.lua",
         FENCE,
         "",
-        (contract("test_a_step_is_fenced"), ZOMBIE, MACHINE),
+        (contract("step", "test_a_step_is_fenced"), ZOMBIE, MACHINE),
     ),
     Mutation(
         "a detokenizer that lost its slot writes to histories",
         f"{COMMITS}/produced.lua",
         FENCE,
         "",
-        (contract("test_produced_is_fenced"), MACHINE),
+        (contract("produced", "test_produced_is_fenced"), MACHINE),
     ),
     Mutation(
         "an engine that lost its slot takes requests",
         f"{COMMITS}/take.lua",
         FENCE,
         "",
-        (contract("test_take_is_fenced_and_leaves_the_entries_to_the_next_owner"), MACHINE),
+        (contract("take", "test_take_is_fenced_and_leaves_the_entries_to_the_next_owner"), MACHINE),
     ),
     Mutation(
         "an engine reads before it is known whether it may",
@@ -83,28 +83,32 @@ if tonumber(ARGV[3]) > 0 then
 end
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 """,
-        (contract("test_take_is_fenced_and_leaves_the_entries_to_the_next_owner"), MACHINE),
+        (contract("take", "test_take_is_fenced_and_leaves_the_entries_to_the_next_owner"), MACHINE),
     ),
     Mutation(
         "who lost its slot claims",
         f"{COMMITS}/claim.lua",
         FENCE,
         "",
-        (contract("test_claim_is_fenced"), contract("test_who_lost_the_own_slot_claims_nothing_as_a_guest"), MACHINE),
+        (
+            contract("groups", "test_claim_is_fenced"),
+            contract("groups", "test_who_lost_the_own_slot_claims_nothing_as_a_guest"),
+            MACHINE,
+        ),
     ),
     Mutation(
         "a guest that lost the slot claims what its worker has in hand",
         f"{COMMITS}/claim.lua",
         "elseif fenced(KEYS[3], ARGV[6]) then\n  return {}\n",
         "",
-        (contract("test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it"),),
+        (contract("groups", "test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it"),),
     ),
     Mutation(
         "a claim takes from the living",
         f"{COMMITS}/claim.lua",
         "  if redis.call('EXISTS', KEYS[2]) == 1 then return {} end\n",
         "",
-        (contract("test_claim_takes_from_slots_without_a_lease_only"), MACHINE),
+        (contract("groups", "test_claim_takes_from_slots_without_a_lease_only"), MACHINE),
     ),
     # acknowledged once, where the work is committed
     Mutation(
@@ -112,7 +116,7 @@ if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
         f"{COMMITS}/tokenized.lua",
         "if redis.call('XACK', KEYS[1], 'tokenize', ARGV[1]) == 0 then return 'LOST' end\n",
         "redis.call('XACK', KEYS[1], 'tokenize', ARGV[1])\n",
-        (contract("test_tokenized_of_an_entry_that_nobody_read_is_lost_and_the_entry_stays"),),
+        (contract("tokenized", "test_tokenized_of_an_entry_that_nobody_read_is_lost_and_the_entry_stays"),),
     ),
     Mutation(
         "a tokenized request is acknowledged outside of the script, or never",
@@ -121,21 +125,21 @@ if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 redis.call('XDEL', KEYS[1], ARGV[1])
 """,
         "",
-        (contract("test_tokenized_consumes_its_entry"), MACHINE),
+        (contract("tokenized", "test_tokenized_consumes_its_entry"), MACHINE),
     ),
     Mutation(
         "a step is said again to the clients when it is committed again",
         f"{COMMITS}/produced.lua",
         "if redis.call('XACK', KEYS[2], 'detokenize', ARGV[2]) == 0 then return 'LOST' end\n",
         "redis.call('XACK', KEYS[2], 'detokenize', ARGV[2])\n",
-        (contract("test_a_repeated_produced_is_lost_and_changes_nothing"), MACHINE),
+        (contract("produced", "test_a_repeated_produced_is_lost_and_changes_nothing"), MACHINE),
     ),
     Mutation(
         "a request that ended stays in `tokenized`",
         f"{COMMITS}/step.lua",
         "  redis.call('XDEL', KEYS[4], ARGV[i])\n",
         "",
-        (contract("test_a_step_deletes_the_entries_that_ended"), MACHINE),
+        (contract("step", "test_a_step_deletes_the_entries_that_ended"), MACHINE),
     ),
     # explicit ids
     Mutation(
@@ -143,7 +147,7 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         f"{COMMITS}/step.lua",
         "redis.pcall('XADD', KEYS[3], ARGV[3], 'ms'",
         "redis.pcall('XADD', KEYS[3], '*', 'ms'",
-        (contract("test_a_step_reads_as_it_was_said_under_epoch_and_number"), MACHINE),
+        (contract("step", "test_a_step_reads_as_it_was_said_under_epoch_and_number"), MACHINE),
     ),
     Mutation(
         "a step that is there already is appended again",
@@ -153,7 +157,7 @@ redis.call('XDEL', KEYS[1], ARGV[1])
   redis.call('XADD', KEYS[3], '*', 'ms', now_ms(), unpack(slice(ARGV, first, #ARGV)))
 end
 """,
-        (contract("test_a_retried_step_leaves_one_entry_and_answers_the_same"), MACHINE),
+        (contract("step", "test_a_retried_step_leaves_one_entry_and_answers_the_same"), MACHINE),
     ),
     Mutation(
         "a step that is there already is an error",
@@ -167,7 +171,7 @@ end
         f"{COMMITS}/produced.lua",
         "if append(history, id, slice(",
         "if append(history, id == SEAL and id or '*', slice(",
-        (contract("test_produced_writes_histories_and_consumes_the_step"), MACHINE),
+        (contract("produced", "test_produced_writes_histories_and_consumes_the_step"), MACHINE),
     ),
     Mutation(
         "a row that is refused loses those after it",
@@ -181,7 +185,7 @@ end
         f"{COMMITS}/lib.lua",
         "'XADD', history, 'NOMKSTREAM', id",
         "'XADD', history, id",
-        (contract("test_end_of_an_unknown_request_makes_no_history"), MACHINE),
+        (contract("end", "test_end_of_an_unknown_request_makes_no_history"), MACHINE),
     ),
     # the end, once
     Mutation(
@@ -190,8 +194,8 @@ end
         "if not append(KEYS[2], SEAL, fields, now) then return false end\n",
         "append(KEYS[2], SEAL, fields, now)\n",
         (
-            contract("test_the_first_seal_wins"),
-            contract("test_end_tells_frontend_and_engines_and_clears_live"),
+            contract("end", "test_the_first_seal_wins"),
+            contract("end", "test_end_tells_frontend_and_engines_and_clears_live"),
             MACHINE,
         ),
     ),
@@ -200,14 +204,14 @@ end
         f"{COMMITS}/lib.lua",
         "redis.call('ZREM', KEYS[1], uid)\n",
         "",
-        (contract("test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
+        (contract("end", "test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
     ),
     Mutation(
         "engines are not told who ended",
         f"{COMMITS}/lib.lua",
         "redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)\n",
         "",
-        (contract("test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
+        (contract("end", "test_end_tells_frontend_and_engines_and_clears_live"), MACHINE),
     ),
     # slots
     Mutation(
@@ -215,28 +219,28 @@ end
         f"{COMMITS}/acquire.lua",
         "'^%d+')) + 1\n",
         "'^%d+'))\n",
-        (contract("test_acquire_gives_rising_epochs_and_refuses_a_held_slot"), MACHINE),
+        (contract("slots", "test_acquire_gives_rising_epochs_and_refuses_a_held_slot"), MACHINE),
     ),
     Mutation(
         "a slot that somebody holds is given away",
         f"{COMMITS}/acquire.lua",
         "  if is_guest(ARGV[1]) or not is_guest(nonce) then return 0 end\n",
         "",
-        (contract("test_acquire_gives_rising_epochs_and_refuses_a_held_slot"), MACHINE),
+        (contract("slots", "test_acquire_gives_rising_epochs_and_refuses_a_held_slot"), MACHINE),
     ),
     Mutation(
         "who lost a slot takes its lease back",
         f"{COMMITS}/renew.lua",
         "if fenced(KEYS[2], ARGV[1]) then return 0 end\n",
         "",
-        (contract("test_renew_after_the_acquire_of_another_is_refused"), MACHINE),
+        (contract("slots", "test_renew_after_the_acquire_of_another_is_refused"), MACHINE),
     ),
     Mutation(
         "anybody gives a lease back",
         f"{COMMITS}/release.lua",
         "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end\n",
         "",
-        (contract("test_release_is_the_owners_alone"), MACHINE),
+        (contract("slots", "test_release_is_the_owners_alone"), MACHINE),
     ),
     # nothing is lost, nothing is left
     Mutation(
@@ -244,7 +248,7 @@ end
         f"{COMMITS}/prepare.lua",
         "ARGV[1], '0', 'MKSTREAM'",
         "ARGV[1], '$', 'MKSTREAM'",
-        (contract("test_a_group_created_after_the_first_append_reads_it"), MACHINE),
+        (contract("groups", "test_a_group_created_after_the_first_append_reads_it"), MACHINE),
     ),
     Mutation(
         "a history is kept for ever",
@@ -266,7 +270,7 @@ end
         f"{COMMITS}/submit.lua",
         "for i = 4, 3 + count do --",
         "for i = 4, 4 do --",
-        (contract("test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too", "-0"),),
+        (contract("siblings", "test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too", "-0"),),
     ),
     Mutation(
         "siblings are let in where there is room for one",
@@ -274,8 +278,8 @@ end
         "redis.call('XLEN', KEYS[3]) + count > tonumber(ARGV[5])",
         "redis.call('XLEN', KEYS[3]) >= tonumber(ARGV[5])",
         (
-            contract("test_siblings_are_refused_when_there_is_no_room_for_all"),
-            contract("test_more_siblings_than_may_wait_at_all_are_always_refused"),
+            contract("siblings", "test_siblings_are_refused_when_there_is_no_room_for_all"),
+            contract("siblings", "test_more_siblings_than_may_wait_at_all_are_always_refused"),
             MACHINE,
         ),
     ),
@@ -284,7 +288,7 @@ end
         f"{COMMITS}/submit.lua",
         "  for _, sibling in ipairs(uids) do redis.call('SADD', running, sibling) end\n",
         "  redis.call('SADD', running, uids[1])\n",
-        (contract("test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be"), MACHINE),
+        (contract("siblings", "test_siblings_run_each_for_itself_but_are_accepted_where_one_would_be"), MACHINE),
     ),
     Mutation(
         "the idempotency key of siblings is held by the first of them",
@@ -292,7 +296,7 @@ end
         "redis.call('SET', once, uid .. ':'",
         "redis.call('SET', once, uids[1] .. ':'",
         (
-            contract("test_siblings_have_one_idempotency_key_under_the_uid_as_which_they_were_submitted"),
+            contract("siblings", "test_siblings_have_one_idempotency_key_under_the_uid_as_which_they_were_submitted"),
             MACHINE,
         ),
     ),
@@ -302,7 +306,7 @@ end
         "not (holder == ARGV[2] and left == ':left')",
         "not (holder == ARGV[1] and left == ':left')",
         (
-            contract("test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them"),
+            contract("abandon", "test_who_came_to_siblings_abandons_them_only_after_the_client_that_sent_them"),
             MACHINE,
         ),
     ),
@@ -312,7 +316,7 @@ end
         "  if holder == ARGV[2] and left == '' then\n",
         "  if holder == ARGV[1] and left == '' then\n",
         (
-            contract("test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all"),
+            contract("abandon", "test_who_leaves_one_of_several_siblings_to_its_readers_leaves_them_all"),
             MACHINE,
         ),
     ),

@@ -18,17 +18,18 @@ if __name__ == "__main__":
 
 from collections.abc import Callable, Sequence
 
-from chaos.chain_engine import supervise
+from chaos.chain_engine import stage_config, supervise
 
-from pipeline.config import Config, parse_command
 from pipeline.log.redis import RedisLog
-from pipeline.names import GENERATE, Names
+from pipeline.names import Names
 from pipeline.process.observe import configure_logging
 from pipeline.process.parent import die_with_supervisor
 from stages.detokenize.worker import load_decoder
+from stages.generate.config import GenerateConfig
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.worker import Forward, Loaded, load, run_engine
 from stages.tokenize import worker as tokenize
+from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered
 
 POISON = os.environ.get("POISON", "")
@@ -67,7 +68,7 @@ class MortalEncoder(PromptEncoder):
         return list(super().encode(prompts))
 
 
-def mortal_load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+def mortal_load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
     loaded = load(config, folder, report)
     mortal = Mortal(loaded.engine, load_decoder(folder).plain)
     return Loaded(mortal, loaded.settings, loaded.eos_ids, loaded.fingerprint)
@@ -75,13 +76,14 @@ def mortal_load(config: Config, folder: Path, report: Callable[[float], None]) -
 
 def main(arguments: Sequence[str]) -> int:
     """Be one worker, or start it and keep it alive."""
-    config = parse_command(arguments, os.environ)
-    configure_logging(stage=config.stage)
+    config, stage = stage_config(arguments)
+    configure_logging(stage=stage)
     if config.worker.slot is None:
-        return supervise(config, __file__)
+        return supervise(config, stage, __file__)
     die_with_supervisor(os.environ)
+    assert isinstance(config, GenerateConfig | TokenizeConfig)
     url, names, folder = config.log.redis_url, Names(config.log.namespace), Path(config.model.model)
-    if config.stage == GENERATE:
+    if isinstance(config, GenerateConfig):
         return run_engine(config, lambda: RedisLog(url, names), folder, mortal_load)
     tokenize.PromptEncoder = MortalEncoder  # type: ignore[attr-defined]
     return tokenize.run(config, lambda: RedisLog(url, names), folder)

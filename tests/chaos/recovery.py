@@ -47,13 +47,13 @@ from rich.console import Console
 from servers import run_command
 
 from ops.bench import report
-from ops.bench.datasets import Span, span
+from ops.bench.datasets import Span, length_flag
 from ops.bench.load import CHAT_PROMPT, CONNECT_TIMEOUT_S, PATHS, Arrival, Form, timed_frames
 from ops.bench.peers import READY_TIMEOUT_S, SILENCE_TIMEOUT_S, Served, SideFailed, our_server
 from ops.bench.processes import interrupt_on_sigterm, last_line
 from ops.bench.prompts import Prompt, Prompts, Workload
-from pipeline.config import at_least, flag, seconds
 from pipeline.errors import ConfigError
+from pipeline.flags import at_least, flag, seconds
 from pipeline.log.address import connect
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
@@ -87,9 +87,7 @@ class RecoveryConfig(MeasureConfig):
     )
     lease_s: float = flag("--lease", default=1.0, parse=seconds, help="the server's --lease, in seconds")
     requests: int = flag("--requests", default=100, parse=at_least(1), help="streams in flight")
-    inputs: Span = flag(  # noqa: RUF009  # a Span is frozen
-        "--input-len", default=Span(32, 256), parse=span, help="tokens per prompt, MIN-MAX"
-    )
+    inputs: Span = length_flag("--input-len", "prompt")  # noqa: RUF009  # a Span is frozen
     output_tokens: int = flag(
         "--output-len", default=256, parse=at_least(2), help="tokens per answer; no answer may end before all begin"
     )
@@ -424,4 +422,4 @@ def _problems(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]]) -
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(exit_code(main, sys.argv[1:]))

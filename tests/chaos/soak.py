@@ -28,8 +28,8 @@ from ops.bench import report
 from ops.bench.peers import Served, our_server
 from ops.bench.processes import interrupt_on_sigterm
 from ops.bench.prompts import Prompts, Workload
-from pipeline.config import at_least, flag, seconds
 from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.flags import at_least, flag, seconds
 from pipeline.log.address import connect
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES, Names
@@ -420,4 +420,4 @@ def _as_plain(row: Row, requests: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    sys.exit(exit_code(main, sys.argv[1:]))

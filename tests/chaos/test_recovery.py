@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
 import pytest
+from chaos import recovery
 from chaos import recovery_figures as figures
+from chaos.measure import exit_code
 from chaos.recovery_figures import (
     Pause,
     Problem,
@@ -47,10 +48,6 @@ from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 TIMINGS = Timings(admitted_ms=20, first_token_ms=100, total_ms=1701)
 RECOVERY = (sys.executable, "-m", "chaos.recovery")
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-
-
-def run(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RECOVERY, *flags], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
 def entry(entry_id: str, event: AnyEvent, ms: int) -> Entry:
@@ -280,10 +277,13 @@ def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
         (("--output", "absent/x.json"), "--output absent/x.json: not a file in a folder that exists"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    done = run(*flags, folder=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("minisgl: ") and says in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_work_is_said_in_one_line(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(recovery.main, flags) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minisgl: ")
+    assert says in printed.err and printed.err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -321,10 +321,10 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_streams_that_the_context_does_not_hold_are_refused(tmp_path: Path) -> None:
+def test_streams_that_the_context_does_not_hold_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     flags = ["--model", str(folder), "--threads", "1", "--input-len", "8-256", "--output-len", "256"]
-    done = run(*flags, folder=tmp_path)
-    assert done.returncode == 2
-    assert "--input-len 8-256 and --output-len 256 are up to 513 tokens" in done.stderr
-    assert "context has 512; pass less" in done.stderr
+    assert exit_code(recovery.main, flags) == 2
+    error = capsys.readouterr().err
+    assert "--input-len 8-256 and --output-len 256 are up to 513 tokens" in error
+    assert "context has 512; pass less" in error

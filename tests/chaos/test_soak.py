@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos import soak
+from chaos.measure import exit_code
 from chaos.soak import Memory, Process, Redis, Snapshot
 from checkpoints import make_checkpoint
 from redis_servers import command
@@ -34,10 +35,6 @@ REDIS = Redis(
     bytes_by_key={"steps:*": 600, "replies:*": 1000},
     entries_by_key={"steps:*": 0, "replies:*": 30},
 )
-
-
-def run(*flags: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*SOAK, *flags], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
 def snapshot(requests: int, *processes: Process, redis: Redis = REDIS) -> Snapshot:
@@ -168,10 +165,13 @@ def test_what_is_not_over_is_named(redis_url: str) -> None:
         (("--output", "absent/x.json"), "--output absent/x.json: not a file in a folder that exists"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    done = run(*flags, folder=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("minisgl: ") and says in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_work_is_said_in_one_line(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(soak.main, flags) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minisgl: ")
+    assert says in printed.err and printed.err.count("\n") == 1
 
 
 @pytest.mark.slow

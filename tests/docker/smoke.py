@@ -1,4 +1,4 @@
-"""Build the image, and see in real containers what the README promises of them. Needs Docker and Compose 2.24.
+"""Build the image, and check in real containers what docs/containers.md promises. Needs Docker and Compose 2.24.
 
     make containers [ARGS=--no-build]
 

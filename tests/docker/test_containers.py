@@ -15,12 +15,13 @@ import pytest
 import yaml
 from redis_servers import STARTED, Servers, until
 
-from pipeline.config import OWNERS, flags_of, parse_command
+from ops.serve.config import COMMANDS, ServerConfig, parse_command
+from pipeline.flags import flags_of, owners_of
 from pipeline.log.address import connect, parse_address
 from pipeline.log.check import check_server
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "containers.md").read_text()
 FILE = ROOT / "docker" / "compose.yaml"
 VALUES = {
     "MINISGL_MODEL": "M",
@@ -75,7 +76,7 @@ def variables(command: str) -> set[str]:
     """Return the names in the environment that a command heeds."""
     return {
         "MINISGL_" + item.metadata["flags"][0].lstrip("-").replace("-", "_").upper()
-        for item in flags_of(OWNERS[command])
+        for item in flags_of(owners_of(COMMANDS[command]))
     }
 
 
@@ -141,9 +142,7 @@ def test_every_variable_is_documented() -> None:
     passed_on = {
         variable for service in RAW["services"].values() for variable in service.get("environment", {}) if variable
     } - {"MINISGL_REDIS_URL"}
-    section = README[README.index("## In containers") :]
-    section = section[: section.index("\n## ")]
-    missing = {variable for variable in referred | passed_on if f"`{variable}`" not in section}
+    missing = {variable for variable in referred | passed_on if f"`{variable}`" not in PAGE}
     assert not missing
 
 
@@ -183,6 +182,7 @@ def test_what_the_image_starts_is_a_command_line_of_ours() -> None:
     flags = {name: value for name, value in set_there.items() if name.startswith("MINISGL_")}
     assert set(flags) <= variables("serve") & (variables("stage web") | {"MINISGL_DATA_DIR"})
     config = parse_command(command, flags)
+    assert isinstance(config, ServerConfig)
     assert (config.web.host, str(config.data_dir)) == ("0.0.0.0", "/data")
 
 

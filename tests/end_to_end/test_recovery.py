@@ -86,6 +86,7 @@ def assert_alone_only_in_doubt(history: list[AnyEvent]) -> None:
             last = n
 
 
+@pytest.mark.night
 def test_the_tokens_after_each_death_of_the_engine_are_those_of_the_quiet_run(
     model: Path, quiet: list[tuple[str, list[int]]], tmp_path: Path
 ) -> None:

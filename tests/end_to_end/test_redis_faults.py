@@ -272,6 +272,7 @@ def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
         process.wait()
 
 
+@pytest.mark.night
 def test_a_failover_that_sentinels_decide_is_followed_by_everybody(redis_servers: Servers, tmp_path: Path) -> None:
     with watched(redis_servers.binary("path"), tmp_path) as group, serve(tmp_path, redis_url=group.url) as server:
         expected = Stream(server, "Tell me a story.").answer

@@ -48,7 +48,7 @@ def test_the_wheel_has_every_module_and_every_commit(names: list[str]) -> None:
     paths = [path for package in packages for kind in ("*.py", "*.lua") for path in (ROOT / package).rglob(kind)]
     source = {str(path.relative_to(ROOT)) for path in paths if TRAINING not in path.parents}
     assert {name for name in names if name.endswith((".py", ".lua"))} == source | {"minisgl.py"}
-    commits = {path.name for path in (ROOT / "pipeline" / "commits").iterdir()}
+    commits = {path.name for path in (ROOT / "pipeline" / "log" / "commits").iterdir()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("pipeline/log/commits/")} == commits
     assert "lib.lua" in commits and "submit.lua" in commits
 

@@ -79,7 +79,8 @@ class Top:
 
 
 @pytest.fixture
-def top(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Top:
+def top(redis_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Top:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a terminal that the tests are run from may have set it
     return Top(redis_url, capsys)
 
 
@@ -148,8 +149,8 @@ def test_running_stages_are_shown_as_they_are(redis_url: str, log: RedisLog, top
 def test_another_namespace_is_another_log(lived: LivedRequests, top: Top) -> None:
     lived.submitted()
     lines = top.lines("--once", "--namespace", "blue")
-    assert "nobody works here: no stage has, under this --namespace" in lines
-    assert "no requests: none is kept" in lines
+    assert "no workers: none has registered under this --namespace" in lines
+    assert "no requests" in lines
 
 
 def test_of_many_that_live_the_newest_are_shown(lived: LivedRequests, top: Top) -> None:
@@ -221,10 +222,11 @@ def test_as_json_it_says_that_redis_does_not_answer_and_goes_on(redis_servers: S
         process = subprocess.Popen(program(server.url, "--json"), stdout=subprocess.PIPE)
         assert process.stdout is not None
         views = (json.loads(line) for line in process.stdout)
-        first = next(views)
-        assert first["error"] == ""
-    silent = next(view for view in views if view["error"])
-    assert silent["redis"] == first["redis"]
+        last = next(views)
+        assert last["error"] == ""
+    while not (silent := next(views))["error"]:
+        last = silent
+    assert silent["redis"] == last["redis"]
     with running_server(binary, tmp_path):
         assert next(view for view in views if not view["error"])["at_ms"] > silent["at_ms"]
         process.terminate()
@@ -366,13 +368,13 @@ def watched(redis_url: str) -> Callable[..., Any]:
 
 def is_whole(screen: Terminal) -> None:
     """See that each part is there once, in its place."""
-    screen.shows("q leaves")
+    screen.shows("q quits")
     lines = screen.lines
     assert "Valkey 9." in lines[0] or "Redis has not answered" in lines[0]
     assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in HEADS] == list(HEADS)
     last = next(index for index in reversed(range(len(lines))) if lines[index])
-    assert lines[last].startswith("q leaves  space pauses")
-    assert sum("q leaves" in line for line in lines) == 1
+    assert lines[last].startswith("q quits  space pauses")
+    assert sum("q quits" in line for line in lines) == 1
 
 
 HEADS = ("stage", "stream", "engine", "request")
@@ -411,7 +413,7 @@ def test_space_holds_the_picture_and_lets_it_go_on(lived: LivedRequests, watched
     with watched() as screen:
         screen.shows("no requests", "space pauses")
         screen.press(" ")
-        screen.shows("paused", "space goes on")
+        screen.shows("paused", "space continues")
         uid = lived.submitted()
         held = screen.lines
         deadline_s = time.monotonic() + 0.5  # many pictures long
@@ -424,7 +426,7 @@ def test_space_holds_the_picture_and_lets_it_go_on(lived: LivedRequests, watched
 @pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "Ctrl-C"])
 def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: str) -> None:
     with watched() as screen:
-        screen.shows("q leaves")
+        screen.shows("q quits")
         assert not screen.process.getecho()
         assert (
             not termios.tcgetattr(screen.process.child_fd)[3] & termios.ISIG
@@ -435,7 +437,7 @@ def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: s
 
 def test_sigterm_leaves_the_terminal_as_it_was(watched: Callable[..., Any]) -> None:
     with watched() as screen:
-        screen.shows("q leaves")
+        screen.shows("q quits")
         screen.process.kill(15)
         assert screen.ends(check=lambda: screen.process.getecho()) == 143
         assert screen.sent.rstrip().endswith(b"\x1b[?1049l")

@@ -34,7 +34,7 @@ from pipeline.views.history import story
 @pytest.fixture
 def lived(redis_url: str) -> Iterator[LivedRequests]:
     """A log in which requests can be made."""
-    log = RedisLog(redis_url, Names())
+    log = RedisLog(redis_url, Names(), RequestLimits(timeout_s=60))
     yield LivedRequests(log)
     log.close()
 

@@ -14,8 +14,8 @@ from pipeline.events import Failed, SamplingParams, Submitted, Tokenized, new_ui
 from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.slots import SlotLease, acquire_slot
-from pipeline.worker import MOST_DELIVERIES, Stop, follow
+from pipeline.slots import WATCHDOG_S, Announcement, SlotLease, acquire_slot, read_statuses
+from pipeline.worker import MOST_DELIVERIES, Stop, WorkerProcess, follow
 
 LEASE_MS = 3000
 
@@ -407,3 +407,26 @@ def test_a_stop_is_noticed_while_waiting() -> None:
     stop.set()
     until(lambda: bool(stop))
     assert stop.wait(60)
+
+
+def test_what_a_worker_loads_is_announced_and_may_take_longer_than_a_round_of_its_loop(
+    another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow disk must not make the watchdog end the process at every start."""
+    given_s = []
+
+    class Watched(Announcement):
+        def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
+            given_s.append(patience_s)
+
+    monkeypatch.setattr(worker, "Announcement", Watched)
+    monkeypatch.setattr(Stop, "on_signals", lambda stop: stop)
+    process, log = WorkerProcess("tokenize", another_log, lease_ms=LEASE_MS, preferred=2), another_log()
+    with process.loading("tokenizer", 10 * WATCHDOG_S):
+        until(lambda: [status.detail for status in read_statuses(log, "tokenize")] == ["tokenizer"])
+        (status,) = read_statuses(log, "tokenize")
+        assert (status.slot, status.owner, status.phase) == ("tokenize-2", "", "loading")
+    assert given_s == [10 * WATCHDOG_S]
+    for slot_lease in process.slot_leases():
+        assert slot_lease.owner.slot == "tokenize-2"
+        process.stop.set()

@@ -6,8 +6,8 @@ import asyncio
 import hmac
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,8 @@ from pipeline.log.protocol import Quota, RequestLimits
 from pipeline.names import Names
 from web.keys import Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
-from web.live.retry_after import LONGEST_S, RetryAfter
 
 ANN, BOB = "sk-ann-0123456789", "sk-bob/+~!"
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 def bearer(key: str = ANN) -> dict[str, str]:
@@ -557,92 +550,5 @@ def test_the_official_client_gets_its_answer_once_there_is_room(redis_url: str, 
                 completion = await answer
                 assert completion.choices[0].message.content == "Hello\u2028!"
         assert statuses().count(200) == 1
-
-    asyncio.run(scenario())
-
-
-# when there is room
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def test_who_is_told_to_wait_is_told_how_long_a_request_takes_to_end() -> None:
-    clock = Clock()
-    pace = RetryAfter(clock)
-    assert pace.retry_after_s() == 1  # nothing runs here
-    for request in range(100):
-        pace.begun(request)
-    assert pace.retry_after_s() == 1
-    clock.now_s += 6.5
-    assert pace.retry_after_s() == 7  # none has ended yet
-    for request in range(4):
-        clock.now_s += 3
-        pace.ended(request)
-    assert pace.retry_after_s() == 5  # 4 in 18.5 s
-    for request in range(4, 40):
-        clock.now_s += 0.1
-        pace.ended(request)
-    assert pace.retry_after_s() == 1
-
-
-def test_a_server_that_stands_still_is_asked_again_more_and_more_rarely() -> None:
-    clock = Clock()
-    pace = RetryAfter(clock)
-    for request in range(4):
-        pace.begun(request)
-    pace.ended(0)
-    told = []
-    for _ in range(40):
-        clock.now_s += 5
-        told.append(pace.retry_after_s())
-    assert told[0] == 5 and told == sorted(told) and told[-1] == LONGEST_S
-
-
-def test_what_was_before_a_pause_does_not_count() -> None:
-    clock = Clock()
-    pace = RetryAfter(clock)
-    pace.begun("a")
-    clock.now_s += 20
-    pace.ended("a")
-    pace.ended("a")
-    clock.now_s += 50
-    pace.begun("b")
-    clock.now_s += 2
-    assert pace.retry_after_s() == 2
-
-
-def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
-    clock = Clock()
-    pace = RetryAfter(clock)
-    for request in range(1000):
-        pace.begun(request)
-    for request in range(900):
-        clock.now_s += 0.05
-        pace.ended(request)
-    assert pace.retry_after_s() == 1
-    clock.now_s += 7.5
-    assert pace.retry_after_s() == 8
-    pace.ended(900)
-    assert pace.retry_after_s() == 1
-
-
-@pytest.mark.parametrize("full", ["backlog", "log"])
-def test_a_server_without_room_says_when_there_is_some(
-    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, full: str
-) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
-            await until(lambda: here.frontend._pace._running)
-            if full == "log":
-                command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-            monkeypatch.setattr(RetryAfter, "retry_after_s", lambda self: 17)
-            status, kind, code, again_s = await refused(await here.post(chat()))
-            assert (status, kind, code, again_s) == (503, "service_unavailable", "overloaded", 17)
 
     asyncio.run(scenario())

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import openai
-import psutil
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from redis_servers import command, until
@@ -26,12 +20,6 @@ from web.listener import open_listener
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 ENDLESS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "endless"}]
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 def test_the_official_client_is_served_and_a_signal_ends_the_process(redis_url: str, stand_in: StandIn) -> None:
@@ -56,35 +44,6 @@ def test_the_official_client_is_served_and_a_signal_ends_the_process(redis_url: 
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(10) == 0
     assert command(redis_url, "EXISTS", Names().lease("web-0"), Names().status("web-0")) == 0
-
-
-def test_a_closed_connection_cancels_its_request(redis_url: str, stand_in: StandIn) -> None:
-    with serving(redis_url) as server:
-        body = json.dumps({"messages": ENDLESS, "stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-            connection.sendall(head + body)
-            assert b" 200 " in connection.recv(65536)
-        until(lambda: ends(stand_in, redis_url, "by") == ["client"])
-
-
-@pytest.mark.parametrize("idle", [False, True], ids=["before a request", "after a request"])
-def test_a_closed_connection_takes_no_socket(redis_url: str, stand_in: StandIn, idle: bool) -> None:
-    with serving(redis_url) as server:
-        process = psutil.Process(server.process.pid)
-
-        def num_connections() -> int:
-            return sum(one.laddr.port == server.port and bool(one.raddr) for one in process.net_connections("tcp"))
-
-        until(lambda: num_connections() == 0)
-        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(9)]
-        for connection in connections if idle else ():
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert b" 200 " in connection.recv(65536)
-        until(lambda: num_connections() == 9)
-        for connection in connections:
-            connection.close()
-        until(lambda: num_connections() == 0)
 
 
 def test_a_closed_connection_cancels_its_request_after_the_grace_that_a_flag_gives(
@@ -126,22 +85,6 @@ def test_a_second_signal_ends_the_process_at_once_and_the_log_keeps_the_request(
     assert ends(stand_in, redis_url, "kind") == []
 
 
-def test_a_client_that_never_reads_does_not_hold_the_shutdown(redis_url: str, stand_in: StandIn) -> None:
-    with serving(redis_url, patience_s=0.2) as server:
-        body = json.dumps({"messages": [{"role": "user", "content": "flood"}], "stream": True}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            connection.connect(("127.0.0.1", server.port))
-            connection.sendall(head + body)
-            until(stand_in.requests)
-            ((uid, _),) = stand_in.requests()
-            until(lambda: command(redis_url, "XLEN", Names().request(uid)) > 100)  # more than all buffers hold
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(10) == 1
-    assert ends(stand_in, redis_url, "code") == ["shutting_down"]
-
-
 def test_a_taken_port_is_a_configuration_error_that_says_what_to_do() -> None:
     with open_listener("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
@@ -154,9 +97,3 @@ def test_a_taken_port_is_a_configuration_error_that_says_what_to_do() -> None:
 def test_an_address_that_is_not_ours_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"--host 192\.0\.2\.1"):
         open_listener("192.0.2.1", 0)
-
-
-def test_importing_the_server_imports_neither_torch_nor_transformers_nor_stages() -> None:
-    program = "import sys, web.server; print([m for m in ('torch', 'transformers', 'stages') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -1,1 +1,1 @@
-"""What lives while requests run: the requests, the tail of the log, readiness, the janitor."""
+"""What lives while requests run: their clients, the tail of the log that feeds them, readiness, the janitor."""

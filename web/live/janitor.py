@@ -1,8 +1,7 @@
-"""The janitor ends requests that nobody else ends. One web process at a time is it: whoever holds the slot `janitor-0`.
+"""The janitor ends requests that no other process ends. It runs in the web process that holds the slot `janitor-0`.
 
-A request past its deadline fails, even when every engine is down. One whose frontend has been gone for a minute, and
-that nobody reads elsewhere, is cancelled. Both go through `end`, so a janitor that does not know yet that another one
-took its slot does no harm.
+A request past its deadline fails, even when every engine is down. A request is cancelled when its frontend has been
+gone for a minute and no client reads it elsewhere. Both go through `end`, so two janitors at once do no harm.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ SLOT: Final = slot_name(JANITOR, 0)
 LEASE_MS: Final = 5000
 SWEEP_EVERY_S: Final = 1.0
 MOST_ENDED: Final = 100
-"""Requests that one sweep ends; the next one goes on."""
+"""Most requests that one sweep ends; the next sweep goes on."""
 PATIENCE_S: Final = 60.0
-"""How long a frontend is gone before its requests are cancelled: it may come back, and so may its clients."""
+"""How long a frontend is gone before its requests are cancelled: it, and its clients, may come back."""
 
 
 class Janitor:
-    """Sweeps while it holds the slot. One thread, a log of its own."""
+    """Sweeps while it holds the slot. It has a thread and a log of its own."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class Janitor:
         self._nonce = secrets.token_hex(4)
         self._owner: Owner | None = None
         self._gone_since_s: dict[str, float] = {}
-        """Frontends without a lease, and when that was first seen."""
+        """Frontends without a lease, and when each was first seen without one."""
         self._frontends: dict[str, str] = {}
         """uid -> frontend, of living requests."""
 
@@ -64,12 +63,12 @@ class Janitor:
                     self.sweep()
             except LogError as error:
                 logger.warning("not_swept", error=str(error))
-            except Exception:  # a bug of ours at one request; the others still wait to be ended
+            except Exception:  # a bug of ours with one request; the others still have to be ended
                 logger.exception("sweep_broke")
         self.leave()
 
     def holds_slot(self) -> bool:
-        """Take the slot or keep it; say whether it is held."""
+        """Take or keep the slot; say whether this process holds it."""
         if self._owner is not None and not self._log.renew(self._owner, LEASE_MS, ""):
             self._owner = None
         if self._owner is None:
@@ -86,7 +85,7 @@ class Janitor:
                 logger.warning("lease_not_released", slot=SLOT, error=str(error))
 
     def sweep(self) -> None:
-        """End what is past its deadline and what nobody reads any more."""
+        """End the requests that are past their deadline, and those that no client reads any more."""
         overdue = self._log.overdue(MOST_ENDED)
         for uid, frontend in self._log.frontends_of(overdue).items():
             message = "The request was not done by its deadline (--request-timeout)."
@@ -101,7 +100,7 @@ class Janitor:
                 self._measures.add(REQUEST_SUCCESS, "abort")
 
     def _abandoned(self) -> list[tuple[str, str]]:
-        """Return living requests, with their frontends, that have been gone for too long and that nobody reads."""
+        """Return (uid, frontend) of running requests whose frontend is gone for too long and that no client reads."""
         living = self._log.living()
         self._frontends = {uid: self._frontends[uid] for uid in living if uid in self._frontends}
         self._frontends |= self._log.frontends_of([uid for uid in living if uid not in self._frontends])

@@ -1,7 +1,7 @@
-"""What Prometheus reads: what every process says that it measured, and what the log holds, as one text.
+"""The text that Prometheus reads: the measures of every process, and what the log holds.
 
-It is made when somebody asks: whichever frontend that is shows all processes. Its own counts are those of the moment,
-the others' as old as their last status, a third of a lease.
+Any frontend shows all processes. Its own counts are current; those of other processes are as old as their last status,
+a third of a lease. The text is made when a client asks for it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ logger = structlog.get_logger()
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PATIENCE_S = 2.0
-"""How long the log has to answer before what is known without it is shown; Prometheus itself waits for 10 s."""
+"""How long the log has to answer; after that, the text goes without it. Prometheus itself waits for 10 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:
-    """What the log said."""
+    """What the log answered."""
 
     server: tuple[str, str]
     """Its name and version."""
@@ -59,29 +59,29 @@ class LogFacts:
 
 
 class Exposition:
-    """Makes the text, for one frontend. Who asks while it is being made gets the same: asking often costs little."""
+    """Makes the text. Clients that ask while it is being made share it, so asking often costs little."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._making: asyncio.Task[bytes] | None = None
 
     async def text(self) -> bytes:
-        """Return the text; without the log, what this process knows."""
+        """Return the text; if the log does not answer, with the measures of this process alone."""
         if self._making is None or self._making.done():
             self._making = self._frontend.spawn(self._make())
         return await asyncio.shield(self._making)
 
     async def _make(self) -> bytes:
         asking = self._frontend.spawn(self._ask())
-        await asyncio.wait({asking}, timeout=PATIENCE_S)  # one that is late is left to end by itself
-        heard = asking.result() if asking.done() else None
+        await asyncio.wait({asking}, timeout=PATIENCE_S)  # a late one is left to end by itself
+        facts = asking.result() if asking.done() else None
         models = self._frontend.readiness.models
         own = {self._frontend.name: self._frontend.measures.snapshot()}
-        pieces: list[bytes] = []
-        for piece in render(heard, own, models[0] if models else ""):
-            pieces.append(piece)
-            await asyncio.sleep(0)  # all of it takes milliseconds, and streams go on meanwhile
-        return b"".join(pieces)
+        text: list[bytes] = []
+        for lines in render(facts, own, models[0] if models else ""):
+            text.append(lines)
+            await asyncio.sleep(0)  # all of it takes milliseconds; streams go on meanwhile
+        return b"".join(text)
 
     async def _ask(self) -> LogFacts | None:
         log = self._frontend.log
@@ -95,30 +95,30 @@ class Exposition:
         return LogFacts(server, occupancy, [status for found in texts for status in known_statuses(found)])
 
 
-def render(heard: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
-    """Yield the text in Prometheus' format, family by family, and before that an empty piece for each process: between
-    two pieces others can have their turn.
+def render(facts: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:
+    """Yield the text in Prometheus' format, family by family. Before that, yield nothing once for each process: the
+    caller can let other tasks run after each step.
 
-    *own*: slot -> snapshot of this process, which comes before what a status says. *served*: the name of the model that
-    is served, for slots that do not say it.
+    *own*: slot -> snapshot of this process, which wins over its status. *served*: the name of the served model, for
+    slots that do not say theirs.
     """
-    statuses = heard.statuses if heard is not None else ()
+    statuses = facts.statuses if facts is not None else ()
     snapshots = {status.slot: status.metrics for status in statuses if status.metrics} | dict(own)
     models = {status.slot: status.models[0] for status in statuses if status.models}
-    shown: Readings = {LOG_UP: {(): float(heard is not None)}}
+    shown: Readings = {LOG_UP: {(): float(facts is not None)}}
     for slot, snapshot in snapshots.items():
-        engine = slot.replace(DETOKENIZE, GENERATE)  # whose steps it reads
+        engine = slot.replace(DETOKENIZE, GENERATE)  # a detokenizer reads the steps of this engine
         _show(shown, slot, models.get(engine, served), read_snapshot(snapshot))
         yield b""
-    if heard is not None:
-        _show_log(shown, heard, served)
+    if facts is not None:
+        _show_log(shown, facts, served)
     for family in FAMILIES:
         if family in shown:
             yield generate_latest(_Shown(_metric(family, shown[family])))
 
 
 def _show(shown: Readings, slot: str, model: str, readings: Readings) -> None:
-    """Add what a worker measured, and zeros for what it has yet to see."""
+    """Add the measures of a worker, and zeros for label values that it has not seen yet."""
     for family in FAMILIES:
         if slot_stage(slot) not in family.stages:
             continue
@@ -127,13 +127,13 @@ def _show(shown: Readings, slot: str, model: str, readings: Readings) -> None:
         shown.setdefault(family, {}).update({(*slot_lease, *labels): reading for labels, reading in series.items()})
 
 
-def _show_log(shown: Readings, heard: LogFacts, served: str) -> None:
+def _show_log(shown: Readings, facts: LogFacts, served: str) -> None:
     """Add what the log holds."""
-    shown[LOG_SERVER] = {heard.server: 1}
-    occupancy = heard.occupancy
+    shown[LOG_SERVER] = {facts.server: 1}
+    occupancy = facts.occupancy
     waiting = occupancy.submitted.length + occupancy.tokenized.lag
     shown.setdefault(NUM_WAITING, {})[LOG_SLOT, served] = waiting
-    shown[WORKER_READY] = {(status.slot,): float(status.phase == "ready") for status in heard.statuses}
+    shown[WORKER_READY] = {(status.slot,): float(status.phase == "ready") for status in facts.statuses}
     steps = {f"steps:{engine}": depth for engine, depth in occupancy.steps.items()}
     streams = {"submitted": occupancy.submitted, "tokenized": occupancy.tokenized} | steps
     shown[STREAM_LENGTH] = {(stream,): depth.length for stream, depth in streams.items()}
@@ -144,7 +144,7 @@ def _show_log(shown: Readings, heard: LogFacts, served: str) -> None:
 
 
 def _known(family: Family) -> Iterable[tuple[str, ...]]:
-    """Return the values of labels that are shown from the start."""
+    """Return the label values that are shown from the start."""
     return [(word,) for word in family.known] if family.labels else [()]
 
 
@@ -180,7 +180,7 @@ def _metric(family: Family, series: Mapping[tuple[str, ...], Reading]) -> Metric
 
 
 class _Shown(Collector):
-    """What the library asks for one metric."""
+    """One metric, in the form that the library asks for."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

@@ -1,4 +1,4 @@
-"""Who reads, in this process, requests that other clients sent: the log is told, so that nobody cancels them."""
+"""Counts the clients of this process that read requests of others. The log is told, so that no one cancels those."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pipeline.log.redis import AsyncRedisLog
 logger = structlog.get_logger()
 
 REFRESH_S: Final = 20.0
-"""How often it is said again; the log keeps it for 60 s."""
+"""How often the log is told again; it forgets after 60 s."""
 TOLD_AT_ONCE: Final = 100
 """Requests in one commit."""
 
 
 class Readers:
-    """How many there are of each request. Who counts has the log told after that."""
+    """The number of readers of each request. Call `tell` after `add` and `remove`."""
 
     def __init__(self, log: AsyncRedisLog, process: str) -> None:
         self._log = log
@@ -41,7 +41,7 @@ class Readers:
             del self._counts[uid]
 
     async def tell(self, uid: str) -> None:
-        """Say whether somebody reads *uid*: what is said last, whoever says it, is how it is. Raises as the log."""
+        """Tell the log whether *uid* has a reader now; the last write wins. Raises as the log does."""
         async with self._telling.setdefault(uid, asyncio.Lock()):
             if uid in self._counts:
                 await self._log.reading([uid], self._who)
@@ -49,7 +49,7 @@ class Readers:
                 await self._log.stop_reading(uid, self._who)
 
     async def run(self) -> NoReturn:
-        """Say it again and again; never ends."""
+        """Tell the log again and again; never ends."""
         while True:
             await asyncio.sleep(REFRESH_S)
             uids = list(self._counts)

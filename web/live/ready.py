@@ -1,8 +1,8 @@
-"""Whether a request would be answered: every stage says that it is ready, and one token went through all of them.
+"""Readiness: every stage says that it is ready, and one token, the probe, went through all of them.
 
-Polls the statuses of the workers; also knows from them which model names are served, with what context, and how a
-request is sampled that does not say it. That token, the probe, decides what /ready says and nothing else: requests are
-taken as soon as a model is served. /health_generate sends one whenever it is asked.
+Polls the statuses of the workers. They also say which model names are served, the longest context, and the defaults of
+sampling. The probe decides what /ready answers and nothing else: requests are taken as soon as a model is served.
+/health_generate sends a probe whenever it is asked.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ PROBE_RETRY_S = 1.0
 TRIAL_PATIENCE_S = 5.0
 """How long the probe of /health_generate may take."""
 TRIAL_LOG_PATIENCE_S = 1.0
-"""How much longer who asks for it waits for a log that does not answer."""
+"""How much longer a client of it waits for a log that does not answer."""
 TRIAL_COUNTS_S = 1.0
-"""So long it answers for those who come after it: what may be asked without a key must not fill the log."""
+"""How long its answer counts for later clients: they need no key, and must not fill the log."""
 PROBE: Final = "probe"
-"""Endpoint of the request that tries the way, and what is waited for while it is under way."""
+"""Endpoint of the probe, and what /ready says it waits for while the probe is under way."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
 class Say(Protocol):
-    """`SlotLease.say`: publish how this process is."""
+    """`SlotLease.say`: publish the status of this process."""
 
     def __call__(self, **changes: object) -> None: ...
 
@@ -57,7 +57,7 @@ class Spawn(Protocol):
 
 
 class Readiness:
-    """What the stages say, as of the last poll."""
+    """The statuses of the stages at the last poll."""
 
     def __init__(self, log: AsyncRedisLog, tail: Tail, say: Say, measures: Measures | None = None) -> None:
         self._log = log
@@ -67,12 +67,12 @@ class Readiness:
         self._statuses: Mapping[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
         self._said: tuple[str, ...] | None = None
         self.probed = False
-        """A token went through every stage: from then on the log keeps what a stage that is down cannot take."""
+        """A token went through every stage. From then on the log keeps requests for a stage that is down."""
         self.models: tuple[str, ...] = ()
-        """The served names, the first is the default; once `probed` they are kept while no engine is there."""
+        """The served names; the first is the default. Once `probed`, they are kept while no engine is there."""
         self.context = 0
         self.sampling_defaults: Mapping[str, int | float] = {}
-        """What a request means that does not say it; the engines of a server have one model, so the first one's."""
+        """The sampling parameters of a request that leaves them out, as the first engine says: all have one model."""
         self._trial: asyncio.Task[str] | None = None
         self._tried_s = -math.inf
 
@@ -87,20 +87,20 @@ class Readiness:
         return self.missing or (() if self.probed else (PROBE,))
 
     def stages(self) -> dict[str, dict[str, object]]:
-        """Return how far the furthest worker of each stage is."""
+        """Return, for each stage, the status of the worker that is closest to ready."""
         return {stage: _furthest(self._statuses[stage]) for stage in STAGES}
 
     def resolve(self, model: str | None) -> str:
         """Return the served name that a client's *model* means; none and `default` mean the first.
 
         Raises:
-            RequestError: It is not served here, or no engine has said yet what it serves.
+            RequestError: It is not served here, or no engine has said yet which models it serves.
         """
         if not self.models:
             stages = ", ".join(self.missing)
             self._measures.add(REJECTIONS, "loading")
             raise RequestError(
-                f"The server is loading, not up yet: {stages}; send it again later.", code="loading", status=503
+                f"The server is still loading: {stages}; send it again later.", code="loading", status=503
             )
         if model in self.models:
             return model
@@ -112,12 +112,13 @@ class Readiness:
         )
 
     async def try_now(self, spawn: Spawn) -> str:
-        """Return why no token goes through every stage now; empty: one did, within the last second or since.
+        """Return the reason why the pipeline is unhealthy, or "" if a token went through it within the last second.
 
-        Those who ask at once share one probe, in a task of its own that *spawn* runs; nobody waits longer than 6 s.
+        Clients that ask at the same time share one probe, in a task of its own that *spawn* runs. None waits longer
+        than 6 s.
         """
-        now_s, heard_s, trial = time.monotonic(), self._tail.heard_tokens_s, self._trial
-        if heard_s > self._tried_s and now_s - heard_s < TRIAL_COUNTS_S:
+        now_s, token_s, trial = time.monotonic(), self._tail.last_token_s, self._trial
+        if token_s > self._tried_s and now_s - token_s < TRIAL_COUNTS_S:
             return ""
         if trial is None or (trial.done() and now_s - self._tried_s >= TRIAL_COUNTS_S):
             self._trial = trial = spawn(self._try_once())
@@ -130,21 +131,21 @@ class Readiness:
             failure = await self._probe(TRIAL_PATIENCE_S)
         finally:
             self._tried_s = time.monotonic()
-        # Behind much work the probe is late, but then the tokens of others show the same.
-        return "" if self._tail.heard_tokens_s > began_s else failure
+        # Behind much work the probe is late; then the tokens of other requests show that the pipeline works.
+        return "" if self._tail.last_token_s > began_s else failure
 
     async def run(self) -> NoReturn:
-        """Poll, and beside it try the way once everybody is there; never ends."""
-        trying = asyncio.create_task(self._try_the_way())
+        """Poll, and send probes once every stage is there; never ends."""
+        trying = asyncio.create_task(self._probe_until_one_arrives())
         try:
             while True:
-                arrived = self._tail.heard_tokens or (trying.done() and trying.result())
+                arrived = self._tail.has_seen_tokens or (trying.done() and trying.result())
                 try:
                     await self._poll()
                 except LogError as error:
                     logger.warning("statuses_unreadable", error=str(error))
                     self._statuses = dict.fromkeys(STAGES, ())
-                self.probed = arrived  # set by the poll after: what dead workers said stays for 10 s
+                self.probed = arrived  # after another poll: the statuses of dead workers stay for 10 s
                 self._publish()
                 await asyncio.sleep(POLL_LOADING_S if self.waiting_for else POLL_READY_S)
         finally:
@@ -154,7 +155,7 @@ class Readiness:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
-        if engines or not self.probed:  # until then, they may be of the server before this one
+        if engines or not self.probed:  # before that, they may be left over from an earlier server
             self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
             self.context = min((status.context for status in engines), default=0)
             self.sampling_defaults = engines[0].sampling_defaults if engines else {}
@@ -166,14 +167,14 @@ class Readiness:
             self._say(phase="waiting" if waiting_for else "ready", detail=", ".join(waiting_for))
             logger.info("waiting_for" if waiting_for else "ready", stages=list(waiting_for))
 
-    async def _try_the_way(self) -> Literal[True]:
+    async def _probe_until_one_arrives(self) -> Literal[True]:
         """Send probes, whenever every stage is there, until one arrives.
 
-        Where many requests wait it is late, but then what is said of them shows the same.
+        Behind many requests the probe is late; then their tokens show that the pipeline works.
         """
         patience_s = PROBE_PATIENCE_S
         while True:
-            if self._tail.heard_tokens:
+            if self._tail.has_seen_tokens:
                 return True
             if self.missing:
                 await asyncio.sleep(POLL_LOADING_S)
@@ -184,7 +185,7 @@ class Readiness:
                 await asyncio.sleep(PROBE_RETRY_S)
 
     async def _probe(self, patience_s: float) -> str:
-        """Send one token through every stage; return what came instead, and cancel it; empty where it arrived."""
+        """Send one token through every stage. Return "" if it arrived; else cancel the probe and return what came."""
         uid = new_uid()
         event = Submitted(
             endpoint=PROBE,
@@ -198,8 +199,8 @@ class Readiness:
                 outcome = (await self._log.submit(uid, [event])).submission
                 if outcome is not Submission.BUSY:
                     async with asyncio.timeout(patience_s):
-                        async for reply in listener:
-                            outcome = reply.event
+                        async for news in listener:
+                            outcome = news.event
         except TimeoutError:
             outcome = f"nothing within {patience_s:g} s"
         except LogError as error:  # it may have got through all the same
@@ -211,11 +212,11 @@ class Readiness:
             await self._log.end(uid, Cancelled(by="web"), frontend=self._tail.frontend)
         except LogError as error:
             logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))
-        return _told(outcome)
+        return _public(outcome)
 
 
-def _told(outcome: object) -> str:
-    """Return what anybody may know of a probe that did not arrive; the log line has the rest."""
+def _public(outcome: object) -> str:
+    """Return what any client may know of a probe that failed; the log line has the rest."""
     match outcome:
         case str():
             return outcome

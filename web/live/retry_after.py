@@ -1,7 +1,7 @@
-"""How long until there is room for one more request: an estimate, from how fast requests ended in this process lately.
+"""The `Retry-After` header: when there may be room for one more request, estimated from the last ends of requests.
 
-It is the mean time between two ends within the last minute, or since there was nothing to do, and at least the time in
-which none has ended. How many others wait for the same room is not known here: when many do, it is too short.
+The estimate is the mean time between two ends in the last minute, or since this process was last idle. It is at least
+the time since the last end. It is too short when many clients wait for the same room: this process does not know them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final
 
 LATELY_S: Final = 60.0
 MOST_ENDS: Final = 64
-"""More within a minute all say the same: that it is less than a second."""
+"""With more ends in a minute, the estimate is a second in any case."""
 LONGEST_S: Final = 30
 
 
 class RetryAfter:
-    """What has begun and ended here."""
+    """The requests that run here, and when the last ones ended."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -28,20 +28,20 @@ class RetryAfter:
         self._ends_s: deque[float] = deque(maxlen=MOST_ENDS)
 
     def begun(self, request: Hashable) -> None:
-        """Say that the log has accepted *request*."""
+        """Note that the log has accepted *request*."""
         if not self._running:
             self._busy_since_s = self._clock_s()
             self._ends_s.clear()
         self._running.add(request)
 
     def ended(self, request: Hashable) -> None:
-        """Say that *request*, if it had begun, is over."""
+        """Note that *request*, if it had begun, is over."""
         if request in self._running:
             self._running.remove(request)
             self._ends_s.append(self._clock_s())
 
-    def retry_after_s(self) -> int:
-        """Return when to come again, in whole seconds: 1 to 30, and 1 when nothing runs here."""
+    def estimate_s(self) -> int:
+        """Return when to try again, in whole seconds: 1 to 30, and 1 when nothing runs here."""
         if not self._running:
             return 1
         now_s = self._clock_s()

@@ -1,1 +1,1 @@
-"""What answers which path. A module makes one blueprint; the request's life itself is in `web.live.frontend`."""
+"""HTTP paths, one blueprint per module. A route reads a body, asks `web.live`, and makes a response."""

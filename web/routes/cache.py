@@ -1,4 +1,4 @@
-"""GET and POST /flush_cache, as SGLang has it: every engine forgets the prefixes that no running request uses."""
+"""GET and POST /flush_cache, as in SGLang: every engine forgets the prefixes that no running request uses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = structlog.get_logger()
 
 PATH: Final = "/flush_cache"
 PATIENCE_S = 5.0
-"""How long the engines have: one that is in a step hears of it afterwards."""
+"""How long the engines have: an engine that is in a step reads it afterwards."""
 ASK_AGAIN_S = 1.0
-"""`control`, through which they hear of it, may lose an entry."""
+"""When to write to `control` again, from which they read it: it may lose an entry."""
 POLL_S = 0.02
 
 
@@ -46,7 +46,7 @@ def cache_routes(frontend: Frontend) -> Blueprint:
 
 
 async def _flush(log: AsyncRedisLog, by: str) -> dict[str, object]:
-    """Ask the engines, and wait until all that are ready have done it; return what they did.
+    """Ask the engines to flush, and wait until all that are ready have done it; return what they did.
 
     Raises:
         RequestError: No engine is ready, one of them has not done it in time, or the log cannot be reached.
@@ -81,7 +81,7 @@ async def _ask_and_wait(log: AsyncRedisLog, by: str) -> dict[str, object]:
             )
         if now_s - asked_s > ASK_AGAIN_S:
             asked_s = now_s
-            await log.flush(by)  # a later one counts as well
+            await log.flush(by)  # a later flush counts as well
         await asyncio.sleep(POLL_S)
 
 
@@ -96,6 +96,6 @@ def _has_done(status: Status, flush_id: str) -> bool:
 
 
 def _freed_before(status: Status, before: Mapping[str, Status]) -> int:
-    """Return how many pages an engine had freed before; one that was started since begins at none."""
+    """Return how many pages an engine had freed before; 0 if it was started since."""
     earlier = before.get(status.slot)
     return earlier.flushed_pages if earlier is not None and earlier.owner == status.owner else 0

@@ -1,4 +1,4 @@
-"""GET /openapi.json: what the routes take, by the models that validate it. GET /docs: a page that shows it, offline."""
+"""GET /openapi.json, made from the models that validate requests. GET /docs: a page that shows it, offline."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def docs_routes() -> Blueprint:
     page = files("web").joinpath("static", "docs.html").read_bytes()
 
     @routes.get("/openapi.json")
-    @operation("What this server takes: this document")
+    @operation("The OpenAPI document of this server")
     async def document() -> Response:
         return json_response(openapi(current_app))
 
     @routes.get("/docs")
-    @operation("A page that shows this document and tries its routes", answers=("text/html",))
+    @operation("A page that shows this document and can call its routes", answers=("text/html",))
     async def docs() -> Response:
         return Response(page, content_type="text/html; charset=utf-8")
 

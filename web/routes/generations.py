@@ -14,16 +14,16 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
 from pipeline.log.protocol import Quota
 from pipeline.process.failpoints import failpoint
-from web.live.frontend import Frontend, OpenRequest
-from web.live.idempotency import HEADER, SCHEMA, once_of
+from web.live.frontend import Frontend
+from web.live.open_request import OpenRequest, open_request
 from web.routes.answers import error_response, json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
-from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS, GENERATE_ENDPOINT
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS, GENERATE_ENDPOINT, frames_for
+from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from web.wire.sglang.schemas import SGLangRequest, TextRequest, parse_generate
-from web.wire.streams import frames_for, written
 from web.wire.submit import Defaults, chat_events, completion_events, generate_events
 
 logger = structlog.get_logger()
@@ -32,11 +32,11 @@ BOTH: Final[Mapping[str, Any]] = {
     "answers": (JSON, EVENTS),
     "headers": {HEADER: SCHEMA},
 }
-"""What the document says of routes that answer whole, or as a stream."""
+"""What /openapi.json says of routes that answer with one body, or with a stream."""
 
 
 class Asked(Protocol):
-    """A request as its schema reads it."""
+    """A body, parsed."""
 
     @property
     def model(self) -> str | None: ...
@@ -51,19 +51,19 @@ R_co = TypeVar("R_co", bound=Asked, covariant=True)
 
 
 class Parse(Protocol[R_co]):
-    """Reads a body. Raises RequestError."""
+    """Parses a body. Raises RequestError."""
 
     def __call__(self, body: bytes) -> R_co: ...
 
 
 class ToEvents(Protocol[R_contra]):
-    """Makes what is submitted of a request."""
+    """Turns a request into the events that are submitted."""
 
     def __call__(self, request: R_contra, *, frontend: str, model: str, defaults: Defaults) -> Sequence[Submitted]: ...
 
 
 Respond = Callable[[OpenRequest], Awaitable[Response]]
-"""Waits for what a request comes to, and answers with it."""
+"""Waits for the events of a request, and answers with them."""
 
 
 def generation_routes(frontend: Frontend) -> Blueprint:
@@ -75,12 +75,12 @@ def generation_routes(frontend: Frontend) -> Blueprint:
         return await answer(frontend, CHAT_ENDPOINT, parse_chat, chat_events)
 
     @routes.post(COMPLETIONS_ENDPOINT)
-    @operation("Go on with a text, or several", CompletionRequest, **BOTH)
+    @operation("Continue a text, or several", CompletionRequest, **BOTH)
     async def complete() -> Response:
         return await answer(frontend, COMPLETIONS_ENDPOINT, parse_completion, completion_events)
 
     @routes.post(GENERATE_ENDPOINT)
-    @operation("Go on with a text, in SGLang's form or in Mini-SGLang's", SGLangRequest, TextRequest, **BOTH)
+    @operation("Continue a text, in SGLang's form or in Mini-SGLang's", SGLangRequest, TextRequest, **BOTH)
     async def generate() -> Response:
         return await answer(frontend, GENERATE_ENDPOINT, parse_generate, generate_events)
 
@@ -90,11 +90,11 @@ def generation_routes(frontend: Frontend) -> Blueprint:
 async def answer(
     frontend: Frontend, endpoint: str, parse: Parse[R], to_events: ToEvents[R], respond: Respond | None = None
 ) -> Response:
-    """Answer the current HTTP request, whose body *parse* reads and *to_events* makes requests of; *respond* says how,
-    where that is not as a text that is generated.
+    """Answer the current HTTP request: *parse* reads its body, *to_events* turns that into requests of the log, and
+    *respond* makes the answer, if that is not generated text.
 
     Raises:
-        RequestError: There is something wrong with it, or the log does not take it now.
+        RequestError: The request is wrong, or the log does not take it now.
     """
     quota: Quota | None = g.quota
     body = await request.get_data(False, False, False)
@@ -104,10 +104,10 @@ async def answer(
         frontend.admit()
         model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
         events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
-    except RequestError as error:  # the canonical line of a request that has no history
+    except RequestError as error:  # it has no history, but a log line like any other
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise
-    opened = await frontend.open(events, once=once, quota=quota)
+    opened = await open_request(frontend, events, once=once, quota=quota)
     try:
         response = await (respond or _generated)(opened)
     except Exception:
@@ -124,16 +124,16 @@ async def _generated(opened: OpenRequest) -> Response:
 async def _whole(opened: OpenRequest) -> Response:
     choices, has_begun = choices_for(opened.events), False
     while True:
-        batch = await opened.next()
-        if batch and not has_begun:
+        events = await opened.next()
+        if events and not has_begun:
             failpoint("web.before_first_byte")
             has_begun = True
-        for heard in batch:
-            match heard.event:
+        for event in events:
+            match event.event:
                 case TokensProduced() as tokens:
-                    choices[heard.index].hear(tokens)
+                    choices[event.index].apply(tokens)
                 case Finished() as finished:
-                    choices[heard.index].finished = finished
+                    choices[event.index].finished = finished
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
         if opened.done:
@@ -145,9 +145,9 @@ async def _streamed(opened: OpenRequest) -> Response:
     first = await opened.next()
     if first:
         failpoint("web.before_first_byte")
-    match [one.event for one in first if isinstance(one.event, Failed | Cancelled)]:
+    match [event.event for event in first if isinstance(event.event, Failed | Cancelled)]:
         case [ended, *_] if not isinstance(first[0].event, TokensProduced):
             return error_response(error_of(ended))
     frames = frames_for(opened.uid, opened.events)
     assert frames is not None
-    return stream_response(written(opened, frames, first))
+    return stream_response(opened, frames, first)

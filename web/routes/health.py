@@ -1,5 +1,5 @@
-"""GET /health, /ping, /v1: the process is alive. /ready: a request would be answered; else what is waited for.
-/health_generate: a token goes through every stage now, as SGLang has it. /version.
+"""GET /health, /ping, /v1: the process is alive. /ready: requests are answered, or what is missing. /version.
+/health_generate, as in SGLang: a token goes through every stage now.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def health_routes(frontend: Frontend) -> Blueprint:
     @routes.get("/health")
     @routes.get("/ping")
     @routes.get("/v1")
-    @operation("200 while this process lives")
+    @operation("200 while this process is alive")
     async def health() -> Response:
         return json_response({"status": "ok"})
 
@@ -29,7 +29,7 @@ def health_routes(frontend: Frontend) -> Blueprint:
         return json_response({"version": VERSION})
 
     @routes.get("/ready")
-    @operation("200 once a token went through every stage", not_ready=True)
+    @operation("200 once a token has gone through every stage", not_ready=True)
     async def ready() -> Response:
         waiting_for = frontend.readiness.waiting_for
         status = "draining" if frontend.draining else "loading" if waiting_for else "ready"
@@ -37,7 +37,7 @@ def health_routes(frontend: Frontend) -> Blueprint:
         return json_response(body, 200 if status == "ready" else 503)
 
     @routes.get("/health_generate")
-    @operation("200 when a token goes through every stage now; it takes 6 s at most", not_ready=True)
+    @operation("200 if a token goes through every stage now; takes at most 6 s", not_ready=True)
     async def health_generate() -> Response:
         readiness = frontend.readiness
         if frontend.draining or readiness.missing:

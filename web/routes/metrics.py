@@ -1,4 +1,4 @@
-"""GET /metrics: what every process measures, for Prometheus. Open, as vLLM's is: who scrapes has no key."""
+"""GET /metrics, for Prometheus. It needs no key, as in vLLM: Prometheus has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def metrics_routes(frontend: Frontend) -> Blueprint:
     exposition = Exposition(frontend)
 
     @routes.get("/metrics")
-    @operation("What every process measures, for Prometheus", answers=("text/plain",))
+    @operation("Measures of every process, for Prometheus", answers=("text/plain",))
     async def metrics() -> Response:
         return Response(await exposition.text(), content_type=CONTENT_TYPE)
 

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/<id>: what the engines say they serve."""
+"""GET /v1/models and /v1/models/<id>: the models that the engines serve."""
 
 from __future__ import annotations
 

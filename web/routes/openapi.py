@@ -1,4 +1,4 @@
-"""/openapi.json: the routes that there are, with the models that validate what they take. OpenAPI 3.1."""
+"""/openapi.json: the routes, with the models that validate their requests. OpenAPI 3.1."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ERROR: Final[dict[str, Any]] = {
 
 
 def openapi(app: Quart) -> dict[str, Any]:
-    """Return the document of the routes of *app*; those of which nothing is said are left out."""
+    """Return the document of the routes of *app*; routes without a description are left out."""
     operations: list[tuple[str, str, Operation]] = []
     for rule in app.url_map.iter_rules():
         said = operation_of(app.view_functions[rule.endpoint])
@@ -55,7 +55,7 @@ def openapi(app: Quart) -> dict[str, Any]:
         "info": {
             "title": "MiniSGL",
             "version": VERSION,
-            "description": "An LLM serving engine whose memory is a log; its API is OpenAI's, and more.",
+            "description": "An LLM serving engine whose memory is a log. Its API is OpenAI's, with additions.",
         },
         "paths": paths,
         "components": {
@@ -80,10 +80,10 @@ def _operation(path: str, method: str, said: Operation) -> dict[str, Any]:
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
         "summary": said.summary,
         "parameters": parameters,
-        "responses": {"200": _answer("It was done.", said.answers), "default": _error("It was not.")},
+        "responses": {"200": _answer("Success.", said.answers), "default": _error("An error.")},
     }
     if said.not_ready:
-        found["responses"]["503"] = _answer("Not now; the body says what is missing.", said.answers)
+        found["responses"]["503"] = _answer("Not ready; the body says what is missing.", said.answers)
     if said.bodies:
         references = [{"$ref": REFERENCE.format(model=body.__name__)} for body in said.bodies]
         schema = references[0] if len(references) == 1 else {"anyOf": references}

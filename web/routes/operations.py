@@ -1,4 +1,4 @@
-"""What a route says of itself, beside its code: what /openapi.json is made of."""
+"""The description of a route, beside its code: /openapi.json is made from it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Operation:
 
     summary: str
     bodies: tuple[type[BaseModel], ...] = ()
-    """The models that read the request's body, one of them; none: it has no body."""
+    """The models of the request body: one of them reads it. None: there is no body."""
     answers: tuple[str, ...] = (JSON,)
-    """The content types of an answer that is no error."""
+    """The content types of an answer that is not an error."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """JSON Schemas, with a description, of what may stand in the address behind the question mark."""
+    """Query parameter -> its JSON Schema, with a description."""
     headers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The same of the request headers that change something."""
+    """Request header -> its JSON Schema, with a description."""
     not_ready: bool = False
-    """503 is an answer, not an error: it says how things are."""
+    """503 is an answer, not an error: its body has the status."""
 
 
 def operation(summary: str, *bodies: type[BaseModel], **more: Any) -> Callable[[F], F]:
-    """Say of a view function what it does; it stays what it is. *more* as in Operation."""
+    """Attach a description to a view function, which stays as it is. *more* as in Operation."""
     said = Operation(summary, bodies, **more)
 
     def say(view: F) -> F:
@@ -44,6 +44,6 @@ def operation(summary: str, *bodies: type[BaseModel], **more: Any) -> Callable[[
 
 
 def operation_of(view: Callable[..., Any]) -> Operation | None:
-    """Return what was said of *view*."""
+    """Return the description of *view*; None if it has none."""
     found: Operation | None = getattr(view, _ATTRIBUTE, None)
     return found

@@ -1,7 +1,7 @@
-"""/v1/requests/<uid>: a request that is there, running or finished, whoever sent it and whichever process took it.
+"""/v1/requests/<uid>: any request of the log, running or finished, whichever client sent it to whichever process.
 
-GET tells its story, DELETE cancels it, GET .../events sends what its endpoint sent, from the start or after an event.
-The uid that siblings have in common stands for all of them. POST /abort_request cancels as SGLang has it.
+GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start or after an
+event. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pipeline.events import Cancelled
 from pipeline.views.history import story
 from web.live.frontend import UNREACHABLE, Frontend
 from web.live.lookup import Lookup, cancel, find, living
+from web.live.open_request import read_request
 from web.routes.answers import json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, operation
+from web.wire.endpoints import frames_for
+from web.wire.frames import EventFrames
 from web.wire.sglang.schemas import AbortRequest, parse_abort
-from web.wire.streams import EventFrames, frames_for, written
 from web.wire.uids import drawn_ms, uid_of
 
 logger = structlog.get_logger()
@@ -41,11 +43,11 @@ def request_routes(frontend: Frontend) -> Blueprint:
     async def tell(name: str) -> Response:
         uid = _uid(name)
         with _Unreachable(uid):
-            known = await _find(frontend, uid)
-            histories = await frontend.log.histories(dict.fromkeys(known.uids, ""))
+            found = await _find(frontend, uid)
+            histories = await frontend.log.histories(dict.fromkeys(found.uids, ""))
             stories = [story(each, history) for each, history in histories.items() if history]
-        if known.uids != (uid,):
-            return json_response({"uid": uid, "siblings": known.uids, "requests": stories})
+        if found.uids != (uid,):
+            return json_response({"uid": uid, "siblings": found.uids, "requests": stories})
         if not stories:
             raise _absent(uid, frontend.limits.retention_s)
         return json_response(stories[0])
@@ -55,16 +57,16 @@ def request_routes(frontend: Frontend) -> Blueprint:
     async def cancel(name: str) -> Response:
         uid = _uid(name)
         with _Unreachable(uid):
-            known = await _find(frontend, uid)
-            cancelled = await _cancel(frontend, dict.fromkeys(known.uids, known.submitted.frontend))
+            found = await _find(frontend, uid)
+            cancelled = await _cancel(frontend, dict.fromkeys(found.uids, found.submitted.frontend))
         logger.info("request_cancelled", uid=uid, cancelled=bool(cancelled))
         body: dict[str, object] = {"id": uid, "object": "request", "cancelled": bool(cancelled)}
-        if known.uids != (uid,):
-            body["siblings"] = {each: each in cancelled for each in known.uids}
+        if found.uids != (uid,):
+            body["siblings"] = {each: each in cancelled for each in found.uids}
         return json_response(body)
 
     @routes.post("/abort_request")
-    @operation("Cancel a request, or all of them, as SGLang has it", AbortRequest)
+    @operation("Cancel a request, or all requests, as in SGLang", AbortRequest)
     async def abort() -> Response:
         try:
             asked = parse_abort(await request.get_data(False, False, False))
@@ -79,7 +81,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
 
     @routes.get(f"{PATH}/events")
     @operation(
-        "What a request's client was sent, from the start or after an event",
+        "The stream of a request, from the start or after an event",
         answers=(EVENTS,),
         query={
             "format": {"description": "`events`: every event of the history", "enum": ["events"]},
@@ -93,18 +95,18 @@ def request_routes(frontend: Frontend) -> Blueprint:
         whole = _asks_for_events(request.args.get("format"))
         after, where = _cursor()
         with _Unreachable(uid):
-            known = await frontend.ask(_find(frontend, uid))
-            if known.uids != (uid,):
-                raise _several(known.uids)
+            found = await frontend.ask(_find(frontend, uid))
+            if found.uids != (uid,):
+                raise _several(found.uids)
             if after and not await frontend.ask(frontend.log.entries(uid, (after,))):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
-        submitted = known.submitted
+        submitted = found.submitted
         frames = EventFrames() if whole else frames_for(uid, [submitted])
         if frames is None:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")
-        client = await frontend.read(uid, submitted, whole=whole)
-        response = stream_response(written(client, frames, after=after))
+        client = await read_request(frontend, uid, submitted, whole=whole)
+        response = stream_response(client, frames, after=after)
         response.headers["x-minisgl-uid"] = uid
         return response
 
@@ -112,7 +114,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
 
 
 class _Unreachable:
-    """What fails in it because of the log is told to the client as such."""
+    """Turns errors of the log within it into 503."""
 
     def __init__(self, uid: str) -> None:
         self._uid = uid
@@ -120,13 +122,13 @@ class _Unreachable:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, LogError) and not isinstance(error, UndecodableEvent):  # which would be our bug
+        if isinstance(error, LogError) and not isinstance(error, UndecodableEvent):  # that is our bug
             logger.warning("request_not_read", uid=self._uid, error=str(error))
             raise RequestError(UNREACHABLE, code="overloaded", status=503) from None
 
 
 def _uid(name: str) -> str:
-    """Return the uid in a path. Raises RequestError when it is none."""
+    """Return the uid in a path. Raises RequestError if there is none."""
     uid = uid_of(name)
     if not uid:
         raise _not_found()
@@ -134,11 +136,11 @@ def _uid(name: str) -> str:
 
 
 async def _find(frontend: Frontend, uid: str) -> Lookup:
-    """Return what there is under *uid*. Raises RequestError when there is nothing, and as the log does."""
-    known = await find(frontend.log, uid)
-    if known is None:
+    """Return the requests that *uid* stands for. Raises RequestError if there are none, and as the log does."""
+    found = await find(frontend.log, uid)
+    if found is None:
         raise _absent(uid, frontend.limits.retention_s)
-    return known
+    return found
 
 
 async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]:
@@ -149,7 +151,7 @@ async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]
 
 
 async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]]:
-    """Cancel what is *asked* for; return which requests that ended, which had ended before, and what is none.
+    """Cancel the requests that are *asked* for; return which of them ended now, which before, and which are unknown.
 
     Raises:
         RequestError: The log cannot be reached.
@@ -160,45 +162,46 @@ async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]
             frontends = await living(frontend.log)
         else:
             uid = uid_of(name)
-            known = await find(frontend.log, uid) if uid else None
-            if known is None:
+            found = await find(frontend.log, uid) if uid else None
+            if found is None:
                 return {"aborted": [], "ended": [], "unknown": [name]}
-            frontends = dict.fromkeys(known.uids, known.submitted.frontend)
+            frontends = dict.fromkeys(found.uids, found.submitted.frontend)
         aborted = await _cancel(frontend, frontends)
     return {"aborted": aborted, "ended": sorted(frontends.keys() - set(aborted)), "unknown": []}
 
 
 def _several(uids: Sequence[str]) -> RequestError:
-    """Return the error for who wants the events of several at once, which have no common order."""
-    message = f"These are {len(uids)} requests; ask for the events of each, from {uids[0]} to {uids[-1]}."
+    """Return the error for a client that asks for the events of siblings, which have no common order."""
+    message = f"This uid stands for {len(uids)} requests; ask for the events of each, from {uids[0]} to {uids[-1]}."
     return RequestError(message, code="several_requests")
 
 
 def _absent(uid: str, retention_s: float) -> RequestError:
-    """Return the error for a request that has no history: it has expired, if it was there at all."""
+    """Return the error for a request without a history: it has expired, or never was."""
     age_s = time.time() - drawn_ms(uid) / 1000
-    if age_s < retention_s:  # so young, or of the future, that it cannot have expired
+    if age_s < retention_s:  # too young to have expired, or from the future
         return _not_found()
-    message = f"The log keeps a request for {retention_s:g} s after its end (--retention); that is over."
+    message = f"The request has expired: the log keeps it for {retention_s:g} s after its end (--retention)."
     return RequestError(message, code="request_expired", status=404)
 
 
 def _not_found() -> RequestError:
-    message = "There is no such request; the response header x-minisgl-uid of a request names it."
+    message = "There is no such request. The response header x-minisgl-uid has the uid of a request."
     return RequestError(message, code="request_not_found", status=404)
 
 
 def _asks_for_events(given: str | None) -> bool:
-    """Say whether the raw events are meant, not the frames. Raises RequestError for what is neither."""
+    """Say whether the client wants raw events, not frames. Raises RequestError for anything else."""
     if given not in (None, "events"):
         raise RequestError("format: should be `events`, or left out", param="format", code="invalid_value")
     return given is not None
 
 
 def _cursor() -> tuple[str, str]:
-    """Return the id after which the client wants to go on, or nothing, and where it said so.
+    """Return the id after which the client wants to resume, or "", and the name of the header or parameter.
 
-    A browser that comes again sends the header beside the address that it was given. Raises RequestError for no id.
+    A browser that reconnects sends the header beside the original address, so the header wins. Raises RequestError if
+    it is not an id.
     """
     for where, given in ((LAST_EVENT_ID, request.headers.get(LAST_EVENT_ID)), _asked("starting_after")):
         if given:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: requests like any other, which the tokenizer itself answers."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: requests that the tokenize stage answers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from quart import Blueprint, Response
 
 from pipeline.events import Answered, Cancelled, Failed, Submitted
 from pipeline.process.failpoints import failpoint
-from web.live.frontend import Frontend, OpenRequest
-from web.live.idempotency import HEADER, SCHEMA
+from web.live.frontend import Frontend
+from web.live.open_request import OpenRequest
 from web.routes.answers import error_response, json_response
 from web.routes.generations import Parse, answer
 from web.routes.operations import operation
+from web.wire.idempotency import HEADER, SCHEMA
 from web.wire.openai.errors import error_of
 from web.wire.openai.tokenizer import (
     DESCRIBE_ENDPOINT,
@@ -30,7 +31,7 @@ from web.wire.submit import Defaults
 
 Asked = TokenizeRequest | DetokenizeRequest | DescribeRequest
 V1: Final = "/v1"
-"""SGLang has both of what is posted below it, too."""
+"""SGLang also serves the two POST routes below this path."""
 
 
 def tokenizer_routes(frontend: Frontend) -> Blueprint:
@@ -49,7 +50,7 @@ def tokenizer_routes(frontend: Frontend) -> Blueprint:
         return await answered(DETOKENIZE_ENDPOINT, parse_detokenize)
 
     @routes.get(DESCRIBE_ENDPOINT)
-    @operation("What the tokenizer is: its special tokens, its chat template")
+    @operation("Describe the tokenizer: special tokens, chat template")
     async def describe() -> Response:
         return await answered(DESCRIBE_ENDPOINT, _describe)
 
@@ -69,9 +70,9 @@ def _events(request: Asked, *, frontend: str, model: str, defaults: Defaults) ->
 
 async def _response(opened: OpenRequest, frontend: Frontend) -> Response:
     while True:
-        for heard in await opened.next():
+        for event in await opened.next():
             failpoint("web.before_first_byte")
-            match heard.event:
+            match event.event:
                 case Answered() as answered:
                     return json_response(_body(answered, opened, frontend.readiness.context))
                 case Failed() | Cancelled() as ended:

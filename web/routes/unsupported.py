@@ -1,4 +1,4 @@
-"""What OpenAI's API and its relatives have and this server has not: 501 with a sentence; a 404 would seem a typo."""
+"""Paths of OpenAI's API and its relatives that this server lacks: 501 with a sentence; a 404 would look like a typo."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def unsupported_routes() -> Blueprint:
     async def unsupported(rest: str = "") -> Response:
         response = error_response(
             RequestError(
-                f"This server does not have {request.url_rule.rule.partition('<')[0] if request.url_rule else ''}: it "
-                "answers chats, see /v1/chat/completions and /v1/models.",
+                f"This server does not have {request.url_rule.rule.partition('<')[0] if request.url_rule else ''}; "
+                "see /v1/chat/completions and /v1/models.",
                 code="not_implemented",
                 status=501,
             )
         )
-        response.headers["x-should-retry"] = "false"  # OpenAI's libraries would ask twice more
+        response.headers["x-should-retry"] = "false"  # else OpenAI's libraries try twice more
         return response
 
     for path in PATHS:

@@ -1,1 +1,1 @@
-"""Between the bodies of HTTP and the events of the log: pure functions, one package per protocol."""
+"""Pure functions between the bodies of HTTP and the events of the log, one package per protocol."""

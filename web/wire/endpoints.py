@@ -1,5 +1,6 @@
-"""What the endpoints that generate have in common with each other, and what sets them apart: how a body is read and how
-an answer is put. The requests of the log remember the path; who opens one later looks up here how to tell it.
+"""How each endpoint that generates answers: as one body, or as the frames of a stream.
+
+A request of the log keeps its path, so a client that opens it later gets the same frames.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ GENERATE_ENDPOINT: Final = "/generate"
 
 
 class Endpoint(Protocol):
-    """How the requests of one path are answered."""
+    """One path."""
 
     def frames(self, uid: str, events: Sequence[Submitted]) -> Frames:
-        """Return the fold that makes the frames of a stream."""
+        """Return the fold that makes the frames of a stream; *uid* is that of siblings, or of the one request."""
         ...
 
     def body(self, uid: str, events: Sequence[Submitted], choices: Sequence[Choice]) -> bytes:
@@ -47,7 +48,7 @@ class OpenAIEndpoint:
 
 
 class GenerateEndpoint:
-    """/generate, in SGLang's form, which always has all text so far, and in Mini-SGLang's, which is always streamed."""
+    """/generate: in SGLang's form each frame has all text so far; Mini-SGLang's form is always a stream."""
 
     def frames(self, uid: str, events: Sequence[Submitted]) -> Frames:
         """As Endpoint.frames."""
@@ -64,3 +65,9 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     COMPLETIONS_ENDPOINT: OpenAIEndpoint(COMPLETION),
     GENERATE_ENDPOINT: GenerateEndpoint(),
 }
+
+
+def frames_for(uid: str, events: Sequence[Submitted]) -> Frames | None:
+    """Return the frames that the endpoint of a request, or of its siblings, sends; None if it sends none."""
+    endpoint = ENDPOINTS.get(events[0].endpoint)
+    return None if endpoint is None else endpoint.frames(uid, events)

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes. Knows the format, not what is in it."""
+"""Server-sent events as bytes. Knows the format, not the content."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Final
 
 CONTENT_TYPE: Final = "text/event-stream; charset=utf-8"
 WAITING: Final = b": waiting\n\n"
-"""A comment: keeps proxies and clients patient, and every client library skips it."""
+"""A comment: keeps the connection open, and every client library skips it."""
 DONE: Final = b"data: [DONE]\n\n"
 
 BLANK: Final = b"\n"
-"""The same for clients that take every line that is not blank for data."""
+"""The same for clients that take every line for data unless it is blank."""
 
 _BREAK: Final = re.compile("\r\n|\r|\n")
 _LINE_BREAKS: Final = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
-"""JSON leaves these raw, but `iter_lines` of httpx and requests splits on them and so breaks the frame in two. UTF-8
-synchronises itself, so the bytes match whole characters only; outside of strings JSON has none of them."""
+"""JSON leaves these characters raw, but `iter_lines` of httpx and requests splits on them and breaks the frame in two.
+The bytes match whole characters only, since UTF-8 is self-synchronising; JSON has none of them outside of strings."""
 
 
 def text_frames(text: str, event_id: str = "") -> bytes:
     """Return the frames of plain text, a line of data for each of its lines; the last one has the id.
 
-    A reader joins lines with a newline, so every line break arrives as one. A text that could be taken for the end of
-    the stream comes in two.
+    A reader joins lines with a newline, so every line break arrives as a newline. A text that looks like the end of the
+    stream is sent in two frames.
     """
     if text == "[DONE]":
         return text_frames(text[:-1]) + text_frames(text[-1], event_id)
@@ -32,7 +32,7 @@ def text_frames(text: str, event_id: str = "") -> bytes:
 
 
 def frame(data: bytes, event_id: str = "", *, kind: str = "") -> bytes:
-    """Return the frame of one JSON document; *event_id* is where a client can go on from, *kind* the event's name."""
+    """Return the frame of one JSON document; a client can resume after *event_id*; *kind* is the event's name."""
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)

@@ -1,4 +1,4 @@
-"""From a request to the `Submitted` events that say all of it: the seed is drawn here, so that a replay repeats it."""
+"""Turns a request into `Submitted` events, which hold all of it: the seed too, so that a replay repeats it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRe
 from web.wire.sglang.schemas import SGLangRequest, TextRequest
 
 Defaults = Mapping[str, int | float]
-"""What a model recommends of sampling, by the names of SamplingParams."""
+"""The sampling parameters that a model recommends, by the names of SamplingParams."""
 
 
 def chat_events(request: ChatRequest, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
-    """Return the events of *request*, one for each choice, which *frontend* listens for; *model* is the served name,
-    *defaults* what that one recommends of sampling.
+    """Return the events of *request*, one for each choice. *frontend* listens for the answers; *model* is the served
+    name, *defaults* are the sampling parameters that it recommends.
     """
     common = {
         "messages": plain_messages(request.messages or ()),
@@ -37,7 +37,7 @@ def chat_events(request: ChatRequest, *, frontend: str, model: str, defaults: De
 
 
 def completion_events(request: CompletionRequest, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
-    """Return the events of *request*, one for each choice of each prompt: those of the first prompt come first."""
+    """Return the events of *request*, one for each choice of each prompt; those of the first prompt come first."""
     sampling = _sampling(request, defaults)
     prompt_only = request.longest == 0
     if prompt_only:
@@ -52,7 +52,7 @@ def completion_events(request: CompletionRequest, *, frontend: str, model: str, 
 def generate_events(
     request: TextRequest | SGLangRequest, *, frontend: str, model: str, defaults: Defaults
 ) -> list[Submitted]:
-    """Return the events of *request*, in SGLang's form as `completion_events`; in Mini-SGLang's there is one."""
+    """Return the events of *request*: for SGLang's form as `completion_events`, for Mini-SGLang's form one."""
     said: dict[str, Any] = {"endpoint": GENERATE_ENDPOINT, "frontend": frontend, "model": model}
     if isinstance(request, TextRequest):
         greedy = SamplingParams(temperature=0, max_tokens=request.longest, ignore_eos=bool(request.ignore_eos))
@@ -72,7 +72,7 @@ def generate_events(
 
 
 def seed_of(seed: int, choice: int) -> int:
-    """Return the seed of a choice: of the first the client's own, of the others one that follows from it."""
+    """Return the seed of a choice: the client's own for the first, one derived from it for the others."""
     if choice == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, choice), digest_size=8).digest(), "big", signed=True)
@@ -124,7 +124,7 @@ def _presentation(request: GenerationRequest) -> Presentation:
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
-    """Return what is *given*; where that is None, or no such name, the default, if there is one."""
+    """Return *given*, with a default, if there is one, for each name that is absent or None."""
     return {**defaults, **{name: value for name, value in given.items() if value is not None}}
 
 

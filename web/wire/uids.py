@@ -1,4 +1,4 @@
-"""The names by which clients know requests. A uid begins with the moment at which it was drawn (UUID version 7)."""
+"""The names by which clients know requests. A uid begins with the time at which it was made (UUID version 7)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ PREFIXES: Final = ("chatcmpl-", "cmpl-")
 """What an endpoint puts before the uid to make the id in its answers."""
 
 _UID: Final = re.compile(r"[0-9a-f]{12}7[0-9a-f]{3}[89ab][0-9a-f]{15}(\.[0-9]{1,4})?")
-"""With a point and a number it is one of several that were submitted together."""
+"""With a point and a number it is one of several siblings."""
 
 
 def uid_of(name: str) -> str:
-    """Return the uid that *name*, a uid or the id in an answer, stands for; empty when it is no such thing."""
+    """Return the uid in *name*, which is a uid or the id of an answer; empty if it is neither."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name if _UID.fullmatch(name) else ""
 
 
 def drawn_ms(uid: str) -> int:
-    """Return when *uid* was drawn, in milliseconds since 1970: what an answer says as `created`."""
+    """Return when *uid* was made, in milliseconds since 1970: the `created` of an answer."""
     return int(uid[:12], 16)
 
 
 def family_of(uid: str) -> str:
-    """Return what the uids of siblings have in common; of a single request its own."""
+    """Return the uid that siblings share; for a single request, its own."""
     return uid.partition(".")[0]
 
 

@@ -19,7 +19,7 @@ from ops.bench.gpu import document, install, show
 from ops.bench.gpu.document import Document, Phase
 from ops.bench.gpu.phase import Scale
 from ops.bench.gpu.runner import Planned, interruptible, run_all
-from pipeline.config import flag, parse_flags, seconds
+from pipeline.flags import flag, parse_flags, seconds
 
 ABOUT: Final = """\
 Tells what this code does on a GPU: what the machine has and can do, whether CUDA computes what a CPU computes, how fast

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from openai_stand_in import OpenAIStandIn, listening, whole
 from servers import ROOT, eventually
 from tokenizers import Tokenizer
 
+import minisgl
 from ops.bench import compare, peers, processes
 from ops.bench.compare import CompareConfig, Task
 from ops.bench.datasets import Span
@@ -146,6 +149,21 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
     assert processes.tree_cpu_s(process.pid) == 0.0  # it has ended
 
 
+def test_an_interrupt_while_a_process_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            begun.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt), processes.started([sys.executable, "-c", "input()"], None):
+        pytest.fail("the block ran")
+    assert begun[0].returncode is not None
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -156,11 +174,13 @@ def test_the_processor_time_of_a_process_holds_that_of_its_children() -> None:
         (("--output", "absent/x.json"), "--output absent/x.json: not a file in a folder that exists"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    command = [*COMPARE, *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("minisgl: ") and says in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_work_is_said_in_one_line(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert minisgl.main(["bench", "compare", *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minisgl: ")
+    assert says in printed.err and printed.err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from redis_servers import Servers, command
 from servers import run_command
 
+import minisgl
 from ops.bench.pipeline import median_of, way_figures, web_figures
 from ops.bench.pipeline_clients import Order, Unanswered, carry_out
 from ops.bench.pipeline_commits import COMMITS, STEPS_OF_A_LIFE, Lives
@@ -197,13 +198,14 @@ def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers
         assert words in printed
 
 
-@pytest.mark.slow
-def test_what_cannot_work_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for flags, words in (
         (["--redis-url", f"unix://{tmp_path}/nothing.sock"], "cannot be reached"),
         (["--output", str(tmp_path / "nowhere" / "figures.json")], "make the folder"),
         (["--rows", "0"], "at least 1"),
     ):
-        code, printed = bench(tmp_path, *flags)
-        assert code == 2 and words in printed, printed
-        assert len(printed.strip().splitlines()) == 1
+        assert minisgl.main(["bench", "pipeline", *flags]) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""

@@ -133,6 +133,7 @@ def test_the_rate_rises_stays_and_falls_to_nothing_and_once_more_for_the_last_ph
     assert [PLAN.phase_at(step) for step in (0, 29, 30, 59, 60, 69)] == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.night
 def test_the_command_writes_a_checkpoint_that_can_be_served_and_says_how_it_came_to_be(tmp_path: Path) -> None:
     main(["--out", str(tmp_path), "--steps", "2"])
     spec = check_folder(tmp_path / "checkpoint")

@@ -25,7 +25,7 @@ RIGHTS: Mapping[str, frozenset[str]] = {
 }
 ROLES = tuple(role for role in RIGHTS if role != "default")
 PASSWORD = "a secret"
-COMMITS = ROOT / "pipeline" / "commits"
+COMMITS = ROOT / "pipeline" / "log" / "commits"
 NAMES = Names()
 
 SLOT = ("acquire", "announce", "renew", "release")

@@ -1,8 +1,9 @@
-"""The commits of the log through random stories of many workers, beside a model that knows what each must do.
+"""The commits of the log through random stories of many workers, beside a log in memory that says what each must do.
 
 Workers read, commit, crash, lose their slots and go on as if they had not; answers are lost and commits said again.
-After every commit all that the log holds is compared with the model, and each history must be a true one by itself. In
-the end healthy workers finish what was accepted. Hypothesis makes up the stories and shortens those that fail.
+After every commit all that Redis holds is compared with the log in memory, and each history must be a true one by
+itself. In the end healthy workers finish what was accepted. Hypothesis makes up the stories and shortens those that
+fail.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
 
 import pytest
-from commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, Ground, MemoryGround, RedisGround
-from commit_model import CommitModel, State, certified_token, history_problems, who_lives, without_clock
+from certified_histories import certified_token, history_problems
+from commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, Ground, RedisGround
+from commit_oracle import CommitOracle, State, who_lives, without_clock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -93,9 +95,6 @@ SHORT_LIVED: Final = (
     "operations.workers.STATUS_TTL_MS",
     "operations.frontends.REPLIES_TTL_MS",
     "operations.requests.READER_TTL_MS",
-    "memory.STATUS_TTL_MS",
-    "memory.REPLIES_TTL_MS",
-    "memory.READER_TTL_MS",
 )
 """Times to live that nobody sets; on a busy machine a story may outlast them."""
 NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("15", "200")))
@@ -116,7 +115,6 @@ class Loss:
     to_worker: bool
 
 
-Log: TypeAlias = StreamLog | CommitModel
 WHICH = st.integers(0, 99)
 SOME = st.integers(0, 255)
 """A subset, by its bits."""
@@ -222,7 +220,7 @@ class Story(RuleBasedStateMachine):
         super().__init__()
         ground.begin()
         self.ground = ground
-        self.model = CommitModel(NAMES, LIMITS)
+        self.oracle = CommitOracle(NAMES, LIMITS)
         self.tokenizers: list[Tokenizer] = []
         self.engines: list[Engine] = []
         self.detokenizers: list[Detokenizer] = []
@@ -287,14 +285,14 @@ class Story(RuleBasedStateMachine):
         """New ones, alone or with siblings; one is sent again; some are under an idempotency key, whose holder one may
         not want any more."""
         self.twice = twice
-        holder = self.model.holder_of(key)
-        instead_of = holder if insists and holder not in map(base_uid, self.model.live()) else ""
+        holder = self.oracle.holder_of(key)
+        instead_of = holder if insists and holder not in map(base_uid, set(self.oracle.log.living())) else ""
         once = Once(key, f"body {which % 5 == 0}", instead_of) if key else None
         quota = Quota("q", concurrent_requests=3) if limited else None
         for _ in range(copies):
             self.submit(f"r{len(self.clients)}", frontend, once, quota, siblings)
         known = self.siblings_of(pick(list(self.clients), which)) if self.clients else []
-        if any(self.model.has_history(uid) for uid in known):
+        if any(self.oracle.has_history(uid) for uid in known):
             self.submit(base_uid(known[0]), self.frontends[known[0]], siblings=len(known))
 
     @precondition(lambda self: self.tokenizers)
@@ -500,9 +498,9 @@ class Story(RuleBasedStateMachine):
     def claim(self, worker: Tokenizer, count: int) -> list[Entry]:
         """Claim what the dead had read. Who is fenced gets nothing, and may hear why only if there is something."""
 
-        def claimed(log: Log) -> list[Entry]:
+        def claimed(log: StreamLog) -> list[Entry]:
             entries = log.claim(SUBMITTED, worker.owner, count)
-            if not entries and not self.model.owns(worker.owner):
+            if not entries and not self.oracle.owns(worker.owner):
                 raise Fenced
             return entries
 
@@ -763,11 +761,11 @@ class Story(RuleBasedStateMachine):
         if NAMES.replies(frontend) not in self.seen.streams:
             self.make_deaf(frontend)
 
-        def opened(log: Log) -> None:
+        def opened(log: StreamLog) -> None:
             log.open_replies(frontend)
 
         self.say(opened)
-        self.say_once(lambda log: log.open_replies(frontend))  # now the model knows the id, too
+        self.say_once(lambda log: log.open_replies(frontend))  # now the oracle knows the id, too
 
     def expire_replies(self, frontend: str) -> None:
         self.make_deaf(frontend)
@@ -800,10 +798,10 @@ class Story(RuleBasedStateMachine):
             return "" if written.tokens == event.tokens else f"{uid} hears other tokens at {entry_id}: {event}"
         return "" if written is not None and written.kind == event.kind else f"{uid} hears {event}, not {written}"
 
-    # the log, the model, and what must be true
+    # the log, the oracle, and what must be true
 
-    def say(self, call: Callable[[Log], T]) -> T:
-        """Let the log do a commit that is safe to do twice, and the model; return what both say."""
+    def say(self, call: Callable[[StreamLog], T]) -> T:
+        """Let the log do a commit that is safe to do twice, and the oracle; return what both say."""
         said = self.say_once(call)
         if self.twice:
             before = self.seen
@@ -813,7 +811,7 @@ class Story(RuleBasedStateMachine):
                 self.fail(f"the second time changed {differences(self.seen, before)}")
         return said
 
-    def say_once(self, call: Callable[[Log], T]) -> T:
+    def say_once(self, call: Callable[[StreamLog], T]) -> T:
         """As say, for what gives entries away or is meant to be different each time; a client does not repeat it."""
         try:
             return self.ask(call)
@@ -821,9 +819,9 @@ class Story(RuleBasedStateMachine):
             if not self.failed:
                 self.compare()
 
-    def ask(self, call: Callable[[Log], T]) -> T:
+    def ask(self, call: Callable[[StreamLog], T]) -> T:
         """As say, for what changes nothing."""
-        said, expected = _outcome(call, self.ground.log), _outcome(call, self.model)
+        said, expected = _outcome(call, self.ground.log), _outcome(call, self.oracle.log)
         if said != expected:
             self.fail(f"the log says {said}, expected {expected}")
         if not isinstance(said, Answer):
@@ -832,16 +830,16 @@ class Story(RuleBasedStateMachine):
 
     def lose(self, key: str) -> None:
         self.ground.expire(key)
-        self.model.expire(key)
+        self.oracle.expire(key)
         self.compare()
 
     def trim(self, key: str, keep: int) -> None:
         self.ground.trim(key, keep)
-        self.model.trim(key, keep)
+        self.oracle.trim(key, keep)
         self.compare()
 
     def flush(self) -> None:
-        def ask(log: Log) -> None:
+        def ask(log: StreamLog) -> None:
             log.flush("web-0")
 
         self.say_once(ask)
@@ -853,7 +851,7 @@ class Story(RuleBasedStateMachine):
             self.ask(lambda log: [log.num_pending(TOKENIZED, slot_name(GENERATE, index)) for index in range(NUM_SLOTS)])
 
     def without_clock(self, state: State) -> State:
-        """Return what a model can know of a state, too."""
+        """Return what the oracle can know of a state, too."""
         for key, entries in state.streams.items():
             if key not in self.known or self.known[key][0] is not entries:
                 self.known[key] = (entries, [without_clock(entry) for entry in entries])
@@ -861,10 +859,10 @@ class Story(RuleBasedStateMachine):
         return State(streams, state.pending, who_lives(state.sets, NAMES), state.strings)
 
     def compare(self) -> None:
-        """See that the log holds what the model does, and that every history and every client's story is true."""
+        """See that the log holds what the oracle does, and that every history and every client's story is true."""
         self.seen = self.ground.observe()
-        self.model.learn_ids(self.seen.streams)
-        seen, expected = self.without_clock(self.seen), self.model.state()
+        self.oracle.learn_ids(self.seen.streams)
+        seen, expected = self.without_clock(self.seen), self.oracle.state()
         if seen != expected:
             self.fail(f"the log holds {differences(seen, expected)}")
         for uid in self.clients:
@@ -914,7 +912,7 @@ class Story(RuleBasedStateMachine):
 
     def haunt(self) -> None:
         """Let every worker that has lost its slot do what would be next for it, too."""
-        for zombie in [worker for worker in self.everybody() if not self.model.owns(worker.owner)]:
+        for zombie in [worker for worker in self.everybody() if not self.oracle.owns(worker.owner)]:
             self.fate_of(zombie, "renew")
             for number in range(3):
                 with contextlib.suppress(Fenced):
@@ -928,7 +926,7 @@ class Story(RuleBasedStateMachine):
 
     def healthy(self, workers: Sequence[W]) -> Iterator[W]:
         for worker in workers:
-            if self.model.owns(worker.owner):  # still, when it is its turn
+            if self.oracle.owns(worker.owner):  # still, when it is its turn
                 yield worker
 
     def finish(self) -> None:
@@ -947,7 +945,7 @@ class Story(RuleBasedStateMachine):
             if not any(self.seen.streams.get(stream) for stream in streams):
                 break
             self.work(ends=255)
-        for uid in self.expired & self.model.live():  # as the janitor does
+        for uid in self.expired & set(self.oracle.log.living()):  # as the janitor does
             self.end(uid, "failed")
         left = {stream: entries for stream in streams if (entries := self.seen.streams.get(stream))}
         if left or any(self.seen.pending.values()) or NAMES.live in self.seen.sets:
@@ -959,7 +957,7 @@ class Story(RuleBasedStateMachine):
         self.nobody_ends_again()
 
     def nobody_ends_again(self) -> None:
-        def end_all(log: Log) -> list[bool]:
+        def end_all(log: StreamLog) -> list[bool]:
             event = Cancelled(by="client")
             return [log.end(uid, event, frontend="web-0") for uid in self.clients]
 
@@ -989,7 +987,7 @@ class Answer(Generic[T]):
     value: T
 
 
-def _outcome(call: Callable[[Log], T], log: Log) -> Answer[T] | type[LogError]:
+def _outcome(call: Callable[[StreamLog], T], log: StreamLog) -> Answer[T] | type[LogError]:
     """Return what *log* answers, without what a clock makes, or the exception that it raises."""
     try:
         return Answer(_plain(call(log)))
@@ -1004,7 +1002,7 @@ def _plain(value: Any) -> Any:
 
 
 def differences(seen: State, expected: State) -> dict[str, tuple[object, object]]:
-    """Return key -> what the log holds and what the model does, where that differs."""
+    """Return key -> what the log holds and what the oracle does, where that differs."""
     found: dict[str, tuple[object, object]] = {}
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [
         (seen.streams, expected.streams),
@@ -1039,13 +1037,9 @@ def nothing_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"pipeline.log.{name}", LONG_MS)
 
 
-@pytest.fixture(params=["memory", *PLACES])
-def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
-    if request.param == "memory":
-        yield MemoryGround()
-        return
-    servers: Servers = request.getfixturevalue("redis_servers")
-    on_server = RedisGround(servers.url(request.param))
+@pytest.fixture(params=PLACES)
+def ground(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Ground]:
+    on_server = RedisGround(redis_servers.url(request.param))
     yield on_server
     on_server.close()
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import pytest
 import trustme
 from redis_servers import RunningServer, Servers, command, running_server, until, watched
+from selection import rest_at_night
 from servers import free_port
 
 from pipeline.errors import ConfigError, LogUnavailable
@@ -199,7 +200,7 @@ def test_who_is_not_let_in_is_told_how(redis_servers: Servers, tmp_path: Path, u
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["embedded", "oldest"])
+@pytest.mark.parametrize("place", rest_at_night(["embedded", "oldest"]))
 def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Servers, place: str, tmp_path: Path) -> None:
     inbox = Inbox.submitted(NAMES)
     with watched(redis_servers.binary(place), tmp_path) as group, closing(RedisLog(group.url, NAMES)) as log:

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from redis_servers import LossyProxy, command
+from redis_servers import command
 
 from pipeline.errors import LogError, LogUnavailable
 from pipeline.events import Cancelled, Failed, SamplingParams, StepCompleted, Submitted, Tokenized
-from pipeline.log.operation import script_text
 from pipeline.log.operations.requests import HISTORY_ENTRIES
 from pipeline.log.operations.workers import SLOTS_PER_LOOK
 from pipeline.log.protocol import DeadLetter, Depth, Inbox, Occupancy, Once, RequestLimits, Submission, SubmitResult
@@ -96,19 +95,6 @@ def test_at_maxmemory_clients_come_back_and_leave(log: RedisLog) -> None:
     assert not log.abandon("a", CANCELLED, once=ONCE, frontend="web-0")
     log.stop_reading("a", "web-1")
     assert log.abandon("a", CANCELLED, once=ONCE, attached=True, frontend="web-0")
-
-
-def test_a_submit_whose_reply_was_lost_is_not_attached_to_itself(log: RedisLog, tmp_path: Path) -> None:
-    command(log.url, "SCRIPT", "LOAD", script_text("submit"))
-    proxy = LossyProxy(log.url, tmp_path)
-    shaky = RedisLog(proxy.url, NAMES, LIMITS)
-    try:
-        proxy.lose_a_reply()
-        assert shaky.submit("a", [EVENT], ONCE) == SubmitResult(Submission.DUPLICATE, "a")
-        assert proxy.lost
-    finally:
-        shaky.close()
-        proxy.close()
 
 
 def test_a_frontend_submits_once_and_abandons_as_the_stages_do(log: RedisLog) -> None:

@@ -6,14 +6,11 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from redis_servers import LossyProxy, command
+from redis_servers import command
 
-from pipeline.errors import LogFull
 from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log.operation import script_text
 from pipeline.log.operations import requests
 from pipeline.log.protocol import Inbox, Once, Quota, RequestLimits, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
@@ -56,11 +53,6 @@ def counts(log: RedisLog, key: str = "key") -> dict[str, int]:
     found = [each.decode() for each in command(log.url, "KEYS", "*:limit:*")]
     assert all(f":limit:{key}:" in each for each in found)
     return {each: int(command(log.url, "GET", each)) for each in found}
-
-
-def snapshot(log: RedisLog) -> dict[bytes, bytes]:
-    """Return all that the server holds."""
-    return {key: command(log.url, "DUMP", key) for key in command(log.url, "KEYS", "*")}
 
 
 def test_what_is_counted_has_a_time_to_live(log: RedisLog) -> None:
@@ -119,32 +111,6 @@ def test_a_clock_that_is_wrong_counts_in_the_minute_of_redis_all_the_same(
     assert set(counted) <= {NAMES.limit("key", minute) for minute in range(before, minute_of(log) + 1)}
 
 
-def test_a_submit_whose_reply_was_lost_counts_once(log: RedisLog, tmp_path: Path) -> None:
-    quota = Quota("key", requests_per_minute=10, concurrent_requests=10)
-    command(log.url, "SCRIPT", "LOAD", script_text("submit"))
-    with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES, LIMITS)) as shaky:
-        proxy.lose_a_reply()
-        assert submit(shaky, "a", quota) == SubmitResult(Submission.DUPLICATE, "a")
-        assert proxy.lost
-    assert list(counts(log).values()) == [1]
-    assert command(log.url, "SCARD", NAMES.running("key")) == 1
-
-
-def test_at_maxmemory_a_submit_under_a_quota_is_refused_and_changes_nothing(log: RedisLog) -> None:
-    quota = Quota("key", requests_per_minute=10, concurrent_requests=2)
-    for uid in ("a", "b"):
-        submit(log, uid, quota)
-        end(log, uid)  # so that the next one finds two whose places it may have
-    before = snapshot(log)
-    command(log.url, "SCRIPT", "FLUSH")
-    command(log.url, "CONFIG", "SET", "maxmemory", 1)
-    with pytest.raises(LogFull):
-        submit(log, "c", quota, Once("k", "body"))
-    assert snapshot(log) == before
-    command(log.url, "CONFIG", "SET", "maxmemory", 0)
-    assert submit(log, "c", quota).submission is ACCEPTED
-
-
 def test_places_of_requests_that_have_ended_are_cleared_once_they_are_needed(log: RedisLog) -> None:
     quota = Quota("key", concurrent_requests=3)
     for uid in ("a", "b", "c"):
@@ -153,22 +119,3 @@ def test_places_of_requests_that_have_ended_are_cleared_once_they_are_needed(log
     end(log, "c")
     submit(log, "d", quota)
     assert sorted(command(log.url, "SMEMBERS", NAMES.running("key"))) == [b"b", b"d"]
-
-
-def test_who_is_refused_changes_nothing(log: RedisLog) -> None:
-    submit(log, "a", Quota("key", concurrent_requests=9))
-    minute = minute_of(log)
-    for this in (minute, minute + 1):
-        command(log.url, "SET", NAMES.limit("key", this), 10)
-    before = snapshot(log)
-    assert submit(log, "b", Quota("key", requests_per_minute=10), Once("k", "body")).submission is TOO_FAST
-    assert submit(log, "b", Quota("key", concurrent_requests=1), Once("k", "body")).submission is TOO_MANY
-    assert snapshot(log) == before
-
-
-def test_many_that_have_ended_are_in_nobodys_way(log: RedisLog) -> None:
-    fill_up = "for i = 1, 20000 do redis.call('SADD', KEYS[1], 'r' .. i) end"
-    command(log.url, "EVAL", fill_up, 1, NAMES.running("key"))
-    outcomes = [submit(log, uid, Quota("key", concurrent_requests=2)).submission for uid in ("a", "b", "c")]
-    assert outcomes == [ACCEPTED, ACCEPTED, TOO_MANY]
-    assert sorted(command(log.url, "SMEMBERS", NAMES.running("key"))) == [b"a", b"b"]

@@ -15,6 +15,7 @@ import pytest
 from redis_servers import until
 
 import minisgl
+from ops.serve.processes import worker_environment
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.process import failpoints
 from pipeline.process.failpoints import FOLDER_VARIABLE, LOSES_A_REPLY, POINTS, VARIABLE, arm, failpoint
@@ -167,10 +168,10 @@ def test_importing_the_module_arms_nothing(tmp_path: Path) -> None:
 
 def test_workers_get_both_variables_and_no_other_of_ours() -> None:
     given = {**asked(Path("/x"), "a=b"), "MINISGL_PORT": "1", "HOME": "/home"}
-    child = minisgl._child_environment(given, "unix://s")
+    child = worker_environment(given, "unix://s")
     assert child.pop("MALLOC_ARENA_MAX") == "1"
     assert child == {**asked(Path("/x"), "a=b"), "HOME": "/home", "MINISGL_REDIS_URL": "unix://s"}
-    assert minisgl._child_environment({"MALLOC_ARENA_MAX": "4"}, "unix://s")["MALLOC_ARENA_MAX"] == "4"
+    assert worker_environment({"MALLOC_ARENA_MAX": "4"}, "unix://s")["MALLOC_ARENA_MAX"] == "4"
 
 
 def test_a_worker_ends_with_the_code_for_configuration_when_a_point_is_unknown(tmp_path: Path) -> None:

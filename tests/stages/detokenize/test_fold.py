@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from histories import moments_of
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
@@ -73,7 +74,7 @@ def texts(produced: Sequence[Produced]) -> list[str]:
 
 def make_fold(uid: str = "a", **sampling: Any) -> DetokenizeFold:
     fold = DetokenizeFold(DECODER)
-    fold.learn(uid, history(**sampling))
+    fold.learn(uid, moments_of(history(**sampling)))
     return fold
 
 
@@ -81,7 +82,7 @@ def test_a_request_seen_first_is_asked_for_once() -> None:
     fold = DetokenizeFold(DECODER)
     step = completed(admitted("a"), token_row("a", 1, "x"), token_row("b", 1, "y"))
     assert fold.unknown(step) == ["a", "b"]
-    fold.learn("a", history())
+    fold.learn("a", moments_of(history()))
     assert fold.unknown(step) == ["b"]
 
 
@@ -173,7 +174,7 @@ def test_a_hole_is_filled_from_the_history() -> None:
     fold = make_fold()
     step = completed(token_row("a", 3, "z"))
     assert fold.unknown(step) == ["a"]
-    fold.learn("a", history(ord("x"), ord("y")))
+    fold.learn("a", moments_of(history(ord("x"), ord("y"))))
     assert fold.unknown(step) == []
     assert [item.entry_id for item in fold.apply(step, "1-3")] == ["3-0"]
 
@@ -199,14 +200,14 @@ def test_a_hole_that_the_history_has_too_ends_the_request(row: StepRow, words: s
     fold = make_fold()
     step = completed(row)
     assert fold.unknown(step) == ["a"]
-    fold.learn("a", history(ord("x")))
+    fold.learn("a", moments_of(history(ord("x"))))
     produced = fold.apply(step, "1-3")
     assert words in the_loss(produced) and produced[0].n == 1
 
 
 def test_after_a_hole_nothing_is_said_or_asked_until_the_engine_lets_go() -> None:
     fold = DetokenizeFold(DECODER)
-    fold.learn("a", history())
+    fold.learn("a", moments_of(history()))
     fold.apply(completed(token_row("a", 3, "z")), "1-3")
     late = completed(token_row("a", 4, "z"))
     assert fold.unknown(late) == [] and fold.apply(late, "1-4") == []
@@ -219,7 +220,7 @@ def test_a_hole_inside_a_history_ends_the_request_whichever_token_comes(n: int) 
     """An engine that took it over counts the tokens that are left, so what it computes is in the wrong place."""
     fold = DetokenizeFold(DECODER)
     whole = history(*b"vwxy")
-    fold.learn("a", [pair for pair in whole if pair[0] not in (tokens_id(1), tokens_id(3))])
+    fold.learn("a", moments_of([pair for pair in whole if pair[0] not in (tokens_id(1), tokens_id(3))]))
     step = completed(token_row("a", n, "z", end="length"))
     assert fold.unknown(step) == []
     produced = fold.apply(step, "1-5")
@@ -229,12 +230,12 @@ def test_a_hole_inside_a_history_ends_the_request_whichever_token_comes(n: int) 
 
 def test_a_history_that_names_no_prompt_is_no_history() -> None:
     with pytest.raises(UndecodableEvent, match="no prompt"):
-        DetokenizeFold(DECODER).learn("a", history(ord("x"))[2:])
+        DetokenizeFold(DECODER).learn("a", moments_of(history(ord("x"))[2:]))
 
 
 def test_a_successor_goes_on_with_what_was_held_back() -> None:
     fold = DetokenizeFold(DECODER)
-    fold.learn("a", history(ord("w"), ord("x"), stop=["xy"]))
+    fold.learn("a", moments_of(history(ord("w"), ord("x"), stop=["xy"])))
     tokens, end = fold.apply(completed(token_row("a", 3, "y")), "1-3")
     assert isinstance(tokens.event, TokensProduced) and tokens.event.text == ""
     assert isinstance(end.event, Finished) and end.event.reason == "stop"
@@ -242,7 +243,7 @@ def test_a_successor_goes_on_with_what_was_held_back() -> None:
 
 def test_a_request_that_was_cancelled_gets_no_more_events() -> None:
     fold = DetokenizeFold(DECODER)
-    fold.learn("a", [*history(ord("x")), (SEAL, Cancelled(n=1, by="client"))])
+    fold.learn("a", moments_of([*history(ord("x")), (SEAL, Cancelled(n=1, by="client"))]))
     assert fold.apply(completed(token_row("a", 2, "y")), "1-2") == []
 
 
@@ -265,7 +266,7 @@ def test_after_a_failed_commit_the_step_can_be_folded_again() -> None:
     before = fold.apply(step, "1-1")
     fold.forget(step)
     assert fold.unknown(step) == ["a"]
-    fold.learn("a", history())
+    fold.learn("a", moments_of(history()))
     assert fold.apply(step, "1-1") == before
 
 
@@ -273,7 +274,7 @@ def test_nothing_is_remembered_of_ended_requests() -> None:
     fold = DetokenizeFold(DECODER)
     for number in range(50):
         uid = str(number)
-        fold.learn(uid, history(stop=["q"] if number % 2 else []))
+        fold.learn(uid, moments_of(history(stop=["q"] if number % 2 else [])))
         fold.apply(completed(token_row(uid, 1, "q", end=None if number % 2 else "length")), f"1-{number + 1}")
         fold.apply(completed(let_go=(uid,) if number % 2 else ()), f"1-{number + 100}")
     assert fold.num_known == 0
@@ -325,7 +326,7 @@ def test_a_prompt_is_told_of_with_the_first_token_alone_and_by_whoever_folds_it(
     first = token_row("a", 1, "x").model_copy(update={"prompt_scores": (Score(logprob=-1), Score(logprob=-2))})
     for again in range(2):
         fold = DetokenizeFold(DECODER)
-        fold.learn("a", events)
+        fold.learn("a", moments_of(events))
         fold.apply(completed(admitted("a", cached=2)), f"{again + 1}-1")
         (one,) = fold.apply(completed(first), f"{again + 1}-2")
         (two,) = fold.apply(completed(token_row("a", 2, "y")), f"{again + 1}-3")
@@ -341,7 +342,7 @@ def test_the_only_token_of_a_prompt_is_told_where_its_scores_are_wanted() -> Non
     events = history(prompt_logprobs=0)
     events[1] = (TOKENIZED_ID, Tokenized(ms=1001, token_ids=(97,), fingerprint="f", by="tokenize-0"))
     fold = DetokenizeFold(DECODER)
-    fold.learn("a", events)
+    fold.learn("a", moments_of(events))
     (item,) = fold.apply(completed(token_row("a", 1, "x")), "1-1")
     assert isinstance(item.event, TokensProduced) and item.event.prompt is not None
     assert (item.event.prompt.first, item.event.prompt.scores) == (ToldToken(token=97, text="a"), ())
@@ -357,7 +358,7 @@ def test_a_prompt_is_repeated_as_it_was_sent_or_where_it_was_cut_as_it_was_read(
     asked = {"prompt": "as it was sent", "truncate_prompt_tokens": truncate, "presentation": Presentation(echo=True)}
     events[0] = (SUBMITTED_ID, submitted.model_copy(update=asked))
     fold = DetokenizeFold(DECODER)
-    fold.learn("a", events)
+    fold.learn("a", moments_of(events))
     (item,) = fold.apply(completed(token_row("a", 1, "x")), "1-1")
     assert isinstance(item.event, TokensProduced) and item.event.prompt is not None
     assert (item.event.prompt.text, item.event.prompt.token_ids, item.event.prompt.first) == (text, (), None)

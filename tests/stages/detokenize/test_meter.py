@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from histories import moments_of
 from measured import count_of, total_of
 
 from pipeline.events import (
@@ -78,8 +79,9 @@ class Rig:
         step = StepCompleted(ms=BEGAN_MS + at_ms, rows=rows, let_go=tuple(let_go), figures=figures)
         self._number += 1
         for uid in self.fold.unknown(step):
-            self.fold.learn(uid, self.histories[uid])
-            self.meter.learn(uid, self.histories[uid])
+            moments = moments_of(self.histories[uid])
+            self.fold.learn(uid, moments)
+            self.meter.learn(uid, moments)
         produced = self.fold.apply(step, f"1-{self._number}")
         for item in produced:
             event = item.event.model_copy(update={"ms": step.ms})

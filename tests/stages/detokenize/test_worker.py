@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from measured import count_of
-from structlog.contextvars import bound_contextvars
 from structlog.testing import capture_logs
 
-from pipeline.config import parse_command
-from pipeline.errors import ConfigError, LogUnavailable
+from pipeline.errors import LogUnavailable
 from pipeline.events import (
     End,
     Failed,
@@ -35,10 +31,10 @@ from pipeline.metrics.families import (
     REQUEST_SUCCESS,
 )
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
-from pipeline.slots import WATCHDOG_S, Announcement, SlotLease
+from pipeline.slots import SlotLease
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.text import Decode, Decoder
-from stages.detokenize.worker import LOAD_TIMEOUT_S, DetokenizeWorker, run
+from stages.detokenize.text import Decoder
+from stages.detokenize.worker import DetokenizeWorker
 
 LEASE_MS = 60_000
 UID = "0" * 32
@@ -228,23 +224,3 @@ def test_a_damaged_history_that_names_no_frontend_ends_too(rig: Rig, monkeypatch
     monkeypatch.undo()
     assert rig.log.histories([UID])[0][-1].id == SEAL and rig.log.alive([UID]) == set()
     rig.slot_lease.leave()
-
-
-def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow disk must not have the watchdog of the loop end the process at every start."""
-    given_s = []
-
-    class Watched(Announcement):
-        def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
-            given_s.append(patience_s)
-
-    def loading(folder: Path) -> Decode:
-        raise ConfigError(f"loading {folder.name}")
-
-    monkeypatch.setattr("stages.detokenize.worker.Announcement", Watched)
-    monkeypatch.setattr("stages.detokenize.worker.load_decoder", loading)
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    log = MemoryLog(Names())
-    with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
-        run(parse_command(["stage", "detokenize"], {}), lambda: log, tmp_path)
-    assert given_s == [LOAD_TIMEOUT_S]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from pipeline.config import EngineConfig
 from pipeline.errors import ConfigError
 from stages.generate import resolve as resolve_module
+from stages.generate.config import EngineConfig
 from stages.generate.model.spec import ModelSpec, read_spec
 from stages.generate.resolve import default_threads, resolve
 

@@ -17,7 +17,6 @@ from engine_rig import LEASE_MS, LIMITS, POISON, CountingEngine, Running, runnin
 from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
-from pipeline.config import Config, parse_command
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import (
     Admitted,
@@ -33,6 +32,7 @@ from pipeline.events import (
     TokensProduced,
     decode,
 )
+from pipeline.flags import parse_config
 from pipeline.log.operation import script_text
 from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
@@ -42,6 +42,7 @@ from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
+from stages.generate.config import GenerateConfig
 from stages.generate.past import past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
@@ -470,7 +471,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
         stops.append(stop)
         return stop
 
-    def load(config: Config, folder: Path, report: Callable[[float], None]) -> Loaded:
+    def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
         loads.append(folder)
         cpu, kind = torch.device("cpu"), torch.float32
         settings = Settings(cpu, kind, "reference", "naive", threads=1, page_size=4, num_pages=64, limits=LIMITS)
@@ -483,7 +484,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     monkeypatch.setattr(Stop, "on_signals", on_signals)
     monkeypatch.setattr(SlotLease, "_speak", unless_standing_still)
     monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
-    config = parse_command(["stage", "generate", "--lease", "0.2", "--slot", "0"], {})
+    config = parse_config("stage generate", GenerateConfig, ["--lease", "0.2", "--slot", "0"], {})
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     process = threading.Thread(target=run_engine, args=(config, another_log, tmp_path, load))
     with detokenizing(another_log, 0):
@@ -512,18 +513,16 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
 # sampling
 
 
-@pytest.mark.parametrize("slot", [0, 1])
-def test_sampling_goes_on_at_the_number_of_the_next_token(another_log: Callable[[], StreamLog], slot: int) -> None:
+def test_sampling_goes_on_at_the_number_of_the_next_token(another_log: Callable[[], StreamLog]) -> None:
     """Seeded sampling is a function of the position; until `min_tokens` some tokens are forbidden."""
     log = another_log()
     uid = send(log, 8, 9, 10, seed=7, temperature=1.0, min_tokens=5, stop_token_ids=(199,), max_tokens=7)
     DeadEngine(log, uid)
     with (
-        contextlib.ExitStack() as stack,
-        running(another_log, slot=slot, heard=False, lease_ms=SHORT_MS) as engine,
+        detokenizing(another_log, 0),
+        detokenizing(another_log, 1),
+        running(another_log, slot=1, heard=False, lease_ms=SHORT_MS) as engine,
     ):
-        for index in {0, slot}:
-            stack.enter_context(detokenizing(another_log, index))
         until(lambda: has_ended(log, uid))
     samples = [row.sample for plan in engine.engine.plans for row in plan.rows if row.sample is not None]
     assert all(isinstance(sample, Sample) and sample.params.seed == 7 for sample in samples)
@@ -535,44 +534,6 @@ def test_sampling_goes_on_at_the_number_of_the_next_token(another_log: Callable[
         (9, ()),
     ]
     assert tokens(log, uid) == list(range(11, 18))
-
-
-def test_what_must_not_come_out_goes_on_with_what_another_engine_had_begun(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    log = another_log()
-    uid = send(log, 8, 9, 10, max_tokens=4, bad_words=[(50,), (11, 12, 60), (12, 13, 61), (9, 10, 11, 62)])
-    DeadEngine(log, uid)  # it has made 11 and 12
-    with (
-        contextlib.ExitStack() as stack,
-        running(another_log, heard=False, lease_ms=SHORT_MS) as engine,
-    ):
-        stack.enter_context(detokenizing(another_log, 0))
-        until(lambda: has_ended(log, uid))
-    samples = [row.sample for plan in engine.engine.plans for row in plan.rows if row.sample is not None]
-    assert [sample.forbidden for sample in samples] == [(50, 60), (50, 61)]
-
-
-# priority
-
-
-def test_requests_of_a_dead_engine_are_gone_on_with_by_their_priority(another_log: Callable[[], StreamLog]) -> None:
-    """The first one holds the only place until all others are here."""
-    log = another_log()
-    uids = [
-        send(log, start, priority=priority, max_tokens=6)
-        for start, priority in ((10, -9), (20, 1), (30, 0), (40, -1), (50, 0))
-    ]
-    DeadEngine(log, *uids)
-    one_at_a_time = replace(LIMITS, max_running_requests=1)
-    with (
-        contextlib.ExitStack() as stack,
-        running(another_log, heard=False, lease_ms=SHORT_MS, limits=one_at_a_time) as engine,
-    ):
-        stack.enter_context(detokenizing(another_log, 0))
-        until(lambda: has_ended(log, *uids))
-    ran = [start for who in who_ran(engine.engine) for start in who]
-    assert list(dict.fromkeys(ran)) == [10, 40, 30, 50, 20]
 
 
 # requests that kill engines

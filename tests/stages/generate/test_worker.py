@@ -12,7 +12,6 @@ from engine_rig import CONTEXT, LEASE_MS, POISON, running, send
 from redis_servers import Servers, until
 from structlog.testing import capture_logs
 
-from pipeline.config import parse_command
 from pipeline.errors import Fenced, LogUnavailable, UndecodableEvent
 from pipeline.events import (
     Admitted,
@@ -30,11 +29,13 @@ from pipeline.events import (
     decode,
     encode,
 )
+from pipeline.flags import parse_config
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Produced, StreamLog, Taken
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names, tokens_id
 from pipeline.slots import read_statuses
+from stages.generate.config import GenerateConfig
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
@@ -428,7 +429,7 @@ def test_what_the_model_recommends_is_a_default_unless_it_is_switched_off(
     tmp_path: Path, flags: list[str], expected: dict[str, float], reasons: list[str]
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 3, "top_k": 20}')
-    config = parse_command(["stage", "generate", *flags], {})
+    config = parse_config("stage generate", GenerateConfig, flags, {})
     with capture_logs() as lines:
         assert sampling_defaults(config.defaults, tmp_path) == expected
     assert [(line["log_level"], line["event"], line["reason"]) for line in lines] == [

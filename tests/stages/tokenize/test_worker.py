@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from measured import count_of
-from structlog.contextvars import bound_contextvars
 
-from pipeline.config import parse_command
-from pipeline.errors import ConfigError, RequestError
+from pipeline.errors import RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
-from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
-from pipeline.names import SEAL, TOKENIZED_ID, Names
-from pipeline.slots import WATCHDOG_S, Announcement, SlotLease, Status
+from pipeline.names import SEAL, TOKENIZED_ID
+from pipeline.slots import WATCHDOG_S, SlotLease, Status
 from stages.tokenize.prompts import LONG_TEXT, Rendered
-from stages.tokenize.worker import LOAD_TIMEOUT_S, LONGEST_BATCH_S, TokenizeWorker, run
+from stages.tokenize.worker import LONGEST_BATCH_S, TokenizeWorker
 
 CONTEXT = 16
 
@@ -350,23 +345,3 @@ def test_a_request_that_killed_its_tokenizers_fails_and_is_kept_among_the_dead(r
     assert rig.log.pending(rig.inbox, "tokenize-0") == [entries[1]] and rig.log.alive([poison, other]) == {other}
     assert rig.encoder.rendered == []
     assert count_of(rig.measures, BURIED) == count_of(rig.measures, REFUSALS, "poisonous") == 1
-
-
-def test_loading_the_tokenizer_has_a_patience_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow disk must not have the watchdog of the loop end the process at every start."""
-    given_s = []
-
-    class Watched(Announcement):
-        def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
-            given_s.append(patience_s)
-
-    def loading(folder: Path) -> LetterEncoder:
-        raise ConfigError(f"loading {folder.name}")
-
-    monkeypatch.setattr("stages.tokenize.worker.Announcement", Watched)
-    monkeypatch.setattr("stages.tokenize.worker.PromptEncoder", loading)
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    log = MemoryLog(Names())
-    with bound_contextvars(slot=""), pytest.raises(ConfigError, match="loading"):
-        run(parse_command(["stage", "tokenize"], {}), lambda: log, tmp_path)
-    assert given_s == [LOAD_TIMEOUT_S]

@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import pytest
 from redis_servers import until
 from stand_in_stages import StandIn
 from web_site import CHAT, chat
@@ -21,8 +20,9 @@ from web.listener import open_listener
 PROGRAM = """
 import os, sys
 import web.server
-from pipeline.config import parse_command
-sys.exit(web.server.run(parse_command(["stage", "web", *sys.argv[1:]], os.environ)))
+from pipeline.flags import parse_config
+from web.config import WebStageConfig
+sys.exit(web.server.run(parse_config("stage web", WebStageConfig, sys.argv[1:], os.environ)))
 """
 ENDLESS = chat("endless", stream=True)
 
@@ -58,12 +58,6 @@ def serving(redis_url: str, slot: int) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 class Stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,21 +13,13 @@ from stand_in_stages import StandIn
 from structlog.testing import capture_logs
 from web_site import Site, chat, error_of, seal_of, site, until
 
-import web.live.tail
-from pipeline.errors import RequestError
+import web.live.listener
 from pipeline.events import Cancelled, Failed
-from pipeline.log.protocol import Once, RequestLimits
+from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names, tokens_id
-from web.live.idempotency import once_of
 
 KEY = {"Idempotency-Key": "a-key"}
 DONE = b"data: [DONE]\n\n"
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 async def bytes_of(response: Response) -> bytes:
@@ -62,30 +53,6 @@ def lives(stand_in: StandIn, uid: str) -> bool:
 
 
 # the header
-
-
-def test_a_key_is_1_to_255_visible_characters() -> None:
-    for key in ("a", "~" * 255, '"quoted"'):
-        assert once_of(key, "/e", b"") is not None
-    assert once_of(None, "/e", b"") is None
-    for key in ("", "a" * 256, "a b", "ä", "a\t", "\x7f"):
-        with pytest.raises(RequestError) as caught:
-            once_of(key, "/e", b"")
-        assert (caught.value.status, caught.value.param) == (400, "Idempotency-Key")
-
-
-def test_scope_and_key_make_the_name_and_endpoint_and_body_what_must_be_the_same() -> None:
-    def once(key: str = "k", endpoint: str = "/e", body: bytes = b"b", scope: str = "") -> Once:
-        made = once_of(key, endpoint, body, scope=scope)
-        assert made is not None
-        return made
-
-    assert once() == once()
-    for other in (once(key="K"), once(scope="ann"), once(key="nk", scope="an"), once(key="k2")):
-        assert other.key != once().key and other.digest == once().digest
-    assert once(scope="a", key="bc").key != once(scope="ab", key="c").key
-    for other in (once(endpoint="/f"), once(body=b"B"), once(endpoint="/", body=b"eb")):
-        assert other.digest != once().digest and other.key == once().key
 
 
 def test_what_is_no_key_is_refused(redis_url: str, stand_in: StandIn) -> None:
@@ -165,7 +132,7 @@ def test_one_that_is_sent_again_while_it_runs_gets_all_of_it_as_it_comes(
         assert [line["uid"] for line in said] == 3 * [uid]
         assert sorted(bool(line.get("attached")) for line in said) == [False, True, True]
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)  # what comes is what was waited for
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)  # what comes is what was waited for
     asyncio.run(scenario())
 
 

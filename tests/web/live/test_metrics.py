@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from redis_servers import RunningServer, Servers, command, running_server
 from stand_in_stages import MODELS, StandIn
 from web_site import Site, chat, error_of, site, until
 
-import web.live.frontend
 import web.live.metrics
+import web.live.open_request
 from pipeline.events import Cancelled, Failed
 from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, RequestLimits
 from pipeline.log.redis import RedisLog
@@ -40,12 +40,6 @@ from web.keys import Keys, read_keys
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 async def scrape(here: Site) -> Scrape:
@@ -231,7 +225,7 @@ def test_a_redis_that_is_gone_leaves_what_this_process_knows(
         assert seen.total("commit_latency_seconds_count", commit="submit") == 1
         assert rejected.total("admission_rejections_total", reason="log_unreachable") == 1
 
-    monkeypatch.setattr(web.live.frontend, "END_TRIES", 1)
+    monkeypatch.setattr(web.live.open_request, "END_TRIES", 1)
     with running_server(redis_servers.binary("embedded"), tmp_path) as server:
         asyncio.run(scenario(server))
 

@@ -1,9 +1,8 @@
-"""GET /health_generate: whether a token goes through every stage now; and /ping."""
+"""GET /ready and /health_generate: whether every stage is there, and a token goes through all of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,16 @@ from typing import Any
 import pytest
 from redis_servers import RunningServer, Servers, command, running_server
 from stand_in_stages import Stages, StandIn, finished, tokens
-from web_site import Site, chat, seal_of, site, until
+from structlog.testing import capture_logs
+from web_site import Site, chat, error_of, seal_of, site, until
 
 import web.live.ready
+from pipeline.events import SamplingParams
 from pipeline.log.protocol import Quota, RequestLimits
 from pipeline.names import Names
 from web.keys import Keys, hash_of
 
 PATH = "/health_generate"
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture
@@ -194,3 +189,169 @@ def test_ping_is_health(redis_url: str) -> None:
             assert await answers[0].get_json() == await answers[1].get_json()
 
     asyncio.run(scenario())
+
+
+# the probe, and what is ready
+
+
+def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str) -> None:
+    async def scenario(stages: Stages) -> None:
+        async with site(redis_url, ready=False) as here:
+
+            async def waiting_for() -> Any:
+                response = await here.client.get("/ready")
+                return (await response.get_json())["waiting_for"] if response.status_code == 503 else None
+
+            assert await waiting_for() == ["tokenize", "generate", "detokenize"]
+            status, error = await error_of(here.post(chat()))
+            assert (status, error["code"]) == (503, "loading")
+            assert "tokenize, generate, detokenize" in error["message"] and "send it again" in error["message"]
+            stages.say_phase("ready", "tokenize", "detokenize")
+            stages.say_phase("loading", "generate")
+            await until(lambda: here.frontend.readiness.stages()["generate"]["phase"] == "loading")
+            assert await waiting_for() == ["generate"]
+            assert here.said[-1] == {"phase": "waiting", "detail": "generate"}
+            _, error = await error_of(here.post(chat()))
+            assert "still loading: generate;" in error["message"]
+            stages.say_phase("ready", "generate")
+            await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
+            assert await waiting_for() == ["probe"]
+            stand_in = StandIn(redis_url, stages)
+            await until(lambda: here.frontend.readiness.probed)
+            assert await waiting_for() is None and here.said[-1]["phase"] == "ready"
+            assert [event.endpoint for _, event in stand_in.seen] == ["probe"]
+            stand_in.close()
+
+    with closing(Stages(redis_url)) as stages:
+        asyncio.run(scenario(stages))
+
+
+def test_requests_are_taken_while_the_probe_waits_behind_others_and_their_tokens_are_as_good(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    async def scenario() -> None:
+        async with site(redis_url, ready=False) as here:
+            await until(lambda: len(stand_in.seen) == 1)  # the probe, which nobody answers
+            response = await here.client.get("/ready")
+            assert response.status_code == 503 and (await response.get_json())["waiting_for"] == ["probe"]
+            assert (await here.post(chat())).status_code == 200
+            await until(lambda: not here.frontend.readiness.waiting_for)
+            assert (await here.client.get("/ready")).status_code == 200
+
+    stand_in.answers_probes = False
+    asyncio.run(scenario())
+
+
+def test_a_probe_that_is_not_answered_is_cancelled_and_sent_again_with_more_patience(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        with capture_logs() as lines:
+            async with site(redis_url, ready=False) as here:
+                await until(lambda: len(stand_in.seen) == 3)
+                stand_in.answers_probes = True
+                await until(lambda: not here.frontend.readiness.waiting_for)
+                assert (await here.client.get("/ready")).status_code == 200
+        failed = [line for line in lines if line["event"] == "probe_failed"]
+        assert [line["uid"] for line in failed] == [uid for uid, _ in stand_in.seen[: len(failed)]]
+        assert [line["outcome"] for line in failed[:3]] == [f"nothing within {s} s" for s in ("0.1", "0.2", "0.4")]
+        with closing(stand_in.stages.log.another()) as log:
+            assert {seal_of(log, line["uid"])["by"] for line in failed} == {"web"}
+
+    monkeypatch.setattr(web.live.ready, "PROBE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(web.live.ready, "PROBE_RETRY_S", 0.01)
+    stand_in.answers_probes = False
+    asyncio.run(scenario())
+
+
+def test_a_probe_that_cannot_be_submitted_is_sent_again(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        with capture_logs() as lines:
+            async with site(redis_url, ready=False) as here:
+                await until(lambda: [line for line in lines if line["event"] == "probe_failed"])
+                command(redis_url, "CONFIG", "SET", "maxmemory", "0")
+                await until(lambda: not here.frontend.readiness.waiting_for)
+
+    monkeypatch.setattr(web.live.ready, "PROBE_RETRY_S", 0.01)
+    command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+    asyncio.run(scenario())
+
+
+def test_stages_are_looked_at_while_the_probe_is_under_way_and_again_before_ready_is_said(redis_url: str) -> None:
+    async def scenario(stages: Stages) -> None:
+        async with site(redis_url, ready=False) as here:
+            readiness = here.frontend.readiness
+            stages.say_phase("ready")
+            await until(lambda: readiness.waiting_for == ("probe",) and here.frontend.tail.listeners)
+            stages.say_phase("loading", "detokenize")
+            await until(lambda: readiness.waiting_for == ("detokenize",))
+            stages.say_phase("ready", "detokenize")
+            await until(lambda: readiness.waiting_for == ("probe",))
+            ((uid, _),) = stages.take_in()
+            stages.say_phase("loading", "generate")  # what was said before was of the server before
+            stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
+            await until(lambda: readiness.probed)
+            assert readiness.waiting_for == ("generate",)
+            assert [said["phase"] for said in here.said if said["phase"] != "waiting"] == []
+
+    with closing(Stages(redis_url)) as stages:
+        asyncio.run(scenario(stages))
+
+
+def test_the_model_of_the_server_before_is_not_served_while_the_next_one_loads(redis_url: str) -> None:
+    async def scenario(stages: Stages) -> None:
+        async with site(redis_url, ready=False) as here:
+            stages.say_phase("ready")
+            await until(lambda: here.frontend.readiness.models)
+            stages.say_phase("loading", "generate")
+            await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
+            assert (await error_of(here.post(chat(model="the-next"))))[1]["code"] == "loading"
+            assert (await (await here.client.get("/v1/models")).get_json())["data"] == []
+
+    with closing(Stages(redis_url)) as stages:
+        asyncio.run(scenario(stages))
+
+
+def test_a_stage_that_is_down_for_a_moment_refuses_no_request(redis_url: str, stand_in: StandIn) -> None:
+    async def scenario() -> None:
+        async with site(redis_url) as here:
+            for stage in ("generate-0", "tokenize-0"):
+                command(redis_url, "DEL", Names().status(stage))
+            await until(lambda: here.frontend.readiness.waiting_for == ("tokenize", "generate"))
+            assert (await here.client.get("/ready")).status_code == 503
+            assert (await here.post(chat(model="demo"))).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_what_a_request_does_not_say_of_sampling_is_as_the_model_recommends(redis_url: str) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+
+    async def scenario(stages: Stages, stand_in: StandIn) -> None:
+        async with site(redis_url) as here:
+            for fields in ({}, {"temperature": None, "top_k": None}, {"temperature": 1, "top_k": 0, "top_p": 1}):
+                assert (await here.post(chat(seed=1, **fields))).status_code == 200
+            command(redis_url, "DEL", Names().status("generate-0"))  # a moment without an engine
+            await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
+            assert (await here.post(chat(seed=1))).status_code == 200
+            stages.sampling_defaults = {}  # another one, that was told to recommend nothing
+            stages.say_phase("ready", "generate")
+            await until(lambda: not here.frontend.readiness.waiting_for)
+            assert (await here.post(chat(seed=1))).status_code == 200
+        as_recommended = SamplingParams.model_validate({"seed": 1, **recommended})
+        assert [event.sampling for _, event in stand_in.requests()] == [
+            as_recommended,
+            as_recommended,
+            SamplingParams(seed=1, repetition_penalty=1.05),
+            as_recommended,
+            SamplingParams(seed=1),
+        ]
+        assert [event.sampling for _, event in stand_in.seen if event.endpoint == "probe"] == [
+            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        ]
+
+    stages = Stages(redis_url, recommended)
+    with closing(StandIn(redis_url, stages)) as stand_in:
+        asyncio.run(scenario(stages, stand_in))

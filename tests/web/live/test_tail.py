@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 
 import pytest
@@ -11,24 +11,19 @@ from measured import count_of
 from redis_servers import command
 from stand_in_stages import Stages, finished, tokens
 
-import web.live.tail
+import web.live.listener
 from pipeline.events import Cancelled, Failed, Finished, TokensProduced, new_uid
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.families import GAP_FILLS
 from pipeline.names import SEAL, Names, tokens_id
-from web.live.loops import run_all
-from web.live.tail import Listener, Tail
-from web.wire.client_event import ClientEvent
+from web.live.frontend import run_all
+from web.live.listener import Listener
+from web.live.tail import Tail
+from web.wire.frames import ClientEvent
 
 WEB = "web-0"
 NOBODY = "web-9"
 """A frontend that is not there: what is said to it is in the history and in no replies."""
-
-
-@pytest.fixture
-def stages(redis_url: str) -> Iterator[Stages]:
-    with closing(Stages(redis_url)) as stages:
-        yield stages
 
 
 @asynccontextmanager
@@ -107,22 +102,6 @@ def test_a_gap_in_the_replies_is_filled_from_the_history(redis_url: str, stages:
                 expected = [(1, "a"), (2, "b"), (4, "cd"), (5, "e"), (5, "finished")]
                 assert await heard(listener) == expected
             assert gap_fills(tail) == {"gap": 1}
-
-    asyncio.run(scenario())
-
-
-def test_what_is_said_twice_is_heard_once(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        async with tailing(redis_url) as tail:
-            with closing(tail.listen(uid)) as listener:
-                stages.begin(uid, WEB)
-                for _ in range(2):
-                    await say(stages, uid, 1, tokens(1, "a"))
-                    await say(stages, uid, 2, tokens(2, "b"))
-                for _ in range(2):
-                    await say(stages, uid, 2, finished(2))
-                assert await heard(listener) == [(1, "a"), (2, "b"), (2, "finished")]
 
     asyncio.run(scenario())
 
@@ -208,21 +187,6 @@ def test_a_history_that_is_gone_ends_its_stream_with_an_error(redis_url: str, st
     asyncio.run(scenario())
 
 
-def test_a_request_that_is_not_submitted_yet_is_not_missed(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        async with tailing(redis_url) as tail:
-            with closing(tail.listen(uid)) as listener:
-                listener.check()
-                await asyncio.sleep(0.6)  # two rounds of the watch; there is no event for what must not happen
-                assert not listener.ended
-                stages.begin(uid, WEB)
-                await say(stages, uid, 0, finished(0))
-                assert await heard(listener) == [(0, "finished")]
-
-    asyncio.run(scenario())
-
-
 def test_a_lost_connection_loses_no_reply(redis_url: str, stages: Stages) -> None:
     async def scenario() -> None:
         uid = new_uid()
@@ -250,19 +214,6 @@ def test_a_reply_that_does_not_decode_costs_nobody_an_event(redis_url: str, stag
                 command(redis_url, "XADD", Names().replies(WEB), "*", "events", bad)
                 await say(stages, uid, 1, tokens(1, "a"), finished(1))
                 assert await heard(listener) == [(1, "a"), (1, "finished")]
-
-    asyncio.run(scenario())
-
-
-def test_a_history_that_does_not_decode_ends_its_stream_with_an_error(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        async with tailing(redis_url) as tail:
-            with closing(tail.listen(uid)) as listener:
-                stages.begin(uid, WEB)
-                command(redis_url, "XADD", Names().request(uid), "1-0", "kind", "of tomorrow")
-                (reply,) = [reply async for reply in listener]
-                assert isinstance(reply.event, Failed) and reply.event.code == "log_undecodable"
 
     asyncio.run(scenario())
 
@@ -301,7 +252,7 @@ def test_a_history_is_followed_as_it_comes_and_not_looked_at_again_and_again(
                 assert await heard(first) == await heard(second) == [(3, "finished")]
             assert tail.listeners == ()
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)
     asyncio.run(scenario())
 
 
@@ -331,7 +282,7 @@ def test_who_comes_later_and_who_is_slow_is_fed_beside_who_is_up_to_date(
                 with closing(tail.follow(uid)) as late:
                     assert await heard(late) == whole
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)
     asyncio.run(scenario())
 
 
@@ -365,58 +316,6 @@ async def _some(listener: Listener, stages: Stages, uid: str) -> AsyncIterator[C
         yield each
 
 
-def test_many_marks_in_a_row_hold_up_no_reader(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        stages.begin(uid, NOBODY)
-        await say(stages, uid, 1, tokens(1, "a"), frontend=NOBODY)
-        for k in range(1, 20):
-            mark = ["kind", "preempted", "engine", "generate-0", "epoch", "1", "step", str(k)]
-            command(redis_url, "XADD", Names().request(uid), f"1-{k}", *mark)
-        await say(stages, uid, 2, tokens(2, "b"), finished(2), frontend=NOBODY)
-        async with tailing(redis_url, room=4) as tail:
-            with closing(tail.follow(uid)) as listener:
-                assert await heard(listener) == [(1, "a"), (2, "b"), (2, "finished")]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("follows", [False, True])
-@pytest.mark.parametrize("missing", [1, 2, 3])
-def test_no_text_goes_on_over_a_hole_in_the_history(
-    redis_url: str, stages: Stages, missing: int, follows: bool
-) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        stages.begin(uid, NOBODY)
-        for n in (1, 2, 3):
-            await say(stages, uid, n, tokens(n, str(n)), frontend=NOBODY)
-        await say(stages, uid, 3, finished(3), frontend=NOBODY)
-        command(redis_url, "XDEL", Names().request(uid), tokens_id(missing))
-        async with tailing(redis_url) as tail:
-            with closing(tail.follow(uid) if follows else tail.listen(uid)) as listener:
-                *before, end = [each async for each in listener]
-                assert [_short(each) for each in before] == [(n, str(n)) for n in range(1, missing)]
-                assert isinstance(end.event, Failed) and (end.event.code, end.entry_id) == ("log_lost", "")
-
-    asyncio.run(scenario())
-
-
-def test_an_end_that_says_why_is_told_though_tokens_before_it_are_missing(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        stages.begin(uid, NOBODY)
-        for n in (1, 2):
-            await say(stages, uid, n, tokens(n, str(n)), frontend=NOBODY)
-        await asyncio.to_thread(lambda: stages.log.end(uid, Cancelled(by="operator"), frontend=NOBODY))
-        command(redis_url, "XDEL", Names().request(uid), tokens_id(2))
-        async with tailing(redis_url) as tail:
-            with closing(tail.follow(uid)) as listener:
-                assert await heard(listener) == [(1, "1"), (1, "cancelled")]
-
-    asyncio.run(scenario())
-
-
 def test_under_another_name_new_replies_are_heard_and_old_requests_go_on(
     redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,7 +341,7 @@ def test_under_another_name_new_replies_are_heard_and_old_requests_go_on(
                     assert await heard(new) == await heard(waiting) == [(1, "b"), (1, "finished")]
                     assert await heard(old) == [(2, "c"), (2, "finished")]
 
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 1000.0)
     asyncio.run(scenario())
 
 

@@ -43,7 +43,7 @@ def test_a_body_is_told_by_the_model_that_reads_it(redis_url: str) -> None:
     assert schema["properties"]["top_p"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
     (stop,) = [one for one in schema["properties"]["stop"]["anyOf"] if one.get("type") != "null"]
     assert {"type": "string"} in stop["anyOf"], "also what is read in another form than it is kept in"
-    assert "-1 and 0 are off" in schema["properties"]["top_k"]["description"]
+    assert "-1 and 0 turn it off" in schema["properties"]["top_k"]["description"]
 
 
 def test_no_reference_leads_nowhere(redis_url: str) -> None:

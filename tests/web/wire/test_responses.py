@@ -30,9 +30,8 @@ from pipeline.events import (
     Usage,
 )
 from pipeline.names import SEAL
-from web.wire.client_event import ClientEvent
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS
-from web.wire.frames import Frames
+from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_body, error_of
 
@@ -63,9 +62,9 @@ def whole(events: Sequence[Submitted], *texts: str, reason: FinishReason = "stop
     """Return the body of an answer in which each choice has one token."""
     choices = choices_for(events)
     for choice, text in zip(choices, texts, strict=True):
-        heard = tokens(1, text, **more).event
-        assert isinstance(heard, TokensProduced)
-        choice.hear(heard)
+        produced = tokens(1, text, **more).event
+        assert isinstance(produced, TokensProduced)
+        choice.apply(produced)
         choice.finished = finished(reason)
     return ENDPOINTS[events[0].endpoint].body(UID, events, choices)
 
@@ -245,7 +244,7 @@ def test_the_stream_of_several_says_whose_each_chunk_is_and_no_ids() -> None:
         tokens(2, "c", 1),
         ended(finished("length"), 1),
     ]
-    stream = b"".join(frames.of(heard) for heard in order)
+    stream = b"".join(frames.of(event) for event in order)
     assert b"id: " not in stream.replace(b'"id"', b"")
     chunks = [ChatCompletionChunk.model_validate(each, strict=True) for each in documents(stream)]
     assert [chunk.id for chunk in chunks] == [f"chatcmpl-{UID}"] * 8

@@ -29,8 +29,8 @@ from pipeline.events import (
     Usage,
 )
 from pipeline.names import SEAL, sibling_uids
-from web.wire.client_event import ClientEvent
 from web.wire.endpoints import ENDPOINTS, GENERATE_ENDPOINT
+from web.wire.frames import ClientEvent
 from web.wire.openai.answers import choices_for
 from web.wire.sglang.schemas import SGLangRequest, SGLangSampling, TextRequest, parse_generate
 from web.wire.submit import generate_events
@@ -335,22 +335,22 @@ ANSWER = (
 )
 
 
-def whole(body: dict[str, Any], *heard: ClientEvent) -> Any:
-    """Return the body of an answer for which so much was heard."""
+def whole(body: dict[str, Any], *given: ClientEvent) -> Any:
+    """Return the body of an answer after *given*."""
     events = submitted(body)
     choices = choices_for(events)
-    for each in heard:
+    for each in given:
         match each.event:
             case TokensProduced() as produced:
-                choices[each.index].hear(produced)
+                choices[each.index].apply(produced)
             case Finished() as end:
                 choices[each.index].finished = end
     return json.loads(ENDPOINTS[GENERATE_ENDPOINT].body(UID, events, choices))
 
 
-def streamed(body: dict[str, Any], *heard: ClientEvent, uid: str = UID, events: list[Submitted] | None = None) -> bytes:
+def streamed(body: dict[str, Any], *given: ClientEvent, uid: str = UID, events: list[Submitted] | None = None) -> bytes:
     frames = ENDPOINTS[GENERATE_ENDPOINT].frames(uid, submitted(body) if events is None else events)
-    return b"".join(frames.of(each) for each in heard)
+    return b"".join(frames.of(each) for each in given)
 
 
 def documents(stream: bytes) -> list[Any]:
@@ -388,8 +388,8 @@ def test_the_finish_reason_says_what_was_met(end: Finished, reason: dict[str, An
 
 def test_several_answers_are_a_list_in_the_order_of_prompts_and_choices() -> None:
     body = {"text": ["a", "b"], "sampling_params": {"n": 2}}
-    heard = [each for i in range(4) for each in (tokens(1, "wxyz"[i], i), ended(finished(n=1), i))]
-    told = whole(body, *reversed(heard))
+    given = [each for i in range(4) for each in (tokens(1, "wxyz"[i], i), ended(finished(n=1), i))]
+    told = whole(body, *reversed(given))
     assert [answer["text"] for answer in told] == ["w", "x", "y", "z"]
     assert [answer["meta_info"]["id"] for answer in told] == list(sibling_uids(UID, 4))
     assert {answer["meta_info"]["prompt_tokens"] for answer in told} == {4}
@@ -426,9 +426,9 @@ def test_logprobs_of_the_prompt_begin_where_they_are_asked_for_with_one_that_has
 
 def test_who_asks_for_no_token_is_told_of_the_prompt_alone() -> None:
     body = {**LOGPROBS, "sampling_params": {"max_new_tokens": 0}, "logprob_start_len": 0}
-    heard = (ANSWER[0], ended(finished("stop", n=1)))
-    (frame,) = documents(streamed({**body, "stream": True}, *heard))
-    answer = whole(body, *heard)
+    given = (ANSWER[0], ended(finished("stop", n=1)))
+    (frame,) = documents(streamed({**body, "stream": True}, *given))
+    answer = whole(body, *given)
     assert frame == answer and (answer["text"], answer["output_ids"]) == ("", [])
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
     assert answer["meta_info"]["completion_tokens"] == 0
@@ -476,9 +476,9 @@ def test_the_stream_of_several_says_whose_each_frame_is() -> None:
 
 def test_one_of_several_is_read_by_its_own_uid_with_the_frames_that_it_had_among_them() -> None:
     events = submitted({"text": ["a", "b"], "stream": True})
-    heard = [tokens(1, "b", 1), ended(finished(n=1), 1)]
-    alone = [ClientEvent(each.entry_id, each.n, each.event) for each in heard]
-    assert streamed({}, *alone, uid=f"{UID}.1", events=events[1:]) == streamed({}, *heard, events=events)
+    given = [tokens(1, "b", 1), ended(finished(n=1), 1)]
+    alone = [ClientEvent(each.entry_id, each.n, each.event) for each in given]
+    assert streamed({}, *alone, uid=f"{UID}.1", events=events[1:]) == streamed({}, *given, events=events)
 
 
 def test_an_end_that_is_no_success_is_the_error_of_every_endpoint() -> None:
@@ -511,8 +511,8 @@ def test_a_text_arrives_as_it_is_whatever_lines_it_has(text: str) -> None:
 
 @given(st.lists(st.text(alphabet="ab\r\n []DONE", max_size=8), max_size=8))
 def test_line_breaks_arrive_as_newlines_and_nothing_is_taken_for_the_end(parts: list[str]) -> None:
-    heard = [tokens(n, part) for n, part in enumerate([*parts, "[DONE]"], 1)]
-    stream = streamed({"prompt": "a"}, *heard, ended(finished()))
+    given = [tokens(n, part) for n, part in enumerate([*parts, "[DONE]"], 1)]
+    stream = streamed({"prompt": "a"}, *given, ended(finished()))
     expected = "".join([*parts, "[DONE]"]).replace("\r\n", "\n").replace("\r", "\n")
     assert texts(stream) == expected
     assert "[DONE]" not in [frame.data for frame in frames_in(stream)]

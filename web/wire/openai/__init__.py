@@ -1,1 +1,1 @@
-"""The OpenAI wire protocol as pure functions: requests in, bodies and chunks out. Knows neither HTTP nor the log."""
+"""OpenAI's protocol: what its endpoints take and send. Knows neither HTTP nor the log."""

@@ -1,4 +1,4 @@
-"""What was heard of an answer, choice by choice; a fold of its events, the same for whoever folds them and when."""
+"""An answer so far, choice by choice: a fold of its events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.events import Finished, FinishReason, Presentation, Submitted, Tok
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """What one event adds to an answer, as far as its client is told of it."""
+    """What one event adds to an answer, as the client sees it."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -40,8 +40,8 @@ class Choice:
         assert self.finished is not None
         return "length" if self.shown.prompt_only else self.finished.reason
 
-    def hear(self, event: TokensProduced) -> AnswerPart:
-        """Take tokens in, and return what of them is shown."""
+    def apply(self, event: TokensProduced) -> AnswerPart:
+        """Add tokens; return the part that the client sees."""
         self.prompt = self.prompt or event.prompt
         if self.shown.prompt_only:
             return AnswerPart("")
@@ -51,7 +51,7 @@ class Choice:
         return AnswerPart(event.text, event.tokens, event.scores)
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's counts as far as they are known: while it runs by what was heard, at the end by the log."""
+        """Return OpenAI's token counts: while the answer runs those so far, at the end those of the log."""
         if self.finished is None:
             prompt = self.prompt or ToldPrompt(num_tokens=0)
             return _usage(prompt.num_tokens, len(self.token_ids), prompt.cached_tokens)
@@ -59,12 +59,12 @@ class Choice:
 
 
 def choices_for(events: Sequence[Submitted]) -> list[Choice]:
-    """Return the choices that siblings, or a single request, come to."""
+    """Return the empty choices of siblings, or of a single request."""
     return [Choice(index, event.presentation) for index, event in enumerate(events)]
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the counts of answers that have ended; a prompt counts once, however many choices it has."""
+    """Return the token counts of answers that have ended; a prompt counts once, whatever the number of its choices."""
     usages = [choice.finished.usage for choice in choices if choice.finished is not None]
     per_prompt = choices[0].shown.choices
     prompts = usages[::per_prompt]

@@ -1,4 +1,4 @@
-"""The one shape that every error has, in a body as in a frame: `{"error": {"message", "type", "param", "code"}}`."""
+"""Every error has one shape, in bodies and in frames: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed
 
 CLIENT_CLOSED: Final = 499
-"""Status of a request that somebody cancelled; no client library retries it."""
+"""Status of a cancelled request; no client library retries it."""
 
 _TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
@@ -29,11 +29,11 @@ CODES: Final[Mapping[int, str]] = {
     429: "rate_limit_exceeded",
     500: "internal_error",
 }
-"""The codes of errors that have no other than their status."""
+"""The codes of errors that have none of their own."""
 
 
 class NotNow(RequestError):
-    """Nothing is wrong with the request, but it is not taken now: it says when to send it again."""
+    """The request is fine but is not taken now: the error says when to send it again."""
 
     def __init__(self, message: str, *, status: int, code: str | None = None, retry_after_s: int) -> None:
         super().__init__(message, code=code or CODES.get(status), status=status)
@@ -48,7 +48,7 @@ def error_body(error: RequestError) -> bytes:
 
 
 def error_of(event: Failed | Cancelled) -> RequestError:
-    """Return what a client is told of an end that is no success."""
+    """Return the error that a client is told when its request fails or is cancelled."""
     if isinstance(event, Failed):
         return RequestError(event.message, code=event.code, param=event.param or None, status=event.status)
     return RequestError(f"The request was cancelled by {event.by}.", code="cancelled", status=CLIENT_CLOSED)

@@ -1,4 +1,4 @@
-"""Log-probabilities as the endpoints tell them. One who asks for none gets null."""
+"""Log-probabilities, as the endpoints send them. A client that asks for none gets null."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chat_logprobs(scores: Sequence[ToldScore]) -> dict[str, Any]:
 
 
 def completion_logprobs(prompt: ToldPrompt | None, scores: Sequence[ToldScore], offset: int) -> dict[str, Any]:
-    """Return `choices[].logprobs` of a completion: of the prompt where it is told, then of the answer.
+    """Return `choices[].logprobs` of a completion: first the prompt, if it is given, then the answer.
 
     *offset* is where in the text the first of *scores* begins; a prompt before it begins at 0.
     """
@@ -34,7 +34,7 @@ def completion_logprobs(prompt: ToldPrompt | None, scores: Sequence[ToldScore], 
 
 
 def prompt_logprobs(prompt: ToldPrompt) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: null for the first token, then token id -> what is known of it."""
+    """Return vLLM's `prompt_logprobs`: null for the first token, then token id -> log-probability and text."""
     told: list[dict[str, Any] | None] = [None]
     for score in prompt.scores:
         told.append(
@@ -44,7 +44,7 @@ def prompt_logprobs(prompt: ToldPrompt) -> list[dict[str, Any] | None]:
 
 
 def utf8(text: str) -> list[int]:
-    """Return the bytes of a token from its text, which names them one by one where they are no text."""
+    """Return the bytes of a token from its text, which lists them one by one if they are not UTF-8."""
     if _BYTES.fullmatch(text):
         return list(bytes.fromhex(text.removeprefix("bytes:").replace("\\x", "")))
     return list(text.encode())
@@ -55,12 +55,12 @@ def _with_bytes(token: ToldCandidate) -> dict[str, Any]:
 
 
 def _by_text(score: ToldScore) -> dict[str, float]:
-    """Return the most probable tokens and the chosen one; of several with one text the most probable."""
+    """Return the most probable tokens and the chosen one; of several with the same text, the most probable."""
     return {score.text: score.logprob} | {other.text: other.logprob for other in reversed(score.top)}
 
 
 def _offsets(tokens: Sequence[ToldToken], offset: int) -> list[int]:
-    """Return where each token begins in the text; a part of a character where that character does."""
+    """Return where each token begins in the text; part of a character begins where the character does."""
     offsets = []
     for token in tokens:
         offsets.append(offset)

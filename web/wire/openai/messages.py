@@ -1,4 +1,4 @@
-"""Chat messages and tools: as clients send them, and as a chat template is given them. Knows nothing of HTTP."""
+"""Chat messages and tools: as clients send them, and as chat templates take them. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _joined_parts(content: object) -> object:
 
 
 def _json_object(arguments: str) -> str:
-    """Refuse arguments that are no JSON object; none at all are what some clients write for an empty one."""
+    """Refuse arguments that are not a JSON object; some clients write "" for an empty one."""
     try:
         is_object = isinstance(from_json(arguments or "{}", allow_inf_nan=False), dict)
     except ValueError:
@@ -52,7 +52,7 @@ def _json_object(arguments: str) -> str:
 
 
 class TextPart(TypedDict):
-    """A part of a message's content; others are not supported."""
+    """A text part of a message's content; other parts are not supported."""
 
     type: Literal["text"]
     text: str
@@ -89,7 +89,7 @@ class Message(Strict):
 
     @property
     def unknown(self) -> set[str]:
-        """The names that mean nothing to us, without the place of a tool call."""
+        """Unknown fields, without the index of a tool call."""
         names = set(self.extra) - set(UNSUPPORTED_IN_MESSAGE)
         for call in self.tool_calls or ():
             names |= {f"tool_calls.{name}" for name in call.extra}
@@ -98,7 +98,7 @@ class Message(Strict):
 
 
 class FunctionOfTool(Strict):
-    """What the model may be told that it can call."""
+    """A function that the model may be told about."""
 
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
@@ -114,15 +114,15 @@ class Tool(Strict):
 
     @property
     def unknown(self) -> set[str]:
-        """The names that mean nothing to us."""
+        """Unknown fields."""
         return set(self.extra) | {f"function.{name}" for name in self.function.extra}
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse what a message of its role cannot have.
+    """Check that each message has the fields that its role needs, and no others.
 
     Raises:
-        RequestError: The first that has it, or that lacks what it needs.
+        RequestError: For the first message that does not.
     """
     for index, message in enumerate(messages):
         path = f"messages.{index}."
@@ -138,8 +138,8 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    """Return *messages* as `Submitted` keeps them, which is how chat templates know them: most have no role
-    `developer`. Arguments of calls stay the text that was sent."""
+    """Return *messages* as `Submitted` keeps them and chat templates take them: `developer` becomes `system`, which all
+    templates know. Arguments of calls stay the text that was sent."""
     return tuple(_plain(message) for message in messages)
 
 
@@ -161,7 +161,7 @@ def _plain_call(call: ToolCall) -> dict[str, Any]:
 
 
 def plain_tools(tools: Sequence[Tool]) -> tuple[dict[str, Any], ...]:
-    """Return *tools* as a template is given them: what they have of the fields we know, in that order."""
+    """Return *tools* as templates take them: the known fields that are set, in the order of the model."""
     return tuple({"type": tool.type, "function": _plain_function(tool.function)} for tool in tools)
 
 
@@ -177,13 +177,13 @@ def templating_of(
     tools: Sequence[Tool] | None,
     variables: Mapping[str, Any] | None,
 ) -> Templating:
-    """Return what the template is given beside the messages. An answer is opened unless the last message is one.
+    """Return what the template takes beside the messages. It opens a new answer, unless the last message continues.
 
     Raises:
-        RequestError: It is asked for both.
+        RequestError: Both are asked for.
     """
     if add_generation_prompt and continue_final_message:
-        message = "not together with `add_generation_prompt`: the answer begins anew, or with the last message"
+        message = "not together with `add_generation_prompt`, which begins a new message"
         raise _wrong("continue_final_message", message)
     opens = not continue_final_message if add_generation_prompt is None else add_generation_prompt
     return Templating(

@@ -1,6 +1,6 @@
-"""What clients of OpenAI's endpoints are sent: one body, or chunks. A plain chunk is a byte template around a string.
+"""The answers of OpenAI's endpoints: one body, or chunks. A plain chunk is a byte template around a string.
 
-The frames are a fold over the events of histories: who folds them again gets the same bytes.
+The frames are a fold of events: the same events always give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import orjson
 
 from pipeline.events import Cancelled, Failed, Finished, FinishReason, Submitted, TokensProduced
 from web.wire import sse
-from web.wire.client_event import ClientEvent
-from web.wire.frames import Frames
+from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.answers import AnswerPart, Choice, choices_for, usage_of
 from web.wire.openai.errors import error_of
 from web.wire.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
@@ -22,7 +21,7 @@ from web.wire.uids import drawn_ms, family_of, index_of
 
 
 class Style:
-    """How an endpoint puts an answer: the words of its bodies and chunks."""
+    """What differs between endpoints: the fields of their bodies and chunks."""
 
     prefix: str
     """Before the uid, in `id`."""
@@ -32,27 +31,27 @@ class Style:
     """`object` of a chunk."""
 
     def opening(self) -> Mapping[str, Any] | None:
-        """Return the part of the chunk with which a choice begins; None where it begins with text."""
+        """Return the fields of the chunk that begins a choice; None if it begins with text."""
         raise NotImplementedError
 
-    def part(self, text: str) -> Mapping[str, Any]:
-        """Return the part of a chunk's choice that brings *text*."""
+    def text(self, text: str) -> Mapping[str, Any]:
+        """Return the fields of a chunk's choice that bring *text*."""
         raise NotImplementedError
 
     def closing(self) -> Mapping[str, Any]:
-        """Return that part of the chunk that says why a choice has ended."""
+        """Return the fields of the last chunk of a choice, beside `finish_reason`."""
         raise NotImplementedError
 
     def message(self, choice: Choice) -> Mapping[str, Any]:
-        """Return the part of a body's choice that has its text."""
+        """Return the fields of a body's choice that have its text."""
         raise NotImplementedError
 
-    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
-        """Return what is told of the probability of a *piece*, which begins at *offset*; *first* with the prompt."""
+    def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        """Return the log-probabilities of a *part* that begins at *offset*; the *first* part includes the prompt."""
         raise NotImplementedError
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what is told of the prompt: beside `choices`, and within the choice."""
+        """Return the fields about the prompt: beside `choices`, and within the choice."""
         raise NotImplementedError
 
 
@@ -64,7 +63,7 @@ class ChatStyle(Style):
     def opening(self) -> Mapping[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def part(self, text: str) -> Mapping[str, Any]:
+    def text(self, text: str) -> Mapping[str, Any]:
         return {"delta": {"content": text}}
 
     def closing(self) -> Mapping[str, Any]:
@@ -73,8 +72,8 @@ class ChatStyle(Style):
     def message(self, choice: Choice) -> Mapping[str, Any]:
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
-    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
-        return chat_logprobs(piece.scores) if piece.scores else None
+    def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        return chat_logprobs(part.scores) if part.scores else None
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         told: dict[str, Any] = {}
@@ -92,7 +91,7 @@ class CompletionStyle(Style):
     def opening(self) -> None:
         return None
 
-    def part(self, text: str) -> Mapping[str, Any]:
+    def text(self, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
     def closing(self) -> Mapping[str, Any]:
@@ -101,11 +100,11 @@ class CompletionStyle(Style):
     def message(self, choice: Choice) -> Mapping[str, Any]:
         return {"text": self._echoed(choice) + choice.text}
 
-    def logprobs(self, choice: Choice, piece: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+    def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
         prompt = choice.prompt if choice.shown.echo and first else None
-        if not piece.scores and not (prompt is not None and prompt.first):
+        if not part.scores and not (prompt is not None and prompt.first):
             return None
-        return completion_logprobs(prompt, piece.scores, len(self._echoed(choice)) + offset)
+        return completion_logprobs(prompt, part.scores, len(self._echoed(choice)) + offset)
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         told: dict[str, Any] = {}
@@ -131,22 +130,22 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
     for choice in choices:
         for_all, within = style.of_prompt(choice)
         beside |= for_all
-        piece = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
+        part = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
         token_ids = {"token_ids": choice.token_ids} if choice.shown.token_ids else {}
-        logprobs = {"logprobs": style.logprobs(choice, piece, 0, first=True), "finish_reason": choice.reason}
+        logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True), "finish_reason": choice.reason}
         told.append({"index": choice.index, **style.message(choice), **logprobs, **token_ids, **within})
     head = _head(style, style.whole, uid, events[0].model)
     return orjson.dumps({**head, "choices": told, "usage": usage_of(choices), **beside})
 
 
 class ChunkFrames(Frames):
-    """The frames of a stream, from the events of its history, told in order; of several siblings, as they come.
+    """The frames of a stream. Events of one history come in order, those of siblings as they happen.
 
-    Only the stream of a single request, or of a single sibling, says the ids of events: several have no common order.
+    Only the stream of one history has event ids: siblings have no common order.
     """
 
     def __init__(self, style: Style, uid: str, events: Sequence[Submitted]) -> None:
-        """*uid* is the history's; with several *events* what their siblings have in common."""
+        """*uid* is that of the history; with several *events*, the one that siblings share."""
         self._says_ids = len(events) == 1
         choices = choices_for(events)
         if self._says_ids:
@@ -158,19 +157,19 @@ class ChunkFrames(Frames):
             _ChoiceChunks(style, choice, self._start, include_usage=self._include_usage) for choice in choices
         ]
 
-    def of(self, heard: ClientEvent) -> bytes:
-        """Return the frames of the next event, none for what clients do not see; the last one has the event's id."""
-        chunks = self._chunks[heard.index]
-        entry_id = heard.entry_id if self._says_ids else ""
-        match heard.event:
+    def of(self, event: ClientEvent) -> bytes:
+        """Return the frames of the next event, none if clients do not see it; the last one has the event's id."""
+        chunks = self._chunks[event.index]
+        entry_id = event.entry_id if self._says_ids else ""
+        match event.event:
             case TokensProduced() as tokens:
                 return _framed(chunks.tokens(tokens), entry_id)
             case Finished() as finished:
-                pieces = chunks.finish(finished)
+                told = chunks.finish(finished)
                 if self._include_usage and all(choice.finished is not None for choice in self._choices):
                     counts = orjson.dumps(usage_of(self._choices))
-                    pieces.append(self._start + b',"choices":[],"usage":' + counts + b"}")
-                return _framed(pieces, entry_id)
+                    told.append(self._start + b',"choices":[],"usage":' + counts + b"}")
+                return _framed(told, entry_id)
             case Failed() | Cancelled() as ended:
                 return self.error(error_of(ended), entry_id)
             case _:
@@ -185,7 +184,7 @@ class _ChoiceChunks:
     choice: Choice
     start: bytes
     include_usage: bool
-    speaks: bool = False
+    begun: bool = False
     offset: int = 0
     """Characters of the answer so far."""
     before: bytes = b""
@@ -195,22 +194,22 @@ class _ChoiceChunks:
     def __post_init__(self) -> None:
         shown = self.choice.shown
         self.is_plain = not (shown.token_ids or shown.continuous_usage or shown.prompt_only)
-        whole = self._chunk(self.style.part("\0"))  # what is around the text of a chunk that brings nothing else
+        whole = self._chunk(self.style.text("\0"))  # what surrounds the text of a chunk that has nothing else
         self.before, _, self.after = whole.partition(b'"\\u0000"')
 
     def tokens(self, event: TokensProduced) -> list[bytes]:
-        """Return the chunks of tokens, none where there is nothing to show."""
+        """Return the chunks of tokens; none if there is nothing to show."""
         choice = self.choice
-        piece = choice.hear(event)
-        chunks = self._begin(piece)
-        if self.is_plain and not piece.scores:
-            if piece.text:
-                chunks.append(self.before + orjson.dumps(piece.text) + self.after)
-        elif piece.text or piece.token_ids:
-            token_ids = {"token_ids": piece.token_ids} if choice.shown.token_ids else {}
-            logprobs = self.style.logprobs(choice, piece, self.offset, first=False)
-            chunks.append(self._chunk(self.style.part(piece.text), logprobs, choice_more=token_ids))
-        self.offset += len(piece.text)
+        part = choice.apply(event)
+        chunks = self._begin(part)
+        if self.is_plain and not part.scores:
+            if part.text:
+                chunks.append(self.before + orjson.dumps(part.text) + self.after)
+        elif part.text or part.token_ids:
+            token_ids = {"token_ids": part.token_ids} if choice.shown.token_ids else {}
+            logprobs = self.style.logprobs(choice, part, self.offset, first=False)
+            chunks.append(self._chunk(self.style.text(part.text), logprobs, choice_more=token_ids))
+        self.offset += len(part.text)
         return chunks
 
     def finish(self, finished: Finished) -> list[bytes]:
@@ -218,11 +217,11 @@ class _ChoiceChunks:
         self.choice.finished = finished
         return [*self._begin(AnswerPart("")), self._chunk(self.style.closing(), reason=self.choice.reason)]
 
-    def _begin(self, piece: AnswerPart) -> list[bytes]:
-        """Return the chunk before the first event: who speaks, or the prompt; for tokens without text too."""
-        if self.speaks:
+    def _begin(self, part: AnswerPart) -> list[bytes]:
+        """Return the chunk before the first event: the role, or the prompt; also for tokens without text."""
+        if self.begun:
             return []
-        self.speaks = True
+        self.begun = True
         beside, within = self.style.of_prompt(self.choice)
         opening = self.style.opening()
         if opening is None and self.choice.shown.echo:
@@ -232,7 +231,7 @@ class _ChoiceChunks:
             return [self._chunk(opening, logprobs, choice_more=within, beside=beside)]
         if opening is None and not within:
             return []
-        return [self._chunk(opening or self.style.part(""), choice_more=within, beside=beside)]
+        return [self._chunk(opening or self.style.text(""), choice_more=within, beside=beside)]
 
     def _chunk(
         self,

@@ -1,5 +1,7 @@
-"""What a request to generate may look like. What would change the output is honoured or refused, never ignored; a label
-is kept; an unknown name is let through and named. Every optional field takes `null` as absent. Knows nothing of HTTP.
+"""The bodies of /v1/chat/completions and /v1/completions. Knows nothing of HTTP.
+
+Unsupported fields that would change the output return 400. Labels are kept in the history. Unknown fields are accepted
+and listed in a response header. Every optional field takes `null` as absent.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "vllm_xargs": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI, vLLM and SGLang that would change the output and that an endpoint does not have."""
+"""Fields of OpenAI, vLLM and SGLang that would change the output and that some endpoint does not have."""
 UNSUPPORTED_IN_STREAM_OPTIONS: Final[Mapping[str, Neutrals]] = {
     "include_obfuscation": (False,),
 }
@@ -76,26 +78,26 @@ LABELS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier
 
 MOST_CHOICES: Final = 128
 MOST_ANSWERS: Final = 1024
-"""Choices of all prompts together."""
+"""Most choices of all prompts together."""
 MOST_COPIED_BYTES: Final = 64 << 20
-"""Of bodies: each choice keeps the prompt in its own history."""
+"""Most bytes of all copies of a body: each choice keeps the prompt in its own history."""
 MOST_BAD_WORDS: Final = 256
 PROMPT_KINDS: Final = ("<text>", "<texts>", "<token ids>", "<lists of token ids>")
-"""Tags of the four shapes of a prompt, which no error names."""
+"""Tags of the four shapes of a prompt; errors do not show them."""
 COMPLETION_TOKENS: Final = 16
-"""What OpenAI's /v1/completions makes of an absent `max_tokens`."""
+"""OpenAI's default of `max_tokens` for /v1/completions."""
 TOKEN_ID: Final = r"^(0|[1-9][0-9]{0,8})$"
 MOST_BIASES: Final = 1024
 MOST_ALLOWED: Final = 16_384
 
 
 def as_list(stop: object) -> object:
-    """Return the list of a single text; anything else is left to the field's own type."""
+    """Return a single text as a list; the field's type checks the rest."""
     return [stop] if isinstance(stop, str) else stop
 
 
 def _prompt_kind(prompt: object) -> str:
-    """Return which of the four shapes of a completion's prompt is meant, so that an error is about that one alone."""
+    """Return which of the four shapes a prompt has, so that an error is about that shape alone."""
     if not isinstance(prompt, list):
         return PROMPT_KINDS[0]
     first = prompt[0] if prompt else ""
@@ -105,22 +107,22 @@ def _prompt_kind(prompt: object) -> str:
 
 
 class StreamOptions(Strict):
-    """What a stream says beside its text."""
+    """What a stream sends beside its text."""
 
     include_usage: bool | None = None
-    """The last chunk has the token counts."""
+    """Send the token counts in a last chunk."""
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: every chunk has them."""
+    """With `include_usage`: send the token counts in every chunk."""
 
 
 class SamplingFields(Strict):
-    """How tokens are chosen and when to stop, as far as OpenAI, vLLM and SGLang have the same names for it."""
+    """Sampling and stop conditions, for which OpenAI, vLLM and SGLang have the same names."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """-1 and 0 are off."""
+    """-1 and 0 turn it off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop: (
         Annotated[
@@ -150,7 +152,7 @@ class SamplingFields(Strict):
 
 
 class GenerationRequest(SamplingFields):
-    """What the bodies of all endpoints have in common."""
+    """The fields that both endpoints have."""
 
     model: str | None = None
     stream: bool | None = None
@@ -173,9 +175,9 @@ class GenerationRequest(SamplingFields):
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """The last so many tokens of the prompt are kept; -1: as many as there is room for."""
+    """Keep only this many tokens at the end of the prompt; -1: as many as fit into the context."""
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
-    """Of what an engine holds, the lower runs earlier."""
+    """Among the requests that an engine holds, a lower number runs first."""
 
     user: str | None = None
     metadata: dict[str, Annotated[str | int | float | bool | None, AfterValidator(kept_exactly)]] | None = None
@@ -186,22 +188,22 @@ class GenerationRequest(SamplingFields):
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that an answer may have; None: what the context has room for."""
+        """The most tokens that an answer may have; None: as many as fit into the context."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many tokens beside each of the answer are told with their log-probability; None: none at all."""
+        """How many top tokens to return with the log-probability of each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The fields that change nothing but are kept."""
+        """The fields that change nothing but are kept in the history."""
         return {name: value for name in LABELS if (value := getattr(self, name)) is not None}
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names that mean nothing to us, sorted; those of messages without their place."""
+        """Unknown fields, sorted; those of messages without an index."""
         names = set(self.extra) - set(UNSUPPORTED)
         if self.stream_options is not None:
             options = set(self.stream_options.extra) - set(UNSUPPORTED_IN_STREAM_OPTIONS)
@@ -214,7 +216,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    """Mini-SGLang's field: a text that goes to the model as it is, without the chat template."""
+    """Mini-SGLang's field: a text that goes to the model without the chat template."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -257,11 +259,11 @@ class CompletionRequest(GenerationRequest):
         Discriminator(_prompt_kind),
     ]
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    """0, with `echo` alone: nothing but the prompt."""
+    """0 is allowed with `echo`: return only the prompt."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    """As many as `n`: the best of more is not looked for."""
+    """Must equal `n`: more candidates than choices are not supported."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -288,7 +290,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     """Return the request that *body* holds.
 
     Raises:
-        RequestError: The first thing that is wrong with it; what was sent is not repeated.
+        RequestError: The first thing that is wrong. It names the field, not the value.
     """
     request = _parse(ChatRequest, body)
     _check_prompt(request)
@@ -296,7 +298,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs: only allowed with `logprobs: true`", param="top_logprobs")
     if request.continue_final_message and request.add_generation_prompt:
-        message = "continue_final_message: not with `add_generation_prompt`; it goes on, or a new one begins"
+        message = "continue_final_message: not together with `add_generation_prompt`, which begins a new message"
         raise RequestError(message, param="continue_final_message")
     return request
 
@@ -305,12 +307,12 @@ def parse_completion(body: bytes) -> CompletionRequest:
     """As `parse_chat`."""
     request = _parse(CompletionRequest, body)
     if request.longest == 0 and not request.echo:
-        raise RequestError("max_tokens: 0 leaves nothing to say without `echo: true`", param="max_tokens")
+        raise RequestError("max_tokens: 0 is only allowed with `echo: true`", param="max_tokens")
     if request.best_of is not None and request.best_of != request.num_choices:
-        raise RequestError("best_of: only as many as `n`; leave it out", code="unsupported_parameter", param="best_of")
+        raise RequestError("best_of: must equal `n`; leave it out", code="unsupported_parameter", param="best_of")
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
-        raise RequestError(f"prompt: with n it is {num_answers} answers; at most {MOST_ANSWERS}", param="prompt")
+        raise RequestError(f"prompt: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param="prompt")
     return request
 
 
@@ -337,7 +339,7 @@ def _check_tools(request: ChatRequest) -> None:
         message = "tool_choice: calling tools is not supported; send `none` or leave it out"
         raise RequestError(message, code="unsupported_parameter", param="tool_choice")
     if request.tools and request.tool_choice is None:
-        message = "tools: calling tools is not supported; with `tool_choice: none` the model is told of them"
+        message = "tools: calling tools is not supported; send `tool_choice: none` to show them to the model"
         raise RequestError(message, code="unsupported_parameter", param="tools")
 
 

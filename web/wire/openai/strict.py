@@ -1,5 +1,5 @@
-"""What every body of a request has in common: strict types, what is refused by its name and never by its value, and
-what may be sent although it means nothing to us.
+"""What all request bodies share: strict types, unsupported fields with their neutral values, and errors that name a
+field but never repeat its value.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pipeline.errors import RequestError
 
 Neutrals = tuple[Any, ...]
-"""The values of an unsupported field that change nothing; `null` always is one."""
+"""The values of an unsupported field that change nothing; `null` is always one."""
 
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
 NAMED_BY_CLIENTS: Final = ("metadata", "logit_bias", "chat_template_kwargs", "parameters")
-"""Objects whose keys are the client's own words, which are not repeated."""
+"""Objects whose keys the client chose; errors do not repeat them."""
 
 
 class Strict(BaseModel):
@@ -32,7 +32,7 @@ class Strict(BaseModel):
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What was sent beside the declared fields."""
+        """The fields that are not declared."""
         return self.model_extra or {}
 
 
@@ -43,7 +43,7 @@ def parsed(model: type[Body], body: bytes) -> Body:
     """Return the *model* that *body* holds.
 
     Raises:
-        RequestError: The first thing that is wrong with it; what was sent is not repeated.
+        RequestError: The first thing that is wrong. It names the field, not the value.
     """
     try:
         return model.model_validate_json(body)
@@ -53,8 +53,8 @@ def parsed(model: type[Body], body: bytes) -> Body:
 
 
 def kept_exactly(value: object) -> object:
-    """Refuse, anywhere in *value*, a number that JSON in the log cannot hold: a whole one of more than 64 bits (bounds
-    on `int` alone would make a float of it), NaN and the infinities, which `Any` lets through."""
+    """Refuse any number within *value* that JSON in the log cannot hold: an integer of more than 64 bits (which bounds
+    on `int` alone would turn into a float), NaN and the infinities, which `Any` lets through."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -72,11 +72,11 @@ def kept_exactly(value: object) -> object:
 def refuse_unsupported(
     extra: Mapping[str, Any], table: Mapping[str, Neutrals], path: str, *, instead: str = ""
 ) -> None:
-    """Refuse what *table* names, unless its value is neutral; *path* is put before the name, and *instead* says what
-    else there is.
+    """Refuse the fields that *table* names, unless their value is neutral. Errors put *path* before the name, and
+    *instead* after the message.
 
     Raises:
-        RequestError: The first that is not.
+        RequestError: For the first such field.
     """
     for name, value in extra.items():
         neutrals = table.get(name)
@@ -96,13 +96,13 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def refusal(first: ErrorDetails) -> RequestError:
-    """Return the error for what pydantic found first."""
+    """Return the error for the first problem that pydantic found."""
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not JSON that we can read: {first['msg']}", code="invalid_json")
     if not first["loc"]:
         return RequestError("The body should be a JSON object", code="invalid_json")
     path: list[str] = []
-    for part in first["loc"]:  # up to what the client named itself, and without the tags of unions
+    for part in first["loc"]:  # up to a key that the client chose, and without the tags of unions
         if not str(part).startswith("<"):
             path.append(str(part))
         if part in NAMED_BY_CLIENTS:

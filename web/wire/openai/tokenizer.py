@@ -1,4 +1,4 @@
-"""What the tokenizer's own endpoints take and send: vLLM's bodies and SGLang's. Knows nothing of HTTP."""
+"""Bodies of the tokenizer's endpoints, in vLLM's and SGLang's forms. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZE_ENDPOINT: Final = "/tokenize"
 DETOKENIZE_ENDPOINT: Final = "/detokenize"
 DESCRIBE_ENDPOINT: Final = "/tokenizer_info"
 MOST_TOKENS: Final = 4 << 20
-"""As many as a text can have that the tokenizer takes, of one byte each."""
+"""As many as the longest text that the tokenizer takes can have, at one byte each."""
 UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "chat_template": (),
     "documents": ([],),
@@ -29,20 +29,20 @@ UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "reasoning_effort": (),
     "truncate_prompt_tokens": (),
 }
-"""Fields of vLLM and SGLang that would change the tokens and that we do not have here."""
+"""Fields of vLLM and SGLang that would change the tokens and are not supported."""
 OF_CONVERSATIONS: Final = ("continue_final_message", "tools", "chat_template_kwargs")
-"""What changes nothing in a `prompt`, which has no template."""
+"""Fields that change nothing with a `prompt`, which has no template."""
 
 
 def _one_text(prompt: object) -> object:
-    """Refuse SGLang's list of prompts with a word on what to do; else leave it to the type."""
+    """Refuse SGLang's list of prompts, and say what to do instead; the field's type checks the rest."""
     if isinstance(prompt, list):
         raise PydanticCustomError("one_text", "Input should be one text; send a request for each of several")
     return prompt
 
 
 def _one_list(tokens: object) -> object:
-    """Refuse SGLang's list of lists with a word on what to do; else leave it to the type."""
+    """Refuse SGLang's list of lists, and say what to do instead; the field's type checks the rest."""
     if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):
         raise PydanticCustomError("one_list", "Input should be one list of tokens; send a request for each of several")
     return tokens
@@ -63,7 +63,7 @@ class TokenizeRequest(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names that mean nothing to us, sorted; those of messages and tools without their place."""
+        """Unknown fields, sorted; those of messages and tools without an index."""
         names = set(self.extra) - set(UNSUPPORTED)
         for message in self.messages or ():
             names |= {f"messages.{name}" for name in message.unknown}
@@ -72,7 +72,7 @@ class TokenizeRequest(Strict):
         return tuple(sorted(names))
 
     def submitted(self, *, frontend: str, model: str) -> Submitted:
-        """Return the event that says all of it. Raises RequestError where fields contradict one another."""
+        """Return the event that holds all of it. Raises RequestError if fields contradict each other."""
         return Submitted(
             endpoint=TOKENIZE_ENDPOINT,
             frontend=frontend,
@@ -100,15 +100,15 @@ class DetokenizeRequest(Strict):
         list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MOST_TOKENS), BeforeValidator(_one_list)
     ]
     skip_special_tokens: bool | None = None
-    """SGLang's; without it they are kept, as in vLLM."""
+    """SGLang's field; by default special tokens are kept, as in vLLM."""
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names that mean nothing to us, sorted."""
+        """Unknown fields, sorted."""
         return tuple(sorted(self.extra))
 
     def submitted(self, *, frontend: str, model: str) -> Submitted:
-        """Return the event that says all of it."""
+        """Return the event that holds all of it."""
         return Submitted(
             endpoint=DETOKENIZE_ENDPOINT,
             frontend=frontend,
@@ -121,13 +121,13 @@ class DetokenizeRequest(Strict):
 
 @dataclass(frozen=True, slots=True)
 class DescribeRequest:
-    """What GET /tokenizer_info asks: nothing in particular."""
+    """GET /tokenizer_info: it has no fields."""
 
     model: None = None
     unknown: tuple[str, ...] = ()
 
     def submitted(self, *, frontend: str, model: str) -> Submitted:
-        """Return the event that says all of it."""
+        """Return the event that holds all of it."""
         return Submitted(
             endpoint=DESCRIBE_ENDPOINT, frontend=frontend, model=model, task="describe", sampling=SamplingParams()
         )
@@ -137,7 +137,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Return the request that *body* holds.
 
     Raises:
-        RequestError: The first thing that is wrong with it; what was sent is not repeated.
+        RequestError: The first thing that is wrong. It names the field, not the value.
     """
     request = parsed(TokenizeRequest, body)
     refuse_unsupported(request.extra, UNSUPPORTED, "")
@@ -157,13 +157,13 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Return the request that *body* holds.
 
     Raises:
-        RequestError: The first thing that is wrong with it; what was sent is not repeated.
+        RequestError: The first thing that is wrong. It names the field, not the value.
     """
     return parsed(DetokenizeRequest, body)
 
 
 def tokens_body(answered: Answered, asked: Submitted, context: int) -> bytes:
-    """Return what POST /tokenize answers. *context* is the most tokens that a request of this model can have."""
+    """Return the answer of POST /tokenize. *context* is the most tokens that a request of this model can have."""
     return orjson.dumps(
         {
             "count": len(answered.token_ids),
@@ -175,7 +175,7 @@ def tokens_body(answered: Answered, asked: Submitted, context: int) -> bytes:
 
 
 def text_body(answered: Answered) -> bytes:
-    """Return what POST /detokenize answers: `prompt` is vLLM's name for it, `text` SGLang's."""
+    """Return the answer of POST /detokenize: `prompt` is vLLM's name for the text, `text` is SGLang's."""
     return orjson.dumps({"prompt": answered.text, "text": answered.text})
 
 

@@ -1,1 +1,1 @@
-"""The endpoints of Mini-SGLang and SGLang that are not OpenAI's: what they take, and how they put an answer."""
+"""The protocols of SGLang and Mini-SGLang: what /generate and /abort_request take and send."""

@@ -1,5 +1,5 @@
-"""What clients of /generate are sent. In SGLang's form a body, or frames that each have all text so far; in
-Mini-SGLang's the new text itself. The frames are folds, as all are: who folds the events again gets the same bytes.
+"""The answers of /generate. SGLang's form: a body, or frames that each have all text so far. Mini-SGLang's form: frames
+of plain new text. The frames are a fold of events: the same events always give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced, ToldCandidate, ToldScore, ToldToken
 from pipeline.names import sibling_uids
 from web.wire import sse
-from web.wire.client_event import ClientEvent
-from web.wire.frames import Frames
+from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.answers import Choice, choices_for
 from web.wire.openai.errors import error_body, error_of
 from web.wire.openai.logprobs import utf8
@@ -22,20 +21,20 @@ from web.wire.uids import index_of
 
 
 class TextFrames(Frames):
-    """Mini-SGLang's: the data of an event is text. An error is an event of the name `error`, no text can be one."""
+    """Mini-SGLang's frames: their data is plain text. An error is an event named `error`, which no text can be."""
 
     def __init__(self) -> None:
-        self._ended_in_return = False  # then a newline at the beginning of the next text is the rest of one line break
+        self._ended_in_return = False  # then a newline that begins the next text belongs to the same line break
 
-    def of(self, heard: ClientEvent) -> bytes:
+    def of(self, event: ClientEvent) -> bytes:
         """As Frames.of."""
-        match heard.event:
+        match event.event:
             case TokensProduced(text=text) if text:
                 rest = text.removeprefix("\n") if self._ended_in_return else text
                 self._ended_in_return = text.endswith("\r")
-                return sse.text_frames(rest, heard.entry_id) if rest else b""
+                return sse.text_frames(rest, event.entry_id) if rest else b""
             case Failed() | Cancelled() as ended:
-                return self.error(error_of(ended), heard.entry_id)
+                return self.error(error_of(ended), event.entry_id)
             case _:
                 return b""
 
@@ -45,25 +44,25 @@ class TextFrames(Frames):
 
 
 class WholeTextFrames(Frames):
-    """SGLang's: each has all that is known of an answer. They say no ids: its clients take every line for a document,
-    and know by `completion_tokens` n that they have seen the event `n-0`.
+    """SGLang's frames: each has the whole answer so far. They have no event ids, since clients take every line for a
+    document. A frame with `completion_tokens` n follows from the event `n-0`.
     """
 
     waiting = sse.BLANK
 
     def __init__(self, uid: str, events: Sequence[Submitted]) -> None:
-        """*uid* is the history's; with several *events* what their siblings have in common."""
+        """*uid* is that of the history; with several *events*, the one that siblings share."""
         choices = choices_for(events)
         if len(events) == 1:
             choices[0].index = index_of(uid)
         self._answers = _answers(uid, events, choices)
 
-    def of(self, heard: ClientEvent) -> bytes:
+    def of(self, event: ClientEvent) -> bytes:
         """As Frames.of."""
-        answer = self._answers[heard.index]
-        match heard.event:
+        answer = self._answers[event.index]
+        match event.event:
             case TokensProduced() as tokens:
-                answer.choice.hear(tokens)
+                answer.choice.apply(tokens)
                 return b"" if answer.choice.shown.prompt_only else self._frame(answer)
             case Finished() as finished:
                 answer.choice.finished = finished
@@ -86,7 +85,7 @@ def whole_body(uid: str, events: Sequence[Submitted], choices: Sequence[Choice])
 
 
 class _Answer:
-    """One choice, as SGLang tells it."""
+    """One choice, in SGLang's form."""
 
     def __init__(self, uid: str, event: Submitted, choice: Choice) -> None:
         self.choice = choice
@@ -95,10 +94,10 @@ class _Answer:
         self._of_prompt: dict[str, Any] = {}
         self._of_output: dict[str, Any] = {}
         self._num_scores = 0
-        """How many of the output's scores are in there."""
+        """How many of the output's scores `_of_output` has."""
 
     def told(self) -> dict[str, Any]:
-        """Return all that is known so far."""
+        """Return the whole answer so far."""
         return {"text": self.choice.text, "output_ids": self.choice.token_ids, "meta_info": self._meta_info()}
 
     def _meta_info(self) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class _Answer:
         return meta
 
     def _finish_reason(self, num_tokens: int) -> dict[str, Any] | None:
-        """Return why it ended, and at which length, stop string or token; None while it goes on."""
+        """Return why the answer ended, and at which length, stop string or token; None while it runs."""
         if self.choice.finished is None:
             return None
         if self.choice.reason == "length":
@@ -125,7 +124,7 @@ class _Answer:
         return {"type": "stop", "matched": self.choice.finished.stop_string or self.choice.token_ids[-1]}
 
     def _logprobs(self) -> dict[str, Any]:
-        """Return what is told of probabilities; of the prompt it is the same each time."""
+        """Return the fields with log-probabilities; those of the prompt are made once."""
         prompt = self.choice.prompt
         if not self._of_prompt and prompt is not None:
             tokens = [*([prompt.first] if prompt.first else ()), *prompt.scores][self.choice.shown.scores_from :]
@@ -139,7 +138,7 @@ class _Answer:
         return (self._of_prompt or self._lists("input", [])) | self._of_output
 
     def _lists(self, side: str, tokens: Sequence[ToldToken]) -> dict[str, Any]:
-        """Return the lists of one *side*; those of the most probable tokens where they were asked for."""
+        """Return the lists of one *side*; those of the most probable tokens only if the client asked for them."""
         told: dict[str, Any] = {f"{side}_token_logprobs": [self._one(token) for token in tokens]}
         if self._sampling.logprobs:
             told[f"{side}_top_logprobs"] = [
@@ -148,7 +147,7 @@ class _Answer:
         return told
 
     def _one(self, token: ToldToken) -> list[Any]:
-        """Return log-probability, token id, and the text where it was asked for."""
+        """Return log-probability, token id, and the text if the client asked for it."""
         text = bytes(utf8(token.text)).decode(errors="replace") if self.choice.shown.score_texts else None
         return [token.logprob if isinstance(token, ToldCandidate) else None, token.token, text]
 

@@ -1,5 +1,5 @@
-"""What POST /generate may look like, in Mini-SGLang's form and in SGLang's, which their fields tell apart, and POST
-/abort_request. As strict as `web.wire.openai.schemas`: what would change the output is honoured or refused.
+"""The bodies of POST /generate, in Mini-SGLang's form (`prompt`) and SGLang's form (`text` or `input_ids`), and of POST
+/abort_request. As strict as `web.wire.openai.schemas`: unsupported fields that would change the output return 400.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from web.wire.openai.schemas import (
 from web.wire.openai.strict import INT32_MAX, INT64_MAX, Neutrals, Strict, refusal, refuse_unsupported
 
 TEXT_TOKENS: Final = 16
-"""What Mini-SGLang's form makes of an absent `max_tokens`."""
+"""The default of `max_tokens` in Mini-SGLang's form."""
 NEW_TOKENS: Final = 128
-"""What SGLang makes of an absent `max_new_tokens`."""
+"""SGLang's default of `max_new_tokens`."""
 MOST_RID: Final = 256
 
 
 class TextRequest(Strict):
-    """Mini-SGLang's form of POST /generate: the most probable answer to a prompt, streamed as text alone."""
+    """Mini-SGLang's form of POST /generate: greedy sampling, streamed as plain text."""
 
     prompt: Text
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
@@ -45,7 +45,7 @@ class TextRequest(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names that mean nothing to us, sorted."""
+        """Unknown fields, sorted."""
         return tuple(sorted(set(self.extra) - set(_NOT_BESIDE_PROMPT)))
 
 
@@ -53,11 +53,11 @@ class SGLangSampling(SamplingFields):
     """SGLang's `sampling_params`."""
 
     max_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    """0: nothing but what is told of the prompt."""
+    """0: return only the fields about the prompt."""
     min_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     sampling_seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     no_stop_trim: bool | None = None
-    """What ended the answer, a stop string or the text of a stop token, is part of it."""
+    """Keep the stop string, or the text of the stop token, in the answer."""
 
     @property
     def longest(self) -> int:
@@ -95,7 +95,7 @@ class SGLangRequest(Strict):
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """The token of the prompt from which on log-probabilities are told; -1: only of the answer."""
+    """Return log-probabilities from this token of the prompt on; -1: only of the answer."""
     top_logprobs_num: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     return_text_in_logprobs: bool | None = None
     model: str | None = None
@@ -119,12 +119,12 @@ class SGLangRequest(Strict):
 
     @property
     def in_list(self) -> bool:
-        """Say whether the answer is a list: also where its only prompt is in one."""
+        """Say whether the answer is a list: also if the only prompt is in a list."""
         return self.num_choices > 1 or isinstance(self.text, list) or _lists_or_one(self.input_ids) == PROMPT_KINDS[3]
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names that mean nothing to us, sorted."""
+        """Unknown fields, sorted."""
         names = set(self.extra) - set(_UNSUPPORTED)
         names |= {f"sampling_params.{name}" for name in set(self.sampling.extra) - set(_UNSUPPORTED_IN_SAMPLING)}
         return tuple(sorted(names))
@@ -138,7 +138,7 @@ class AbortRequest(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names that mean nothing to us, sorted."""
+        """Unknown fields, sorted."""
         return tuple(sorted(set(self.extra) - set(_UNSUPPORTED_IN_ABORT)))
 
 
@@ -175,7 +175,7 @@ _OF_OTHERS: Final[Mapping[str, Neutrals]] = {
     "token_ids_logprob": ([],),
     "video_data": ([],),
 }
-"""Fields of all that generates, which would change the output where they are honoured."""
+"""Fields of all endpoints that generate; they would change the output where they are supported."""
 
 
 def _without(model: type[Strict]) -> dict[str, Neutrals]:
@@ -197,7 +197,7 @@ _SGLANG_FORM: Final = "SGLang's"
 
 
 def _form(body: object) -> str:
-    """Return which form is meant, so that an error is about that one alone."""
+    """Return which form a body has, so that an error is about that form alone."""
     given = {name for name, value in body.items() if value is not None} if isinstance(body, dict) else set()
     return _TEXT_FORM if "prompt" in given and not given & {"text", "input_ids"} else _SGLANG_FORM
 
@@ -213,7 +213,7 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
     """Return the request that *body* holds.
 
     Raises:
-        RequestError: The first thing that is wrong with it; what was sent is not repeated.
+        RequestError: The first thing that is wrong. It names the field, not the value.
     """
     try:
         request = _FORMS.validate_json(body)
@@ -222,7 +222,7 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
         first["loc"] = first["loc"][1:]  # without the form
         raise refusal(first) from None
     if request.extra.get("rid") is not None:
-        message = "rid: the server names its requests itself; `meta_info.id` and the header x-minisgl-uid say how"
+        message = "rid: the server chooses the id; read it from `meta_info.id` or the header x-minisgl-uid"
         raise RequestError(message, code="unsupported_parameter", param="rid")
     if isinstance(request, TextRequest):
         instead = ", or send `text` and `sampling_params`"
@@ -245,7 +245,7 @@ def parse_abort(body: bytes) -> AbortRequest:
 
 
 def _check(request: SGLangRequest, num_bytes: int) -> None:
-    """Refuse what no field alone shows. Raises RequestError."""
+    """Check fields against each other. Raises RequestError."""
     for name, value in request.extra.items():
         if name in SGLangSampling.model_fields and value is not None:
             message = f"{name}: belongs in `sampling_params`"
@@ -268,7 +268,9 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
         raise RequestError(f"{param}: larger than the most tokens allowed", param=param)
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
-        raise RequestError(f"{given[0]}: with n it is {num_answers} answers; at most {MOST_ANSWERS}", param=given[0])
+        raise RequestError(
+            f"{given[0]}: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param=given[0]
+        )
     if request.num_choices * num_bytes > MOST_COPIED_BYTES:
         message = f"sampling_params.n: with a prompt of this size at most {MOST_COPIED_BYTES // num_bytes}"
         raise RequestError(message, param="sampling_params.n")

@@ -148,17 +148,6 @@ def test_identical_prompts_beside_streams_cost_one_prefill_too() -> None:
     assert computed == LONG + 15 * 16
 
 
-def test_without_a_prefix_cache_sixteen_identical_prompts_cost_sixteen_prefills() -> None:
-    schedule = make_schedule("naive")
-    for number in range(16):
-        add(schedule, str(number), LONG, max_tokens=1)
-    computed = 0
-    while (planned := schedule.plan()) is not None:
-        computed += sum(len(row.token_ids) for row in planned[0].rows)
-        schedule.complete([7] * sum(row.sample is not None for row in planned[0].rows))
-    assert computed == 16 * LONG
-
-
 @pytest.mark.parametrize("cache", sorted(CACHES))
 @pytest.mark.parametrize(("large", "small"), [(0, 0), (-1, 0), (1, 1), (0, 7)])
 def test_a_request_that_needs_every_page_gets_in_although_small_ones_of_no_lower_priority_keep_coming(
@@ -175,20 +164,6 @@ def test_a_request_that_needs_every_page_gets_in_although_small_ones_of_no_lower
         if any(row.uid == "large" and row.end is not None for row in step(schedule)[2]):
             return
     pytest.fail("it starves")
-
-
-@pytest.mark.parametrize("cache", sorted(CACHES))
-def test_those_that_wait_are_admitted_in_the_order_of_their_arrival(cache: str) -> None:
-    schedule = make_schedule(cache, num_pages=40, running=3)
-    uids = [str(number) for number in range(30)]
-    for number, uid in enumerate(uids):
-        add(schedule, uid, 1 + 97 * number % 600, first=1000 * number, max_tokens=1 + 31 * number % 50)
-    first_admitted: dict[str, None] = {}
-    while schedule.num_running or schedule.num_waiting:
-        for mark in step(schedule)[1]:
-            if isinstance(mark, EventRow) and mark.event.kind == "admitted":
-                first_admitted.setdefault(mark.uid)
-    assert list(first_admitted) == uids
 
 
 @pytest.mark.parametrize("cache", sorted(CACHES))

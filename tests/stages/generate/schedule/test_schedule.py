@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.events import Admitted, EventRow, Preempted, SamplingParams, StepRow, TokenRow
+from pipeline.events import Admitted, EventRow, SamplingParams, StepRow, TokenRow
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.request import NewRequest
@@ -150,25 +150,6 @@ def test_several_prompts_share_one_budget_in_the_order_of_arrival() -> None:
     assert [mark.uid for mark in marks] == ["a", "b", "c"]
 
 
-def test_no_more_run_than_are_allowed() -> None:
-    schedule = make_schedule(running=2)
-    for uid in "abc":
-        schedule.add(request(uid, max_tokens=2))
-    plan, _, _ = step(schedule)
-    assert len(plan.rows) == 2 and schedule.num_waiting == 1
-    assert {row.uid for row in run_out(schedule)} == {"a", "b", "c"}
-
-
-def test_a_table_row_is_held_by_one_request_at_a_time() -> None:
-    schedule = make_schedule(running=2)
-    for uid in "abcd":
-        schedule.add(request(uid, max_tokens=3))
-    while (planned := schedule.plan()) is not None:
-        tables = [row.table for row in planned[0].rows]
-        assert len(set(tables)) == len(tables) and all(0 <= table < 2 for table in tables)
-        schedule.complete([7] * len(tables))
-
-
 def test_new_requests_are_taken_only_while_none_waits() -> None:
     schedule = make_schedule(running=4)
     assert schedule.room == 4
@@ -288,20 +269,6 @@ def test_when_pages_run_out_the_newest_request_is_preempted_and_computed_again()
     assert [row.n for row in later if row.uid == "new"] == [3, 4, 5, 6]
 
 
-def test_a_preempted_request_returns_before_those_that_came_after_it() -> None:
-    schedule = make_schedule(num_pages=4, context=16)
-    schedule.add(request("old", length=7, max_tokens=6))
-    schedule.add(request("new", length=7, max_tokens=6))
-    step(schedule)
-    schedule.add(request("last", length=3, max_tokens=2))
-    admitted: list[str] = []
-    while (planned := schedule.plan()) is not None:
-        plan, marks = planned
-        admitted += [mark.uid for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "admitted"]
-        schedule.complete([7] * sum(row.sample is not None for row in plan.rows))
-    assert admitted == ["new", "last"]
-
-
 def test_a_dropped_request_frees_its_pages_at_once() -> None:
     schedule = make_schedule(num_pages=4, context=16)
     schedule.add(request("a", length=13))
@@ -348,61 +315,6 @@ def test_steps_are_numbered_without_a_hole_also_when_one_has_no_rows() -> None:
     assert [first, skipped, second] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("cache", ["naive", "radix"])
-@given(
-    arrivals=st.lists(
-        st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 40), st.integers(-1, 1)),
-        min_size=1,
-        max_size=12,
-    ),
-    num_pages=st.integers(9, 20),
-    prefill=st.integers(1, 40),
-    mixed=st.integers(1, 10),
-    running=st.integers(1, 5),
-)
-def test_every_request_ends_with_the_tokens_it_would_have_alone(
-    cache: str, arrivals: list[tuple[int, int, int, int]], num_pages: int, prefill: int, mixed: int, running: int
-) -> None:
-    """Random arrivals in a small cache: pages never leak, budgets hold, nothing starves, n counts without a hole."""
-    schedule = make_schedule(
-        num_pages=num_pages, context=36, prefill=prefill, mixed=mixed, running=running, cache=cache
-    )
-    todo = sorted(
-        (at, str(number), length, tokens, priority) for number, (at, length, tokens, priority) in enumerate(arrivals)
-    )
-    counts = {uid: 0 for _, uid, *_ in todo}
-    wanted = {uid: min(tokens, 36 - length) for _, uid, length, tokens, _ in todo}
-    ended: list[str] = []
-    holding: set[str] = set()
-    clock = 0
-    while todo or len(ended) < len(counts):
-        while todo and todo[0][0] <= clock:
-            _, uid, length, tokens, priority = todo.pop(0)
-            assert schedule.add(request(uid, length=length, max_tokens=tokens, priority=priority)) is None
-        clock += 1
-        assert clock < 5000, "something starves"
-        planned = schedule.plan()
-        if planned is None:
-            continue
-        plan, marks = planned
-        for mark in marks:
-            assert isinstance(mark, EventRow) and isinstance(mark.event, Admitted | Preempted)
-            holding = holding | {mark.uid} if isinstance(mark.event, Admitted) else holding - {mark.uid}
-        budget = mixed if plan.num_decode_rows else prefill
-        assert sum(len(row.token_ids) for row in plan.rows[plan.num_decode_rows :]) <= budget
-        assert len(plan.rows) <= running and len(holding) <= running
-        assert all(len(row.token_ids) == 1 for row in plan.rows[: plan.num_decode_rows])
-        for row in schedule.complete([7] * sum(row.sample is not None for row in plan.rows)):
-            counts[row.uid] += 1
-            assert row.n == counts[row.uid]
-            if row.end:
-                ended.append(row.uid)
-                holding.discard(row.uid)
-        assert schedule.problems() == []
-    assert counts == wanted
-    assert schedule.free_pages == num_pages
-
-
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=8))
 def test_the_same_calls_give_the_same_plans(requests: list[tuple[int, int]]) -> None:
     def plans() -> list[BatchPlan]:
@@ -416,20 +328,6 @@ def test_the_same_calls_give_the_same_plans(requests: list[tuple[int, int]]) -> 
         return made
 
     assert plans() == plans()
-
-
-def test_identical_prompts_that_arrive_together_cost_one_prefill() -> None:
-    schedule = make_schedule(prefill=100, context=100, cache="radix")
-    for number in range(16):
-        schedule.add(request(str(number), length=21, max_tokens=2))
-    plan, marks, rows = step(schedule)
-    assert len(rows) == 16
-    lengths = [len(row.token_ids) for row in plan.rows]
-    assert lengths == [21] + [1] * 15  # five full pages are shared
-    cached = [
-        mark.event.cached_tokens for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "admitted"
-    ]
-    assert cached == [0] + [20] * 15
 
 
 def test_a_preempted_request_finds_its_own_pages_again() -> None:
@@ -514,15 +412,6 @@ def test_when_pages_run_out_the_least_important_request_is_preempted_though_it_c
     assert preempted(marks) == ["least"]
     assert [row.uid for row in rows] == ["more"] and len(plan.rows) == 1
     assert [row.n for row in run_out(schedule) if row.uid == "least"] == [3, 4, 5, 6]
-
-
-def test_of_equally_important_requests_the_newest_is_preempted() -> None:
-    schedule = make_schedule(num_pages=6, context=24)
-    for uid, priority in (("a", 2), ("b", 2), ("c", 1)):
-        schedule.add(request(uid, length=7, max_tokens=6, priority=priority))
-    step(schedule)
-    step(schedule)
-    assert preempted(step(schedule)[1]) == ["b"]
 
 
 def test_a_preempted_request_returns_behind_a_more_important_one_that_came_later() -> None:
@@ -709,19 +598,6 @@ def test_a_request_is_isolated_before_it_comes(cache: str) -> None:
     schedule.complete([7])
     schedule.isolate(None)
     assert {row.uid for row in run_out(schedule)} == {"a", "b", "c", "later"}
-
-
-def test_an_isolated_request_does_not_wait_behind_those_that_came_before_it() -> None:
-    schedule = make_schedule(running=1)
-    for uid in "abc":
-        schedule.add(request(uid, max_tokens=3))
-    step(schedule)
-    assert kinds(schedule.isolate("c")) == [("a", "preempted")]
-    planned = schedule.plan()
-    assert planned is not None and uids(schedule, planned[0]) == ["c"]
-    schedule.complete([7])
-    schedule.isolate(None)
-    assert [row.uid for row in run_out(schedule) if row.end] == ["c", "a", "b"]
 
 
 def test_an_isolated_request_gets_the_whole_budget_and_all_pages() -> None:

@@ -190,6 +190,16 @@ def test_of_a_client_that_left_nothing_begins_though_the_answer_to_it_cannot_be_
     assert not scene.uids()
 
 
+@pytest.mark.parametrize("idle", [False, True], ids=["before a request", "after a request"])
+def test_a_closed_connection_takes_no_socket(scene: Scene, idle: bool) -> None:
+    with ExitStack() as stack:
+        for client in [stack.enter_context(scene.client()) for _ in range(9)]:
+            if idle:
+                client.send(request(path="/health"))
+                assert client.answer().status == 200
+        assert not scene.holds_nothing()
+
+
 def test_a_client_that_never_reads_is_cut_off_and_its_request_cancelled(scene: Scene) -> None:
     with scene.client(receive_bytes=1024) as client:
         client.send(request(chat("flood", stream=True)))

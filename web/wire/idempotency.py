@@ -1,4 +1,4 @@
-"""The `Idempotency-Key` header: what is sent twice under one key, because an answer was lost, is one request."""
+"""The `Idempotency-Key` header: a client that lost an answer sends its request again, and still it is one request."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipeline.log.protocol import Once
 
 HEADER: Final = "Idempotency-Key"
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,255}")
-SCHEMA: Final = {"description": "What is sent twice under one key is one request.", "pattern": f"^{_KEY.pattern}$"}
+SCHEMA: Final = {"description": "Requests with the same key are one request.", "pattern": f"^{_KEY.pattern}$"}
 
 
 def once_of(key: str | None, endpoint: str, body: bytes, *, scope: str = "") -> Once | None:
-    """Return what the header *key* asks for; None where there is none. Keys of one *scope* never meet those of another.
+    """Return what the header *key* asks for; None without one. The same key in two *scopes* means two requests.
 
     Raises:
-        RequestError: It is no key.
+        RequestError: The header is not a valid key.
     """
     if key is None:
         return None
@@ -28,7 +28,7 @@ def once_of(key: str | None, endpoint: str, body: bytes, *, scope: str = "") -> 
 
 
 def _digest(*parts: bytes) -> str:
-    """Return a hash of the parts and of where one ends and the next begins."""
+    """Return a hash of the parts and of their lengths."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(b"%d:%s" % (len(part), part))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,6 @@ from pipeline.names import sibling_uids
 from web.live.lookup import AT_ONCE
 
 ABORT = "/abort_request"
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
-
-
-@pytest.fixture
-def stages(redis_url: str) -> Iterator[Stages]:
-    with closing(Stages(redis_url)) as stages:
-        yield stages
 
 
 def submit(log: RedisLog, uid: str, count: int = 1, *, endpoint: str = "/generate") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -13,25 +12,17 @@ from quart import Response
 from redis_servers import command
 from stand_in_stages import MODELS, Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import Site, error_of, seal_of, site, until
+from web_site import Site, error_of, site, until
 
-import web.live.frontend
-import web.live.tail
+import web.live.listener
+import web.live.open_request
 from ops.sse_reader import frames_in
 from pipeline.events import Cancelled
-from pipeline.log.protocol import Quota
 from pipeline.names import SEAL, Names, sibling_uids, tokens_id
-from web.keys import Keys, hash_of
 
 GENERATE = "/generate"
 DONE = b"data: [DONE]\n\n"
 FORMS: tuple[dict[str, Any], ...] = ({"prompt": "hello"}, {"text": "hello", "stream": True})
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 async def generate(here: Site, body: dict[str, Any], **options: Any) -> Response:
@@ -174,7 +165,7 @@ def test_while_it_waits_a_client_of_sglang_reads_nothing_but_blank_lines(
                 pass
             assert b"cancelled by me" in piece and piece.endswith(DONE)
 
-    monkeypatch.setattr(web.live.tail, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(web.live.listener, "KEEP_ALIVE_S", 0.01)
     asyncio.run(scenario())
 
 
@@ -243,13 +234,13 @@ def test_our_own_bug_in_mini_sglangs_form_is_no_text(
 
     good = [1]
 
-    async def broken(opened: web.live.frontend.OpenRequest) -> list[Any]:
+    async def broken(opened: web.live.open_request.OpenRequest) -> list[Any]:
         if not good:
             raise RuntimeError("a secret")
         good.pop()
         return await opened.listeners[0].next()
 
-    monkeypatch.setattr(web.live.frontend.OpenRequest, "next", broken)
+    monkeypatch.setattr(web.live.open_request.OpenRequest, "next", broken)
     asyncio.run(scenario())
 
 
@@ -283,38 +274,6 @@ def test_the_frames_of_an_answer_that_was_not_streamed_are_those_of_a_stream(red
             first, *_, last = documents(await read(here, response.headers["x-minisgl-uid"]))
             assert first["meta_info"]["prompt_tokens"] == 5
             assert last == await response.get_json()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("body", FORMS, ids=["mini-sglang", "sglang"])
-def test_what_is_sent_twice_under_one_key_is_one_request(
-    redis_url: str, stand_in: StandIn, body: dict[str, Any]
-) -> None:
-    async def scenario() -> None:
-        key = {"Idempotency-Key": "k"}
-        async with site(redis_url) as here:
-            first, second = [await streamed(here, body, headers=key) for _ in range(2)]
-            assert first == second and len(stand_in.requests()) == 1
-            status, error = await error_of(generate(here, {**body, "model": "demo"}, headers=key))
-            assert (status, error["code"]) == (400, "idempotency_key_reused")
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("body", FORMS, ids=["mini-sglang", "sglang"])
-def test_a_queued_request_whose_client_leaves_is_cancelled_before_it_has_a_token(
-    redis_url: str, stand_in: StandIn, body: dict[str, Any]
-) -> None:
-    async def scenario() -> None:
-        silent = {name: "silent" if value == "hello" else value for name, value in body.items()}
-        async with site(redis_url) as here:
-            async with here.connection(silent, path=GENERATE):
-                await until(stand_in.requests)
-            ((uid, _),) = stand_in.requests()
-            await until(lambda: not here.frontend.is_busy)
-        with closing(stand_in.stages.log.another()) as log:
-            assert seal_of(log, uid)["by"] == "client"
 
     asyncio.run(scenario())
 
@@ -355,31 +314,6 @@ def test_what_is_wrong_is_a_400_or_404_in_the_body_of_every_error_and_reaches_no
         assert not stand_in.requests()
         (line,) = [line for line in lines if line["event"] == "request"]
         assert (line["status"], line["error"]) == (status, error["code"])
-
-    asyncio.run(scenario())
-
-
-def test_no_two_requests_have_one_id_whichever_server_took_them(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        uids = []
-        for name in ("web-0", "web-0", "web-1"):
-            async with site(redis_url, name) as here:
-                uids += [(await generate(here, {"text": "hello"})).headers["x-minisgl-uid"] for _ in range(2)]
-        assert len(set(uids)) == 6
-
-    asyncio.run(scenario())
-
-
-def test_a_key_is_needed_and_its_limits_count(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        key = {"authorization": "Bearer secret"}
-        keys = Keys([Quota(hash_of("secret"), requests_per_minute=1)])
-        async with site(redis_url, keys=keys) as here:
-            assert (await error_of(generate(here, {"text": "hello"})))[0] == 401
-            first, second = [await generate(here, {"text": "hello"}, headers=key) for _ in range(2)]
-            assert first.status_code == 200 and second.status_code in (200, 429)  # another minute may have begun
-            third = await generate(here, {"prompt": "hello"}, headers=key)
-            assert 429 in (second.status_code, third.status_code)
 
     asyncio.run(scenario())
 

@@ -6,21 +6,31 @@ import dataclasses
 
 import pytest
 
-from pipeline.config import (
-    OWNERS,
-    TOOLS,
-    Config,
-    ConnectConfig,
-    arguments_for,
-    build_parser,
-    concealed,
-    flags_of,
+from ops import dead, trace
+from ops.config import ConnectConfig
+from ops.serve.config import (
+    COMMANDS,
+    ServerConfig,
+    StageConfig,
     parse_command,
-    parse_flags,
-    secrets_of,
+    stage_flags,
+    without_secrets,
 )
+from ops.shell.config import ShellConfig
+from ops.top import command as top
 from pipeline.errors import ConfigError
+from pipeline.flags import build_parser, flags_of, owners_of, parse_flags, secrets_of
 
+OWNERS = {command: owners_of(config) for command, config in COMMANDS.items()}
+TOOLS = {
+    "trace": trace.FLAGS,
+    "top": top.FLAGS,
+    "dead ls": dead.FLAGS,
+    "dead show": dead.FLAGS,
+    "dead requeue": dead.REQUEUE_FLAGS,
+    "dead drop": dead.FLAGS,
+    "shell": (ShellConfig,),
+}
 MODEL = {("--model", "--model-path")}
 DATA = {("--data-dir",)}
 NAMES = {("--served-model-name",)}
@@ -156,11 +166,17 @@ BAD_VALUES = [
 ]
 
 
-def parse(*arguments: str, **environment: str) -> Config:
+def parse(*arguments: str, **environment: str) -> ServerConfig | StageConfig:
     return parse_command(arguments, environment)
 
 
-def value_of(config: Config, flag: str) -> object:
+def parse_serve(*arguments: str, **environment: str) -> ServerConfig:
+    config = parse_command(["serve", *arguments], environment)
+    assert isinstance(config, ServerConfig)
+    return config
+
+
+def value_of(config: ServerConfig | StageConfig, flag: str) -> object:
     """Return what *flag* became."""
     for owner in (getattr(config, item.name) for item in dataclasses.fields(config)):
         for item in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
@@ -213,14 +229,14 @@ def test_the_environment_sets_every_flag_and_the_command_line_wins(command: str)
     for flag, *_ in FLAGS[command]:
         text, value = VALUES[flag]
         assert value_of(parse(*command.split(), **{variable(flag): text}), flag) == value
-    assert parse("serve", "--port", "1", MINISGL_PORT="2").web.port == 1
-    assert parse("serve", "--served-model-name", "c", MINISGL_SERVED_MODEL_NAME="a b").names.served_model_name == ("c",)
-    assert parse("serve", "--device", "cpu", MINISGL_DEVICE="cuda").engine.device == "cpu"
+    assert parse_serve("--port", "1", MINISGL_PORT="2").web.port == 1
+    assert parse_serve("--served-model-name", "c", MINISGL_SERVED_MODEL_NAME="a b").names.served_model_name == ("c",)
+    assert parse_serve("--device", "cpu", MINISGL_DEVICE="cuda").engine.device == "cpu"
 
 
 def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_PORT", "2")
-    assert parse("serve").web.port == 1919
+    assert parse_serve().web.port == 1919
 
 
 @pytest.mark.parametrize("tool", TOOL_FLAGS)
@@ -242,9 +258,9 @@ def test_a_flag_that_a_tool_shares_with_serve_has_the_same_default() -> None:
 
 def test_abbreviations_are_refused() -> None:
     with pytest.raises(ConfigError, match="--max-que"):
-        parse("serve", "--max-que", "5")
+        parse_serve("--max-que", "5")
     with pytest.raises(ConfigError, match="--por=5"):
-        parse("serve", "--por=5")
+        parse_serve("--por=5")
 
 
 @pytest.mark.parametrize(
@@ -282,14 +298,14 @@ def test_a_bad_value_is_refused_with_flag_value_and_what_is_expected(
 def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wins() -> None:
     for flag, bad, _ in BAD_VALUES:
         good, value = VALUES[flag]
-        assert value_of(parse("serve", flag, good, **{variable(flag): bad}), flag) == value
+        assert value_of(parse_serve(flag, good, **{variable(flag): bad}), flag) == value
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"), [([], False), (["--dummy-weight"], True), (["--dummy-weight", "no"], False)], ids=str
 )
 def test_a_flag_that_is_yes_or_no_may_stand_alone(flags: list[str], expected: bool) -> None:
-    config = parse("serve", *flags, "--port", "8000")
+    config = parse_serve(*flags, "--port", "8000")
     assert (config.engine.dummy_weight, config.web.port) == (expected, 8000)
 
 
@@ -303,22 +319,22 @@ def test_auto_is_zero_where_the_machine_decides() -> None:
         "--max-seq-len",
     ]
     for flag in flags:
-        assert value_of(parse("serve", flag, "auto"), flag) == 0
+        assert value_of(parse_serve(flag, "auto"), flag) == 0
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
 def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
     for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *_words(flag))]):
-        serve = parse("serve", *flags)
-        again = parse("stage", stage, *arguments_for(serve, stage), **secrets_of(serve))
+        serve = parse_serve(*flags)
+        again = parse("stage", stage, *stage_flags(serve, stage), **secrets_of(serve))
         accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN}
         for flag in accepted:
             assert value_of(again, flag) == value_of(serve, flag)
 
 
 def test_the_flags_for_a_stage_leave_out_defaults_and_which_worker_it_is() -> None:
-    assert arguments_for(parse("serve"), "generate") == []
-    assert arguments_for(parse("stage", "generate", "--slot", "2", "--page-size", "16"), "generate") == [
+    assert stage_flags(parse_serve(), "generate") == []
+    assert stage_flags(parse("stage", "generate", "--slot", "2", "--page-size", "16"), "generate") == [
         "--page-size",
         "16",
     ]
@@ -327,17 +343,17 @@ def test_the_flags_for_a_stage_leave_out_defaults_and_which_worker_it_is() -> No
 def test_what_is_secret_is_in_no_command_line_and_in_no_text_of_the_config() -> None:
     given = {"--redis-url": ["redis://u:hidden@h"], "--api-key": ["hidden1", "hidden2"]}
     assert set(given) == set(SECRET)
-    config = parse("serve", *(word for flag, words in given.items() for word in (flag, *words)))
-    assert arguments_for(config, "web") == []
+    config = parse_serve(*(word for flag, words in given.items() for word in (flag, *words)))
+    assert stage_flags(config, "web") == []
     assert "hidden" not in repr(config)
     assert secrets_of(config) == {variable(flag): " ".join(words) for flag, words in given.items()}
-    assert secrets_of(parse("serve")) == {}
+    assert secrets_of(parse_serve()) == {}
 
 
 @pytest.mark.parametrize("text", ["", "  "])
 def test_no_keys_in_the_environment_is_an_empty_key_which_is_refused_later(text: str) -> None:
-    assert parse("serve", MINISGL_API_KEY=text).keys.api_key == (text,)
-    assert parse("serve", "--api-key", "k", MINISGL_API_KEY=text).keys.api_key == ("k",)
+    assert parse_serve(MINISGL_API_KEY=text).keys.api_key == (text,)
+    assert parse_serve("--api-key", "k", MINISGL_API_KEY=text).keys.api_key == ("k",)
 
 
 def _words(flag: str) -> list[str]:
@@ -347,8 +363,8 @@ def _words(flag: str) -> list[str]:
 
 def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert str(parse("serve", "--port", "8000").data_dir) == "/state/minisgl/8000"
-    assert str(parse("serve", "--data-dir", "/d").data_dir) == "/d"
+    assert str(parse_serve("--port", "8000").data_dir) == "/state/minisgl/8000"
+    assert str(parse_serve("--data-dir", "/d").data_dir) == "/d"
     assert str(ConnectConfig(port=8000).folder) == "/state/minisgl/8000"
     assert str(ConnectConfig(data_dir="/d", port=8000).folder) == "/d"
 
@@ -372,7 +388,7 @@ def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.Monke
     ],
 )
 def test_a_secret_on_the_command_line_is_taken_out_of_it(line: str, kept: str, variables: dict[str, str]) -> None:
-    assert concealed(line.split()) == (kept.split(), variables)
+    assert without_secrets(line.split()) == (kept.split(), variables)
 
 
 @pytest.mark.parametrize(
@@ -387,4 +403,4 @@ def test_a_secret_on_the_command_line_is_taken_out_of_it(line: str, kept: str, v
     ],
 )
 def test_a_command_line_without_secrets_stays_as_it_is(line: str) -> None:
-    assert concealed(line.split()) == (line.split(), {})
+    assert without_secrets(line.split()) == (line.split(), {})

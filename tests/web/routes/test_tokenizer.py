@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,25 +11,16 @@ from quart import Response
 from redis_servers import command
 from stand_in_stages import CONTEXT, MODELS, StandIn
 from structlog.testing import capture_logs
-from web_site import Site, chat, error_of, seal_of, site, until
+from web_site import Site, chat, error_of, site, until
 
-import web.live.tail
-from pipeline.events import Answered, Cancelled, Failed, Submitted, Templating
-from pipeline.log.protocol import Quota, RequestLimits
+from pipeline.events import Answered, Cancelled, Submitted, Templating
 from pipeline.names import SEAL, Names
-from web.keys import Keys, hash_of
 from web.wire.openai.tokenizer import MOST_TOKENS, TokenizeRequest, parse_detokenize, parse_tokenize
 
 SECRET = "a-word-that-must-not-come-back"
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look"}}
 KEY = {"Idempotency-Key": "a-key"}
-
-
-@pytest.fixture
-def stand_in(redis_url: str) -> Iterator[StandIn]:
-    with closing(StandIn(redis_url)) as stand_in:
-        yield stand_in
 
 
 async def json_of(response: Response) -> Any:
@@ -289,88 +278,17 @@ def test_a_request_that_is_read_while_it_waits_ends_with_its_answer(redis_url: s
     asyncio.run(scenario())
 
 
-def test_an_answer_whose_reply_is_lost_is_read_off_the_history(
-    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            waiting = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}))
-            await until(stand_in.requests)
-            ((uid, _),) = stand_in.requests()
-            answer = Answered(token_ids=(7,), by="tokenize-0")
-            await here.log.end(uid, answer, frontend="somebody-else")
-            assert (await json_of(await waiting))["tokens"] == [7]
-
-    monkeypatch.setattr(web.live.tail, "SILENCE_S", 0.05)
-    asyncio.run(scenario())
-
-
-def test_a_client_that_leaves_cancels_its_request(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            headers = {"content-type": "application/json"}
-            async with here.client.request("/tokenize", method="POST", headers=headers) as connection:
-                await connection.send(b'{"prompt":"silent"}')
-                await connection.send_complete()
-                await until(stand_in.requests)
-                await connection.disconnect()
-            await until(lambda: not here.frontend.is_busy)
-        with closing(stand_in.stages.log.another()) as log:
-            assert seal_of(log, stand_in.requests()[0][0])["by"] == "client"
-
-    asyncio.run(scenario())
-
-
-def test_one_past_its_deadline_ends_with_504(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            here.log.limits = RequestLimits(timeout_s=0.2)
-            status, error = await error_of(post(here, "/tokenize", {"prompt": "silent"}))
-            assert (status, error["code"]) == (504, "timeout")
-
-    asyncio.run(scenario())
-
-
-def test_it_is_refused_like_a_chat_where_there_is_no_room_no_server_or_no_quota(
-    redis_url: str, stand_in: StandIn
-) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
-            async with here.connection(chat("silent")):
-                await until(stand_in.requests)
-                response = await post(here, "/tokenize", {"prompt": "a"})
-                assert response.status_code == 503 and "Retry-After" in response.headers
-            await until(lambda: not here.frontend.is_busy)
-            await here.frontend.drain(0.1)
-            for refused in (post(here, "/tokenize", {"prompt": "a"}), here.get("/tokenizer_info")):
-                assert (await error_of(refused))[1]["code"] == "shutting_down"
-
-    asyncio.run(scenario())
-
-
 def test_it_does_not_count_in_the_estimate_of_when_there_is_room_again(redis_url: str, stand_in: StandIn) -> None:
     async def scenario() -> None:
         async with site(redis_url) as here:
             tokenizing = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}))
             await until(stand_in.requests)
-            assert not here.frontend._pace._running
+            assert not here.frontend.retry_after._running
             async with here.connection(chat("silent")):
                 await until(lambda: len(stand_in.requests()) == 2)
-                await until(lambda: len(here.frontend._pace._running) == 1)
+                await until(lambda: len(here.frontend.retry_after._running) == 1)
             await here.log.end(stand_in.requests()[0][0], Cancelled(by="me"), frontend="web-0")
             assert (await tokenizing).status_code == 499
-
-    asyncio.run(scenario())
-
-
-def test_a_key_is_needed_and_its_quota_counts(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        keys = Keys([Quota(key=hash_of("k"), requests_per_minute=1)])
-        async with site(redis_url, keys=keys) as here:
-            assert (await error_of(post(here, "/tokenize", {"prompt": "a"})))[0] == 401
-            given = {"headers": {"authorization": "Bearer k"}}
-            await json_of(await post(here, "/tokenize", {"prompt": "a"}, **given))
-            assert (await error_of(post(here, "/tokenize", {"prompt": "a"}, **given)))[0] == 429
 
     asyncio.run(scenario())
 
@@ -386,25 +304,6 @@ def test_what_is_sent_twice_under_one_key_is_one_request(redis_url: str, stand_i
             for path, body in (("/tokenize", {"prompt": "b"}), ("/detokenize", {"tokens": [1]})):
                 status, error = await error_of(post(here, path, body, headers=KEY))
                 assert (status, error["code"]) == (400, "idempotency_key_reused")
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("end", [Cancelled(by="me"), Failed(status=500, code="engine_error", message="No.")])
-def test_one_that_ended_in_vain_is_asked_again_under_its_key(
-    redis_url: str, stand_in: StandIn, end: Cancelled | Failed
-) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            waiting = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}, headers=KEY))
-            await until(stand_in.requests)
-            await here.log.end(stand_in.requests()[0][0], end, frontend="web-0")
-            assert (await waiting).status_code in (499, 500)
-            again = asyncio.create_task(post(here, "/tokenize", {"prompt": "silent"}, headers=KEY))
-            await until(lambda: len(stand_in.requests()) == 2)
-            answer = Answered(token_ids=(7,), by="tokenize-0")
-            await here.log.end(stand_in.requests()[1][0], answer, frontend="web-0")
-            assert (await json_of(await again))["tokens"] == [7]
 
     asyncio.run(scenario())
 

@@ -1,0 +1,52 @@
+"""Flags that several tools share: how to find a running server, and how to print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.flags import flag, port_number, seconds, yes_or_no
+from pipeline.log.config import DEFAULT_NAMESPACE, DEFAULT_RETENTION_S
+from pipeline.process.config import data_folder
+from web.config import DEFAULT_PORT
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectConfig:
+    """Where a tool finds the log of a server that runs."""
+
+    redis_url: str = flag(
+        "--redis-url",
+        default="",
+        help="URL of the server's Redis [its embedded one, on this machine]",
+        secret=True,
+    )
+    data_dir: str = flag("--data-dir", default="", help="folder of the server's embedded Redis [state folder/port]")
+    port: int = flag(
+        "--port", default=DEFAULT_PORT, parse=port_number, help="port of the server, which names its folder"
+    )
+    namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")
+
+    @property
+    def folder(self) -> Path:
+        """Where the server keeps its embedded Redis."""
+        return data_folder(self.data_dir, self.port)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """How long the server keeps what has ended."""
+
+    retention_s: float = flag(
+        "--retention",
+        default=DEFAULT_RETENTION_S,
+        parse=seconds,
+        help="seconds for which a finished request can still be opened, as the server was told",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrintConfig:
+    """How a tool prints."""
+
+    as_json: bool = flag("--json", default=False, parse=yes_or_no, help="print JSON, for programs")

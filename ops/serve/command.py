@@ -1,0 +1,175 @@
+"""`minisgl serve` and `minisgl stage`: check the set-up, start the processes, stay until a signal comes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ops.serve.config import ServerConfig, StageConfig, parse_command, stage_flags, stage_of
+from ops.serve.processes import Processes, nothing
+from pipeline.errors import ConfigError
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
+from stages.detokenize.config import DetokenizeConfig
+from stages.generate.config import GenerateConfig
+from stages.tokenize.config import TokenizeConfig
+from web.config import KeysConfig, WebStageConfig
+
+C = TypeVar("C", bound=ServerConfig | TokenizeConfig | GenerateConfig | DetokenizeConfig)
+
+DEMO_ANSWERS: Final = "No --model was given, so the demo model answers; ask it what it can do."
+READY_TIMEOUT_S: Final = 600.0
+FOREVER_S: Final = float("inf")
+WEB_DRAIN_S: Final = 30.0
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run `serve [flags]` or `stage STAGE [flags]`; return the exit code.
+
+    Raises:
+        ConfigError: The command line or the set-up cannot work.
+    """
+    config = parse_command(arguments, environment)
+    if isinstance(config, ServerConfig):
+        return serve(config)
+    stage = stage_of(arguments[1:])
+    if config.worker.slot is not None:
+        from ops.serve.worker import run_worker
+
+        return run_worker(config, stage)
+    return run_stage(config, stage)
+
+
+def serve(config: ServerConfig) -> int:
+    """Start Redis, unless its URL is given, and every stage; stay until a signal comes."""
+    from pipeline.process.observe import configure_logging
+    from stages.generate.model.folder import model_folder
+    from web.listener import open_listener
+
+    configure_logging()
+    began_s = time.monotonic()
+    if config.serve.shell:
+        from ops.shell.foreground import check_terminal
+
+        check_terminal()
+    _check_keys(config.keys)
+    folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(_with_redis(config))
+        listener = stack.enter_context(open_listener(config.web.host, config.web.port))
+        config = _with_model(config, folder)
+        processes.add(GENERATE, stage_flags(config, GENERATE))  # first, because it takes longest to be ready
+        _add_web(processes, config, listener.fileno())
+        for _ in range(max(config.serve.tokenizers, 1)):
+            processes.add(TOKENIZE, stage_flags(config, TOKENIZE))
+        processes.add(DETOKENIZE, stage_flags(config, DETOKENIZE))
+        if config.serve.shell:
+            from ops.serve.with_shell import run_with_shell
+
+            return run_with_shell(processes, config, DEMO_ANSWERS if _is_demo(folder) else "", READY_TIMEOUT_S)
+        return processes.run(lambda: _banner(config, folder, time.monotonic() - began_s), READY_TIMEOUT_S)
+
+
+def run_stage(config: StageConfig, stage: str) -> int:
+    """Start the workers of one stage against a Redis that runs; stay until a signal comes."""
+    from pipeline.process.observe import configure_logging
+
+    configure_logging()
+
+    import structlog
+
+    from pipeline.log.check import check_server
+    from stages.generate.model.folder import model_folder
+    from web.listener import open_listener
+
+    if not config.log.redis_url:
+        raise ConfigError(f"minisgl stage {stage}: --redis-url is missing; pass the URL all stages share")
+    if isinstance(config, WebStageConfig):
+        _check_keys(config.keys)
+    check_server(config.log.redis_url)
+    processes = Processes(config, config.log.redis_url, nothing)
+    with contextlib.ExitStack() as stack:
+        if isinstance(config, WebStageConfig):
+            listener = stack.enter_context(open_listener(config.web.host, config.web.port))
+            for _ in range(config.worker.replicas):
+                _add_web(processes, config, listener.fileno())
+        else:
+            text_alone = stage != GENERATE
+            dummy = isinstance(config, GenerateConfig) and config.engine.dummy_weight
+            config = _with_model(config, model_folder(config.model.model, text_alone=text_alone, dummy=dummy))
+            for _ in range(config.worker.replicas):
+                processes.add(stage, stage_flags(config, stage))
+
+        def say_ready() -> None:
+            structlog.get_logger().info("stage_ready", stage=stage, replicas=config.worker.replicas)
+
+        return processes.run(say_ready, FOREVER_S)  # others may come later
+
+
+def _add_web(processes: Processes, config: ServerConfig | WebStageConfig, fd: int) -> None:
+    processes.add(WEB, [*stage_flags(config, WEB), "--listen-fd", str(fd)], fds=(fd,), drain_s=WEB_DRAIN_S)
+
+
+def _with_model(config: C, folder: Path) -> C:
+    """Return *config* for workers, which get the folder. A model of the hub is still served under its name there."""
+    from stages.generate.model.hub import hub_model
+
+    changes: dict[str, object] = {"model": dataclasses.replace(config.model, model=str(folder))}
+    on_hub = hub_model(config.model.model)
+    if on_hub is not None and isinstance(config, ServerConfig | GenerateConfig) and not config.names.served_model_name:
+        changes["names"] = dataclasses.replace(config.names, served_model_name=(on_hub.id,))
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]  # these are its fields
+
+
+def _check_keys(config: KeysConfig) -> None:
+    """Read the API keys and their limits as a frontend will, before anything starts. Raises ConfigError."""
+    if config.api_key or config.limits:
+        from web.keys import read_keys
+
+        read_keys(config.api_key, config.limits)
+
+
+@contextlib.contextmanager
+def _with_redis(config: ServerConfig) -> Iterator[Processes]:
+    """Give the processes of a server on the Redis of --redis-url, or on an embedded one, which ends with the block."""
+    if config.log.redis_url:
+        from pipeline.log.check import check_server
+
+        check_server(config.log.redis_url)
+        yield Processes(config, config.log.redis_url, nothing)
+        return
+    from pipeline.process.redis_server import EmbeddedRedis
+
+    server = EmbeddedRedis(config.data_dir)
+    try:
+        yield Processes(config, server.url, server.watch)
+    finally:
+        server.stop()
+
+
+def _is_demo(folder: Path) -> bool:
+    from stages.generate.model.checkpoint import is_demo
+
+    return is_demo(folder)
+
+
+def _banner(config: ServerConfig, folder: Path, seconds: float) -> None:
+    from web.listener import url_here
+
+    url = url_here(config.web.host, config.web.port)
+    if _is_demo(folder):
+        print(
+            f"\n{DEMO_ANSWERS}\n"
+            "For another, pass a model of the Hugging Face hub, or a folder: minisgl serve --model Qwen/Qwen3-0.6B",
+            flush=True,
+        )
+    print(
+        f"\nMiniSGL is ready after {seconds:.1f} s: {url}/v1\n\n"
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        '    -d \'{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}\'\n\n'
+        "Ctrl-C ends it.\n",
+        flush=True,
+    )

@@ -1,0 +1,115 @@
+"""Flags of `minisgl serve`, and which config each command of a server has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from ops.config import ConnectConfig
+from ops.shell.config import ShellConfig
+from pipeline.errors import ConfigError
+from pipeline.flags import at_least, concealed, flag, flags_for, owners_of, parse_config, yes_or_no
+from pipeline.log.config import LogConfig
+from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
+from pipeline.process.config import DataConfig, ModelConfig, data_folder
+from stages.detokenize.config import DetokenizeConfig
+from stages.generate.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig
+from stages.tokenize.config import TokenizeConfig
+from web.config import ClientConfig, KeysConfig, RequestConfig, WebConfig, WebStageConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Which processes `serve` starts."""
+
+    tokenizers: int = flag(
+        "--tokenizers",
+        "--num-tokenizer",
+        "--tokenizer-count",
+        default=1,
+        parse=at_least(0),
+        help="tokenizer processes; 0 means 1",
+    )
+    shell: bool = flag(
+        "--shell",
+        "--shell-mode",
+        default=False,
+        parse=yes_or_no,
+        help="chat in this terminal once the server is ready; it ends with the chat",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The flags of `minisgl serve`."""
+
+    model: ModelConfig
+    names: NamesConfig
+    defaults: DefaultsConfig
+    web: WebConfig
+    serve: ServeConfig
+    engine: EngineConfig
+    log: LogConfig
+    requests: RequestConfig
+    clients: ClientConfig
+    keys: KeysConfig
+    data: DataConfig
+
+    @property
+    def data_dir(self) -> Path:
+        """The folder of this server: given, or one per port in the user's state folder."""
+        return data_folder(self.data.data_dir, self.web.port)
+
+
+StageConfig: TypeAlias = TokenizeConfig | GenerateConfig | DetokenizeConfig | WebStageConfig
+
+STAGE_CONFIGS: Final[Mapping[str, type[StageConfig]]] = {
+    TOKENIZE: TokenizeConfig,
+    GENERATE: GenerateConfig,
+    DETOKENIZE: DetokenizeConfig,
+    WEB: WebStageConfig,
+}
+COMMANDS: Final[Mapping[str, type[Any]]] = {
+    "serve": ServerConfig,
+    **{f"stage {stage}": config for stage, config in STAGE_CONFIGS.items()},
+}
+OF_ONE_PROCESS: Final = ("worker", "listen")
+"""Config objects of a stage that are about one of its processes."""
+
+
+def stage_of(arguments: Sequence[str]) -> str:
+    """Return the stage that `minisgl stage <arguments>` names.
+
+    Raises:
+        ConfigError: There is no such stage.
+    """
+    if not arguments or arguments[0] not in STAGES:
+        seen = arguments[0] if arguments else "nothing"
+        raise ConfigError(f"minisgl stage: {seen} given, expected one of {', '.join(STAGES)}")
+    return arguments[0]
+
+
+def parse_command(arguments: Sequence[str], environment: Mapping[str, str]) -> ServerConfig | StageConfig:
+    """Return the config of `serve [flags]` or `stage STAGE [flags]`.
+
+    Raises:
+        ConfigError: An unknown stage or flag, or a value out of range.
+    """
+    words = 2 if arguments[0] == "stage" and stage_of(arguments[1:]) else 1
+    name = " ".join(arguments[:words])
+    config: ServerConfig | StageConfig = parse_config(name, COMMANDS[name], arguments[words:], environment)
+    return config
+
+
+def stage_flags(config: ServerConfig | StageConfig, stage: str) -> list[str]:
+    """Return the flags with which a `minisgl stage <stage>` process has the same config as this one."""
+    shared = (item.name for item in fields(STAGE_CONFIGS[stage]) if item.name not in OF_ONE_PROCESS)
+    return flags_for(getattr(config, name) for name in shared)
+
+
+def without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command line of any command without the secrets in it, and the variables that carry them instead."""
+    owners = [owner for config in COMMANDS.values() for owner in owners_of(config)]
+    return concealed(arguments, [*owners, ConnectConfig, ShellConfig])

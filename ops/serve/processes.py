@@ -1,0 +1,101 @@
+"""The processes of one command: workers under a supervisor, with their flags, their environment and their log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+from ops.serve.config import ServerConfig, StageConfig
+from pipeline.flags import secrets_of
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+
+if TYPE_CHECKING:
+    from pipeline.log.redis import RedisLog
+    from pipeline.process.supervisor import Supervisor
+
+EXIT_CONFIG: Final = 2
+PROGRAM: Final = (sys.executable, str(Path(__file__).resolve().parents[2] / "minisgl.py"))
+"""The command line of `minisgl`, for processes of ours."""
+
+
+class Processes:
+    """What a command starts, on the Redis at *url*. *watch_redis* keeps that one alive, if it is ours."""
+
+    def __init__(self, config: ServerConfig | StageConfig, url: str, watch_redis: Callable[[], None]) -> None:
+        from pipeline.process.supervisor import Job
+
+        self._make_job = Job
+        self._jobs: list[Job] = []
+        self._namespace, self._url, self._watch_redis = config.log.namespace, url, watch_redis
+        self._environment = worker_environment(os.environ, url, secrets_of(config))
+
+    def add(self, stage: str, flags: Sequence[str], *, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> None:
+        """Have one more worker of *stage* started, which inherits *fds* and has *drain_s* to end."""
+        self._jobs.append(self._make_job(stage, tuple(flags), fds, drain_s))
+
+    def run(
+        self,
+        say_ready: Callable[[], None],
+        ready_timeout_s: float,
+        stay: Callable[[Supervisor], None] | None = None,
+        *,
+        output: BinaryIO | None = None,
+        show: Callable[[Sequence[str]], None] | None = None,
+    ) -> int:
+        """Keep the workers running until a signal comes, or *stay* returns; return the exit code.
+
+        They write to *output*, if it is given. *show* hears which of them are not ready yet.
+        """
+        from pipeline.process.supervisor import ChildFailed, Supervisor
+
+        logs = contextlib.ExitStack()
+
+        def open_log() -> RedisLog:
+            from pipeline.log.redis import RedisLog
+
+            return logs.enter_context(contextlib.closing(RedisLog(self._url, Names(self._namespace))))
+
+        supervisor = Supervisor(
+            open_log,
+            self._jobs,
+            program=PROGRAM,
+            environment=self._environment,
+            watch_redis=self._watch_redis,
+            output=output,
+        )
+        supervisor.listen()
+        try:
+            supervisor.start()
+            if supervisor.wait_until_ready(ready_timeout_s, show):
+                say_ready()
+                (stay or Supervisor.run)(supervisor)
+            # Web drains first; the others then leave what they have in hand in the log.
+            supervisor.stop([[WEB], [TOKENIZE, GENERATE, DETOKENIZE]])
+        except ChildFailed:
+            return EXIT_CONFIG  # the child has said why
+        finally:
+            supervisor.kill()
+            logs.close()
+        return 0
+
+
+def nothing() -> None:
+    """Do nothing: a Redis that somebody else started is theirs to keep alive."""
+
+
+def worker_environment(
+    environment: Mapping[str, str], url: str, secrets: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment of a worker. Flags are on its command line; *secrets* and the URL, which may hold a
+    password, are here.
+    """
+    from pipeline.process import failpoints
+
+    tests = (failpoints.VARIABLE, failpoints.FOLDER_VARIABLE)
+    kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_") or name in tests}
+    # One thread of a worker does the work; with a heap for each, glibc keeps what another one could use.
+    return {"MALLOC_ARENA_MAX": "1"} | kept | dict(secrets or {}) | {"MINISGL_REDIS_URL": url}

@@ -1,0 +1,282 @@
+"""How a flag is declared and parsed. Knows no flag: each is declared beside the code that it is for.
+
+A flag is a field of a frozen dataclass, its owner. The config of a command is a dataclass of owners. `MINISGL_<FLAG>`
+in the environment sets any flag; the command line wins. Abbreviations are off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+from pipeline.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def flag(
+    name: str,
+    *aliases: str,
+    default: Any,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    choices: Sequence[Any] | None = None,
+    repeated: bool = False,
+    secret: bool = False,
+) -> Any:
+    """Declare a dataclass field that a flag fills; *repeated* ones take several values, *secret* ones are not shown."""
+    metadata = {
+        "flags": (name, *aliases),
+        "help": help,
+        "parse": parse,
+        "choices": choices,
+        "repeated": repeated,
+        "secret": secret,
+    }
+    return field(default=default, metadata=metadata, repr=not secret)
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers that refuses what is below *lowest*."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = lowest - 1
+        if value < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {lowest}")
+        return value
+
+    return number
+
+
+def auto_or(lowest: int) -> Callable[[str], int]:
+    """As `at_least`, and `auto` is 0."""
+
+    def number(text: str) -> int:
+        return 0 if text == "auto" else at_least(lowest)(text)
+
+    return number
+
+
+def seconds(text: str) -> float:
+    """Parse a number of seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
+    return value
+
+
+def seconds_or_0(text: str) -> float:
+    """Parse a number of seconds, at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds, at least 0")
+    return value
+
+
+def share(text: str) -> float:
+    """Parse a share above 0 and up to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a share above 0 and up to 1")
+    return value
+
+
+def port_number(text: str) -> int:
+    """Parse a TCP port."""
+    value = at_least(1)(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port is at most 65535")
+    return value
+
+
+def yes_or_no(text: str) -> bool:
+    """Parse what a flag that may stand alone is set to."""
+    if text.lower() not in ("yes", "true", "1", "no", "false", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be yes or no")
+    return text.lower() in ("yes", "true", "1")
+
+
+def first_word(text: str) -> str:
+    """Parse one of several words: a server may have many keys, and a client sends one."""
+    return next(iter(text.split()), "")
+
+
+def page_size(text: str) -> int:
+    """Parse a power of two, or `auto` as 0."""
+    value = auto_or(1)(text)
+    if value & (value - 1):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a power of two; use 16, 32 or 64")
+    return value
+
+
+def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """As *parse*, and refuse what is not among *choices*."""
+
+    def choice(text: str) -> Any:
+        value = parse(text)
+        if value not in choices:
+            expected = f"only {choices[0]} so far" if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {expected}")
+        return value
+
+    return choice
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def flags_of(owners: Sequence[type[Any]]) -> list[dataclasses.Field[Any]]:
+    """Return the fields of every flag that fills one of *owners*."""
+    return [item for owner in owners for item in dataclasses.fields(owner)]
+
+
+def variable(item: dataclasses.Field[Any]) -> str:
+    """Return the name in the environment that sets a flag."""
+    name: str = item.metadata["flags"][0]
+    return "MINISGL_" + name.lstrip("-").replace("-", "_").upper()
+
+
+def _default_text(item: dataclasses.Field[Any]) -> str:
+    if item.default in (None, "", 0, ()) or "[" in item.metadata["help"]:
+        return ""
+    return f" [{item.default}]"
+
+
+def build_parser(
+    command: str, owners: Sequence[type[Any]], environment: Mapping[str, str], about: str = ""
+) -> argparse.ArgumentParser:
+    """Return the parser of `minisgl <command>` with the flags of *owners*; the environment gives the defaults."""
+    parser = _Parser(prog=f"minisgl {command}", description=about or None, allow_abbrev=False)
+    for item in flags_of(owners):
+        names, parse = item.metadata["flags"], item.metadata["parse"]
+        options: dict[str, Any] = {
+            "dest": item.name,
+            "type": parse,
+            "default": item.default,
+            "help": (item.metadata["help"] + _default_text(item)).replace("%", "%%"),
+        }
+        if item.metadata["repeated"]:
+            options |= {"nargs": "+"}
+        if isinstance(item.default, bool):
+            options |= {"nargs": "?", "const": "yes", "metavar": "yes|no"}
+        if item.metadata["choices"] is not None:  # not argparse's own, which does not look at defaults
+            choices = item.metadata["choices"]
+            options |= {"type": one_of(choices, parse), "metavar": "{" + ",".join(map(str, choices)) + "}"}
+        else:
+            options.setdefault("metavar", names[0].lstrip("-").rsplit("-", 1)[-1].upper())
+        text = environment.get(variable(item))
+        if text is not None:  # argparse parses a default that is text, so a bad value gets the flag's own error
+            options["default"] = text.split() if item.metadata["repeated"] else text
+            if item.metadata["repeated"] and item.metadata["secret"] and not text.split():
+                options["default"] = [text]  # no keys would let everybody in: an empty one is refused
+        parser.add_argument(*names, **options)
+    return parser
+
+
+def parse_flags(
+    command: str, owners: Sequence[type[Any]], arguments: Sequence[str], environment: Mapping[str, str], about: str = ""
+) -> list[Any]:
+    """Return *owners*, filled from the flags of `minisgl <command>`.
+
+    Raises:
+        ConfigError: An unknown flag, or a value out of range.
+    """
+    parsed = build_parser(command, owners, environment, about).parse_args(arguments)
+    return [_fill(owner, parsed) for owner in owners]
+
+
+def parse_config(command: str, config: type[C], arguments: Sequence[str], environment: Mapping[str, str]) -> C:
+    """Return *config*, a dataclass of owners, filled from the flags of `minisgl <command>`. Raises ConfigError."""
+    return config(*parse_flags(command, owners_of(config), arguments, environment))
+
+
+def owners_of(config: type[Any]) -> tuple[type[Any], ...]:
+    """Return the types of the fields of *config*, a dataclass of owners."""
+    hints = get_type_hints(config)
+    return tuple(hints[item.name] for item in dataclasses.fields(config))
+
+
+def _fill(owner: type[C], parsed: argparse.Namespace) -> C:
+    values = {}
+    for item in dataclasses.fields(owner):  # type: ignore[arg-type]  # every owner is a dataclass
+        value = getattr(parsed, item.name)
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    return owner(**values)
+
+
+def flags_for(owners: Iterable[Any]) -> list[str]:
+    """Return the flags that fill another process's config like *owners*. Defaults are left out, and so are secrets,
+    because everybody can read a command line: `secrets_of` has those.
+    """
+    arguments: list[str] = []
+    for owner in owners:
+        for item in dataclasses.fields(owner):
+            value = getattr(owner, item.name)
+            if value == item.default or item.metadata["secret"]:
+                continue
+            texts = [str(part) for part in value] if item.metadata["repeated"] else [str(value)]
+            arguments += [item.metadata["flags"][0], *texts]
+    return arguments
+
+
+def secrets_of(config: Any) -> dict[str, str]:
+    """Return the variables that tell another process the secrets in *config*, a dataclass of owners."""
+    secrets: dict[str, str] = {}
+    for owner in (getattr(config, item.name) for item in dataclasses.fields(config)):
+        for item in dataclasses.fields(owner):
+            value = getattr(owner, item.name)
+            if item.metadata["secret"] and value != item.default:
+                secrets[variable(item)] = " ".join(value) if item.metadata["repeated"] else value
+    return secrets
+
+
+def concealed(arguments: Sequence[str], owners: Iterable[type[Any]]) -> tuple[list[str], dict[str, str]]:
+    """Return a command line without the secrets in it, and the variables that carry them instead.
+
+    Everybody can read a command line, so a process that finds secrets in its own starts again without them. A URL
+    without a password is no secret. Where two *owners* share a flag, the first one decides how many values it takes.
+    """
+    secrets: dict[str, dataclasses.Field[Any]] = {}
+    for item in flags_of(tuple(owners)):
+        if item.metadata["secret"]:
+            for name in item.metadata["flags"]:
+                secrets.setdefault(name, item)
+    kept: list[str] = []
+    variables: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in secrets:
+            kept.append(word)
+            continue
+        item = secrets[name]
+        values = [value] if equals else []
+        while not equals and rest and not rest[0].startswith("-") and (item.metadata["repeated"] or not values):
+            values.append(rest.pop(0))
+        if not values or ("--redis-url" in item.metadata["flags"] and not _has_password(values[0])):
+            kept += [word, *values] if not equals else [word]
+        else:
+            variables[variable(item)] = " ".join(values)
+    return kept, variables
+
+
+def _has_password(url: str) -> bool:
+    return "@" in url or "sentinel_password=" in url

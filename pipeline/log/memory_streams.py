@@ -1,0 +1,148 @@
+"""Streams with consumer groups in this process: what the commits of MemoryLog are made of.
+
+Not an emulation of Redis. Reads bring what Redis brings. A key is found to have expired when somebody asks for it. The
+caller holds the lock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pipeline.errors import GroupLost
+from pipeline.log.protocol import Entry, Inbox
+from pipeline.names import parse_id
+
+Id: TypeAlias = tuple[int, int]
+
+
+def id_text(entry_id: Id) -> str:
+    return f"{entry_id[0]}-{entry_id[1]}"
+
+
+def steady_clock_ms() -> Callable[[], int]:
+    """Return a clock that begins at the time of day and never jumps."""
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    return lambda: (time.monotonic_ns() + offset_ns) // 1_000_000
+
+
+@dataclass(slots=True)
+class Group:
+    """A consumer group."""
+
+    delivered: Id = (0, 0)
+    pending: dict[Id, str] = field(default_factory=dict)
+    """Who has read an entry and not consumed it."""
+    retries: dict[Id, int] = field(default_factory=dict)
+    """How often an entry was worked on, where that is more than once."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """Entries in the order of their ids; no id is accepted that is not larger than the last."""
+
+    entries: dict[Id, dict[str, str]] = field(default_factory=dict)
+    last: Id = (0, 0)
+    groups: dict[str, Group] = field(default_factory=dict)
+    expires_ms: float = math.inf
+
+    def after(self, entry_id: Id, limit: int | None = None) -> list[Id]:
+        found: list[Id] = []
+        for other in reversed(self.entries):  # from the end, because it is tails that are read
+            if other <= entry_id:
+                break
+            found.append(other)
+        return found[::-1][:limit]
+
+    def read(self, ids: Iterable[Id]) -> list[Entry]:
+        return [Entry(id_text(entry_id), dict(self.entries[entry_id])) for entry_id in ids if entry_id in self.entries]
+
+
+class Streams:
+    """All streams of a log, by key."""
+
+    def __init__(self, clock_ms: Callable[[], int], changed: Callable[[], None]) -> None:
+        self.by_key: dict[str, Stream] = {}
+        self._now_ms = clock_ms
+        self._changed = changed
+        """Called after every append."""
+        self._sweep_at = 1000  # number of streams at which the expired ones are dropped
+
+    def get(self, key: str) -> Stream | None:
+        stream = self.by_key.get(key)
+        if stream is not None and self._now_ms() >= stream.expires_ms:
+            del self.by_key[key]
+            return None
+        return stream
+
+    def drop(self, key: str) -> None:
+        self.by_key.pop(key, None)
+
+    def length(self, key: str) -> int:
+        stream = self.get(key)
+        return len(stream.entries) if stream is not None else 0
+
+    def sweep(self) -> None:
+        """Drop the streams that expired unseen, each time that their number has doubled."""
+        if len(self.by_key) >= self._sweep_at:
+            now_ms = self._now_ms()
+            self.by_key = {key: stream for key, stream in self.by_key.items() if now_ms < stream.expires_ms}
+            self._sweep_at = max(1000, 2 * len(self.by_key))
+
+    def append(
+        self,
+        key: str,
+        entry_id: str | None,
+        fields: Mapping[str, str],
+        *,
+        make: bool = False,
+        cap: int | None = None,
+    ) -> Stream | None:
+        """Append under *entry_id*, or under the next id by the clock; return the stream.
+
+        None: the id is not larger than the last one, or (unless *make*) there is no such stream.
+        """
+        stream = self.get(key)
+        if stream is None:
+            if not make:
+                return None
+            stream = self.by_key[key] = Stream()
+        next_id = max((self._now_ms(), 0), (stream.last[0], stream.last[1] + 1))
+        new = parse_id(entry_id) if entry_id is not None else next_id
+        if new <= stream.last:
+            return None
+        stream.entries[new] = dict(fields)
+        stream.last = new
+        while cap is not None and len(stream.entries) > cap:
+            del stream.entries[next(iter(stream.entries))]
+        self._changed()
+        return stream
+
+    def prepare(self, inbox: Inbox) -> None:
+        self.by_key.setdefault(inbox.stream, Stream()).groups.setdefault(inbox.group, Group())
+
+    def group(self, inbox: Inbox) -> tuple[Stream, Group]:
+        stream = self.get(inbox.stream)
+        if stream is None or inbox.group not in stream.groups:
+            raise GroupLost(f"no group {inbox.group} on {inbox.stream}; prepare makes it")
+        return stream, stream.groups[inbox.group]
+
+    def deliver(self, inbox: Inbox, consumer: str, max_entries: int) -> list[Entry]:
+        stream, group = self.group(inbox)
+        new = stream.after(group.delivered, max_entries)
+        group.pending |= dict.fromkeys(new, consumer)
+        group.delivered = new[-1] if new else group.delivered
+        return stream.read(new)
+
+    def consume(self, inbox: Inbox, entry_id: str) -> bool:
+        """Acknowledge and delete an entry. False, and the entry stays, when it was not pending."""
+        stream = self.get(inbox.stream)
+        group = stream.groups.get(inbox.group) if stream is not None else None
+        if stream is None or group is None or group.pending.pop(parse_id(entry_id), None) is None:
+            return False
+        group.retries.pop(parse_id(entry_id), None)
+        stream.entries.pop(parse_id(entry_id), None)
+        return True

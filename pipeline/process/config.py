@@ -1,0 +1,53 @@
+"""Flags of processes: which model a worker serves, how many workers there are, and where a server keeps its files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.flags import at_least, flag
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model is served."""
+
+    model: str = flag(
+        "--model",
+        "--model-path",
+        default="",
+        help="folder of the model, or owner/name[@revision] on the Hugging Face hub [the demo model]",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """How many workers `stage` starts, or which one it is."""
+
+    replicas: int = flag("--replicas", default=1, parse=at_least(1), help="workers of this stage to start here")
+    slot: int | None = flag(
+        "--slot", default=None, parse=at_least(0), help="be that worker itself, in this slot where it is free"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """Where files are kept."""
+
+    data_dir: str = flag(
+        "--data-dir",
+        default="",
+        help="folder of the embedded Redis [state folder/port]",
+    )
+
+
+def data_folder(data_dir: str, port: int) -> Path:
+    """Return the folder that --data-dir names, or the one of the server at *port* in the user's state folder."""
+    return Path(data_dir).expanduser().absolute() if data_dir else state_folder() / str(port)
+
+
+def state_folder() -> Path:
+    """Return our folder among those where the user's programs keep their state."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "minisgl"

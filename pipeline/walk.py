@@ -1,0 +1,43 @@
+"""The walk over a history that every fold of one begins with. Knows the ids of a history and how tokens follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import End, HistoryEvent, StepCompleted, TokensProduced, decode
+from pipeline.log.protocol import Entry
+from pipeline.names import parse_id
+
+
+class Moment(NamedTuple):
+    """One event of a history, in its place."""
+
+    id: str
+    n: int
+    """The request had so many tokens after the event."""
+    event: HistoryEvent
+    missing: range
+    """Numbers of the tokens that the history should hold before the event and does not."""
+
+
+def walk(entries: Iterable[Entry], *, over_holes: bool = False) -> Iterator[Moment]:
+    """Yield the events of a history in order, from its first entry on.
+
+    A reader that can tell what is missing walks *over_holes*.
+
+    Raises:
+        UndecodableEvent: An entry does not decode, is a step, or (unless *over_holes*) does not follow the one before.
+    """
+    n = 0
+    for entry in entries:
+        event = decode(entry.fields)
+        if isinstance(event, StepCompleted):
+            raise UndecodableEvent(f"entry {entry.id} is a step, which no history holds")
+        after = max(event.n, n) if isinstance(event, End) else parse_id(entry.id)[0]
+        before = after - event.count if isinstance(event, TokensProduced) else after
+        if before != n and not over_holes:
+            raise UndecodableEvent(f"after token {n} comes the event {entry.id}")
+        yield Moment(entry.id, after, event, range(n + 1, before + 1))
+        n = after

@@ -1,0 +1,17 @@
+"""Flags of the detokenize stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.log.config import LogConfig
+from pipeline.process.config import ModelConfig, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeConfig:
+    """The flags of `minisgl stage detokenize`."""
+
+    model: ModelConfig
+    worker: WorkerConfig
+    log: LogConfig

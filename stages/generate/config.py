@@ -1,0 +1,118 @@
+"""Flags of the generate stage: how an engine computes, and what it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.flags import at_least, auto_or, flag, page_size, share, yes_or_no
+from pipeline.log.config import LogConfig
+from pipeline.process.config import ModelConfig, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How an engine computes."""
+
+    dtype: str = flag(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of weights and cache; auto is the checkpoint's",
+    )
+    tp: int = flag(
+        "--tp",
+        "--tensor-parallel-size",
+        "--tp-size",
+        default=1,
+        parse=at_least(1),
+        choices=(1,),
+        help="devices that share one model",
+    )
+    dummy_weight: bool = flag(
+        "--dummy-weight", default=False, parse=yes_or_no, help="random weights: no checkpoint but its config is needed"
+    )
+    device: str = flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs")
+    threads: int = flag(
+        "--threads", default=0, parse=auto_or(1), help="CPU threads of an engine [cores minus one in four]"
+    )
+    attention: str = flag(
+        "--attn",
+        "--attention-backend",
+        default="auto",
+        choices=("auto", "cpu", "fi", "reference"),
+        help="attention backend; fi: FlashInfer, for NVIDIA GPUs",
+    )
+    cache: str = flag(
+        "--cache",
+        "--cache-type",
+        default="radix",
+        choices=("radix", "naive"),
+        help="prefix cache; naive shares nothing",
+    )
+    max_prefill_length: int = flag(
+        "--max-prefill-length",
+        "--max-extend-length",
+        default=0,
+        parse=auto_or(1),
+        help="prompt tokens in a step in which nothing decodes [8192 on CUDA, 2048 on CPU]",
+    )
+    mixed_prefill_length: int = flag(
+        "--mixed-prefill-length",
+        default=0,
+        parse=auto_or(1),
+        help="prompt tokens in a step beside running streams [512 on CUDA; 16 on CPU, or 2 for each request]",
+    )
+    max_running_requests: int = flag(
+        "--max-running-requests", default=256, parse=at_least(1), help="requests an engine computes at once"
+    )
+    page_size: int = flag(
+        "--page-size", default=0, parse=page_size, help="tokens in a page of the cache [16 on CUDA, 64 on CPU]"
+    )
+    num_pages: int = flag("--num-pages", default=0, parse=auto_or(1), help="pages of the cache [from the memory]")
+    memory_ratio: float = flag(
+        "--memory-ratio",
+        default=0.9,
+        parse=share,
+        help="share of the free memory for weights and cache; on the CPU the cache takes 4 GiB at most",
+    )
+    max_seq_len: int = flag(
+        "--max-seq-len",
+        "--max-seq-len-override",
+        default=0,
+        parse=auto_or(2),
+        help="prompt + output tokens of one request [the model's]",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NamesConfig:
+    """Under which names the model is served."""
+
+    served_model_name: tuple[str, ...] = flag(
+        "--served-model-name", default=(), repeated=True, help="names clients may use [the hub's or the folder's name]"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultsConfig:
+    """What a request means that does not say it."""
+
+    generation_config: str = flag(
+        "--generation-config",
+        default="auto",
+        choices=("auto", "none"),
+        help="auto: who asks for no temperature, top_p, top_k, min_p or repetition_penalty gets those of the model's"
+        " generation_config.json; none: OpenAI's defaults",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateConfig:
+    """The flags of `minisgl stage generate`."""
+
+    model: ModelConfig
+    names: NamesConfig
+    defaults: DefaultsConfig
+    worker: WorkerConfig
+    engine: EngineConfig
+    log: LogConfig

@@ -1,0 +1,76 @@
+"""The contract of the log: what is read: histories, who lives, and the replies to a frontend."""
+
+from __future__ import annotations
+
+import threading
+
+from log_contract import CANCELLED, LONG_MS, Detokenizer, accept, another, end, history, say_tokens, submit
+
+from pipeline.events import decode, encode
+from pipeline.log.protocol import StreamLog
+from pipeline.names import SEAL, TOKENIZED_ID
+
+# histories and alive
+
+
+def test_histories_are_read_side_by_side_and_after_an_id(log: StreamLog, detokenizer: Detokenizer) -> None:
+    accept(log, "a", "b")
+    detokenizer.say(say_tokens("a", 1))
+    found = log.histories(["b", "nobody", "a"])
+    assert [len(entries) for entries in found] == [2, 0, 3]
+    assert [[e.id for e in entries] for entries in log.histories(["a", "b"], after=TOKENIZED_ID)] == [["1-0"], []]
+    assert log.histories([]) == []
+
+
+def test_after_the_seal_a_history_has_nothing(log: StreamLog) -> None:
+    submit(log)
+    end(log, "a", CANCELLED)
+    assert log.histories(["a"], after=SEAL) == [[]]
+
+
+def test_entries_have_text_fields_and_begin_with_their_moment(log: StreamLog) -> None:
+    submit(log)
+    fields = history(log)[0].fields
+    assert all(isinstance(name, str) and isinstance(value, str) for name, value in fields.items())
+    assert next(iter(fields)) == "ms"
+    assert encode(decode(fields)).items() <= fields.items()
+
+
+def test_alive_says_who_has_not_ended(log: StreamLog) -> None:
+    submit(log, "a")
+    submit(log, "b")
+    end(log, "b", CANCELLED)
+    assert log.alive(["a", "b", "nobody"]) == {"a"}
+    assert log.alive([]) == set()
+
+
+# frontends
+
+
+def test_open_replies_makes_the_stream_once_and_returns_where_to_go_on(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    accept(log, "a")
+    start = log.open_replies("web-0")
+    assert log.open_replies("web-0") == start
+    assert log.read_replies("web-0", start, block_ms=0) == (start, [])
+    detokenizer.say(say_tokens("a", 1))
+    cursor, replies = log.read_replies("web-0", start, block_ms=0)
+    assert [reply.n for reply in replies] == [1]
+    assert log.open_replies("web-0") == cursor
+    assert log.read_replies("web-0", cursor, block_ms=1) == (cursor, [])
+
+
+def test_a_waiting_frontend_hears_what_is_said(log: StreamLog) -> None:
+    submit(log)
+    start = log.open_replies("web-0")
+    reader, found = another(log), []
+
+    def read() -> None:
+        found.extend(reader.read_replies("web-0", start, block_ms=LONG_MS)[1])
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    end(log, "a", CANCELLED)
+    thread.join(1.5)
+    assert [reply.uid for reply in found] == ["a"]

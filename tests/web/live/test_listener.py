@@ -1,0 +1,221 @@
+"""The states of a listener: what moves it from which to which, what it asks of the tail, what it hands out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+from stand_in_stages import finished, tokens
+
+from pipeline.events import Cancelled, Failed, Finished, Preempted, encode, new_uid
+from pipeline.log.protocol import Entry, Reply
+from pipeline.names import SEAL, tokens_id
+from web.live.listener import KEEP_ALIVE_S, Listener, State, next_of
+
+LIVE, BEHIND, READING, LOST, ENDED = State.LIVE, State.BEHIND, State.READING, State.LOST, State.ENDED
+NEW, NEW_BEHIND = State.NEW, State.NEW_BEHIND
+
+
+class Feed:
+    """What a listener asks of its tail."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.gap_fills: list[str] = []
+
+    def look(self) -> None:
+        self.looks += 1
+
+    def drop(self, listener: Listener) -> None:
+        raise AssertionError
+
+    def count_gap_fill(self, reason: str) -> None:
+        self.gap_fills.append(reason)
+
+
+def in_state(state: State, feed: Feed | None = None, *, room: int = 2, expires_s: float = math.inf) -> Listener:
+    """Return a listener that has taken token 1, and was brought into *state* by what brings it there."""
+    listener = Listener(new_uid(), feed or Feed(), room=room, expires_s=expires_s)
+    listener.apply_reply(reply(listener, 1))
+    listener.drain()
+    if state is NEW_BEHIND:
+        listener.check()
+    if state not in (NEW, NEW_BEHIND):
+        listener.submitted()
+    if state in (BEHIND, READING, LOST):
+        listener.check()
+    if state in (READING, LOST):
+        listener.begin_read(0.0)
+    if state is LOST:
+        listener.apply_history(None)
+    if state is ENDED:
+        listener.fail("any", "Any.")
+        listener.drain()
+    assert listener.state is state
+    return listener
+
+
+def reply(listener: Listener, n: int) -> Reply:
+    return Reply(listener.uid, tokens_id(n), n, tokens(n, str(n)))
+
+
+def entry(n: int) -> Entry:
+    return Entry(tokens_id(n), encode(tokens(n, str(n))))
+
+
+def read(*numbers: int) -> Callable[[Listener], None]:
+    return lambda listener: listener.apply_history([entry(n) for n in numbers])
+
+
+def hear(n: int) -> Callable[[Listener], None]:
+    return lambda listener: listener.apply_reply(reply(listener, n))
+
+
+def test_the_table_of_states_holds() -> None:
+    every = dict.fromkeys(State)
+    table: list[tuple[str, Callable[[Listener], None], dict[State, State]]] = [
+        ("submitted", Listener.submitted, {NEW: LIVE, NEW_BEHIND: BEHIND}),
+        ("check", Listener.check, {NEW: NEW_BEHIND, LIVE: BEHIND, READING: BEHIND}),
+        ("the next reply", hear(2), {}),
+        ("a duplicate", hear(1), {}),
+        ("a gap", hear(3), {NEW: NEW_BEHIND, LIVE: BEHIND, READING: BEHIND}),
+        ("no history", lambda each: each.apply_history(None), dict.fromkeys((LIVE, READING, BEHIND), LOST)),
+        ("a history", read(1, 2), {READING: LIVE}),
+        ("a longer history", read(2, 3, 4), {READING: BEHIND, LIVE: BEHIND}),
+        ("resume", Listener.resume, {LOST: LIVE}),
+        ("give up", Listener.give_up, dict.fromkeys(every, ENDED)),
+    ]
+    for name, step, moves in table:
+        for state in every:
+            if name in ("no history", "a history", "a longer history") and state in (NEW, NEW_BEHIND, LOST):
+                continue  # its history is not read
+            listener = in_state(state)
+            step(listener)
+            assert (name, state, listener.state) == (name, state, moves.get(state, state))
+
+
+@pytest.mark.parametrize("state", [LIVE, BEHIND])
+def test_a_read_begins_only_where_it_is_due_and_asking_changes_nothing(state: State) -> None:
+    listener = in_state(state)
+    for _ in range(2):
+        assert listener.is_due(time.monotonic()) is (state is BEHIND)
+        assert listener.state is state
+    listener.wait(True)
+    assert listener.is_due(time.monotonic() + 2)  # a client has waited in vain for more than a second
+    listener.begin_read(time.monotonic())
+    assert (listener.state, listener.is_due(time.monotonic() + 2)) == (READING, False)
+
+
+@pytest.mark.parametrize("state", [NEW, NEW_BEHIND, LOST, ENDED])
+def test_no_history_is_read_before_the_submit_nor_of_what_is_over(state: State) -> None:
+    listener = in_state(state)
+    listener.wait(True)
+    assert not listener.is_due(time.monotonic() + 1000)
+
+
+def test_what_is_missed_during_a_read_is_read_after_it() -> None:
+    feed = Feed()
+    listener = in_state(READING, feed)
+    hear(4)(listener)
+    read(2)(listener)
+    assert (listener.state, listener.n, feed.gap_fills) == (BEHIND, 2, ["gap"])
+    assert not listener.is_due(0.0)  # first its client takes what is there
+    listener.drain()
+    assert listener.is_due(0.0)
+
+
+def test_a_full_queue_waits_for_its_client() -> None:
+    feed = Feed()
+    listener = in_state(LIVE, feed, room=2)
+    for n in (2, 3, 4, 5):
+        hear(n)(listener)
+    assert (listener.state, listener.n, feed.gap_fills, feed.looks) == (BEHIND, 3, ["slow_client"], 0)
+    assert [event.n for event in listener.drain()] == [2, 3]
+    listener.wait(True)
+    assert feed.looks == 1
+
+
+@pytest.mark.parametrize("end", [finished(1), Cancelled(by="me")])
+def test_nothing_is_taken_after_the_end(end: Finished | Cancelled) -> None:
+    listener = in_state(LIVE)
+    listener.apply_reply(Reply(listener.uid, SEAL, 1, end))
+    listener.apply_reply(reply(listener, 2))
+    listener.apply_history([entry(2)])
+    listener.apply_history(None)
+    listener.fail("any", "Any.")
+    assert [event.event for event in listener.drain()] == [end] and listener.state is ENDED
+
+
+def test_what_is_lost_is_told_to_the_caller_who_decides() -> None:
+    async def scenario() -> None:
+        kept, lost = in_state(LIVE), in_state(LOST)
+        lost.wake = kept.wake
+        hear(2)(kept)
+        events, those = await next_of((kept, lost))
+        assert ([event.n for event in events], those) == ([2], [lost])
+        assert await next_of((kept, lost)) == ([], [lost])  # until something is done about it
+        lost.give_up()
+        ((event,), those) = await next_of((kept, lost))
+        assert isinstance(event.event, Failed) and event.event.code == "log_lost" and those == []
+
+    asyncio.run(scenario())
+
+
+def test_what_is_resumed_is_read_again_when_it_stays_silent() -> None:
+    listener = in_state(LOST)
+    listener.resume()
+    listener.wait(True)
+    assert not listener.is_due(time.monotonic()) and listener.is_due(time.monotonic() + 2)
+
+
+def test_a_history_that_is_gone_after_its_time_has_expired() -> None:
+    for expires_s, code in ((time.time() + 60, "log_lost"), (time.time() - 1, "request_expired")):
+        listener = in_state(LOST, expires_s=expires_s)
+        listener.give_up()
+        (event,) = listener.drain()
+        assert isinstance(event.event, Failed) and event.event.code == code
+
+
+def test_a_client_that_waits_for_long_is_woken_with_nothing() -> None:
+    listener = in_state(LIVE)
+    listener.wake.clear()
+    later_s = time.monotonic() + KEEP_ALIVE_S + 1
+    listener.wake_if_idle(later_s)
+    assert not listener.wake.is_set()  # its client does not wait
+    listener.wait(True)
+    listener.wake_if_idle(later_s)
+    assert listener.wake.is_set()
+
+
+@pytest.mark.parametrize("missing", [2, 3, 4])
+def test_no_text_goes_on_over_a_hole_in_the_history(missing: int) -> None:
+    listener = in_state(READING, room=9)
+    listener.apply_history(
+        [*(entry(n) for n in (2, 3) if n != missing), Entry(SEAL, encode(finished(3 + missing // 4)))]
+    )
+    *before, end = listener.drain()
+    assert [event.n for event in before] == list(range(2, missing))
+    assert isinstance(end.event, Failed) and (end.event.code, end.entry_id) == ("log_lost", "")
+
+
+def test_an_end_that_says_why_is_told_though_tokens_before_it_are_missing() -> None:
+    listener = in_state(READING)
+    listener.apply_history([Entry(SEAL, encode(Cancelled(n=5, by="operator")))])
+    assert [event.event.kind for event in listener.drain()] == ["cancelled"] and listener.state is ENDED
+
+
+def test_a_history_that_does_not_decode_ends_its_stream_with_an_error() -> None:
+    listener = in_state(READING)
+    listener.apply_history([Entry(tokens_id(2), {"kind": "of tomorrow"})])
+    (end,) = listener.drain()
+    assert isinstance(end.event, Failed) and end.event.code == "log_undecodable"
+
+
+def test_marks_that_are_not_for_clients_move_the_cursor_and_take_no_room() -> None:
+    listener = in_state(READING, room=2)
+    marks = [Entry(f"1-{k}", encode(Preempted(engine="generate-0", epoch=1, step=k))) for k in range(1, 20)]
+    listener.apply_history(marks)
+    assert (listener.state, listener.cursor, listener.drain()) == (LIVE, "1-19", [])

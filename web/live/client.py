@@ -1,0 +1,198 @@
+"""One HTTP client while it is answered: what it receives, how its answer ended, and its line in the log file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from pipeline.errors import RequestError
+from pipeline.events import Answered, Cancelled, End, Failed, Finished, Submitted
+from pipeline.names import sibling_uids
+from web.live.listener import Listener, next_of
+from web.wire.frames import ClientEvent
+from web.wire.openai.errors import CLIENT_CLOSED, error_of
+
+logger = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """The request of the log that a client is answered from, or siblings: one request for each choice and prompt."""
+
+    uid: str
+    """The uid that the client knows; with siblings it has no history of its own."""
+    events: Sequence[Submitted]
+    """How each of them begins; all have the same endpoint, model and presentation."""
+    listeners: Sequence[Listener]
+    """One for each of `events`; they share a `wake`."""
+    attached: bool = False
+    """Another client sent the request."""
+
+
+class Listen(Protocol):
+    """`Tail.listen` or `Tail.follow`."""
+
+    def __call__(self, uid: str, *, index: int, wake: asyncio.Event) -> Listener: ...
+
+
+def subscribe(listen: Listen, uid: str, events: Sequence[Submitted], *, attached: bool = False) -> Subscription:
+    """Return a subscription to the requests that begin with *events*."""
+    wake = asyncio.Event()
+    uids = sibling_uids(uid, len(events))
+    listeners = [listen(each, index=index, wake=wake) for index, each in enumerate(uids)]
+    return Subscription(uid, events, listeners, attached)
+
+
+class Client:
+    """A client that reads a request, or siblings, which another client sent."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self.subscription = subscription
+        self.reads: Sequence[str] = ()
+        """The uids of which this client is counted as a reader, so that no other client's leaving cancels them."""
+        self._since_s = time.monotonic()
+        self._ends: dict[int, End] = {}
+        self._refused: RequestError | None = None
+        self._broken: RequestError | None = None
+
+    @property
+    def uid(self) -> str:
+        return self.subscription.uid
+
+    @property
+    def events(self) -> Sequence[Submitted]:
+        return self.subscription.events
+
+    @property
+    def event(self) -> Submitted:
+        """How the first of the siblings begins."""
+        return self.events[0]
+
+    @property
+    def listeners(self) -> Sequence[Listener]:
+        return self.subscription.listeners
+
+    @property
+    def is_stream(self) -> bool:
+        """Say whether the answer is a stream."""
+        return True
+
+    @property
+    def ended(self) -> bool:
+        """Say whether nothing of it goes on in the log."""
+        return self._refused is not None or len(self._ends) == len(self.listeners)
+
+    @property
+    def done(self) -> bool:
+        """Say whether the answer is complete: all siblings have ended, or one has failed."""
+        return self.ended or self._failure is not None
+
+    @property
+    def broken(self) -> bool:
+        """Say whether a bug of ours ended the answer."""
+        return self._broken is not None
+
+    @property
+    def unended(self) -> list[str]:
+        """The uids whose end did not come yet."""
+        return [listener.uid for index, listener in enumerate(self.listeners) if index not in self._ends]
+
+    def has_failed_with(self, event: ClientEvent) -> bool:
+        """Say whether *event* is the first failure of all siblings: the one that the client is told."""
+        return event.event is self._failure
+
+    @property
+    def _failure(self) -> Failed | Cancelled | None:
+        return next((end for end in self._ends.values() if isinstance(end, Failed | Cancelled)), None)
+
+    async def next(self) -> list[ClientEvent]:
+        """Wait for events and return them; none when none came for 10 s."""
+        while True:
+            events, lost = await next_of(self.listeners)
+            if lost:
+                self.recover(lost)
+            if events or not lost:
+                self._ends |= {each.index: each.event for each in events if isinstance(each.event, End)}
+                return events
+
+    def recover(self, lost: Sequence[Listener]) -> None:
+        """Decide about requests that the log has lost: `resume` or `give_up` each of these listeners."""
+        for listener in lost:
+            listener.give_up()
+
+    def fail(self, event: Failed) -> None:
+        """End the answer of this client alone, where the log cannot, or should not, end the request."""
+        for listener in self.listeners:
+            listener.fail(event.code, event.message, event.status)
+
+    def shut_down(self) -> None:
+        """End the answer: this process stops. The request goes on."""
+        again = "The server is shutting down; connect again."
+        self.fail(Failed(status=503, code="shutting_down", message=again))
+
+    def refuse(self, error: RequestError) -> RequestError:
+        """Return *error*, for a request that the log did not take."""
+        self._refused = error
+        return error
+
+    def break_off(self) -> RequestError:
+        """Log the exception that is being handled, a bug of ours, and return what the client is told of it."""
+        logger.exception("request_broke", uid=self.uid)
+        message = "The server failed on this request; that is our bug."
+        self._broken = error = RequestError(message, code="internal_error", status=500)
+        return error
+
+    @property
+    def cut_short(self) -> str:
+        """Why the answer is incomplete, a label of DISCONNECTS; empty if it is complete, or was refused."""
+        match self._broken or self._refused or self._failure:
+            case None if not self.ended:
+                return "client"
+            case Cancelled():
+                return "cancelled"
+            case Failed(code="timeout"):
+                return "deadline"
+            case Failed(code="shutting_down"):
+                return "shutdown"
+            case Failed(status=status) if status >= 500:
+                return "error"
+            case _:
+                return "error" if self._broken else ""
+
+    def log_line(self, **fields: object) -> None:
+        """Write the one log line of this client."""
+        generates = self.event.task == "generate"
+        line: dict[str, object] = {} if generates else {"task": self.event.task}
+        if generates:
+            line |= {"completion_tokens": sum(listener.n for listener in self.listeners)}
+        if len(self.listeners) > 1:
+            line |= {"siblings": len(self.listeners)}
+        failure = self._failure
+        error = self._broken or self._refused or (error_of(failure) if failure is not None else None)
+        if error is not None:
+            line |= {"status": error.status, "error": error.code}
+        elif not self.ended:
+            line |= {"status": CLIENT_CLOSED, "error": "client_left"}
+        else:
+            line |= {"status": 200} | _counts_of([*self._ends.values()], self.events)
+        total_ms = round((time.monotonic() - self._since_s) * 1000)
+        logger.info("request", uid=self.uid, model=self.event.model, **fields, **line, total_ms=total_ms)
+
+
+def _counts_of(ends: Sequence[End], events: Sequence[Submitted]) -> dict[str, object]:
+    """Return what the log line says of requests that ended well."""
+    finished = [end for end in ends if isinstance(end, Finished)]
+    if not finished:
+        answered = [len(end.token_ids) for end in ends if isinstance(end, Answered)]
+        return {"prompt_tokens": sum(answered) or sum(len(event.prompt_ids) for event in events)}
+    return {
+        "finish_reason": ",".join(sorted({end.reason for end in finished})),
+        "prompt_tokens": sum(end.usage.prompt_tokens for end in finished),
+        "queue_ms": max(end.timings.admitted_ms for end in finished),
+        "first_token_ms": max(end.timings.first_token_ms for end in finished),
+    }

@@ -1,0 +1,338 @@
+"""What one client still has to receive of one request: in order, without a gap, nothing twice, until its end.
+
+A listener does not read the log. The tail gives it replies and entries of its history, and asks it what to read next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from enum import Enum, auto
+from typing import NamedTuple, Protocol, TypeAlias
+
+import structlog
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import End, Failed, Finished, TokensProduced, decode
+from pipeline.log.protocol import Entry, Reply
+from pipeline.names import TOKENIZED_ID, parse_id
+from web.wire.frames import ClientEvent
+
+logger = structlog.get_logger()
+
+SILENCE_S = 1.0
+"""After this time without an event, a client that waits has its history read."""
+KEEP_ALIVE_S = 10.0
+"""After this time without an event, a client that waits is woken with nothing, so that it can send a keep-alive."""
+BEGINNING = "0-0"
+
+PublicEvent: TypeAlias = TokensProduced | End
+
+
+class State(Enum):
+    """Where the next event of a listener comes from; the table is in `Listener`."""
+
+    NEW = auto()
+    NEW_BEHIND = auto()
+    LIVE = auto()
+    BEHIND = auto()
+    READING = auto()
+    LOST = auto()
+    ENDED = auto()
+
+
+class Feed(Protocol):
+    """What feeds listeners: `Tail`."""
+
+    def look(self) -> None:
+        """Read the histories that are due now."""
+        ...
+
+    def drop(self, listener: Listener) -> None:
+        """Forget *listener*."""
+        ...
+
+    def count_gap_fill(self, reason: str) -> None:
+        """Count that a history has to bring what the replies did not, by *reason*."""
+        ...
+
+
+class Listener:
+    """A state machine. It takes events in, in any order and any number of times, and hands each out once, in order.
+
+        state        the next event comes from          the tail reads its history
+        NEW          a reply                            never: before the submit there may be none
+        NEW_BEHIND   its history: a reply may be lost   once the request is submitted
+        LIVE         a reply, or, if it follows its     when the client has waited for 1 s
+                     history, the read that all share
+        BEHIND       its history                        as soon as the queue is empty
+        READING      its history                        a read is under way
+        LOST         nowhere: there is no history       not until the caller says so
+        ENDED        nowhere                            never
+
+        input                    from                      to
+        submitted()              NEW                       LIVE
+                                 NEW_BEHIND                BEHIND
+        check(), apply_reply()   NEW, NEW_BEHIND           NEW_BEHIND
+          with a gap or          LIVE, READING, BEHIND     BEHIND
+          a full queue
+        begin_read()             LIVE, BEHIND              READING
+        apply_history()          READING                   LIVE, or BEHIND when there is more than the queue holds
+                                 LIVE                      the same
+                                 BEHIND                    BEHIND: what was missed during the read is still missing
+          without a history      LIVE, READING, BEHIND     LOST
+        resume()                 LOST                      LIVE
+        give_up(), fail(),       all but ENDED             ENDED
+          the end of the request
+
+    A listener that is LOST tells its caller (`next_of`), who submits the request again (`resume`) or ends the stream of
+    its client (`give_up`). In LOST and ENDED, replies are ignored.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        feed: Feed,
+        *,
+        room: int,
+        follows: bool = False,
+        whole: bool = False,
+        expires_s: float = math.inf,
+        index: int = 0,
+        wake: asyncio.Event | None = None,
+    ) -> None:
+        """Begin in BEHIND if it *follows* its history, from the start; else in NEW, before the submit.
+
+        *whole*: it takes all events, not only those for clients. From *expires_s* on, a history that is gone has
+        expired. Several listeners that `next_of` waits for share *wake*; *index* is the place of this one among them.
+        """
+        self.uid = uid
+        self.index = index
+        self.n = 0
+        """Number of the last token that was taken in."""
+        self.state = State.BEHIND if follows else State.NEW
+        self.wake = wake or asyncio.Event()
+        self._feed = feed
+        self._follows = follows  # no reply is for it
+        self._whole = whole
+        self._expires_s = expires_s
+        self._position = parse_id(BEGINNING if whole else TOKENIZED_ID)  # never the prompt: it can be large
+        self._queue: deque[ClientEvent] = deque()
+        self._room = room
+        self._client_waits = False
+        self._last_read_s = self._last_wake_s = time.monotonic()
+
+    # what the client's side says
+
+    async def next(self) -> list[ClientEvent]:
+        """As `next_of`, for this one alone; a request that is lost ends its stream."""
+        events, lost = await next_of((self,))
+        if lost:
+            self.give_up()
+        return [*events, *self.drain()] if lost else events
+
+    async def __aiter__(self) -> AsyncIterator[ClientEvent]:
+        while self._queue or not self.ended:
+            for event in await self.next():
+                yield event
+
+    def submitted(self) -> None:
+        """Say that the request is in the log: from now on a history that is not there is lost."""
+        if self.state in (State.NEW, State.NEW_BEHIND):
+            self.state = State.LIVE if self.state is State.NEW else State.BEHIND
+
+    def wait(self, waits: bool) -> None:
+        """Say whether the client waits for events now."""
+        self._client_waits = waits and not self.ended
+        if waits and self.state is State.BEHIND:
+            self._feed.look()
+
+    def drain(self) -> list[ClientEvent]:
+        """Return the events that were not handed out yet."""
+        events = list(self._queue)
+        self._queue.clear()
+        return events
+
+    def resume(self) -> None:
+        """Go on although the history was lost: the caller submits the request again."""
+        if self.state is State.LOST:
+            self.state, self._last_read_s = State.LIVE, time.monotonic()
+
+    def give_up(self) -> None:
+        """End the stream of this client: the history is lost, or has expired."""
+        if time.time() >= self._expires_s:
+            self.fail("request_expired", "The request has expired: the log keeps it for some time after its end.", 404)
+        else:
+            self.fail("log_lost", "The log lost this request: Redis came back without it. Send it again.")
+
+    def fail(self, code: str, message: str, status: int = 500) -> None:
+        """End the stream of this client alone, where the log cannot end the request."""
+        if not self.ended:
+            failed = Failed(n=self.n, status=status, code=code, message=message)
+            self._take(ClientEvent("", self.n, failed, self.index))
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._feed.drop(self)
+
+    # what is asked
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._queue)
+
+    @property
+    def ended(self) -> bool:
+        """Say whether the end was taken in."""
+        return self.state is State.ENDED
+
+    @property
+    def lost(self) -> bool:
+        """Say whether the log has no history of the request."""
+        return self.state is State.LOST
+
+    @property
+    def cursor(self) -> str:
+        """The history id after which every event is new."""
+        n, k = self._position
+        return f"{n}-{k}"
+
+    @property
+    def follows_live(self) -> bool:
+        """Say whether it takes what comes next in its history from the read that all share."""
+        return self._follows and self.state is State.LIVE
+
+    def is_due(self, now_s: float) -> bool:
+        """Say whether its history is to be read now."""
+        is_silent = self.state is State.LIVE and self._client_waits and now_s - self._last_read_s >= SILENCE_S
+        return not self._queue and (is_silent or self.state is State.BEHIND)
+
+    # what the tail says
+
+    def apply_reply(self, reply: Reply) -> None:
+        """Take in a reply: the next event, a duplicate, or one after a gap."""
+        count = reply.event.count if isinstance(reply.event, TokensProduced) else 0
+        if self._follows or self.state in (State.LOST, State.ENDED) or (count and reply.n <= self.n):
+            return
+        if reply.n - count != self.n:
+            self.fall_behind("gap")
+        elif len(self._queue) >= self._room:
+            self.fall_behind("slow_client")
+        else:
+            self._take(ClientEvent(reply.entry_id, reply.n, reply.event, self.index))
+
+    def fall_behind(self, reason: str) -> None:
+        """As `check`, and count it by *reason*, a label of GAP_FILLS."""
+        if self.state not in (State.BEHIND, State.NEW_BEHIND) and not self._follows:
+            self._feed.count_gap_fill(reason)
+        self.check()
+
+    def check(self) -> None:
+        """Have the history read, as soon as the queue is empty: replies may be lost."""
+        match self.state:
+            case State.NEW | State.NEW_BEHIND:
+                self.state = State.NEW_BEHIND
+            case State.LIVE | State.READING | State.BEHIND:
+                self.state = State.BEHIND
+                if not self._queue:
+                    self._feed.look()
+
+    def follow(self) -> None:
+        """Take events from the history only: from now on replies go to another frontend."""
+        self._follows = True
+        self.check()
+
+    def begin_read(self, now_s: float) -> None:
+        """Say that the history is being read."""
+        assert self.state in (State.LIVE, State.BEHIND)
+        self.state, self._last_read_s = State.READING, now_s
+
+    def apply_history(self, entries: Sequence[Entry] | None, *, more: bool = False) -> None:
+        """Take in what the history holds after the cursor, and there may be *more*; None: there is no history."""
+        if entries is None:
+            if not self.ended:
+                self.state = State.LOST
+                self.wake.set()
+            return
+        if self.state is State.READING:
+            self.state = State.LIVE
+        for entry in entries:
+            position = parse_id(entry.id)
+            if self.ended or position <= self._position:
+                continue
+            if len(self._queue) >= self._room:
+                break
+            if not self._apply_entry(entry):
+                return
+            self._position = position
+        if more or len(self._queue) >= self._room:
+            self.check()
+
+    def wake_if_idle(self, now_s: float) -> None:
+        """Wake a client that has waited for 10 s, with nothing."""
+        if self._client_waits and now_s - self._last_wake_s >= KEEP_ALIVE_S:
+            self._last_wake_s = now_s
+            self.wake.set()
+
+    def _apply_entry(self, entry: Entry) -> bool:
+        """Take in one entry of the history; False if the stream ends here with an error."""
+        try:
+            event = decode(entry.fields)
+        except UndecodableEvent as error:
+            logger.error("history_undecodable", uid=self.uid, entry=entry.id, error=str(error))
+            self.fail("log_undecodable", "The history of this request cannot be decoded; this is a bug of the server.")
+            return False
+        n = self.n
+        if isinstance(event, TokensProduced | Finished):
+            count = event.count if isinstance(event, TokensProduced) else 0
+            n = event.n if isinstance(event, Finished) else parse_id(entry.id)[0]
+            if n - count != self.n:
+                logger.error("history_has_a_hole", uid=self.uid, entry=entry.id, last_n=self.n, count=count)
+                self.fail("log_lost", "The log lost tokens of this request; send it again.")
+                return False
+        if self._whole or isinstance(event, PublicEvent):
+            self._take(ClientEvent(entry.id, n, event, self.index))
+        return True
+
+    def _take(self, event: ClientEvent) -> None:
+        self._queue.append(event)
+        self.n = event.n
+        if event.entry_id:
+            self._position = max(self._position, (event.n, 0))
+        if isinstance(event.event, End):
+            self.state = State.ENDED
+        self._last_read_s = self._last_wake_s = time.monotonic()
+        self.wake.set()
+
+
+class News(NamedTuple):
+    """What `next_of` returns."""
+
+    events: list[ClientEvent]
+    lost: list[Listener]
+    """Listeners whose request is no longer in the log: the caller calls `resume` or `give_up` on each."""
+
+
+async def next_of(listeners: Sequence[Listener]) -> News:
+    """Wait until events come for any of *listeners*, which share one `wake`, or a request is lost; return what came, in
+    the listeners' order. Nothing is returned when nothing came for 10 s, or after the end of all.
+
+    The first call says that the requests were submitted.
+    """
+    for listener in listeners:
+        listener.submitted()
+    has_news = any(listener.has_events or listener.lost for listener in listeners)
+    if not has_news and not all(listener.ended for listener in listeners):
+        for listener in listeners:
+            listener.wait(True)
+        try:
+            await listeners[0].wake.wait()
+        finally:
+            for listener in listeners:
+                listener.wait(False)
+    listeners[0].wake.clear()
+    events = [event for listener in listeners for event in listener.drain()]
+    return News(events, [listener for listener in listeners if listener.lost])

@@ -1,0 +1,335 @@
+"""The life of one HTTP request that generates, from its submit to the last byte of its answer.
+
+One body may become several requests of the log, siblings: one for each choice and prompt. They are submitted together.
+If one of them fails, the client is told so and the others are cancelled.
+
+A client that leaves is noticed as the end of the task that answers it. Then the requests that have not ended, and that
+no other client reads, are cancelled in the log, after a period of grace. A task of its own does that: a task that is
+being cancelled cannot wait for Redis. A client that came to a request under its idempotency key cancels it by leaving
+only if the client that sent it has left before. A client that reads the events of a request cancels nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import structlog
+
+from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
+from pipeline.events import Cancelled, End, Failed, Submitted, decode, new_uid
+from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
+from pipeline.metrics.families import COMMIT_SECONDS, REJECTIONS
+from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
+from pipeline.process.failpoints import failpoint
+from web.live.client import Client, Subscription, subscribe
+from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend
+from web.live.listener import Listener
+from web.wire.idempotency import HEADER
+from web.wire.openai.errors import NotNow
+
+logger = structlog.get_logger()
+
+END_TRIES = 30
+"""How often, a second apart, this process tries to end a request while Redis is away; after that, the engine computes
+the rest of the answer for nobody."""
+LOG_PATIENCE_S = 2.0
+"""How long the log has to say that a request is past its deadline, before its client is told without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a client is told that the log did not take its request."""
+
+    metric: str
+    """A label of REJECTIONS; empty: not counted."""
+    message: str
+    """Formatted with `quota`, the one of the API key, and `again_s`, what is left of its minute."""
+    status: int = 503
+    code: str | None = "overloaded"
+    param: str | None = None
+    retry_after: Literal["estimate", "minute", "second"] = "second"
+    """When to send it again: when there may be room, when the minute of the quota is over, or in a second."""
+
+
+REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
+    LogFull: Refusal("log_full", "The log is full until running requests end; send it again.", retry_after="estimate"),
+    LogError: Refusal("log_unreachable", UNREACHABLE),
+    Submission.BUSY: Refusal("queue_full", "Too many requests are waiting; send it again.", retry_after="estimate"),
+    Submission.TOO_FAST: Refusal(
+        "requests_per_minute",
+        "This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s.",
+        status=429,
+        code=None,
+        retry_after="minute",
+    ),
+    Submission.TOO_MANY: Refusal(
+        "concurrent_requests",
+        "This API key may have {quota.concurrent_requests} requests at once; send it again.",
+        status=429,
+        code=None,
+    ),
+    Submission.MISMATCH: Refusal(
+        "",
+        f"{HEADER}: it was used with another body before; take a new one for a new request",
+        status=400,
+        code="idempotency_key_reused",
+        param=HEADER,
+    ),
+}
+"""What came of a submit -> what the client is told. Other outcomes are no refusals."""
+
+
+async def open_request(
+    frontend: Frontend, events: Sequence[Submitted], *, once: Once | None = None, quota: Quota | None = None
+) -> OpenRequest:
+    """Submit *events*, all or none, and listen to them until the current task is done; requests that have not ended by
+    then are cancelled.
+
+    With *once*, the client is answered from the request that was submitted under that key before, from its start,
+    unless it is gone or ended in vain. With *quota*, the request counts as sent by that API key.
+
+    Raises:
+        RequestError: The log does not take it.
+    """
+    if len(events) > frontend.limits.max_queued:
+        most = f"{frontend.limits.max_queued} (--max-queued-requests)"
+        raise RequestError(f"n: these prompts and choices make {len(events)} answers; at most {most}", param="n")
+    opened = OpenRequest(frontend, events, once=once, quota=quota)
+    timeout_s = frontend.limits.timeout_s
+    timer = asyncio.get_running_loop().call_later(timeout_s, opened.expire, timeout_s)
+    frontend.enter(opened, functools.partial(opened.leave, timer))
+    await opened.submit()
+    return opened
+
+
+async def read_request(frontend: Frontend, uid: str, event: Submitted, *, whole: bool) -> Client:
+    """Listen to a request that is already there, as Tail.follow, until the current task is done. Cancels nothing.
+
+    Raises:
+        RequestError: The log cannot be reached.
+    """
+    client = Client(subscribe(functools.partial(frontend.tail.follow, whole=whole), uid, [event]))
+    frontend.enter(client, lambda: frontend.drop(client, reader=True))
+    try:
+        await frontend.begin_reading(client, [uid])
+    except LogError as error:
+        logger.warning("reader_not_begun", uid=uid, error=str(error))
+        raise client.refuse(RequestError(UNREACHABLE, code="overloaded", status=503)) from None
+    return client
+
+
+class OpenRequest(Client):
+    """A client that sends a request, or comes to the one that was sent under its idempotency key before."""
+
+    submission: asyncio.Task[SubmitResult]
+
+    def __init__(
+        self, frontend: Frontend, events: Sequence[Submitted], *, once: Once | None, quota: Quota | None
+    ) -> None:
+        """Listen, under a new uid, before the submit: so no reply is missed."""
+        super().__init__(subscribe(frontend.tail.listen, new_uid(), events))
+        if self.event.frontend != frontend.tail.frontend:  # renamed since the event was made
+            for listener in self.listeners:
+                listener.follow()
+        self._frontend = frontend
+        self._once = once
+        self._quota = quota
+
+    @property
+    def is_stream(self) -> bool:
+        """As Client.is_stream."""
+        return self.event.presentation.stream
+
+    # submit
+
+    async def submit(self) -> None:
+        """Submit the request, or find the one to be answered from. Raises RequestError if the log does not take it."""
+        once = self._once
+        while True:
+            self.submission = self._frontend.spawn(self._submit(once, self._quota))
+            try:
+                submitted = await asyncio.shield(self.submission)
+            except LogFull:
+                raise self._refusal(LogFull) from None
+            except LogError as error:  # it may have got through all the same
+                logger.warning("not_submitted", uid=self.uid, error=str(error))
+                self._frontend.spawn(self.end(Cancelled(by="web")))
+                raise self._refusal(LogError) from None
+            except Exception:
+                raise self.break_off() from None
+            if submitted.submission in REFUSALS:
+                raise self._refusal(submitted.submission, math.ceil(submitted.again_ms / 1000))
+            if submitted.submission is not Submission.ATTACH or once is None:
+                if self.event.task == "generate":  # the others end at once, and say nothing of when there is room
+                    self._frontend.retry_after.begun(self)
+                return
+            other = await self._subscribe_to(submitted.uid)
+            if other is not None:
+                for listener in self.listeners:
+                    listener.close()
+                self.subscription = other
+                return
+            once = dataclasses.replace(once, instead_of=submitted.uid)
+
+    async def _submit(self, once: Once | None, quota: Quota | None = None) -> SubmitResult:
+        """Begin the histories of the request. Raises as the log does."""
+        failpoint("web.before_submit")
+        began_s = time.perf_counter()
+        submitted = await self._frontend.log.submit(self.uid, self.events, once, quota=quota)
+        self._frontend.measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "submit")
+        failpoint("web.after_submit")
+        return submitted
+
+    def _refusal(self, outcome: Submission | type[LogError], minute_over_s: int = 0) -> RequestError:
+        """Count that the request was not taken, and return the error for the client."""
+        refusal = REFUSALS[outcome]
+        if refusal.metric:
+            self._frontend.measures.add(REJECTIONS, refusal.metric)
+        message = refusal.message.format(quota=self._quota, again_s=minute_over_s)
+        if refusal.status not in (429, 503):
+            return self.refuse(RequestError(message, code=refusal.code, status=refusal.status, param=refusal.param))
+        again_s = {"estimate": self._frontend.retry_after.estimate_s(), "minute": minute_over_s, "second": 1}
+        return self.refuse(
+            NotNow(message, code=refusal.code, status=refusal.status, retry_after_s=again_s[refusal.retry_after])
+        )
+
+    async def _subscribe_to(self, uid: str) -> Subscription | None:
+        """Return a subscription to the request *uid* of another client; None if it is gone, or ended in vain.
+
+        Raises:
+            RequestError: The log cannot be reached.
+        """
+        frontend, uids = self._frontend, sibling_uids(uid, len(self.events))  # as many: the body is the same
+        try:
+            await frontend.begin_reading(self, uids)  # before the look, so that nobody cancels it after that
+            found = [await frontend.ask(frontend.log.entries(each, (SUBMITTED_ID, SEAL))) for each in uids]
+            begins = [decode(entries[SUBMITTED_ID].fields) for entries in found if SUBMITTED_ID in entries]
+            ends = [decode(entries[SEAL].fields) for entries in found if SEAL in entries]
+        except UndecodableEvent:
+            raise self.break_off() from None
+        except LogError as error:
+            logger.warning("not_attached", uid=uid, error=str(error))
+            raise self.refuse(RequestError(UNREACHABLE, code="overloaded", status=503)) from None
+        in_vain = any(isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500) for end in ends)
+        events = [event for event in begins if isinstance(event, Submitted)]
+        if len(events) < len(uids) or in_vain:
+            frontend.stop_reading(self)
+            return None
+        return subscribe(frontend.tail.follow, uid, events, attached=True)
+
+    def recover(self, lost: Sequence[Listener]) -> None:
+        """Submit again what the log has lost, as long as no token of it, nor of a sibling, came: its client need not
+        know. Else give up."""
+        if self.subscription.attached or any(listener.n for listener in self.listeners):
+            super().recover(lost)
+            return
+        for listener in lost:
+            listener.resume()
+        if self.submission.done():
+            logger.warning("submitted_again", uid=self.uid)
+            self.submission = self._frontend.spawn(self._submit(self._once))
+            self.submission.add_done_callback(self._submitted_again)
+
+    def _submitted_again(self, submission: asyncio.Task[SubmitResult]) -> None:
+        """Go on listening, or end the stream of a client whose request the log does not take once more."""
+        error = None if submission.cancelled() else submission.exception()
+        if error is not None and not isinstance(error, LogError):
+            logger.error("request_broke", uid=self.uid, exc_info=error)
+        if error is None and submission.result().submission is not Submission.BUSY:
+            for listener in self.listeners:
+                listener.check()
+        elif not isinstance(error, LogUnavailable):  # then the next look at the history tries again
+            super().recover(self.listeners)
+
+    # the end
+
+    async def end(self, event: End) -> None:
+        """End the request in the log, unless it has ended, once its submit is over; try again while Redis is away."""
+        uids = self.unended  # now: `fail` below would add ends that are not in the log
+
+        async def end() -> None:
+            log, frontend = self._frontend.log, self.event.frontend
+            for uid in uids:
+                if await log.end(uid, event, frontend=frontend):
+                    self._frontend.count_end(event)
+
+        if not await self._try_to_end(event, end) and isinstance(event, Failed):
+            self.fail(event)
+
+    async def _try_to_end(self, event: End, way: Callable[[], Awaitable[None]]) -> bool:
+        """Go this *way* of ending the request until the log has taken it; say whether it has."""
+        await asyncio.wait({self.submission})
+        for _ in range(END_TRIES):
+            try:
+                await way()
+                return True
+            except LogError as error:
+                logger.warning("request_not_ended", uid=self.uid, event_kind=event.kind, error=str(error))
+                await asyncio.sleep(1)
+        logger.error("request_never_ended", uid=self.uid, event_kind=event.kind, tries=END_TRIES)
+        return False
+
+    def expire(self, timeout_s: float) -> None:
+        """Say that the request is past its deadline."""
+        message = f"The request took longer than {timeout_s:g} s (--request-timeout)."
+        self._frontend.spawn(self._time_out(Failed(status=504, code="timeout", message=message)))
+
+    async def _time_out(self, event: Failed) -> None:
+        """End the request in the log; if that takes long, tell the client without the log."""
+        ended = self._frontend.spawn(self.end(event))
+        _, late = await asyncio.wait({ended}, timeout=LOG_PATIENCE_S)
+        if late:
+            self.fail(event)
+
+    def shut_down(self) -> None:
+        """As Client.shut_down; a request that this client sent fails."""
+        if self.subscription.attached:
+            super().shut_down()
+        else:
+            self._frontend.spawn(self.end(SHUTTING_DOWN))
+
+    def leave(self, timer: asyncio.TimerHandle) -> None:
+        """Say that the client is answered, or has left; end the requests that nobody needs any more."""
+        timer.cancel()
+        self._frontend.retry_after.ended(self)
+        attached_to = self.reads  # perhaps it is not subscribed to them yet
+        self._frontend.drop(self)
+        if self.ended:
+            return
+        failpoint("web.on_disconnect")
+        if self.broken and not attached_to:
+            self._frontend.spawn(self.end(Cancelled(by="web")))
+        else:
+            self._frontend.after_grace(functools.partial(self._abandon, attached_to))
+
+    async def _abandon(self, attached_to: Sequence[str]) -> None:
+        """Cancel the own request, or the one that this client is *attached_to*, unless another client reads it."""
+        uids, event = attached_to or self.unended, Cancelled(by="client")
+
+        async def abandon() -> None:
+            for uid in uids:
+                await self._frontend.readers.tell(uid)  # whether a client of this process still reads it
+                abandoned = await self._frontend.log.abandon(
+                    uid,
+                    event,
+                    frontend=self.event.frontend,
+                    once=self._once,
+                    attached=bool(attached_to),
+                )
+                if abandoned:
+                    self._frontend.count_end(event)
+
+        await self._try_to_end(event, abandon)
+
+    def log_line(self, **fields: object) -> None:
+        """As Client.log_line."""
+        sender = {"key": self._quota.key[:8]} if self._quota else {}
+        attached = {"attached": True} if self.subscription.attached else {}
+        super().log_line(stream=self.is_stream, **sender, **fields, **attached)
