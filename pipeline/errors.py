@@ -1,4 +1,4 @@
-"""The exception tree. What belongs to one request becomes its `Failed` event; what belongs to the process ends it."""
+"""The exception tree. An error of one request becomes its `Failed` event; an error of the process ends the process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class MiniSGLError(Exception):
 
 
 class ConfigError(MiniSGLError):
-    """The user asked for what cannot be: the process prints the one line and exits with 2."""
+    """The user asked for something impossible. The process prints this one line and exits with 2."""
 
 
 class RequestError(MiniSGLError):
-    """One request is wrong or cannot be served; its client gets *status* and the OpenAI error body."""
+    """One request is wrong or cannot be served. Its client gets *status* and an OpenAI error body."""
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -23,11 +23,11 @@ class RequestError(MiniSGLError):
 
 
 class LogError(MiniSGLError):
-    """The log did not do what it was asked to."""
+    """The log did not do what was asked."""
 
 
 class Fenced(LogError):
-    """Another owner holds the slot now; what this one wanted to write was not written."""
+    """The slot has another owner now; nothing was written."""
 
 
 class GroupLost(LogError):

@@ -1,8 +1,8 @@
-"""The vocabulary: every event that the log can hold, and what they carry. Knows nothing of Redis.
+"""The vocabulary: every event that the log can hold, and what it carries. Knows nothing of Redis.
 
-An event is stored as the fields of its stream entry, under its own names; only nested values are JSON. Fields that have
-their default are left out, lists of numbers have commas and no brackets. `v` is the version of an event, for readers of
-old logs; there is one version so far.
+An event is stored as the fields of its stream entry, under its own names; only nested values are JSON. Fields with
+their default value are left out. Lists of numbers have commas and no brackets. `v` is the version of an event, for
+readers of old logs; so far there is one version.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MOST_LOGPROBS = 20
 
 
 class Value(BaseModel):
-    """A frozen value whose unknown fields are refused."""
+    """A frozen value that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SamplingParams(Value):
-    """How tokens are chosen and when to stop. The seed is drawn before submit, so that a replay can repeat it."""
+    """How tokens are chosen and when to stop. The seed is drawn before the submit, so that a replay can repeat it."""
 
     temperature: float = Field(default=1.0, ge=0, le=2)
-    """0 is greedy, whatever top_p, top_k, min_p and seed say."""
+    """0 is greedy: top_p, top_k, min_p and seed have no effect."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """0 is off."""
@@ -48,35 +48,34 @@ class SamplingParams(Value):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Taken from the logit of each token that the output has (OpenAI's formula)."""
+    """Subtracted from the logit of each token in the output (OpenAI's formula)."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """The same, times how often the output has it."""
+    """The same, multiplied by how often the output has the token."""
     repetition_penalty: float = Field(default=1.0, gt=0, le=2)
-    """Divides the logit of each token that prompt or output have, or multiplies it where it is negative (CTRL, Keskar
-    et al. 2019)."""
+    """Divides the logit of each token in prompt or output, multiplies a negative one (CTRL, Keskar et al. 2019)."""
     logit_bias: tuple[tuple[TokenId, Annotated[float, Field(ge=-100, le=100)]], ...] = ()
-    """(token id, what is added to its logit)."""
+    """(token id, number added to its logit)."""
     allowed_token_ids: tuple[TokenId, ...] = ()
-    """Nothing else comes out; empty: all."""
+    """The only tokens that the output may have; empty: all."""
     bad_words: tuple[str, ...] = ()
-    """Texts that must not come out; as token ids in Tokenized."""
+    """Texts that the output must not have; Tokenized has their token ids."""
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """How many tokens beside the chosen one are told with their log-probability; None: not even that one's."""
+    """Number of top tokens that are told with each chosen token and its log-probability; None: no log-probabilities."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """The same for each token of the prompt but the first; no cached page is read then."""
+    """The same for each token of the prompt but the first. No cached page is read then."""
     include_stop_str_in_output: bool = False
-    """What ended the answer, a stop string or the text of a stop token, is part of it."""
+    """The stop string, or the text of the stop token, is part of the answer."""
     skip_special_tokens: bool = True
     """Special tokens have no text."""
 
     @property
     def penalizes(self) -> bool:
-        """Whether what came before changes the logits."""
+        """Whether earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def shapes(self) -> bool:
-        """Whether logits are changed before a token is chosen."""
+        """Whether the logits are changed before a token is chosen."""
         return self.penalizes or bool(self.logit_bias or self.allowed_token_ids)
 
 
@@ -86,7 +85,7 @@ class Usage(Value):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """How many prompt tokens were found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
 
 
 class Timings(Value):
@@ -98,7 +97,7 @@ class Timings(Value):
 
 
 class Score(Value):
-    """How probable the model found a token: of its own logits, before bias, penalties and temperature."""
+    """How probable the model finds a token, from its own logits: before bias, penalties and temperature."""
 
     logprob: float
     """Natural logarithm."""
@@ -111,85 +110,85 @@ class ToldToken(Value):
 
     token: int
     text: str
-    """Where its bytes are no UTF-8: `bytes:` and each as `\\x..`, as OpenAI writes it."""
+    """If its bytes are not UTF-8: `bytes:` and each byte as `\\x..`, as OpenAI writes it."""
 
 
 class ToldCandidate(ToldToken):
-    """A token that was more or less probable in its place."""
+    """A token and its log-probability in one place."""
 
     logprob: float
 
 
 class ToldScore(ToldCandidate):
-    """A token of prompt or answer, and the most probable ones in its place."""
+    """A token of the prompt or the answer, and the most probable tokens in its place."""
 
     top: tuple[ToldCandidate, ...] = ()
 
 
 class ToldPrompt(Value):
-    """What a client asked to be told of its prompt."""
+    """What a client asked to be told about its prompt."""
 
     num_tokens: int
     cached_tokens: int = 0
     token_ids: tuple[int, ...] = ()
-    """Where it asked for them."""
+    """If it asked for them."""
     text: str = ""
-    """Where it asked for its prompt before the answer (`echo`)."""
+    """If it asked for its prompt before the answer (`echo`)."""
     scores: tuple[ToldScore, ...] = ()
-    """Of all tokens but the first, where it asked for them."""
+    """Of all tokens but the first, if it asked for them."""
     first: ToldToken | None = None
-    """The first token, which has no score, beside the others."""
+    """The first token, which has no score, if the others have one."""
 
 
 class Templating(Value):
-    """What a chat template is given beside the messages."""
+    """What a chat template gets besides the messages."""
 
     add_generation_prompt: bool = True
     """Whether the template opens an answer after the last message."""
     continue_final_message: bool = False
-    """The last message is the beginning of the answer, and is not closed."""
+    """The last message is the beginning of the answer and stays open."""
     tools: tuple[dict[str, Any], ...] = ()
     variables: dict[str, Any] = Field(default_factory=dict)
     """The client's own (`chat_template_kwargs`)."""
 
 
 class Presentation(Value):
-    """How the answer is shown to its client. Changes nothing in it, but who reads it later gets the same frames."""
+    """How the answer is shown to its client. It does not change the answer, but later readers get the same frames."""
 
     stream: bool = False
     include_usage: bool = False
     """The last chunk has the token counts."""
     continuous_usage: bool = False
-    """And so has every other."""
+    """So has every other chunk."""
     token_ids: bool = False
-    """Token ids are sent beside the text."""
+    """Token ids are sent with the text."""
     echo: bool = False
     """The prompt is sent before the answer."""
     prompt_scores: bool = False
-    """The log-probabilities of the prompt are sent beside the answer."""
+    """The log-probabilities of the prompt are sent with the answer."""
     prompt_only: bool = False
-    """Nothing but the prompt is sent: the client asked for no token, and one was made."""
+    """Only the prompt is sent: the client asked for no tokens, and one was made."""
     whole_text: bool = False
     """Each frame has all text so far, as SGLang sends it."""
     in_list: bool = False
-    """The answer is an item of a list, also where it is the only one."""
+    """The answer is an item of a list, even if it is the only one."""
     scores_from: int = 0
-    """The log-probabilities of the prompt are sent from this token on."""
+    """First token of the prompt whose log-probability is sent."""
     score_texts: bool = False
-    """Beside a log-probability that is told by token id is the text of its token."""
+    """Log-probabilities by token id have the text of the token, too."""
     choices: int = 1
-    """How many of the siblings belong to each prompt."""
+    """Siblings for each prompt."""
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the client is told something of its prompt with the first token."""
+        """Whether the client is told about its prompt with the first token."""
         return self.continuous_usage or self.token_ids or self.echo
 
 
 class Event(Value):
-    """What every event has: a version, and when it was committed (milliseconds, Redis' clock; 0 before the commit).
+    """What every event has: a version, and the moment of its commit (milliseconds, Redis' clock; 0 before the commit).
 
-    The first version is not written: it would take 2 bytes of each token that a history holds.
+    Version 1 is not written: it would take 2 bytes for each token in a history.
     """
 
     v: Literal[1] = 1
@@ -197,16 +196,16 @@ class Event(Value):
 
 
 class Submitted(Event):
-    """A request was accepted. History `0-1`. It has one of `messages` (through the chat template), `prompt` (text as it
-    is) and `prompt_ids` (tokens as they are).
+    """A request was accepted. History `0-1`. It has one of `messages` (for the chat template), `prompt` (text) and
+    `prompt_ids` (tokens).
 
-    Several that were submitted together, all or none, have the uids `<uid>.0`, `<uid>.1` and so on.
+    Requests that were submitted together, all or none, have the uids `<uid>.0`, `<uid>.1` and so on.
     """
 
     kind: Literal["submitted"] = "submitted"
     endpoint: str
     frontend: str
-    """Whose `replies` stream its client listens to."""
+    """The frontend whose `replies` stream serves the client."""
     model: str = ""
     """The name that the client used."""
     messages: tuple[dict[str, Any], ...] = ()
@@ -214,25 +213,25 @@ class Submitted(Event):
     prompt_ids: tuple[int, ...] = ()
     sampling: SamplingParams
     task: Task = "generate"
-    """All but the first are answered by the tokenizer: the tokens of a prompt, the text of `prompt_ids`, what the
-    tokenizer is like."""
+    """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, a description of the
+    tokenizer."""
     return_pieces: bool = False
-    """The tokens of a prompt are answered with their texts."""
+    """The answer to `tokenize` has the text of each token."""
     templating: Templating = Templating()
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its own, such as the one that begins a text; None: to `prompt`, not to `messages`."""
+    """Whether the tokenizer adds its own tokens, as at the start of a text; None: to `prompt`, not to `messages`."""
     truncate_prompt_tokens: int | None = None
-    """So many tokens of the prompt are kept, the last ones; -1: as many as the context has room for beside
-    `max_tokens`, or beside one token."""
+    """Only the last so many tokens of the prompt are kept. -1: as many as the context holds besides `max_tokens`, or
+    besides one token."""
     priority: int = 0
-    """Of what an engine holds, the lower runs earlier."""
+    """Of the requests in an engine, the lower one runs first."""
     siblings: int = 1
-    """How many were submitted together, this one included; set by the commit."""
+    """Number of requests that were submitted together, with this one; set by the commit."""
     presentation: Presentation = Presentation()
     deadline_ms: int = 0
     """Redis' clock; set by the commit."""
     labels: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the request that change nothing but are kept: user, metadata ..."""
+    """Fields of the request that have no effect but are kept: user, metadata ..."""
 
 
 class Tokenized(Event):
@@ -241,28 +240,28 @@ class Tokenized(Event):
     kind: Literal["tokenized"] = "tokenized"
     token_ids: tuple[int, ...]
     fingerprint: str
-    """Which tokenizer and template made them."""
+    """Identifies the tokenizer and the template."""
     by: str
     """The slot of the tokenizer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that must not come out, from the words of the request."""
+    """Sequences of tokens that the output must not have."""
 
 
 class Admitted(Event):
-    """An engine gave the request pages and computes it from the next step on."""
+    """An engine gave the request pages and will compute it from the next step on."""
 
     kind: Literal["admitted"] = "admitted"
     engine: str
     epoch: int
     step: int
     fingerprint: str
-    """Which weights and dtype compute it."""
+    """Identifies the weights and the dtype."""
     cached_tokens: int = 0
 
 
 class Preempted(Event):
-    """The pages ran out and the least important request, of those the newest, gave its own back; it will be admitted
-    again and recomputed."""
+    """The pages ran out, and the least important request (the newest of them) lost its own. It will be admitted again
+    and recomputed."""
 
     kind: Literal["preempted"] = "preempted"
     engine: str
@@ -271,59 +270,59 @@ class Preempted(Event):
 
 
 class TakenOver(Event):
-    """Another owner of a slot goes on with the request. Written before anything is computed for it there, so the number
-    of them since its last token says how many engines ended that tried to bring it forward."""
+    """Another owner of a slot goes on with the request. This is written before it computes anything for the request. So
+    the number of these events since the last token is the number of engines that died on it."""
 
     kind: Literal["taken_over"] = "taken_over"
     engine: str
     epoch: int
     alone: bool = False
-    """Nothing else is computed until it has another token: to see whether it is this request that kills engines."""
+    """The engine computes nothing else until the request has another token, to see whether it kills engines."""
 
 
 class TokensProduced(Event):
-    """`count` tokens, the last of which is number n (n is the first half of the history id). History `n-0`."""
+    """The next `count` tokens; the last one is number n, the first half of the history id. History `n-0`."""
 
     kind: Literal["tokens"] = "tokens"
     count: int = 1
     tokens: tuple[int, ...]
     text: str
-    """What became certain to be shown; empty while a character or a possible stop string is incomplete."""
+    """Text that can be shown now; empty while a character or a possible stop string is incomplete."""
     step: str
     """`<epoch>-<step>` of the engine."""
     chunks: int = 0
-    """In how many prefill chunks the prompt (or, after a preemption, prompt and output) was computed before this
-    token; 0 for the token of a decode row."""
+    """Prefill chunks in which the prompt (after a preemption: prompt and output) was computed before this token; 0 for
+    the token of a decode row."""
     scores: tuple[ToldScore, ...] = ()
-    """One for each of `tokens`, where the client asked for them."""
+    """One for each of `tokens`, if the client asked for them."""
     prompt: ToldPrompt | None = None
-    """With the first token, where the client asked to be told of its prompt."""
+    """With the first token, if the client asked about its prompt."""
 
 
 class Finished(Event):
-    """The request ended as it should. Seals the history."""
+    """The request ended normally. Seals the history."""
 
     kind: Literal["finished"] = "finished"
     n: int
     reason: FinishReason
     stop_string: str = ""
-    """The one that was met; empty where a token ended the request, which is the last one then."""
+    """The stop string that ended the request; empty if its last token did."""
     usage: Usage
     timings: Timings
 
 
 class Failed(Event):
-    """The request ended with an error that its client is told. Seals the history."""
+    """The request ended with an error, which its client is told. Seals the history."""
 
     kind: Literal["failed"] = "failed"
     n: int = 0
     """Set by the commit."""
     status: int
-    """The HTTP status for a client that has seen no byte yet."""
+    """The HTTP status for a client that has received nothing yet."""
     code: str
     message: str
     param: str = ""
-    """The field of the request that is at fault, where one is."""
+    """The field of the request that is wrong, if one is."""
 
 
 class Cancelled(Event):
@@ -336,13 +335,13 @@ class Cancelled(Event):
 
 
 class Answered(Event):
-    """A request that is for the tokenizer alone was answered. Seals the history."""
+    """The tokenizer answered a request that needs no engine. Seals the history."""
 
     kind: Literal["answered"] = "answered"
     n: int = 0
     token_ids: tuple[int, ...] = ()
     pieces: tuple[str, ...] = ()
-    """Each token's text, where the client asked for them."""
+    """The text of each token, if the client asked for it."""
     text: str = ""
     by: str
     """The slot of the tokenizer."""
@@ -361,11 +360,11 @@ class TokenRow(Value):
     """As in TokensProduced."""
     score: Score | None = None
     prompt_scores: tuple[Score, ...] | None = None
-    """With the first token, where they are wanted: of all tokens of the prompt but the first."""
+    """With the first token, if they were asked for: of all tokens of the prompt but the first."""
 
 
 class EventRow(Value):
-    """Row of a step that says something else of a request, when it had `n` tokens."""
+    """Row of a step with another event of a request, which had `n` tokens then."""
 
     kind: Literal["event"] = "event"
     uid: str
@@ -377,7 +376,7 @@ StepRow: TypeAlias = Annotated[TokenRow | EventRow, Field(discriminator="kind")]
 
 
 class Figures(Value):
-    """What one step was made of, and what the engine held after it."""
+    """What one step computed, and what the engine held after it."""
 
     decode_rows: int = 0
     prefill_rows: int = 0
@@ -386,7 +385,7 @@ class Figures(Value):
     waiting: int = 0
     free_pages: int = 0
     forward_ms: float = 0
-    """How long the forward pass took. What was admitted to this step was admitted before it."""
+    """How long the forward pass took. Requests are admitted to a step before its forward pass."""
 
 
 class StepCompleted(Event):
@@ -395,12 +394,12 @@ class StepCompleted(Event):
     kind: Literal["step"] = "step"
     rows: tuple[StepRow, ...]
     let_go: tuple[str, ...] = ()
-    """Uids that ended elsewhere (cancel, stop string, deadline) and are forgotten now."""
+    """Uids that ended elsewhere (cancel, stop string, deadline), which the engine forgets now."""
     figures: Figures = Figures()
 
 
 Mark: TypeAlias = Admitted | Preempted | TakenOver
-"""What an engine says of a request beside its tokens; clients do not see it."""
+"""What an engine says about a request besides its tokens. Clients do not see it."""
 End: TypeAlias = Finished | Failed | Cancelled | Answered
 """What seals a history."""
 HistoryEvent: TypeAlias = Submitted | Tokenized | Mark | TokensProduced | End
@@ -427,7 +426,7 @@ def as_fields(model: type[Event], plain: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_plain(event: Event) -> dict[str, Any]:
-    """Return *event* as plain values without what has its default; the kind is always there."""
+    """Return *event* as plain values. Fields with their default are left out, but not the kind."""
     omitted = {"ms"} | {name for name, default in _defaults(type(event)) if getattr(event, name) == default}
     return event.model_dump(mode="json", exclude=omitted, exclude_none=True)
 
@@ -456,7 +455,7 @@ def decode(fields: Mapping[str, str]) -> AnyEvent:
 
 @functools.cache
 def _defaults(model: type[Event]) -> tuple[tuple[str, Any], ...]:
-    """Return the fields that are left out where they have their default, and those; looked up once, not per token."""
+    """Return the fields that have a default, with it. Looked up once for each kind, not for each token."""
     return tuple(
         (name, field.get_default(call_default_factory=True))
         for name, field in model.model_fields.items()
@@ -466,16 +465,16 @@ def _defaults(model: type[Event]) -> tuple[tuple[str, Any], ...]:
 
 @functools.cache
 def _number_lists(model: type[Event]) -> frozenset[str]:
-    """Return the fields that hold whole numbers: stored with commas, without JSON's brackets.
+    """Return the fields that hold lists of whole numbers. They are stored with commas, without JSON's brackets.
 
-    A single one is a number to Redis then, which takes half the bytes: most entries of a history hold one token.
+    A single number takes half the bytes in Redis then, and most entries of a history hold one token.
     """
     return frozenset(name for name, field in model.model_fields.items() if field.annotation == tuple[int, ...])
 
 
 @functools.cache
 def _text_fields(model: type[Event]) -> frozenset[str]:
-    """Return the fields that are stored as they are; all others are JSON."""
+    """Return the fields that are stored as text; all others are JSON."""
     return frozenset(name for name, field in model.model_fields.items() if _is_text(field.annotation))
 
 

@@ -1,4 +1,4 @@
-"""Every stream, group and key name, and the ids of a history. Nothing else builds a key."""
+"""The names of all streams, groups and keys, and the ids in a history. No other module builds a key."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ GENERATE: Final = "generate"
 DETOKENIZE: Final = "detokenize"
 WEB: Final = "web"
 JANITOR: Final = "janitor"
-"""Whose slot the frontend holds that ends what nobody else ends; no stage."""
+"""Not a stage. A frontend that holds this slot ends requests that nobody else ends."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
-"""The worker roles. The first three are also the names of the consumer groups."""
+"""The worker roles. The first three also name the consumer groups."""
 
 SUBMITTED_ID: Final = "0-1"
 TOKENIZED_ID: Final = "0-2"
 SEAL: Final = "18446744073709551615-18446744073709551615"
-"""The id of the terminal event: the largest there is, so Redis itself refuses whatever would come after it."""
+"""The id of the terminal event. It is the largest id there is, so Redis refuses to append after it."""
 
 
 def tokens_id(n: int) -> str:
@@ -32,7 +32,7 @@ def parse_id(entry_id: str) -> tuple[int, int]:
 
 
 def slot_name(stage: str, index: int) -> str:
-    """Return the name of a stage's numbered place, which is also its consumer's: `generate-0`."""
+    """Return the name of a slot of a stage, which is also its consumer's name: `generate-0`."""
     return f"{stage}-{index}"
 
 
@@ -47,12 +47,12 @@ def slot_index(slot: str) -> int:
 
 
 def sibling_uids(uid: str, count: int) -> tuple[str, ...]:
-    """Return the uids of *count* requests that were submitted together as *uid*; a single one has that itself."""
+    """Return the uids of *count* requests that were submitted together as *uid*. A single request is *uid* itself."""
     return (uid,) if count == 1 else tuple(f"{uid}.{index}" for index in range(count))
 
 
 def base_uid(uid: str) -> str:
-    """Return the uid as which *uid* and its siblings were submitted; a single one has that itself."""
+    """Return the uid under which *uid* and its siblings were submitted. For a single request it is *uid*."""
     return uid.partition(".")[0]
 
 
@@ -68,7 +68,7 @@ class Names:
 
     @property
     def submitted(self) -> str:
-        """Stream with group `tokenize`: uid and frontend of what was accepted."""
+        """Stream with group `tokenize`: uid and frontend of accepted requests."""
         return self._key("submitted")
 
     @property
@@ -78,17 +78,17 @@ class Names:
 
     @property
     def control(self) -> str:
-        """Stream: uids whose end the engine did not say, and flushes. A doorbell; `live` is the truth."""
+        """Stream: uids that ended without their engine, and flushes. It may lose entries; `live` is the truth."""
         return self._key("control")
 
     @property
     def live(self) -> str:
-        """Sorted set uid -> deadline in ms. Who is in it has not ended."""
+        """Sorted set uid -> deadline in ms, of the requests that have not ended."""
         return self._key("live")
 
     @property
     def dead(self) -> str:
-        """Stream: dead letters, one for each request that killed its worker again and again."""
+        """Stream: dead letters, one for each request that killed its worker several times."""
         return self._key("dead")
 
     def steps(self, engine: str) -> str:
@@ -100,32 +100,30 @@ class Names:
         return self._key(f"request:{uid}")
 
     def replies(self, frontend: str) -> str:
-        """Stream: what one web process tails. A doorbell with payload; the histories are the truth."""
+        """Stream that one web process tails. It may lose entries; the histories are the truth."""
         return self._key(f"replies:{frontend}")
 
     def reader(self, uid: str) -> str:
-        """Set with a time to live: the web processes in which somebody reads a request that another client sent. While
-        it exists, nobody cancels the request for want of a client."""
+        """Set with a time to live: web processes with a client that reads a request which another client sent. While it
+        exists, the request is not cancelled for lack of a client."""
         return self._key(f"reader:{uid}")
 
     def idempotency(self, key: str) -> str:
-        """String with a time to live, `<uid>:<digest of the body>`: which request has an idempotency key, or which
-        siblings, by their base uid. It ends in `:left` once the client that sent them has left one of them to those who
-        read it."""
+        """String with a time to live, `<uid>:<digest of the body>`: the request that has an idempotency key (the
+        base uid of siblings). It ends in `:left` once their sender has left while other clients read one of them."""
         return self._key(f"idempotency:{key}")
 
     def limit(self, key: str, minute: int) -> str:
-        """String with a time to live: how many requests an API key, by its hash, had accepted in one minute of Redis'
-        clock."""
+        """String with a time to live: how many submits of an API key were accepted in one minute of Redis' clock."""
         return self._key(f"limit:{key}:{minute}")
 
     def running(self, key: str) -> str:
-        """Set with a time to live: uids that an API key, by its hash, has submitted under a limit on how many it may
-        have at once. Those that are not in `live` do not count."""
+        """Set with a time to live: uids of an API key with a limit on concurrent requests. Those that are not in `live`
+        do not count."""
         return self._key(f"running:{key}")
 
     def lease(self, slot: str) -> str:
-        """String with a time to live: somebody lives in the slot."""
+        """String with a time to live: who holds the slot."""
         return self._key(f"lease:{slot}")
 
     def owner(self, slot: str) -> str:
@@ -133,7 +131,7 @@ class Names:
         return self._key(f"owner:{slot}")
 
     def status(self, slot: str) -> str:
-        """String, JSON, 10 s to live: what the slot's worker says of itself."""
+        """String, JSON, with a time to live of 10 s: the status that the slot's worker publishes."""
         return self._key(f"status:{slot}")
 
 

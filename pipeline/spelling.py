@@ -1,7 +1,7 @@
-"""The text of single tokens, as clients are told of it. Knows how tokenizer.json spells bytes, and no tokenizer.
+"""The text of single tokens, as clients see it. Knows how tokenizer.json spells bytes, and no tokenizer.
 
-A vocabulary holds texts, but its tokens stand for bytes: part of a character can be a token. Which text stands for
-which bytes is a matter of the decoder:
+A vocabulary holds texts, but its tokens stand for bytes: part of a character can be a token. The decoder decides which
+text stands for which bytes:
 
 | decoder | the vocabulary has | it stands for |
 |---|---|---|
@@ -23,7 +23,7 @@ _BYTE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def text_of(token_bytes: bytes) -> str:
-    """Return what a client is told of a token: its text, or `bytes:` and each byte as `\\x..` where they are none."""
+    """Return a token as clients see it: its text, or `bytes:` and each byte as `\\x..` if the bytes are not UTF-8."""
     try:
         return token_bytes.decode()
     except UnicodeDecodeError:
@@ -37,7 +37,7 @@ class Spelling:
     byte_level: bool = False
     byte_fallback: bool = False
     replaced: tuple[tuple[str, str], ...] = ()
-    """(what the vocabulary has, what it stands for)."""
+    """(text in the vocabulary, text that it stands for)."""
 
     @classmethod
     def of(cls, decoder: Mapping[str, Any] | None) -> Spelling:
@@ -53,10 +53,10 @@ class Spelling:
         return cls("ByteLevel" in kinds, "ByteFallback" in kinds, tuple(replaced))
 
     def bytes_of(self, piece: str) -> bytes:
-        """Return the bytes of the token for which the vocabulary has *piece*."""
+        """Return the bytes of the token that the vocabulary writes as *piece*."""
         if self.byte_level:
             table = _byte_level()
-            if all(letter in table for letter in piece):  # else an added token, which is as it is
+            if all(letter in table for letter in piece):  # else it is an added token, which stands for itself
                 return bytes(table[letter] for letter in piece)
             return piece.encode()
         spelled = _BYTE.fullmatch(piece) if self.byte_fallback else None
@@ -68,7 +68,7 @@ class Spelling:
 
 
 def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield what a decoder is made of, in order."""
+    """Yield the steps of a decoder, in order."""
     if decoder.get("type") == "Sequence":
         for step in decoder["decoders"]:
             yield from _steps(step)
@@ -80,7 +80,7 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _byte_level() -> Mapping[str, int]:
     """Return character -> byte, GPT-2's table (`bytes_to_unicode` in openai/gpt-2, encoder.py).
 
-    Printable bytes of Latin-1 are written as themselves, the other ones as the characters from U+0100 on, in order.
+    Printable bytes of Latin-1 stand for themselves. The others are the characters from U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printable]

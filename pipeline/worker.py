@@ -1,11 +1,11 @@
 """The process of a stage's worker, and its consumer-group runtime: read, hand over, and nothing lost on the way.
 
-Order of reading: first what this slot had read before and not consumed, one entry at a time; then new entries, and
-those of slots that nobody holds. After a broken read, and once a second, the first part is looked up again: the reply
-may have been lost, or a worker that had this slot before and does not know yet that it lost it has read an entry.
+A worker first handles what its slot had read before and not consumed, one entry at a time. Then it reads new entries,
+and claims those of slots that nobody holds. After a broken read, and once a second, it looks up the first part again: a
+reply may have been lost, or a former worker of the slot, which does not know that it lost it, may have read an entry.
 
-What was read before may have killed who read it. So each time is counted in the log before the work begins, and what
-was tried too often is buried instead.
+An entry that was read before may have killed its worker. So the log counts each try before the work begins, and an
+entry that was tried too often is buried instead.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BLOCK_MS = 500
 CLAIM_EVERY_S = 1.0
 BACKOFF_S = 0.2
 MOST_DELIVERIES = 4
-"""An entry that was worked on so often, the last three times alone, and is still there has killed its workers."""
+"""An entry that is still there after so many tries, the last three of them alone, has killed its workers."""
 
 Handle = Callable[[Sequence[Entry]], None]
-"""Does the work of a stage on the entries that one read brought, and commits it."""
+"""Does the work of a stage on the entries of one read, and commits it."""
 Bury = Callable[[Entry, int], None]
-"""Ends what an entry stands for, which killed its worker so often, without doing its work."""
+"""Ends the request of an entry that killed its worker so many times, without doing its work."""
 
 
 class Stop:
@@ -55,7 +55,7 @@ class Stop:
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep, unless a stop comes; True when it did."""
+        """Sleep until *timeout_s* is over or a stop comes; return whether it came."""
         return self._event.wait(timeout_s)
 
 
@@ -106,7 +106,7 @@ def follow(
 ) -> None:
     """Feed *handle* from *inbox* until *stop* is set or the slot has another owner.
 
-    *forget* is called when the log could not be reached: it may come back without what it had said yes to.
+    *forget* is called when the log could not be reached: it may come back without the last commits.
     """
     reader = _Reader(log, inbox, slot_lease, bury, max_entries)
     group_lost = True  # or not there yet
@@ -144,8 +144,8 @@ class _Reader:
         self._bury = bury
         self._max_entries = max_entries
         self._own: list[Entry] | None = None  # None: to be looked up
-        self._suspect = True  # whoever read what is looked up may have died of it
-        self._tries: dict[str, int] = {}  # of what is suspect, by entry: counted once by each worker
+        self._suspect = True  # an entry that is looked up may have killed its worker
+        self._tries: dict[str, int] = {}  # of suspect entries, by id; each worker counts once
         self._looked_s = time.monotonic()
 
     def unsure(self) -> None:
@@ -160,7 +160,7 @@ class _Reader:
             self._looked_s = time.monotonic()
             self._own = self._log.pending(self._inbox, owner.slot)
             if not self._own:
-                self._suspect = True  # also when the reply is lost, and `pending` finds what it brought
+                self._suspect = True  # before the claim: if its reply is lost, `pending` finds the entries
                 self._own = self._log.claim(self._inbox, owner, self._max_entries)
                 if self._own:
                     logger.info("claimed", slot=owner.slot, entries=len(self._own))

@@ -1,7 +1,7 @@
-"""Where the log's Redis is, as --redis-url says it, and the clients that connect there. Knows no command of the log.
+"""Where the log's Redis is, as in --redis-url, and the clients that connect to it. Knows no command of the log.
 
-A URL may say more than redis-py's: Sentinels to ask for the server, and files that hold passwords, which are read at
-each connect, so that a password can be changed while everything runs. What is shown of an address has no password.
+Beyond redis-py's URLs, a URL can name Sentinels to ask for the server, and files that hold passwords. A file is read at
+each connect, so a password can be changed while everything runs. An address is shown without its passwords.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULT_PORT: Final = 6379
 DEFAULT_SENTINEL_PORT: Final = 26379
 CONNECT_TIMEOUT_S: Final = 2.0
 SENTINEL_TIMEOUT_S: Final = 1.0
-"""How long one Sentinel has to answer before the next is asked."""
+"""Time for one Sentinel to answer before the next one is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Secret:
     password_file: str = ""
 
     def options(self) -> dict[str, Any]:
-        """Return what a client needs to log in; nothing where there is nothing to say."""
+        """Return the options with which a client logs in; none without user and password."""
         return {"credential_provider": _Credentials(self)} if self != Secret() else {}
 
     def read(self) -> str:
@@ -59,7 +59,7 @@ class Secret:
 
 
 class _Credentials(CredentialProvider):
-    """What redis-py asks for user and password at each connect."""
+    """redis-py asks this for user and password at each connect."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
@@ -77,15 +77,15 @@ class _Credentials(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A Redis server, or the Sentinels that know which one it is at the moment."""
+    """A Redis server, or the Sentinels that know which server it is now."""
 
     shown: str
     """The URL without passwords: for logs, errors and people."""
     hosts: tuple[tuple[str, int], ...] = ()
-    """Of the server, or of the Sentinels; none where there is a socket."""
+    """Hosts of the server, or of the Sentinels; none if it has a socket."""
     socket: str = ""
     service: str = ""
-    """What the Sentinels call the server; empty where there are none."""
+    """The Sentinels' name of the server; empty without Sentinels."""
     database: int = 0
     secret: Secret = Secret()
     sentinel_secret: Secret = Secret()
@@ -100,7 +100,7 @@ class Address:
             return redis.Redis(retry=retry, **self._server(), **options)
         retries = {"retry": Retry(NoBackoff(), 0)}
         sentinel = _Sentinels(self.hosts, self._sentinel() | self._greeting(_ping) | retries)
-        # "No Sentinel answers" is an error of its own, and tried again by whoever asked.
+        # "No Sentinel answers" is an error of its own; the caller tries again.
         client = sentinel.master_for(self.service, retry=retry, **self._common(), **options)
         assert isinstance(client, redis.Redis)
         return client
@@ -115,7 +115,7 @@ class Address:
     def bounded_async_client(
         self, *, retry: AsyncRetry, max_connections: int, wait_s: float, **options: Any
     ) -> redis.asyncio.Redis:
-        """Return a client for asyncio in which who finds no free connection waits up to *wait_s* for one."""
+        """Return a client for asyncio with a limit on its connections. A task waits up to *wait_s* for a free one."""
         options |= self._greeting(_ping_async)
         bounds: dict[str, Any] = {"max_connections": max_connections, "timeout": wait_s}
         if self.service:
@@ -145,7 +145,7 @@ class Address:
             "socket_connect_timeout": CONNECT_TIMEOUT_S,
         }
         if not self.socket:
-            # They switch off the check for unread data on a reused connection, and cost a refused command per connect.
+            # These notifications switch off the check for unread data, and cost a refused command per connect.
             options["maint_notifications_config"] = MaintNotificationsConfig(enabled=False)
         return options | self.secret.options() | self._tls()
 
@@ -163,10 +163,10 @@ class Address:
         return {"ssl": True, **self.tls} if self.tls is not None else {}
 
     def _greeting(self, function: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return the option that makes a connection over TLS begin with a reply.
+        """Return the option that makes a TLS connection begin with a reply.
 
-        A server sends session tickets behind the handshake (RFC 8446, 4.6.1). Until something is read after them a
-        connection counts as one with unread data, and is thrown away.
+        A server sends session tickets after the handshake (RFC 8446, 4.6.1). Until something is read after them, the
+        connection counts as one with unread data and is thrown away.
         """
         return {"redis_connect_func": function} if self.tls is not None else {}
 
@@ -189,7 +189,7 @@ def _no_master(service: str, num_sentinels: int) -> redis.sentinel.MasterNotFoun
 
 
 class _Sentinels(redis.sentinel.Sentinel):
-    """Sentinels that are asked one after the other at each connect, who answered last first; no connection is kept."""
+    """Sentinels, asked one after the other at each connect; the last that answered is asked first."""
 
     def __init__(self, hosts: Sequence[tuple[str, int]], options: Mapping[str, Any]) -> None:
         super().__init__(())  # type: ignore[no-untyped-call]  # without clients, which several tasks would share
@@ -240,8 +240,8 @@ def parse_address(url: str) -> Address:
     """Return the address that *url* means.
 
     Raises:
-        ConfigError: It is none, has an option that there is not, or names a file that cannot be read. The message has
-            no password.
+        ConfigError: The URL is wrong, has an unknown option, or names a file that cannot be read. The message has no
+            password.
     """
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel"):
@@ -265,9 +265,9 @@ def parse_address(url: str) -> Address:
         shown = f"{parts.scheme}://{'***@' if at else ''}{hosts}{parts.path}"
         common: dict[str, Any] = {"shown": shown, "secret": secret, "protocol": protocol}
         if tls and not parts.scheme.startswith("rediss"):
-            raise ValueError(f"{next(iter(tls))}= is given, but TLS is only spoken to rediss://")
+            raise ValueError(f"{next(iter(tls))}= is given, but TLS needs rediss://")
         if asked != Secret() and not parts.scheme.endswith("+sentinel"):
-            raise ValueError("sentinel_..= is given, but Sentinels are only asked with redis+sentinel://")
+            raise ValueError("sentinel_..= is given, but Sentinels need redis+sentinel://")
         if parts.scheme == "unix":
             if hosts or not parts.path.strip("/"):
                 raise ValueError(f"{shown} names no socket; expected unix:///path/to.sock")
@@ -354,16 +354,16 @@ OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
     "sentinel_password": str,
     "sentinel_password_file": _file,
 }
-"""What may follow the `?` of a URL; redis-py's names where it has one."""
+"""Options after the `?` of a URL, under redis-py's names where it has one."""
 
 
 def _options(parts: SplitResult) -> dict[str, Any]:
     if parts.fragment:
-        raise ValueError("there is a #; write it as %23")
+        raise ValueError("the URL has a #; write it as %23")
     options: dict[str, Any] = {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in OPTIONS:
-            raise ValueError(f"there is no option {name}=; expected {', '.join(f'{each}=' for each in OPTIONS)}")
+            raise ValueError(f"unknown option {name}=; expected {', '.join(f'{each}=' for each in OPTIONS)}")
         if name in options:
             raise ValueError(f"{name}= is given twice")
         try:
@@ -372,22 +372,24 @@ def _options(parts: SplitResult) -> dict[str, Any]:
             raise ValueError(f"{name}={error}") from error
     if options.get("ssl_cert_reqs") is ssl.CERT_NONE:
         if options.get("ssl_check_hostname"):
-            raise ValueError("ssl_check_hostname=yes: whose certificate is not verified has no name to check")
+            raise ValueError(
+                "ssl_check_hostname=yes needs ssl_cert_reqs=required: an unverified certificate has no name to check"
+            )
         options["ssl_check_hostname"] = False
     return options
 
 
 def connect(url: str, **options: Any) -> redis.Redis:
-    """Return a client of the Redis at *url* that tries nothing again.
+    """Return a client of the Redis at *url* that does not retry.
 
     Raises:
-        ConfigError: It is no such URL.
+        ConfigError: The URL is wrong.
     """
     return parse_address(url).client(retry=Retry(NoBackoff(), 0), **options)
 
 
 def without_password(text: str) -> str:
-    """Return *text*, a URL or an argument that has one, without what must not be shown of it."""
+    """Return *text*, a URL or an argument with one, without its passwords."""
     before, separator, rest = text.partition("://")
     if not separator:
         return text

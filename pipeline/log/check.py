@@ -1,4 +1,4 @@
-"""The checks that a Redis which somebody else runs must pass before a server uses it."""
+"""The checks that a Redis of --redis-url must pass before a server uses it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_server(url: str) -> None:
     """Make sure that the Redis at *url* can hold the log.
 
     Raises:
-        ConfigError: It cannot be reached, does not let us in, is older than 6.2, or may evict keys; the message has the
-            remedy.
+        ConfigError: It cannot be reached, refuses the user, is older than 6.2, or may evict keys. The message says what
+            to do.
     """
     address = parse_address(url)
     try:
-        # Asked for by their names: less than everything is enough to answer, and less to be allowed.
+        # Two sections by name: a restricted user may read them.
         with address.client(retry=Retry(NoBackoff(), 0), socket_timeout=CHECK_TIMEOUT_S) as client:
             info = client.info("server") | client.info("memory")
     except redis.exceptions.RedisError as error:
@@ -44,7 +44,7 @@ def check_server(url: str) -> None:
 
 
 def _why_not(error: redis.exceptions.RedisError, address: Address) -> str:
-    """Return why a server cannot be used, and what to do."""
+    """Return why the server cannot be used, and what to do."""
     text = str(error)
     if isinstance(error, redis.exceptions.NoPermissionError):
         return f"{text}; give the user the rights that ops/redis/users.acl has for its role"
@@ -76,11 +76,11 @@ _HUNG_UP: Final = (
     "UNKNOWN_CA",
     "Broken pipe",
 )
-"""What is said of a connection that the other side closed, sometimes with a reason."""
+"""Parts of the errors of a connection that the other side closed, sometimes with a reason."""
 _TLS_REMEDIES: Final = {
     "Hostname mismatch": "use a name of the server that is in its certificate",
     "IP address mismatch": "use a name of the server that is in its certificate",
     "CERTIFICATE_VERIFY_FAILED": "name the CA that signed the server's certificate: ?ssl_ca_certs=FILE",
     "WRONG_VERSION_NUMBER": "the server speaks no TLS at this port: use redis://",
 }
-"""What OpenSSL says -> what to do; the first that fits counts."""
+"""Part of OpenSSL's error -> what to do. The first match counts."""

@@ -1,7 +1,7 @@
-"""StreamLog: what a stage may do to the log. Its methods are the commits; there is no append.
+"""StreamLog: all that a stage can do with the log. Its methods are commits and reads; there is no plain append.
 
-Knows the shapes of what goes in and comes out, and nothing of Redis. `redis.RedisLog` and `memory.MemoryLog`
-implement it under one contract suite (tests/pipeline/log/contract).
+Knows the shapes of arguments and results, and nothing of Redis. `redis.RedisLog` and `memory.MemoryLog` implement it
+and pass one contract suite (tests/pipeline/log/contract).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """A stream and the consumer group that works on it."""
+    """A stream and the consumer group that reads it."""
 
     stream: str
     group: str
@@ -44,12 +44,13 @@ class Inbox:
 
 
 GUEST = "guest-"
-"""How the nonce of an owner begins who looks after a slot while its worker is away."""
+"""A nonce that begins so is a guest's: an owner that looks after a slot while its worker is away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who may write for a slot. Once a later one came, with a larger epoch, its commits are refused (the fence)."""
+    """Who may write for a slot. Once the slot has a later owner, with a larger epoch, Redis refuses the commits of this
+    one (the fence)."""
 
     slot: str
     epoch: int
@@ -60,7 +61,7 @@ class Owner:
 
     @property
     def is_guest(self) -> bool:
-        """Say whether it only looks after the slot while its worker is away."""
+        """Whether it looks after the slot while its worker is away."""
         return self.nonce.startswith(GUEST)
 
 
@@ -69,43 +70,42 @@ class Submission(Enum):
 
     ACCEPTED = "ACCEPTED"
     DUPLICATE = "DUPLICATE"
-    """The uid was submitted before: a retry that had got through."""
+    """The uid was submitted before: an earlier try had got through."""
     BUSY = "BUSY"
-    """The backlog is at --max-queued-requests, or would be past it with all that come together."""
+    """The backlog has no room for all of them: --max-queued-requests."""
     ATTACH = "ATTACH"
-    """Another request has the idempotency key: that one is what the client means."""
+    """Another request has the idempotency key: the client means that one."""
     MISMATCH = "MISMATCH"
-    """Another request has the idempotency key, and another body."""
+    """Another request has the idempotency key, but its body is another."""
     TOO_FAST = "TOO_FAST"
-    """The API key has had as many requests in this minute as it may."""
+    """The API key has used up its requests of this minute."""
     TOO_MANY = "TOO_MANY"
-    """As many requests of the API key as may have not ended."""
+    """As many requests of the API key run as may."""
 
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """An idempotency key: all that is submitted under it, with one body, is one request."""
+    """An idempotency key. Submits with the same key and the same body are one request."""
 
     key: str
-    """The hash of the client's own key within its scope."""
+    """The hash of the client's key and its scope."""
     digest: str
     """The hash of the body; without a colon."""
     instead_of: str = ""
-    """The uid that the key may be taken from: of a request that is gone, or that ended in vain; the base uid of
-    siblings."""
+    """The uid that may lose the key, because its request is gone or ended in vain; the base uid of siblings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Who submits, and how much that one may; 0 is without a limit."""
+    """How much an API key may submit; 0 is no limit."""
 
     key: str
     """The hash of an API key."""
     requests_per_minute: int = 0
-    """Accepted ones, in each minute of the log's clock; those that are submitted together are one."""
+    """Accepted submits in each minute of the log's clock; siblings count as one."""
     concurrent_requests: int = 0
-    """Accepted ones that have not ended, each of those that were submitted together. These are accepted where one more
-    would be, however many they are: otherwise more than may run at once could never be."""
+    """Accepted requests that have not ended; siblings count each. Siblings are accepted where one request would be,
+    because more than may run at once could never be accepted otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ class SubmitResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What holds for every request of a process, so that a log is told once, when it is made."""
+    """What holds for every request of a process. A log gets it when it is made."""
 
     timeout_s: float = 600.0
-    """A request fails so long after its submit."""
+    """Time from submit to deadline."""
     retention_s: float = 900.0
-    """A history is kept so long after its end."""
+    """Time for which an ended history is kept."""
     max_queued: int = 1024
-    """Requests that wait or run; a submit that would lead beyond them is BUSY."""
+    """Most requests that wait or run; a submit beyond that is BUSY."""
 
     @property
     def timeout_ms(self) -> int:
@@ -148,12 +148,12 @@ class Taken:
 
     entries: tuple[Entry, ...]
     cursor: str
-    """Everything up to this id of `tokenized` was delivered to somebody; `wait` watches for what comes after it."""
+    """The last id of `tokenized` that was delivered to any engine; `wait` waits for what comes after it."""
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str
     flush: str
-    """Id of the last `flush` since `control_cursor`; empty when there was none."""
+    """Id of the last `flush` since `control_cursor`; empty if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class StepCommitted:
     steps_length: int
     """How many steps wait for the detokenizer."""
     newest: str
-    """Id of the newest entry of `tokenized`, `0-0` when there is none: what `take` could bring is not newer."""
+    """Id of the newest entry of `tokenized`, or `0-0`: `take` could bring nothing newer."""
     ended: tuple[str, ...]
     """Uids that somebody else ended since `control_cursor`."""
     control_cursor: str
@@ -182,25 +182,25 @@ class Produced:
     event: TokensProduced | End | Mark
     frontend: str
     tell_engine: bool = False
-    """The engine does not know of this end yet: say it in `control`."""
+    """The engine does not know of this end yet, so `control` must say it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """What is kept of a request that killed its worker again and again; the commit adds a copy of its history."""
+    """What is kept of a request that killed its worker several times; the commit adds a copy of its history."""
 
     stage: str
-    """Whose worker it was."""
+    """The stage of the worker."""
     entry: Mapping[str, str]
-    """Fields of the entry on which the worker died."""
+    """Fields of the entry that the worker had read."""
     deaths: int
     error: str
-    """What is known of the last death."""
+    """What is known about the last death."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An event as a frontend hears it. A gap shows: `n - count` is not the n before."""
+    """An event as a frontend hears it. After a gap, `n - count` is not the n of the reply before."""
 
     uid: str
     entry_id: str
@@ -210,30 +210,30 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What is known of a slot's lease at one moment."""
+    """A slot's lease at one moment."""
 
     holder: str
-    """The owner that holds it, or empty when it is free."""
+    """The owner that holds it; empty if nobody does."""
     ttl_ms: int
 
     @property
     def is_free(self) -> bool:
-        """Say whether no worker holds it: nobody does, or a guest."""
+        """Whether a worker may take it: nobody holds it, or a guest does."""
         return not self.holder or f":{GUEST}" in self.holder
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much one stream holds for its consumer group. What is consumed is deleted, so that all of it is work."""
+    """How much work one stream holds. Consumed entries are deleted, so every entry is work."""
 
     length: int
-    """Entries that wait or are worked on."""
+    """Entries that wait or are being worked on."""
     pending: int
-    """Those of them that a consumer has read."""
+    """Entries that a consumer has read."""
 
     @property
     def lag(self) -> int:
-        """Those that no consumer has read. Redis 6.2 does not say it, and 7 does not once one was deleted unread."""
+        """Entries that no consumer has read. Redis 6.2 does not say it; 7 does not once an unread entry was deleted."""
         return max(self.length - self.pending, 0)
 
 
@@ -244,7 +244,7 @@ class Occupancy:
     submitted: Depth
     tokenized: Depth
     steps: Mapping[str, Depth]
-    """Of every engine that has or had a detokenizer."""
+    """By engine, for every engine that has or had a detokenizer."""
     num_dead: int
     """Dead letters."""
     num_live: int
@@ -254,7 +254,7 @@ class Occupancy:
 class StreamLog(Protocol):
     """The log as stages use it. Every commit is safe to run twice; `False` means that it was done before.
 
-    Raises, all of them: LogUnavailable when the log cannot be reached; GroupLost when it lost its data.
+    Every method raises LogUnavailable if the log cannot be reached, and GroupLost if it lost its data.
     """
 
     names: Names
@@ -274,7 +274,7 @@ class StreamLog(Protocol):
         ...
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
-        """Consume *entry* of `submitted`, write the prompt's tokens to its history and hand it to the engines."""
+        """Consume *entry* of `submitted`, write the prompt's tokens to its history, hand it to the engines."""
         ...
 
     def end(
@@ -286,9 +286,9 @@ class StreamLog(Protocol):
         consume: Entry | None = None,
         dead: DeadLetter | None = None,
     ) -> bool:
-        """Seal the history of *uid*, once; consume *consume*, the entry of `submitted` that it answers, if any.
+        """Seal the history of *uid*, once. Consume *consume*, the entry of `submitted` that this end answers.
 
-        Where this seal is the first, *dead* is kept with a copy of the sealed history, of 64 KB at most.
+        If this seal is the first, keep *dead* with a copy of the sealed history, of at most 64 KB.
         """
         ...
 
@@ -301,24 +301,24 @@ class StreamLog(Protocol):
         once: Once | None = None,
         attached: bool = False,
     ) -> bool:
-        """As `end`, for a request whose client left; False also where somebody else reads it.
+        """End a request whose client left, as `end` does. False also if another client reads it.
 
-        *once*: the key under which the client sent it. *attached*: or rather, under which it came to a request that
-        another one had sent. By leaving it ends that only if the other one has left before, but for the readers. Who
-        has left one of several siblings to its readers has left them all; each is to be abandoned all the same.
+        *once* is the idempotency key of the client. *attached*: the client did not send the request; the key led it
+        there. Such a client ends the request only after the sender has left. A sender that leaves one of several
+        siblings to its readers has left them all; abandon each of them all the same.
         """
         ...
 
     def reading(self, uids: Sequence[str], who: str) -> None:
-        """Say for 60 s that *who*, a process, reads requests of others: those among *uids* that have not ended."""
+        """Note for 60 s that the process *who* reads requests of others: those of *uids* that have not ended."""
         ...
 
     def stop_reading(self, uid: str, who: str) -> None:
-        """Take that back."""
+        """Take back what `reading` noted."""
         ...
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
-        """Return the entries of each history, from its start or after the id *after*; empty where there is none."""
+        """Return the entries of each history, from its start or after the id *after*; none if there is no history."""
         ...
 
     def alive(self, uids: Sequence[str]) -> set[str]:
@@ -328,7 +328,7 @@ class StreamLog(Protocol):
     # the janitor
 
     def overdue(self, max_uids: int) -> list[str]:
-        """Return requests that have not ended by their deadline, by Redis' clock."""
+        """Return requests that are past their deadline and have not ended, by Redis' clock."""
         ...
 
     def living(self) -> list[str]:
@@ -336,45 +336,48 @@ class StreamLog(Protocol):
         ...
 
     def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
-        """Return uid -> the frontend that it was submitted by; "" where nobody listens or the history is gone."""
+        """Return uid -> the frontend that submitted it; "" if nobody listens or the history is gone."""
         ...
 
     def read_by_others(self, uids: Sequence[str]) -> set[str]:
-        """Return which of *uids* somebody reads beside the client that sent them."""
+        """Return which of *uids* are read by another client than the one that sent them."""
         ...
 
     # dead letters
 
     def dead_letters(self, max_entries: int, *, before: str = "") -> list[Entry]:
-        """Return up to *max_entries* letters, the newest first, or those older than the id *before*.
+        """Return up to *max_entries* letters, the newest first; with *before*, those older than that id.
 
-        Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see history.copied_history) and, where that
-        is cut, history_cut: how many entries it lacks.
+        Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see history.copied_history) and, if the
+        history was cut, history_cut: how many entries it lacks.
         """
         ...
 
     def drop_dead(self, entry_id: str) -> bool:
-        """Remove a letter; False when it is not there."""
+        """Remove a letter; False if it is not there."""
         ...
 
     # after a time in which the log could not be reached
 
     def incarnation(self) -> str:
-        """Return what changes when another process, with other memory, keeps the log: it may know less than the one
-        before had said yes to (the last second before a crash, the tail that a replica had not got)."""
+        """Return a text that changes when another server process keeps the log.
+
+        A new process may know less than the old one had confirmed: the last second before a crash is lost, or what a
+        replica had not received.
+        """
         ...
 
     # engines
 
     def take(self, owner: Owner, max_entries: int, *, control_cursor: str) -> Taken:
-        """Read up to *max_entries* new entries of `tokenized` for an engine; they stay pending until `step` ends them.
+        """Read up to *max_entries* new entries of `tokenized` for an engine. They are pending until `step` ends them.
 
         Raises Fenced.
         """
         ...
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
-        """Wait until `tokenized` or `control` holds something later than the cursors, or *block_ms* are over."""
+        """Wait up to *block_ms* until `tokenized` or `control` has something after the cursors."""
         ...
 
     def step(
@@ -391,26 +394,26 @@ class StreamLog(Protocol):
         ...
 
     def flush(self, by: str) -> str:
-        """Ask all engines to forget the prefixes that nobody uses; return an id, which `take` and `step` give them.
+        """Ask all engines to forget the prefixes that no request uses; return an id, which `take` and `step` give them.
 
-        A doorbell: it may be lost, so who waits for the engines to say that they did it asks again.
+        The message may be lost, so a caller that waits for the engines' answer asks again.
         """
         ...
 
     # detokenizers
 
     def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
-        """Consume a step and write what followed from it to the histories and the replies. Raises Fenced."""
+        """Consume a step and write what follows from it to the histories and the replies. Raises Fenced."""
         ...
 
     # consumer groups
 
     def backlog(self, inbox: Inbox) -> int:
-        """Return how many entries the stream holds: those nobody has read, and those that are worked on."""
+        """Return how many entries the stream holds: unread ones and those that are being worked on."""
         ...
 
     def prepare(self, inbox: Inbox) -> None:
-        """Create the stream and its group where they are missing; what was appended before is read too."""
+        """Create the stream and its group where they are missing. The group also reads what was appended before."""
         ...
 
     def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
@@ -418,27 +421,21 @@ class StreamLog(Protocol):
         ...
 
     def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
-        """Return what *consumer* has read and not consumed, in order. This is no delivery."""
+        """Return what *consumer* has read and not consumed, in order. This does not count as a try."""
         ...
 
     def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
-        """Take over pending entries of consumers whose slots nobody holds.
-
-        Raises Fenced, where there is something to claim.
-        """
+        """Take over pending entries of consumers whose slots nobody holds. Raises Fenced if there is one to claim."""
         ...
 
     def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
-        """Take over pending entries of the slot that *guest* looks after; none once it has another owner.
-
-        Raises Fenced.
-        """
+        """Take over pending entries of the slot that *guest* owns; none if it has another owner. Raises Fenced."""
         ...
 
     def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
-        """Count that a pending entry is about to be worked on again; return how often it was, this time included.
+        """Count one more try of a pending entry, before the work on it begins; return the number of tries.
 
-        The read that brought it counts as the first; 0: it is not pending for this slot any more. Raises Fenced.
+        The read that brought the entry is the first try. 0: the entry is not pending for this slot. Raises Fenced.
         """
         ...
 
@@ -453,27 +450,29 @@ class StreamLog(Protocol):
     # slots
 
     def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
-        """Take a free slot under a new epoch; None when somebody holds its lease.
+        """Take a free slot under a new epoch; None if somebody holds its lease.
 
-        A guest, whose nonce begins with GUEST, looks after a slot while its worker is away: for a worker it is free.
+        A slot that a guest holds is free for a worker. The nonce of a guest begins with GUEST.
         """
         ...
 
     def announce(self, slot: str, status: str) -> bool:
-        """Publish *status* (JSON) for who is going to ask for *slot*; False, and nothing, when somebody holds it."""
+        """Publish the *status* (JSON) of a worker that will ask for *slot*; False if somebody holds the slot."""
         ...
 
     def unattended(self) -> list[str]:
-        """Return the engines that live or have steps waiting, and whose detokenizer's slot no worker holds."""
+        """Return the engines that live or have steps waiting, and whose detokenizer is away."""
         ...
 
     def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
-        """Keep (or take again) the lease and publish *status* (JSON), unless it is empty; False when the owner has
-        changed."""
+        """Keep the lease, or take it again if it expired, and publish *status* (JSON) unless that is empty.
+
+        False: the slot has another owner.
+        """
         ...
 
     def release(self, owner: Owner) -> bool:
-        """Give the lease back and drop the status; False when it was somebody else's."""
+        """Give the lease back and drop the status; False if the lease is somebody else's."""
         ...
 
     def lease(self, slot: str) -> Lease:
@@ -481,15 +480,15 @@ class StreamLog(Protocol):
         ...
 
     def statuses(self, stage: str) -> dict[str, str]:
-        """Return slot -> status (JSON) of all workers of *stage* that spoke in the last 10 s."""
+        """Return slot -> status (JSON) of the workers of *stage* that published one in the last 10 s."""
         ...
 
     # frontends
 
     def open_replies(self, frontend: str) -> str:
-        """Make sure that the replies stream exists for 60 s more, and return its last id."""
+        """Create the replies stream, or keep it for 60 s more; return its last id."""
         ...
 
     def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
-        """Return the replies after id *after* and the id to go on from, waiting up to *block_ms*."""
+        """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call."""
         ...

@@ -1,6 +1,6 @@
-"""What one look at the whole log brings, for who shows it: how it stands at one moment, and the ends of histories.
+"""The whole log at one moment, and the ends of histories, for the tools that show them.
 
-Shapes alone: `RedisLog.look` and `RedisLog.peek` fill them, `pipeline.views.pipeline` folds them.
+Shapes only: `RedisLog.snapshot` and `RedisLog.peek` fill them, `pipeline.views.pipeline` folds them.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ class RedisFacts:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """One slot, as three keys tell."""
+    """One slot, read from its three keys."""
 
     owner: str
-    """`<epoch>:<nonce>` of the last one that could write for it; empty where nobody has held it yet."""
+    """`<epoch>:<nonce>` of its last owner; empty if nobody has held it yet."""
     lease: Lease
     status: str
-    """JSON; empty where its worker has not spoken for 10 s."""
+    """JSON; empty if its worker published none in the last 10 s."""
     said_ms: int
-    """When it spoke, by Redis' clock; 0 without a status."""
+    """When it was published, by Redis' clock; 0 without a status."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogSnapshot:
-    """The log at one moment, but for the requests in it."""
+    """The log at one moment, without the histories."""
 
     now_ms: int
     """Redis' clock."""
     redis: RedisFacts
     occupancy: Occupancy
     slots: Mapping[str, SlotState]
-    """Every slot that was ever held, or whose worker speaks."""
+    """Every slot that was ever held, or that has a status."""
     pending: Mapping[str, int]
     """Slot -> entries that its worker has read and not consumed."""
     living: tuple[str, ...]
-    """Requests that have not ended; where they are many, those with the latest deadlines."""
+    """Requests that have not ended; if there are many, those with the latest deadlines."""
     held: Mapping[str, str]
-    """uid -> the slot of the tokenizer or of the engine that has the request, of the newest requests."""
+    """uid -> slot of the tokenizer or engine that has the request, for the newest requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryQuery:
-    """What is wanted of a history."""
+    """What to read of a history."""
 
     after: str
-    """Of what happened before the first token, what comes after this id; empty: all; `names.SEAL`: nothing."""
+    """Read the events before the first token that come after this id; empty: all of them; `names.SEAL`: none."""
     last: bool
-    """And its last entry."""
+    """Read the last entry, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryEnds:
-    """What a history was seen to hold."""
+    """What was read of a history."""
 
     exists: bool
     head: tuple[Entry, ...] = ()
     last: Entry | None = None
-    """None where nothing happened yet after the prompt was tokenized."""
+    """None if nothing has happened since the prompt was tokenized."""

@@ -1,7 +1,6 @@
-"""What one process has measured, and how it says so in its status: a text that only who shows metrics reads.
+"""What one process has measured, and the text in its status that tells it to the process that shows metrics.
 
-Counts live as long as the process; Prometheus knows that they may begin anew. Knows no clock: who measures a time has
-one.
+Counts live as long as the process; Prometheus can deal with a restart. Knows no clock: the caller measures times.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pipeline.metrics.families import FAMILIES, Family, layout
 
 _BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 _LAYOUT = ""
-"""In a text, beside the names of families: which buckets the counts are for."""
+"""Key in the text, beside the names of families: a number for the buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Counts:
     total: float
     """The sum of all values."""
     counts: tuple[int, ...]
-    """For each bucket those that are in no smaller one; the last is for what is above all bounds."""
+    """Values in each bucket; the last one is for values above all bounds."""
 
 
 Reading: TypeAlias = float | Counts
@@ -38,7 +37,7 @@ Readings: TypeAlias = dict[Family, dict[tuple[str, ...], Reading]]
 
 
 class Measures:
-    """All that one process measures. Any thread may write, and none waits for more than another's addition."""
+    """All that one process measures. Any thread may write; the lock is held for one addition only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +46,7 @@ class Measures:
         """The sum, and then the counts."""
 
     def add(self, family: Family, *labels: str, amount: float = 1) -> None:
-        """Count *amount* more, or less where it is a gauge."""
+        """Add *amount* to a counter or a gauge; to a gauge it may be negative."""
         with self._lock:
             numbers = self._numbers.get(family)
             if numbers is None or labels not in numbers:
@@ -55,7 +54,7 @@ class Measures:
             numbers[labels] += amount
 
     def set(self, family: Family, value: float, *labels: str) -> None:
-        """Say how a gauge stands."""
+        """Set a gauge."""
         with self._lock:
             numbers = self._numbers.get(family)
             if numbers is None or labels not in numbers:
@@ -63,7 +62,7 @@ class Measures:
             numbers[labels] = value
 
     def observe(self, family: Family, value: float, *labels: str, times: int = 1) -> None:
-        """Put *value* in its bucket; *times*: there are so many of it."""
+        """Put *value* in its bucket, so many *times*."""
         with self._lock:
             cells = self._histograms.get(family)
             if cells is None or labels not in cells:
@@ -73,9 +72,9 @@ class Measures:
             cell[1 + bisect_left(family.buckets, value)] += times
 
     def snapshot(self) -> str:
-        """Return all that is not zero, as a text in JSON: name -> a list for each series, its labels before its value.
+        """Return all that is not zero as JSON: name -> a list for each series, with its labels before its value.
 
-        A histogram's value is its sum and its counts up to the last that is not zero.
+        The value of a histogram is its sum and its counts, up to the last one that is not zero.
         """
         said: dict[str, object] = {_LAYOUT: layout()}
         with self._lock:
@@ -105,7 +104,7 @@ class Measures:
 
 
 def read_snapshot(text: str) -> Readings:
-    """Return what *text* says, as far as it can be read: another version may have measured something else."""
+    """Return what *text* says. Skip what cannot be read: another version may measure something else."""
     try:
         said = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -128,7 +127,7 @@ def read_snapshot(text: str) -> Readings:
 
 
 def _reading(family: Family, value: object) -> Reading | None:
-    """Return what a series says; None where it is no value of *family*."""
+    """Return the value of a series; None if *family* has no such values."""
     if family.kind != "histogram":
         return value if _is_number(value) else None
     size = len(family.buckets) + 1

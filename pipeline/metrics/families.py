@@ -1,4 +1,4 @@
-"""What can be measured: every family that /metrics shows, declared once, for who measures it and for who shows it.
+"""What can be measured: every family that /metrics shows, declared once.
 
 Names and meanings are vLLM's where it has them, under `minisgl:`. Buckets hold all of vLLM's bounds, so that its
 dashboards read the same, and finer ones below, because a step may take less than its first. Knows no values.
@@ -19,24 +19,24 @@ PREFIX: Final = "minisgl:"
 SLOT: Final = "slot"
 MODEL: Final = "model_name"
 LOG_SLOT: Final = "log"
-"""In the place of a slot: what waits in the log, where no worker has it."""
+"""Stands for a slot where entries wait in the log and no worker has them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """One metric. A counter ends in `_total`; a sample of it has the labels `slot`, `model_name` and its own."""
+    """One metric. A counter's name ends in `_total`; its samples have the labels `slot`, `model_name` and its own."""
 
     name: str
     kind: Kind
     help: str
     stages: tuple[str, ...] = ()
-    """Who measures it and says so in its status; none: it is asked from the log, by who shows it."""
+    """The stages that measure it. None: the process that shows metrics asks the log."""
     labels: tuple[str, ...] = ()
-    """Values of labels are words of ours, never a client's: each one is a series that Prometheus keeps."""
+    """Label values are our own words, never a client's: Prometheus keeps a series for each one."""
     known: tuple[str, ...] = ()
-    """Values of the only label that are shown from the start, as 0: a rate begins with the first event then."""
+    """Values of the only label that are shown as 0 from the start, so that a rate counts the first event."""
     buckets: tuple[float, ...] = ()
-    """Upper bounds, inclusive; one above all of them is implied."""
+    """Upper bounds, inclusive. One more bucket, above all of them, is implied."""
     of_model: bool = False
     """It has the label `model_name`, as vLLM's have."""
 
@@ -332,5 +332,5 @@ FAMILIES: Final = tuple(value for value in list(globals().values()) if isinstanc
 
 @functools.cache
 def layout(families: tuple[Family, ...] = FAMILIES) -> int:
-    """Return a number that changes with the buckets: counts of another version would be read into the wrong ones."""
+    """Return a number that changes with the buckets, so that counts of another version are not read."""
     return zlib.crc32(repr([(family.name, family.buckets) for family in families if family.buckets]).encode())

@@ -36,17 +36,17 @@ TOLD_ELSEWHERE = frozenset(
     | {"endpoint", "model", "messages", "prompt", "prompt_ids", "sampling", "deadline_ms", "labels"}  # of the request
     | {"token_ids", "pieces", "tokens", "text", "usage", "timings"}
 )
-"""Fields of events that a moment does not repeat; all others, also those that an event may gain, it shows."""
+"""Fields of events that a moment does not repeat. It shows all others, also those that are added later."""
 
 
 def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
     """Fold a history into plain data: what was asked, what came of it, and every moment in order.
 
     A moment has `at_ms` (since submit), `id`, `what` (the event's kind), `who`, `n` (tokens there were then) and the
-    event's other fields. Token events in a row, of one engine under one epoch, are one moment: `first_n` to `n`,
-    `id` to `last_id`, with `count`, `last_at_ms` and the `longest_pause_ms` between two of them. Where tokens are not
-    there is a moment `missing`. `finish_reason`, `usage` and `timings`, or `error`, are there after such an end only. A
-    copy of a history that lacks its beginning is told from its first entry on.
+    event's other fields. Consecutive token events of one engine and epoch are one moment: `first_n` to `n`, `id` to
+    `last_id`, with `count`, `last_at_ms` and the `longest_pause_ms` between two of them. Missing tokens are a moment
+    `missing`. Only a finished request has `finish_reason`, `usage` and `timings`; only a failed one has `error`. A copy
+    that lacks the beginning of the history is told from its first entry on.
 
     Raises:
         UndecodableEvent: There are no entries, or one does not decode.
@@ -75,10 +75,10 @@ def state_of(history: Sequence[Entry]) -> State:
 
 
 def copied_history(letter: Entry) -> list[Entry]:
-    """Return the history that a dead letter holds a copy of; where it was cut, the first entry and the last ones.
+    """Return the history in a dead letter. If the copy was cut, it has the first entry and the last ones.
 
     Raises:
-        UndecodableEvent: The copy is none.
+        UndecodableEvent: The copy does not decode.
     """
     try:
         copies = orjson.loads(letter.fields["history"])
@@ -109,7 +109,7 @@ class _Story:
     def __init__(self, uid: str, state: State, began_ms: int) -> None:
         self._began_ms = began_ms
         self._engine = ""
-        """Who was said last to compute it; tokens name the epoch alone."""
+        """The engine that the last mark named; token events name only the epoch."""
         self._n = 0
         self._texts: list[str] = []
         self._moments: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""The pipeline as people want to see it: a pure fold of looks at the log into a `PipelineView`.
+"""The pipeline as people want to see it: a pure fold of snapshots of the log into a `PipelineView`.
 
-Knows no log, no clock and no screen. A rate is the difference of what a worker said at two moments, by the moments at
-which it said so: who looks more often than workers speak sees no jumps for that.
+Knows no log, no clock and no screen. A rate is the difference between two statuses of a worker, divided by the time
+between them. So it does not jump when snapshots come more often than statuses.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from pipeline.slots import Status, parse_status
 from pipeline.walk import Moment, walk
 
 MOST_REQUESTS: Final = 50
-"""How many requests a picture shows, the newest."""
+"""A view shows so many requests, the newest."""
 APART_MS: Final = 100
-"""A status that was said so much later than another one is a new one; below that, it may be how long the look took."""
+"""Two statuses so far apart are different ones. Below that, the difference may be the time a snapshot took."""
 
 RequestState: TypeAlias = Literal[
     "queued",  # no tokenizer has read it
@@ -81,10 +81,10 @@ class RequestFacts:
 
     uid: str
     known_to: str = ""
-    """The last id that was read of what happened before its first token; SEAL: nothing more is wanted of that."""
+    """The last id that was read before its first token; SEAL: no more of that is needed."""
     state: RequestState = "queued"
     reason: str = ""
-    """Of its end."""
+    """Why it ended."""
     endpoint: str = ""
     submitted_ms: int = 0
     ended_ms: int = 0
@@ -94,13 +94,13 @@ class RequestFacts:
     engine: str = ""
     epoch: int = 0
     tokens_per_s: float | None = None
-    """While it runs, since the look before, or since its submit; after that, from its first token to its last."""
+    """While it runs: since the snapshot before, or its submit. After that: from its first token to its last."""
     looked_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StatusReport:
-    """What the worker of a slot said of itself at one moment."""
+    """A status of the worker of a slot."""
 
     at_ms: int
     owner: str
@@ -109,11 +109,11 @@ class StatusReport:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What is known of the log after some looks at it."""
+    """What is known of the log after some snapshots."""
 
     snapshot: LogSnapshot
     said: Mapping[str, tuple[StatusReport, StatusReport]]
-    """Slot -> what its worker said last, before that what it said another time; the same where it spoke once."""
+    """Slot -> an earlier status of its worker and the last one; the same one twice if there was only one."""
     requests: Mapping[str, RequestFacts]
     """By uid, the newest first."""
 
@@ -124,8 +124,8 @@ class SlotView:
 
     slot: str
     phase: str
-    """As its worker says; `away` where nobody has the slot, `guest` where another worker looks after it, `held` where
-    somebody has it and says nothing, as the janitor never does."""
+    """As its worker says. `away`: nobody has the slot. `guest`: another worker looks after it. `held`: somebody has
+    it and publishes no status, as the janitor does not."""
     detail: str
     progress: float
     host: str
@@ -133,11 +133,11 @@ class SlotView:
     """0: unknown."""
     epoch: int
     lease_ms: int
-    """What is left of the lease; 0: nobody holds it."""
+    """Time left of the lease; 0: nobody holds it."""
     pending: int
     address: str
     streams_open: int
-    """Clients of a frontend that are being streamed to."""
+    """Open streams of a frontend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class StreamView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine. None: it has not said so, or nothing happened between the last two times that it spoke."""
+    """An engine. None: it has not published the figure, or nothing happened between its last two statuses."""
 
     engine: str
     model: str
@@ -187,7 +187,7 @@ class RequestView:
     output_tokens: int
     tokens_per_s: float | None
     engine: str
-    """Empty while no engine has it, or where it is not known any more."""
+    """Empty while no engine has the request, or if the engine is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +205,14 @@ class PipelineView:
     requests: tuple[RequestView, ...]
     """The newest first."""
     error: str = ""
-    """Why there is no later picture; empty: the log answers."""
+    """Why there is no newer view; empty: the log answers."""
 
 
-# Looks become a reading
+# Snapshots become what was observed
 
 
 def queries_for(before: Observed | None, snapshot: LogSnapshot, found: Iterable[str]) -> dict[str, HistoryQuery]:
-    """Return what to read of which requests: the newest of those that live, that were known and that were *found*."""
+    """Return what to read of which requests: the newest of the living, the known and the *found* ones."""
     known = before.requests if before is not None else {}
     newest = sorted({*known, *snapshot.living, *found}, reverse=True)[:MOST_REQUESTS]
     asks = {}
@@ -323,11 +323,11 @@ def _told(facts: RequestFacts, event: HistoryEvent) -> RequestFacts:
             return replace(facts, state="finished", reason=f"by {event.by}", prompt_tokens=counted)
 
 
-# A reading becomes a picture
+# What was observed becomes a view
 
 
 def view_of(reading: Observed) -> PipelineView:
-    """Return what there is to see."""
+    """Return the view of what was observed."""
     snapshot = reading.snapshot
     occupancy = snapshot.occupancy
     steps = {
@@ -348,7 +348,7 @@ def view_of(reading: Observed) -> PipelineView:
 
 
 _ORDER: Final = (WEB, *(stage for stage in STAGES if stage != WEB), JANITOR)
-"""The way of a request."""
+"""The order in which a request passes them."""
 
 
 def _place(slot: str) -> tuple[int, int]:
@@ -356,7 +356,7 @@ def _place(slot: str) -> tuple[int, int]:
 
 
 def _status(seen: SlotState) -> Status | None:
-    """Return what a worker says of itself; None where it says nothing, or is of another version."""
+    """Return the status of a worker; None if there is none, or if it is of another version."""
     try:
         return parse_status(seen.status) if seen.status else None
     except UndecodableEvent:
@@ -394,7 +394,7 @@ def _engine(slot: str, reading: Observed) -> EngineView:
     seen = reading.snapshot.slots[slot]
     status = _status(seen)
     model, context = (status.models[0] if status.models else "", status.context) if status is not None else ("", 0)
-    if slot not in reading.said or seen.lease.is_free:  # what a dead one said last is not what it does
+    if slot not in reading.said or seen.lease.is_free:  # the last status of a dead engine says nothing about now
         return EngineView(slot, model, context)
     latest = _latest(slot, reading)
     detokenizer = slot_name(DETOKENIZE, slot_index(slot))
@@ -420,20 +420,20 @@ def _latest(slot: str, reading: Observed) -> Readings:
 
 
 def _number(readings: Readings, family: Family) -> float:
-    """Return how a counter or gauge without labels stands; what is 0 is not said."""
+    """Return the value of a counter or gauge without labels; a status leaves out zeros."""
     value = readings.get(family, {}).get((), 0)
     return 0 if isinstance(value, Counts) else value
 
 
 def _rate(slot: str, reading: Observed, family: Family) -> float | None:
-    """Return how much a counter grew in a second; None where its worker spoke once, or counts anew."""
+    """Return how much a counter grew per second; None if there is one status only, or if the worker restarted."""
     earlier, latest = reading.said[slot]
     grown = _number(latest.metrics, family) - _number(earlier.metrics, family)
     return grown * 1000 / (latest.at_ms - earlier.at_ms) if latest.at_ms > earlier.at_ms and grown >= 0 else None
 
 
 def _median(slot: str, reading: Observed, family: Family) -> float | None:
-    """Return the median of what a histogram was given between the last two times that its worker spoke."""
+    """Return the median of the values that a histogram got between the last two statuses."""
     if slot not in reading.said:
         return None
     earlier, latest = (said.metrics.get(family, {}).get(()) for said in reading.said[slot])
@@ -444,8 +444,9 @@ def _median(slot: str, reading: Observed, family: Family) -> float | None:
 
 
 def median(counts: Sequence[int], bounds: Sequence[float]) -> float | None:
-    """Return about the median of values of which so many are in each bucket, as if those of one were spread evenly;
-    None where there are none. What is above all bounds counts as the last of them."""
+    """Return the approximate median of values that were counted in buckets; None if there are none.
+
+    Values are taken as spread evenly in their bucket. Those above all bounds count as the last bound."""
     total = sum(counts)
     if total <= 0 or min(counts) < 0:
         return None

@@ -40,7 +40,7 @@ class EngineConfig:
         "--attention-backend",
         default="auto",
         choices=("auto", "cpu", "fi", "reference"),
-        help="attention backend",
+        help="attention backend; fi: FlashInfer, for NVIDIA GPUs",
     )
     cache: str = flag(
         "--cache",

@@ -1,8 +1,8 @@
--- claim: take over pending entries of another consumer. Never XAUTOCLAIM: it takes from the living.
+-- claim: take over pending entries of another consumer. Never XAUTOCLAIM, which takes from living consumers.
 -- KEYS my owner, the other's lease, the other's owner, stream
--- ARGV owner, group, me, the other, max_entries, the owner under which I look after the other slot or ''
--- Returns the entries, or FENCED. Without such an owner nothing is taken from a slot that somebody holds; with one the
--- slot must still be mine, so that whoever wrote for it before can do so no more. The first write is XCLAIM or XACK.
+-- ARGV owner, group, my slot, the other slot, max_entries, the owner under which I am a guest in the other slot, or ''
+-- Returns the entries, or FENCED. Without that owner, takes nothing from a slot that somebody holds. With it, the owner must
+-- still be the slot's, so that its former worker can write no more. The first write is XCLAIM or XACK.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 if ARGV[6] == '' then
   if redis.call('EXISTS', KEYS[2]) == 1 then return {} end

@@ -1,16 +1,16 @@
--- end: the one door through which a request ends, whoever says so. The first seal wins; Redis refuses the second.
+-- end: the only way in which a request ends, whoever ends it. The first seal wins; Redis refuses the second.
 -- KEYS live, history, replies, control, submitted, dead
--- ARGV uid, retention_ms, reply_cap, entry of submitted or '', dead_cap, copy_bytes,
---      number of parts of a dead letter (0: there is none), those..., fields...
--- Returns OK or ENDED (it had ended before, or its history is gone), and then no letter is written.
+-- ARGV uid, retention_ms, reply_cap, entry of `submitted` to consume or '', dead_cap, copy_bytes,
+--      number of parts of a dead letter (0: no letter), those parts..., fields...
+-- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
 local function as_json(entry) -- [id, name, value, ...]
   local parts = { entry[1] }
   for _, part in ipairs(entry[2]) do parts[#parts + 1] = part end
   return cjson.encode(parts)
 end
 
--- A history in JSON, of at most so many bytes: its first entry, then as many of the last ones as there is room for; and
--- how many were left out.
+-- Returns a history in JSON, of at most so many bytes: its first entry, and as many of the last ones as fit. Returns also
+-- how many entries were left out.
 local function copy_of(history, bytes)
   local first = redis.call('XRANGE', history, '-', '+', 'COUNT', 1)[1]
   local whole, kept, room = as_json(first), {}, bytes - 2

@@ -1,4 +1,7 @@
--- Put before every script: what several commits share.
+-- What several commits share. It comes before every script.
+--
+-- At maxmemory, Redis refuses a script at its first write, if that write may take memory. Every commit but submit begins
+-- with a write that Redis never refuses, so work in flight drains while new work waits.
 local SEAL = '18446744073709551615-18446744073709551615'
 
 local function now_ms() -- Redis' clock, as text
@@ -12,15 +15,14 @@ local function slice(list, first, last)
   return part
 end
 
--- True when the append took place. False when the history is sealed, gone, or has this id: then it was done before.
+-- Returns true if the entry was appended. False: the history is sealed, is gone, or has this id from an earlier call.
 local function append(history, id, fields, now)
   local reply = redis.pcall('XADD', history, 'NOMKSTREAM', id, 'ms', now, unpack(fields))
   return type(reply) == 'string'
 end
 
--- The end of a history, whoever says it: KEYS begin with live, history, replies, control. Returns the moment, or false when
--- it had ended before, or is gone. The number of tokens is read off the history. Begins with a write that Redis never
--- refuses.
+-- Seals a history. KEYS begin with live, history, replies, control. Returns the moment, or false if the history was sealed
+-- before or is gone. The number of tokens is read off the history.
 local function seal(uid, retention_ms, reply_cap, fields)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
@@ -38,7 +40,7 @@ local function fenced(owner_key, owner)
   return redis.call('GET', owner_key) ~= owner
 end
 
--- What `control` has after a cursor: uids, the cursor to go on from, the id of the last flush or ''.
+-- Returns what `control` has after a cursor: uids, the cursor for the next call, and the id of the last flush or ''.
 local function control_after(control, cursor)
   local uids, flush = {}, ''
   for _, entry in ipairs(redis.call('XRANGE', control, '(' .. cursor, '+', 'COUNT', 1000)) do

@@ -1,4 +1,4 @@
--- open_replies: make sure that the stream a frontend listens to exists, for a minute more.
+-- open_replies: create the stream that a frontend listens to, or keep it for a minute more.
 -- KEYS replies   ARGV ttl_ms   Returns its last id.
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)

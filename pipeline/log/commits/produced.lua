@@ -1,8 +1,9 @@
--- produced: consume a step and write what followed from it to the histories and the replies.
+-- produced: consume a step and write what follows from it to the histories and the replies.
 -- KEYS owner, steps, live, control, then the histories and the replies
 -- ARGV owner, entry, retention_ms, reply_cap, number of replies,
---      (key index, payload)*, (key index, id, uid, tell the engine, number of fields, fields...)*
--- Returns OK, LOST (done before) or FENCED. A row that is refused (sealed, expired, there already) loses no other.
+--      (key index, payload)*, (key index, id, uid, 1 if the engine must be told, number of fields, fields...)*
+-- Returns OK, LOST (it was consumed before) or FENCED. A row that Redis refuses (the history is sealed, gone, or has the id)
+-- does not stop the others.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 if redis.call('XACK', KEYS[2], 'detokenize', ARGV[2]) == 0 then return 'LOST' end
 redis.call('XDEL', KEYS[2], ARGV[2])

@@ -1,9 +1,9 @@
 -- step: append one step of an engine and consume the `tokenized` entries of the requests that ended in it.
 -- KEYS owner, lease, steps, tokenized, control
 -- ARGV owner, lease_ms, step_id, control_cursor, number of entries, entries..., fields...
--- Returns the length of `steps`, the id of the newest entry of `tokenized` or 0-0, uids ended elsewhere, the control
--- cursor, the last flush or ''; or FENCED. A step that is there already (a retry) is refused by its explicit id; XACK
--- and XDEL are idempotent.
+-- Returns the length of `steps`, the id of the newest entry of `tokenized` or 0-0, the uids that ended elsewhere, the
+-- control cursor, and the last flush or ''; or FENCED. Redis refuses the id of a step that is there already (a retry);
+-- XACK and XDEL are idempotent.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
 redis.call('PEXPIRE', KEYS[2], ARGV[2])
 local first = 6 + tonumber(ARGV[5])

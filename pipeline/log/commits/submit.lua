@@ -1,21 +1,26 @@
--- submit: begin the histories of requests that come together, one or several, and hand them to the tokenizers, all or
--- none; under an idempotency key, once; under a quota, if that is not used up.
--- KEYS live, submitted, tokenized, the histories, with a quota: running, limit of the first minute, of the second, of the
---      third; with an idempotency key: idempotency
--- ARGV base uid, number of requests, timeout_ms, retention_ms, max_queued, digest of the body, the uid that the key is
---      taken from or '', requests per minute, concurrent requests (0: no such limit), number of the first minute ('': no
---      quota), (uid, frontend, number of fields, fields...)*
--- Returns the outcome, the base uid that it is about, and a number: ACCEPTED, DUPLICATE (a retry that had got through),
--- BUSY; with a key also ATTACH (that one has it) or MISMATCH (so, but with another body); with a quota also TOO_FAST (and
--- how many ms the minute still has), TOO_MANY, or MINUTE: Redis has that one, which is none of the three. The idempotency
--- key lives as long as the histories can. What is not accepted changes nothing, and is not counted. What is accepted
--- counts once for its minute, and each of its requests as one that runs; where there is place for one there is for all,
--- as several may be more than may ever run at once.
--- The one script that begins with a write that Redis refuses at maxmemory, so new work waits while work in flight drains;
--- once it has begun, none of its writes is refused.
+-- submit: begin the histories of one or several requests and hand them to the tokenizers, all of them or none. Under an
+-- idempotency key, once. Under a quota, only within it.
+-- KEYS live, submitted, tokenized, the histories;
+--      with a quota: running, and the limits of three minutes; with an idempotency key: idempotency
+-- ARGV base uid, number of requests, timeout_ms, retention_ms, max_queued, digest of the body, the uid that may lose the
+--      key or '', requests per minute, concurrent requests (0: no such limit), number of the first minute ('': no quota),
+--      (uid, frontend, number of fields, fields...)*
+-- Returns an outcome, the base uid that it is about, and a number:
+--   ACCEPTED
+--   DUPLICATE  the requests are there: an earlier try had got through
+--   BUSY       the backlog has no room for all of them
+--   ATTACH     that request has the idempotency key
+--   MISMATCH   so it is, but with another body
+--   TOO_FAST   the quota of this minute is used up; the number is how many ms the minute still lasts
+--   TOO_MANY   as many requests of the API key run as may
+--   MINUTE     Redis' clock is in none of the three minutes; the number is the one it is in
+-- A refusal changes nothing and is not counted. An accepted submit counts once for its minute, and each of its requests as
+-- one that runs. Siblings are accepted where one request would be: more than may run at once could never be accepted
+-- otherwise. The idempotency key lives as long as the histories can.
+-- This is the one script that Redis refuses at maxmemory. Once it has begun, Redis refuses none of its writes.
 local uid, count, quota = ARGV[1], tonumber(ARGV[2]), ARGV[10] ~= ''
 local running, once = quota and KEYS[4 + count], KEYS[count + (quota and 8 or 4)]
-for i = 4, 3 + count do -- the first may have ended and be gone before the others are
+for i = 4, 3 + count do -- the first may be gone while others are there
   if redis.call('EXISTS', KEYS[i]) == 1 then return { 'DUPLICATE', uid, 0 } end
 end
 local held = once and redis.call('GET', once)
@@ -37,7 +42,7 @@ if per_minute > 0 then
     return { 'TOO_FAST', uid, 60000 - tonumber(now) % 60000 }
   end
 end
-if at_once > 0 and redis.call('SCARD', running) >= at_once then -- only then it matters which of them have ended
+if at_once > 0 and redis.call('SCARD', running) >= at_once then -- only now it matters which of them have ended
   local uids = redis.call('SMEMBERS', running)
   for first = 1, #uids, 1000 do -- Lua cannot unpack many more
     local part = slice(uids, first, math.min(first + 999, #uids))

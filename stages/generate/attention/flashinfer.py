@@ -205,10 +205,10 @@ def compile_kernels(library: Any, shape: AttentionShape) -> None:
         ConfigError: They do not compile.
     """
     tools()
-    kernels = kernels_of(library, shape)
-    if not kernels.is_compiled:
-        logger.info("attention_kernels_compile", seconds="20 to 40", once_for=kernels.name)
     try:
+        kernels = kernels_of(library, shape)
+        if not kernels.is_compiled:
+            logger.info("attention_kernels_compile", kernels=kernels.name, detail="takes about half a minute, once")
         kernels.build_and_load()
     except Exception as error:
         raise ConfigError(
@@ -226,8 +226,9 @@ def tools() -> dict[str, str | None]:
     if shutil.which("ninja") is None and (found := [str(at) for at in folders if (at / "ninja").is_file()]):
         os.environ["PATH"] = os.pathsep.join((*found, os.environ.get("PATH", "")))
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
-    return {"nvcc": nvcc or shutil.which("nvcc", path="/usr/local/cuda/bin"), "ninja": shutil.which("ninja")}
+    paths = [f"{home}/bin"] if home else [None, "/usr/local/cuda/bin"]
+    nvcc = next(filter(None, (shutil.which("nvcc", path=path) for path in paths)), None)
+    return {"nvcc": nvcc, "ninja": shutil.which("ninja")}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -169,7 +169,7 @@ def test_more_prompts_than_are_taken_at_once_all_end_in_order_and_leave_nothing_
     prompts = [[index + 1] * 3 for index in range(20)]
     with WatchedLLM(folder, max_running_requests=2) as llm:
         completions = llm.generate(prompts, GREEDY)
-        left = [key for key in llm._stages.log._streams if "request:" in key or "replies:" in key]
+        left = [key for key in llm._stages.log._streams.by_key if "request:" in key or "replies:" in key]
     assert [list(completion.prompt_token_ids) for completion in completions] == prompts
     assert left == []
 

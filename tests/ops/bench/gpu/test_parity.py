@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+
+import flashinfer_double
 import pytest
+import torch
 from reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import parity
 from ops.bench.gpu.phase import Scale
+from stages.generate.attention import AttentionShape
+from stages.generate.attention.flashinfer import HEAD_DIMS
 from stages.generate.attention.reference import ReferenceAttention
 
 TOY = Scale("cpu", "toy")
 
 
 @pytest.fixture(autouse=True)
-def few_families(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "_backends", lambda device: ["reference"])
-    monkeypatch.setitem(parity.NUM_FAMILIES, "toy", 1)
 
 
 def test_todays_path_agrees_with_transformers() -> None:
@@ -44,6 +49,28 @@ def test_attention_that_sees_one_token_too_few_is_found_out(monkeypatch: pytest.
     }
     assert expected | {"odd float32 reference", "odd bfloat16 reference"} == set(report.wrong)
     assert "instead of" in str(report.wrong["odd float32 reference"]["differs"])
+
+
+def test_flashinfer_is_compared_in_bfloat16_with_a_head_dim_that_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why_not(shape: AttentionShape) -> str:
+        return "" if shape.dtype == torch.bfloat16 and shape.head_dim in HEAD_DIMS else "not on this machine"
+
+    monkeypatch.setattr(parity, "why_not", why_not)
+    monkeypatch.setattr(parity, "_backends", lambda device: ["fi"])
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_double)
+    monkeypatch.setattr("stages.generate.attention.flashinfer.WORKSPACE_BYTES", 1024)
+    report = Reported()
+    parity.run(TOY, report)
+    assert not report.wrong
+    assert report.skipped == {
+        f"attention fi float32 pages of {page_size}": "not on this machine" for page_size in (16, 64)
+    }
+    assert report.items["odd bfloat16 fi"]["ok"] is True
+    assert report.items["attention fi bfloat16 pages of 16"]["ok"] is True
+    monkeypatch.setattr(flashinfer_double, "_attend", lambda q_THD, *_: q_THD)
+    report = Reported()
+    parity.run(TOY, report)
+    assert {"attention fi bfloat16 pages of 64", "odd bfloat16 fi"} <= set(report.wrong)
 
 
 def test_nan_is_wrong_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
