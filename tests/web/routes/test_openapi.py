@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from pipeline.log.protocol import Quota
 from web.keys import Keys, hash_of
 from web.routes.openapi import METHODS
 from web.routes.unsupported import PATHS
+
+PAGE = Path(__file__).parents[3] / "docs" / "http-api.md"
 
 
 async def document(redis_url: str) -> tuple[dict[str, Any], set[tuple[str, str]]]:
@@ -33,6 +37,15 @@ def test_every_route_is_in_the_document_but_those_that_are_not_there(redis_url: 
     told, routes = asyncio.run(document(redis_url))
     assert {(path, method.upper()) for path, methods in told["paths"].items() for method in methods} == routes
     assert ("/v1/chat/completions", "POST") in routes and ("/v1/requests/{name}/events", "GET") in routes
+
+
+def test_every_route_is_on_the_page_of_endpoints_and_no_other(redis_url: str) -> None:
+    _, routes = asyncio.run(document(redis_url))
+    table = PAGE.read_text().partition("## Requests and their ids")[0]
+    named = set(re.findall(r"`(?:GET|POST|DELETE) (/[^`]*)`", table)) | set(
+        re.findall(r"`(/v1/(?:de)?tokenize)`", table)
+    )
+    assert {re.sub(r"<\w+>", "{name}", path) for path in named} == {path for path, _ in routes}
 
 
 def test_a_body_is_told_by_the_model_that_reads_it(redis_url: str) -> None:
