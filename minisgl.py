@@ -26,9 +26,9 @@ USAGE: Final = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
        minisgl shell [flags]                chat in the terminal, with any OpenAI server
-       minisgl trace UID [flags]            what happened to a request of a running server
+       minisgl trace UID [flags]            what happened to a request
        minisgl top [flags]                  a running server, live in the terminal
-       minisgl dead ACTION [flags]          requests that killed their workers: ls, show, requeue or drop
+       minisgl dead ACTION [flags]          requests that crashed their workers: ls, show, requeue or drop
        minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare or gpu
        minisgl --version
 

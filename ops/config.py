@@ -18,12 +18,16 @@ class ConnectConfig:
     redis_url: str = flag(
         "--redis-url",
         default="",
-        help="URL of the server's Redis [its embedded one, on this machine]",
+        help="Redis of the server [its embedded one, on this machine]",
         secret=True,
     )
-    data_dir: str = flag("--data-dir", default="", help="folder of the server's embedded Redis [state folder/port]")
+    data_dir: str = flag(
+        "--data-dir",
+        default="",
+        help=("data folder of the server, if it has an embedded Redis [~/.local/state/minisgl/<port>]"),
+    )
     port: int = flag(
-        "--port", default=DEFAULT_PORT, parse=port_number, help="port of the server, which names its folder"
+        "--port", default=DEFAULT_PORT, parse=port_number, help="port of the server; its data folder has this name"
     )
     namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")
 
@@ -41,7 +45,7 @@ class RetentionConfig:
         "--retention",
         default=DEFAULT_RETENTION_S,
         parse=seconds,
-        help="seconds for which a finished request can still be opened, as the server was told",
+        help="the server's --retention",
     )
 
 

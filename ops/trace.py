@@ -20,7 +20,7 @@ from pipeline.views.history import story
 from web.wire.uids import drawn_ms, uid_of
 
 ABOUT: Final = """\
-Shows what happened to a request. UID is what the answer's header x-minisgl-uid says; the answer's id will do too.
+Shows what happened to a request. UID is in the answer's header x-minisgl-uid; the answer's id works too.
 """
 FLAGS: Final = (ConnectConfig, RetentionConfig, PrintConfig)
 TEXT_SHOWN: Final = 200

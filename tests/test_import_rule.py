@@ -50,6 +50,26 @@ def imports(name: str, tree: ast.Module) -> set[str]:
 
 
 IMPORTS = {name: imports(name, tree) for name, tree in modules()}
+MODULES = {name.removesuffix(".__init__"): tree for name, tree in modules()}
+
+
+def imported_modules(name: str) -> set[str]:
+    """Return the modules of ours that *name* imports when it runs, not for its types alone."""
+    tree = MODULES[name]
+    of_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    skipped = {id(inner) for node in of_types for inner in ast.walk(node)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= full & MODULES.keys() or {node.module}
+    return (found & MODULES.keys()) - {name}
 
 
 def within(name: str, *packages: str) -> bool:
@@ -112,6 +132,32 @@ def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
 def test_transformers_is_for_the_tokenizer_alone() -> None:
     everybody_else = tuple(name for name in IMPORTS if not within(name, "stages.tokenize", "ops"))
     assert not offences(everybody_else, ("transformers",))
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports in functions count, too; those for types alone do not."""
+    imported = {name: imported_modules(name) for name in MODULES}
+    before: list[str] = []
+    seen: set[str] = set()
+
+    def circle_from(name: str) -> list[str]:
+        if name in before:
+            return [*before[before.index(name) :], name]
+        if name in seen:
+            return []
+        seen.add(name)
+        before.append(name)
+        circle = next((found for other in sorted(imported[name]) if (found := circle_from(other))), [])
+        before.pop()
+        return circle
+
+    assert not [circle for name in MODULES if (circle := circle_from(name))]
+
+
+def test_no_code_file_has_more_than_500_lines() -> None:
+    lines = {path: len(path.read_text().splitlines()) for top in OURS for path in (ROOT / top).rglob("*.py")}
+    assert not {str(path): count for path, count in lines.items() if count > 500}
+    assert len(lines) > 200
 
 
 def test_nobody_but_the_log_appends_to_a_stream() -> None:

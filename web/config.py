@@ -16,8 +16,8 @@ DEFAULT_PORT: Final = 1919
 class WebConfig:
     """Where the frontend listens."""
 
-    host: str = flag("--host", default="127.0.0.1", help="address to listen on")
-    port: int = flag("--port", default=DEFAULT_PORT, parse=port_number, help="port to listen on")
+    host: str = flag("--host", default="127.0.0.1", help="address of the HTTP server")
+    port: int = flag("--port", default=DEFAULT_PORT, parse=port_number, help="port of the HTTP server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,10 @@ class ListenConfig:
     """On what a frontend listens instead of an address."""
 
     listen_fd: int | None = flag(
-        "--listen-fd", default=None, parse=at_least(0), help="an inherited socket to listen on, not --host and --port"
+        "--listen-fd",
+        default=None,
+        parse=at_least(0),
+        help="inherited socket to listen on, instead of --host and --port",
     )
 
 
@@ -34,13 +37,13 @@ class RequestConfig:
     """What a frontend takes."""
 
     request_timeout_s: float = flag(
-        "--request-timeout", default=600.0, parse=seconds, help="seconds after which a request fails"
+        "--request-timeout", default=600.0, parse=seconds, help="seconds after which an unfinished request fails"
     )
     max_queued_requests: int = flag(
         "--max-queued-requests",
         default=1024,
         parse=at_least(1),
-        help="requests waiting or running beyond which new ones get 503",
+        help="maximum requests waiting or running; above that, new ones get 503",
     )
 
 
@@ -52,7 +55,9 @@ class ClientConfig:
         "--disconnect-grace",
         default=0.0,
         parse=seconds_or_0,
-        help="seconds after which a request is cancelled that its client left and nobody reads [0: at once]",
+        help=(
+            "seconds between a client's disconnect and the end of its request, if no other client reads it [0: at once]"
+        ),
     )
 
 
@@ -65,11 +70,12 @@ class KeysConfig:
         default=(),
         repeated=True,
         secret=True,
-        help="keys that clients must send; rather set MINISGL_API_KEY: everybody here can read a command line [none]",
+        help=(
+            "keys that clients must send; prefer MINISGL_API_KEY, because other users of this "
+            "machine can read a command line [none]"
+        ),
     )
-    limits: str = flag(
-        "--limits", default="", help="TOML file of the API keys and how many requests each may send [no limits]"
-    )
+    limits: str = flag("--limits", default="", help="TOML file with API keys and their limits on requests [no limits]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ IDLE_CORES: Final = 0.05
 class CompareConfig(CheckpointConfig):
     """What is compared."""
 
-    peer_url: str = flag("--peer-url", default="", help="an OpenAI server with that model [transformers]")
+    peer_url: str = flag("--peer-url", default="", help="URL of an OpenAI server with the same model [transformers]")
     dtype: str = flag(
         "--dtype",
         default="auto",
@@ -52,17 +52,17 @@ class CompareConfig(CheckpointConfig):
         help="dtype of both sides; auto: the checkpoint's",
     )
     threads: int = flag("--threads", default=0, parse=at_least(1), help="CPU threads of each side [all cores]")
-    serve_flags: str = flag("--serve-flags", default="", help="more flags for `minisgl serve`, as one text")
+    serve_flags: str = flag("--serve-flags", default="", help="more flags for `minisgl serve`, as one quoted text")
     runs: int = flag("--runs", default=3, parse=at_least(1), help="measured runs of each side, after a warm-up run")
     seed: int = flag("--seed", default=0, parse=at_least(0), help="seed of lengths and prompts")
     num_requests: int = flag("--num-requests", default=32, parse=at_least(1), help="requests at once")
     inputs: Span = length_flag("--input-len", "prompt")  # noqa: RUF009  # a Span is frozen
     outputs: Span = length_flag("--output-len", "answer")  # noqa: RUF009
-    num_singles: int = flag("--num-singles", default=4, parse=at_least(1), help="requests sent one by one")
-    single_tokens: int = flag("--single-len", default=128, parse=at_least(2), help="their tokens, in and out")
-    num_prefixes: int = flag("--num-prefixes", default=5, parse=at_least(1), help="prefixes that are repeated")
+    num_singles: int = flag("--num-singles", default=4, parse=at_least(1), help="number of requests sent one by one")
+    single_tokens: int = flag("--single-len", default=128, parse=at_least(2), help="tokens in and out of each of these")
+    num_prefixes: int = flag("--num-prefixes", default=5, parse=at_least(1), help="number of repeated prefixes")
     prefix_tokens: int = flag("--prefix-len", default=2048, parse=at_least(1), help="tokens per prefix")
-    output: str = flag("--output", default="", help="write the set-up and all runs to this file, as JSON")
+    output: str = flag("--output", default="", help="JSON file for the setup and all runs")
 
 
 @dataclass(frozen=True, slots=True)

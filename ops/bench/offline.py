@@ -79,7 +79,7 @@ class OfflineConfig:
         help="small: 32 prompts, 32-256 tokens in and out; nano: 256 prompts, 100-1024 tokens, as in nano-vllm's "
         "benchmark; auto: nano on CUDA, else small",
     )
-    num_prompts: int = flag("--num-prompts", default=0, parse=at_least(1), help="prompts [the preset's]")
+    num_prompts: int = flag("--num-prompts", default=0, parse=at_least(1), help="number of prompts [the preset's]")
     inputs: Span | None = flag(  # noqa: RUF009  # a Span is frozen
         "--input-len", default=None, parse=span, help="tokens per prompt, MIN-MAX [the preset's]"
     )
@@ -88,7 +88,7 @@ class OfflineConfig:
     )
     seed: int = flag("--seed", default=0, parse=at_least(0), help="seed of lengths and tokens")
     runs: int = flag("--runs", default=3, parse=at_least(1), help="measured runs, after a warm-up run")
-    output: str = flag("--output", default="", help="write the set-up, every run and every probe to this file, as JSON")
+    output: str = flag("--output", default="", help="JSON file for the setup, every run and every probe")
 
 
 @dataclass(frozen=True, slots=True)

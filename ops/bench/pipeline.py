@@ -51,34 +51,43 @@ class PipelineConfig:
     """What is measured, where, and how often."""
 
     redis_url: str = flag(
-        "--redis-url", default="", help="redis:// or unix:// URL; the benchmark removes its keys [an embedded Redis]"
+        "--redis-url",
+        default="",
+        help=("redis:// or unix:// URL; the benchmark deletes its own keys there [an embedded server]"),
     )
     rows: tuple[int, ...] = flag(
-        "--rows", default=(1, 16, 64, 256), parse=at_least(1), repeated=True, help="requests at once [1 16 64 256]"
+        "--rows",
+        default=(1, 16, 64, 256),
+        parse=at_least(1),
+        repeated=True,
+        help="numbers of requests at once, in the tight loop [1 16 64 256]",
     )
     way_rows: tuple[int, ...] = flag(
         "--way-rows",
         default=(1, 16, 64),
         parse=at_least(1),
         repeated=True,
-        help="requests at once through the real stages [1 16 64]",
+        help="numbers of requests at once, through the real stages [1 16 64]",
     )
     samples: int = flag("--samples", default=200, parse=at_least(1), help="steps per run, in the tight loop")
     tokens: int = flag("--tokens", default=400, parse=at_least(8), help="tokens per request, through the stages")
     web_tokens: int = flag(
-        "--web-tokens", default=1200, parse=at_least(1), help="least tokens that the web process streams per run"
+        "--web-tokens", default=1200, parse=at_least(1), help="minimum tokens that the web process streams per run"
     )
     web_requests: int = flag(
         "--web-requests",
         default=400,
         parse=at_least(1),
-        help="requests of one token per run that the web process answers, as many streamed as not",
+        help="requests of one token per run for the web process; half of them are streamed",
     )
     step_s: float = flag(
-        "--step-time", default=DEFAULT_STEP_S, parse=seconds, help="seconds per step; steps of 0 s are measured too"
+        "--step-time",
+        default=DEFAULT_STEP_S,
+        parse=seconds,
+        help="seconds per step of the engine; a run with 0 s is always added",
     )
     runs: int = flag("--runs", default=3, parse=at_least(1), help="runs; their medians are shown")
-    output: str = flag("--output", default="", help="write the set-up and all figures to this file, as JSON")
+    output: str = flag("--output", default="", help="JSON file for the setup and all figures")
 
 
 @dataclass(frozen=True, slots=True)

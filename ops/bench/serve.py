@@ -66,19 +66,19 @@ def temperature(text: str) -> float:
 class TargetConfig:
     """The server, and the form of the requests."""
 
-    url: str = flag("--url", default="http://127.0.0.1:1919", help="the server")
-    model: str = flag("--model", default="", help="the model's name [the first in /v1/models]")
-    api_key: str = flag("--api-key", default="", help="sent as a bearer token; no output shows it")
+    url: str = flag("--url", default="http://127.0.0.1:1919", help="URL of the server")
+    model: str = flag("--model", default="", help="name of the model [the first in /v1/models]")
+    api_key: str = flag("--api-key", default="", help="key, sent as a bearer token; it is never printed")
     endpoint: str = flag("--endpoint", default=CHAT, choices=(CHAT, COMPLETIONS), help="the API to use")
     fix_length: str = flag(
         "--fix-length",
         default=FIX_LENGTH[0],
         choices=FIX_LENGTH,
-        help="field that makes answers as long as planned; `no` if the server refuses both",
+        help="field that fixes the length of answers; no: if the server refuses both",
     )
     temperature: float = flag("--temperature", default=0.0, parse=temperature, help="sampling temperature [0]")
     timeout_s: float = flag(
-        "--timeout", default=600.0, parse=seconds, help="seconds without data after which a request fails"
+        "--timeout", default=600.0, parse=seconds, help="seconds without data after which a request counts as failed"
     )
 
 
@@ -100,9 +100,12 @@ class LoadConfig:
         help="shared-prefix: tokens per prefix, before --input-len",
     )
     turns: int = flag("--turns", default=4, parse=at_least(1), help="multi-turn: requests per conversation")
-    trace: str = flag("--trace", default="", help="mooncake, qwen: the file, one JSON object per line")
+    trace: str = flag("--trace", default="", help="mooncake, qwen: file of the trace, one JSON object per line")
     trace_scale: float = flag(
-        "--trace-scale", default=1.0, parse=above_zero, help="mooncake, qwen: factor for all times; 0.5 is faster"
+        "--trace-scale",
+        default=1.0,
+        parse=above_zero,
+        help="mooncake, qwen: factor for all times; 0.5 is twice as fast",
     )
     concurrency: int = flag(
         "--concurrency", default=0, parse=at_least(1), help=f"requests under way at any time [{CONCURRENCY}]"
@@ -111,14 +114,14 @@ class LoadConfig:
         "--rate",
         default=0.0,
         parse=above_zero,
-        help="requests per second (Poisson), instead of --concurrency",
+        help="random (Poisson) arrivals per second, instead of --concurrency",
     )
-    warmup: int = flag("--warmup", default=2, parse=at_least(0), help="requests sent first and not measured")
+    warmup: int = flag("--warmup", default=2, parse=at_least(0), help="requests before the measured ones")
     seed: int = flag(
         "--seed",
         default=0,
         parse=at_least(0),
-        help="seed of lengths, texts and arrivals; prefix caches remember texts",
+        help=("seed of lengths, texts and arrivals; the same seed hits the prefix cache of the last run"),
     )
 
 
@@ -133,8 +136,8 @@ class OutputConfig:
         repeated=True,
         help="limits of a good request: ttft:MS tpot:MS e2e:MS",
     )
-    output: str = flag("--output", default="", help="write the set-up and every request to this file, as JSON")
-    plot: str = flag("--plot", default="", help="write a plot to this file (.png, .svg, .pdf); needs minisgl[bench]")
+    output: str = flag("--output", default="", help="JSON file for the setup and every request")
+    plot: str = flag("--plot", default="", help="file for a plot (.png, .svg, .pdf); needs minisgl[bench]")
 
 
 USED_BY: Final[Mapping[str, tuple[str, ...]]] = {

@@ -10,11 +10,11 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 from ops.demo_model import wordings
+from ops.demo_model.messages import ADD, GET_WEATHER, SPOKEN, TOOLS, Conversation, Exchange, Message, called, spoken
 from ops.demo_model.wordings import POLITE_AFTER, POLITE_BEFORE, is_held_out
 
 VERSION: Final = 6
@@ -25,28 +25,6 @@ BEYOND_SUMS: Final = 2000
 """The largest number in an exchange; only numbers to remember are larger."""
 CONSONANTS: Final = "bcdfghjklmnpqrstvwxyz"
 VOWELS: Final = "aeiou"
-
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages and tools as a chat template takes them. The model learns every message of the assistant."""
-
-    family: str
-    messages: tuple[Message, ...]
-    tools: tuple[Message, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A request and its answer. `word` is the answer in one word, or ""."""
-
-    request: str
-    answer: str
-    word: str = ""
-    can_shout: bool = True
-    """The answer may be in capitals."""
 
 
 @functools.cache
@@ -69,59 +47,6 @@ def listed(name: str, held_out: bool) -> tuple[str, ...]:
 @functools.cache
 def _trained_frame_words() -> tuple[str, ...]:
     return tuple(word for word in sorted(frame_words()) if len(word) > 2 and not is_held_out(word))
-
-
-SPOKEN: Final = (
-    "Nice to meet you, .",
-    "Your name is .",
-    "I will remember that you like .",
-    "Your favourite colour is .",
-    "Your favorite color is .",
-    "I will remember .",
-    "You told me .",
-    "You have not told me your name.",
-    "You have not told me your favourite colour, your favorite color.",
-    "You have not told me a number.",
-    "They are equal.",
-    " is larger than .",
-    " is smaller than .",
-    " comes after .",
-    " comes before .",
-    "It is and degrees in .",
-    "name age city job day month color colour",
-    "system user assistant arguments # Tools",
-    "Unknown Okay Equal",
-    '{"city": "temperature": "sky": "temperature_c": "condition": "temp": "weather": "sum": "result":} degrees',
-    "the a an and or but with of on in to very not is are was red big small old new good bad happy",
-)
-
-
-def _schema(name: str, description: str, properties: Message) -> Message:
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-GET_WEATHER: Final = tuple(
-    _schema("get_weather", description, {"city": {"type": "string", **more}})
-    for description, more in (
-        ("Get the weather in a city.", {}),
-        ("Get the weather in a city", {"description": "The name of the city"}),
-        ("Get the current weather for a city", {}),
-        ("Return the weather of a city.", {"description": "The city"}),
-        ("Tell the weather in a given city.", {}),
-    )
-)
-ADD: Final = tuple(
-    _schema("add", description, {"a": {"type": kind}, "b": {"type": kind}})
-    for description, kind in (
-        ("Add two numbers.", "integer"),
-        ("Add two numbers", "number"),
-        ("Add a and b", "integer"),
-        ("Return the sum of two numbers.", "number"),
-        ("The sum of two integers.", "integer"),
-    )
-)
-TOOLS: Final = (*GET_WEATHER, *ADD)
 
 
 class Maker:
@@ -483,7 +408,7 @@ class Maker:
         if name == "add":
             a, b = self.numbers(lambda: self._terms(difference=False))
             result = random.choice(("{}", '{{"sum": {}}}', '{{"result": {}}}')).format(a + b)
-            return _called(self.ask("add", a=a, b=b), name, {"a": a, "b": b}, result, f"{a} + {b} = {a + b}")
+            return called(self.ask("add", a=a, b=b), name, {"a": a, "b": b}, result, f"{a} + {b} = {a + b}")
         city, degrees = self.city(), random.randint(-15, 39)
         sky = random.choice(wordings.values("skies")) if random.random() < 0.8 else self.word()
         results = (
@@ -495,7 +420,7 @@ class Maker:
             json.dumps({"condition": sky, "temperature": degrees}),
         )
         answer = f"It is {sky} and {degrees} degrees in {city}."
-        return _called(self.ask("weather", city=city), name, {"city": city}, random.choice(results), answer)
+        return called(self.ask("weather", city=city), name, {"city": city}, random.choice(results), answer)
 
     def exchange(
         self, style: str, *, without: Sequence[Callable[[Maker], Exchange]] = (), brief: bool = False
@@ -554,23 +479,3 @@ def _small(text: str) -> str:
     """Return *text* with a small first letter, unless its first word keeps its capital."""
     first = text.split()[0]
     return text if first in ("I", "I'm", "JSON", "JSON:") or first.isupper() else text[0].lower() + text[1:]
-
-
-def spoken(exchanges: Sequence[Exchange], style: str) -> list[Message]:
-    """Return *exchanges* as messages, answered in a *style*."""
-    messages: list[Message] = []
-    for exchange in exchanges:
-        answer = exchange.word if style == "word" else exchange.answer
-        answer = answer.upper() if style == "capitals" else answer
-        messages += [{"role": "user", "content": exchange.request}, {"role": "assistant", "content": answer}]
-    return messages
-
-
-def _called(request: str, name: str, arguments: Message, result: str, answer: str) -> tuple[Message, ...]:
-    call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
-    return (
-        {"role": "user", "content": request},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": result},
-        {"role": "assistant", "content": answer},
-    )

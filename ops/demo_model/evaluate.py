@@ -17,7 +17,8 @@ from typing import Final
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from ops.demo_model.corpus import Conversation, Exchange, Maker, Message, spoken
+from ops.demo_model.corpus import Maker
+from ops.demo_model.messages import Conversation, Exchange, Message, spoken
 from ops.demo_model.tokens import START, STOP, answer_of
 
 SEED: Final = "evaluation"

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from ops.demo_model.corpus import Conversation, conversations, frame_words
+from ops.demo_model.corpus import conversations, frame_words
+from ops.demo_model.messages import Conversation
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS: Final = (END, START, STOP)

@@ -30,14 +30,14 @@ class ServeConfig:
         "--tokenizer-count",
         default=1,
         parse=at_least(0),
-        help="tokenizer processes; 0 means 1",
+        help="number of tokenizer processes; 0 means 1",
     )
     shell: bool = flag(
         "--shell",
         "--shell-mode",
         default=False,
         parse=yes_or_no,
-        help="chat in this terminal once the server is ready; it ends with the chat",
+        help="start a chat in this terminal when the server is ready; the server ends with the chat",
     )
 
 

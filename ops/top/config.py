@@ -11,7 +11,7 @@ from pipeline.flags import flag, seconds, yes_or_no
 class TopConfig:
     """How often a picture is made."""
 
-    interval_s: float = flag("--interval", default=1.0, parse=seconds, help="seconds from one picture to the next")
+    interval_s: float = flag("--interval", default=1.0, parse=seconds, help="seconds between two snapshots")
     once: bool = flag(
-        "--once", default=False, parse=yes_or_no, help="print one picture, an interval long, as text and end"
+        "--once", default=False, parse=yes_or_no, help="print one snapshot as text and exit; it takes one interval"
     )

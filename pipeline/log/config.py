@@ -18,16 +18,21 @@ class LogConfig:
     redis_url: str = flag(
         "--redis-url",
         default="",
-        help="redis://, rediss://, unix:// or redis+sentinel:// URL; without it `serve` starts a Valkey of its own",
+        help=(
+            "Redis of the log: redis://, rediss://, unix:// or redis+sentinel:// [`serve` starts an embedded Valkey]"
+        ),
         secret=True,
     )
-    namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="first part of every key in Redis")
+    namespace: str = flag("--namespace", default=DEFAULT_NAMESPACE, help="prefix of every key in Redis")
     retention_s: float = flag(
         "--retention",
         default=DEFAULT_RETENTION_S,
         parse=seconds,
-        help="seconds for which a finished request can still be opened",
+        help="seconds for which a finished request stays readable",
     )
     lease_s: float = flag(
-        "--lease", default=3.0, parse=seconds, help="seconds of silence after which a worker's slot may be taken over"
+        "--lease",
+        default=3.0,
+        parse=seconds,
+        help="seconds without a sign of life after which another worker may take over",
     )

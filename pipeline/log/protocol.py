@@ -252,7 +252,9 @@ class Occupancy:
 
 
 class StreamLog(Protocol):
-    """The log as stages use it. Every commit is safe to run twice; `False` means that it was done before.
+    """The log as stages use it. `False` from a commit means that it was done before.
+
+    A commit is safe to run twice. Where it is not, its operation says `once`, and it is never sent again.
 
     Every method raises LogUnavailable if the log cannot be reached, and GroupLost if it lost its data.
     """

@@ -25,9 +25,14 @@ class ModelConfig:
 class WorkerConfig:
     """How many workers `stage` starts, or which one it is."""
 
-    replicas: int = flag("--replicas", default=1, parse=at_least(1), help="workers of this stage to start here")
+    replicas: int = flag(
+        "--replicas", default=1, parse=at_least(1), help="number of workers of this stage to start here"
+    )
     slot: int | None = flag(
-        "--slot", default=None, parse=at_least(0), help="be that worker itself, in this slot where it is free"
+        "--slot",
+        default=None,
+        parse=at_least(0),
+        help="run as a single worker in this process, in this slot if it is free",
     )
 
 
@@ -38,7 +43,7 @@ class DataConfig:
     data_dir: str = flag(
         "--data-dir",
         default="",
-        help="folder of the embedded Redis [state folder/port]",
+        help="folder for the data of the embedded server [~/.local/state/minisgl/<port>]",
     )
 
 

@@ -17,7 +17,7 @@ class EngineConfig:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="of weights and cache; auto is the checkpoint's",
+        help="dtype of weights and cache; auto: that of the checkpoint",
     )
     tp: int = flag(
         "--tp",
@@ -26,12 +26,20 @@ class EngineConfig:
         default=1,
         parse=at_least(1),
         choices=(1,),
-        help="devices that share one model",
+        help="number of devices that share one model",
     )
     dummy_weight: bool = flag(
-        "--dummy-weight", default=False, parse=yes_or_no, help="random weights: no checkpoint but its config is needed"
+        "--dummy-weight",
+        default=False,
+        parse=yes_or_no,
+        help="use random weights; the model folder needs no weights, only its config and tokenizer",
     )
-    device: str = flag("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs")
+    device: str = flag(
+        "--device",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+        help="device of the engine; auto: a GPU if there is one",
+    )
     threads: int = flag(
         "--threads", default=0, parse=auto_or(1), help="CPU threads of an engine [cores minus one in four]"
     )
@@ -40,47 +48,55 @@ class EngineConfig:
         "--attention-backend",
         default="auto",
         choices=("auto", "cpu", "fi", "reference"),
-        help="attention backend; fi: FlashInfer, for NVIDIA GPUs",
+        help="attention backend; auto: fi on CUDA if it can run there, cpu on a CPU",
     )
     cache: str = flag(
         "--cache",
         "--cache-type",
         default="radix",
         choices=("radix", "naive"),
-        help="prefix cache; naive shares nothing",
+        help="prefix cache; naive: none, requests share nothing",
     )
     max_prefill_length: int = flag(
         "--max-prefill-length",
         "--max-extend-length",
         default=0,
         parse=auto_or(1),
-        help="prompt tokens in a step in which nothing decodes [8192 on CUDA, 2048 on CPU]",
+        help="maximum prompt tokens per step while nothing decodes [8192 on CUDA, 2048 on CPU]",
     )
     mixed_prefill_length: int = flag(
         "--mixed-prefill-length",
         default=0,
         parse=auto_or(1),
-        help="prompt tokens in a step beside running streams [512 on CUDA; 16 on CPU, or 2 for each request]",
+        help=("maximum prompt tokens per step while streams run [512 on CUDA; on CPU 16, or 2 per running request]"),
     )
     max_running_requests: int = flag(
-        "--max-running-requests", default=256, parse=at_least(1), help="requests an engine computes at once"
+        "--max-running-requests",
+        default=256,
+        parse=at_least(1),
+        help="maximum requests that an engine computes at once",
     )
     page_size: int = flag(
-        "--page-size", default=0, parse=page_size, help="tokens in a page of the cache [16 on CUDA, 64 on CPU]"
+        "--page-size",
+        default=0,
+        parse=page_size,
+        help="tokens per page of the cache, a power of two [16 on CUDA, 64 on CPU]",
     )
-    num_pages: int = flag("--num-pages", default=0, parse=auto_or(1), help="pages of the cache [from the memory]")
+    num_pages: int = flag(
+        "--num-pages", default=0, parse=auto_or(1), help="number of pages in the cache [as many as fit into memory]"
+    )
     memory_ratio: float = flag(
         "--memory-ratio",
         default=0.9,
         parse=share,
-        help="share of the free memory for weights and cache; on the CPU the cache takes 4 GiB at most",
+        help=("share of the free memory for weights and cache; on a CPU the cache takes 4 GiB at most"),
     )
     max_seq_len: int = flag(
         "--max-seq-len",
         "--max-seq-len-override",
         default=0,
         parse=auto_or(2),
-        help="prompt + output tokens of one request [the model's]",
+        help="maximum prompt and output tokens of one request together [the model's]",
     )
 
 
@@ -101,8 +117,10 @@ class DefaultsConfig:
         "--generation-config",
         default="auto",
         choices=("auto", "none"),
-        help="auto: who asks for no temperature, top_p, top_k, min_p or repetition_penalty gets those of the model's"
-        " generation_config.json; none: OpenAI's defaults",
+        help=(
+            "auto: defaults for temperature, top_p, top_k, min_p and repetition_penalty come from "
+            "the model's generation_config.json; none: OpenAI's defaults"
+        ),
     )
 
 

@@ -16,8 +16,8 @@ from selection import by_night
 from servers import Server, eventually, serve
 from streams import Stream, events_of
 
-from ops.demo_model.corpus import Message
 from ops.demo_model.evaluate import FAMILIES, Answered, Examiner
+from ops.demo_model.messages import Message
 from pipeline.events import Preempted, TakenOver, TokensProduced
 from pipeline.names import GENERATE
 from stages.generate.model.checkpoint import DEMO_FOLDER, DEMO_ID

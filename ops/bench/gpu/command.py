@@ -67,15 +67,15 @@ class GpuConfig:
         help=f"only these, with commas between them [{','.join(phase.name for phase in PHASES)}]",
     )
     device: str = flag(
-        "--device", default="auto", choices=("auto", "cuda", "cpu"), help="auto: a GPU where there is one"
+        "--device", default="auto", choices=("auto", "cuda", "cpu"), help="device to check; auto: a GPU if there is one"
     )
     size: str = flag(
         "--size",
         default="auto",
         choices=("auto", "toy", "small", "full"),
-        help="how much is measured; auto: full on a GPU, small on a CPU; toy: half a minute, its figures mean nothing",
+        help=("amount of measuring; auto: full on a GPU, small on a CPU; toy: half a minute, its figures mean nothing"),
     )
-    json: str = flag("--json", default="", help="file for all figures, written after each phase")
+    json: str = flag("--json", default="", help="JSON file for all figures, written after each phase")
     wheels: str = flag(
         install.FLAG, default="", help="folder of wheels (`make gpu-wheels`) to unpack for this run; needs no network"
     )

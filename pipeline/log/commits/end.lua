@@ -1,4 +1,4 @@
--- end: the only way in which a request ends, whoever ends it. The first seal wins; Redis refuses the second.
+-- end: ends a request outside a step, whoever ends it. The first seal wins; Redis refuses the second.
 -- KEYS live, history, replies, control, submitted, dead
 -- ARGV uid, retention_ms, reply_cap, entry of `submitted` to consume or '', dead_cap, copy_bytes,
 --      number of parts of a dead letter (0: no letter), those parts..., fields...

@@ -14,17 +14,8 @@ from random import Random
 import pytest
 
 from ops.demo_model import wordings
-from ops.demo_model.corpus import (
-    BEYOND_SUMS,
-    NUM_PHASES,
-    VERSION,
-    WEIGHTS,
-    Exchange,
-    Maker,
-    conversations,
-    frame_words,
-    listed,
-)
+from ops.demo_model.corpus import BEYOND_SUMS, NUM_PHASES, VERSION, WEIGHTS, Maker, conversations, frame_words, listed
+from ops.demo_model.messages import Exchange
 from ops.demo_model.wordings import bare, core, is_held_out
 
 NUM_DRAWN = 400

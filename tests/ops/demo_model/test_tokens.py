@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ops.demo_model import wordings
-from ops.demo_model.corpus import Conversation, Maker, conversations
+from ops.demo_model.corpus import Maker, conversations
+from ops.demo_model.messages import Conversation
 from ops.demo_model.tokens import (
     MARKS,
     SPECIAL_TOKENS,
