@@ -45,6 +45,14 @@ def eventually(check: Callable[[], bool], what: str, timeout_s: float = 30.0) ->
         time.sleep(0.02)
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Say whether *process* runs; one that has ended may be a zombie for as long as its parent likes."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass(frozen=True)
 class Command:
     """A running `minisgl` command and everything it prints."""
@@ -178,5 +186,4 @@ def serve(
     finally:
         family = command.processes()
         command.stop()
-        left = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        assert not left, f"processes left: {left}"
+        eventually(lambda: not any(map(is_alive, family)), f"none of {family} is left")

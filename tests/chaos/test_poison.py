@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), "llama3")
 
 
-@pytest.fixture(params=rest_at_night(CASES))
+@pytest.fixture(params=rest_at_night(CASES, first=0))
 def case(request: pytest.FixtureRequest) -> tuple[str, int]:
     return CASES[request.param]
 

@@ -287,7 +287,7 @@ def test_what_cannot_work_is_said_in_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peers", [1, 2])
+@pytest.mark.parametrize("peers", [1, pytest.param(2, marks=pytest.mark.night)])
 def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     flags = ["--model", str(folder), "--threads", "1", "--runs", "1", "--requests", "6", "--input-len", "8-20"]

@@ -24,7 +24,7 @@ from stages.generate.model.checkpoint import DEMO_FOLDER, DEMO_ID
 
 pytestmark = pytest.mark.slow
 
-NUM_QUESTIONS = by_night(20, 100)
+NUM_QUESTIONS = by_night(10, 100)
 LEAST = {"add": 0.9, "subtract": 0.9, "capitals": 0.9, "one word": 0.9}
 """What part of a family's questions is answered to the letter; of the others 95 %. More than half of those for one word
 are sums, which it cannot write down first; in capitals it misspells words that it repeats. The style is kept in all."""

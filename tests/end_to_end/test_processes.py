@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from selection import rest_at_night
 from servers import Command, Server, eventually, free_port, run_command, serve, wait_until_ready
 from streams import LONG, PROMPTS, Stream, ask_all, body, events_of, family_of, is_gone
 
@@ -141,7 +142,7 @@ def test_after_all_these_deaths_the_server_ends_as_any_other(server: Server) -> 
 # How it ends
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", rest_at_night([signal.SIGTERM, signal.SIGINT]), ids=lambda number: number.name)
 def test_a_signal_ends_a_server_that_is_not_ready_yet_without_an_error(number: signal.Signals, tmp_path: Path) -> None:
     with serve(tmp_path, ready=False) as server:
         eventually(lambda: bool(server.command.workers(DETOKENIZE)), "all processes are there")

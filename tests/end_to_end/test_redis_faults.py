@@ -226,6 +226,7 @@ def test_a_redis_that_is_read_only_after_a_failover_is_waited_for(
         assert_all_is_as_undisturbed(server, streams, undisturbed)
 
 
+@pytest.mark.night
 def test_while_redis_loads_its_data_the_server_is_not_ready_and_then_goes_on(
     redis_servers: Servers, tmp_path: Path
 ) -> None:

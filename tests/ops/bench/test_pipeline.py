@@ -162,6 +162,7 @@ def bench(folder: Path, *flags: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers, tmp_path: Path) -> None:
     url = redis_servers.url("embedded")
     command(url, "SET", "somebody else's", "1")

@@ -264,6 +264,7 @@ def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None
     assert "engine_loaded" in events and "request" in events and "worker_killed" not in events
 
 
+@pytest.mark.night
 def test_sigterm_ends_shell_and_server_and_gives_the_terminal_back(tmp_path: Path) -> None:
     port = free_port()
     with on_a_terminal(starting(port, tmp_path), tmp_path) as shell:
@@ -278,6 +279,7 @@ def test_sigterm_ends_shell_and_server_and_gives_the_terminal_back(tmp_path: Pat
     assert "worker_killed" not in (tmp_path / "data" / "serve.log").read_text()
 
 
+@pytest.mark.night
 def test_a_server_that_is_killed_takes_its_shell_along(tmp_path: Path) -> None:
     """It was started by a shell, as by people: the terminal is not gone with it."""
     program = ("/bin/sh", "-c", f'{sys.executable} {ROOT / "minisgl.py"} "$@"; echo it ended with $?; read line', "sh")

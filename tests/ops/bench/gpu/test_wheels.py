@@ -210,6 +210,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_the_wheels_and_what_the_machine_has_are_all_that_gpu_check_needs(
     bare: tuple[Path, Path], tmp_path: Path
 ) -> None:
