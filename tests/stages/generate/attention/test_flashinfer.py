@@ -134,8 +134,9 @@ def test_ninja_beside_a_module_joins_the_path(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "path", ["/nowhere"])
     assert tools()["ninja"] is None
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(sys, "path", ["/nowhere", str(tmp_path)])
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert tools() == {"nvcc": str(tmp_path / "bin/nvcc"), "ninja": str(tmp_path / "bin/ninja")}
     path = os.environ["PATH"]
