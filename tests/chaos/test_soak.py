@@ -175,6 +175,7 @@ def test_what_cannot_work_is_said_in_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_small_soak_has_two_snapshots_of_everything(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     flags = ["--model", str(folder), "--requests", "60", "--warmup", "20", "--concurrency", "8", "--retention", "1"]

@@ -164,6 +164,7 @@ def test_it_remembers_across_a_preemption(examiner: Examiner, recalls: list[Answ
     assert any(isinstance(event, Preempted) for history in histories for event in history)
 
 
+@pytest.mark.night
 def test_it_remembers_across_a_killed_engine(examiner: Examiner, recalls: list[Answered], tmp_path: Path) -> None:
     counts = examiner.questions("count, 200 tokens", NUM_COUNTS)
     flags = (*SMALL_PAGES, "--lease", "1", "--max-running-requests", str(NUM_COUNTS + 4))

@@ -57,6 +57,7 @@ def test_a_model_of_the_hub_is_served_under_its_name_there(tmp_path: Path, hub_h
         assert answer(server.post(GREEDY)) == from_hub
 
 
+@pytest.mark.night
 def test_a_given_name_wins_over_that_of_the_hub(tmp_path: Path, hub_home: Path) -> None:
     in_cache(hub_home, "someone/small-model", make_checkpoint(tmp_path / "model", "qwen3moe"))
     with serve(tmp_path, "--model", "someone/small-model", "--served-model-name", "mine", "ours") as server:

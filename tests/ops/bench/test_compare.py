@@ -210,6 +210,7 @@ def test_ours_is_compared_with_transformers(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_nothing_is_left_of_a_comparison_that_is_ended(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     command = [*COMPARE, "--model", str(folder), "--threads", "1", "--runs", "1000"]
