@@ -67,14 +67,17 @@ def fits(wheel: str) -> bool:
 
 
 def _unpack(wheel: Path, folder: Path) -> None:
-    """Unpack what can be imported; programs keep their right to be run. Scripts and headers are left out."""
+    """Unpack what can be imported, and programs, which keep their right to be run: ninja lies in bin/ then. Scripts that
+    an installer would have to fit to this Python, and headers, are left out.
+    """
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
             name = info.filename
             if (inside := re.fullmatch(r"[^/]+\.data/([^/]+)/(.+)", name)) is not None:
-                if inside[1] not in ("purelib", "platlib"):
+                is_program = inside[1] == "scripts" and not archive.read(info).startswith(b"#!python")
+                if inside[1] not in ("purelib", "platlib") and not is_program:
                     continue
-                info.filename = inside[2]
+                info.filename = f"bin/{inside[2]}" if is_program else inside[2]
             made = Path(archive.extract(info, folder))
             if (mode := info.external_attr >> 16) & 0o111 and made.is_file():
                 made.chmod(0o755 & (mode | 0o700))

@@ -113,13 +113,15 @@ def test_wheels_are_unpacked_for_this_process_and_its_children(tmp_path: Path, m
         "stand_in_package/__init__.py": "VALUE = 7",
         "stand_in_package/bin/server": "#!/bin/sh",
         "a-1.data/purelib/stand_in_module.py": "VALUE = 8",
-        "a-1.data/scripts/program": "#!python",
+        "a-1.data/scripts/script": "#!python",
+        "a-1.data/scripts/bin/program": "#!/bin/sh",
     }
     write_wheel(tmp_path, "a-1-py3-none-any.whl", files)
     install.install(tmp_path, folder)
     assert os.access(folder / "stand_in_package/bin/server", os.X_OK)
     assert not os.access(folder / "stand_in_package/__init__.py", os.X_OK)
-    assert not list(folder.rglob("program"))
+    assert not list(folder.rglob("script"))
+    assert os.access(folder / "bin/bin/program", os.X_OK)
     program = "import stand_in_package, stand_in_module; print(stand_in_package.VALUE, stand_in_module.VALUE)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["7", "8"]
