@@ -67,8 +67,8 @@ def fits(wheel: str) -> bool:
 
 
 def _unpack(wheel: Path, folder: Path) -> None:
-    """Unpack what can be imported, and programs, which keep their right to be run: ninja lies in bin/ then. Scripts that
-    an installer would have to fit to this Python, and headers, are left out.
+    """Unpack what can be imported, and programs, which keep their right to be run: bin/ninja is one. Scripts that an
+    installer would have to fit to this Python, and headers, are left out.
     """
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
