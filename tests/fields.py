@@ -119,7 +119,7 @@ FIELDS = (
         {**WILD, "temperature": 0}, 1.5, lambda a, b: a.token_ids != b.token_ids, 2.1,
     ),
     Field(
-        "top_p", "above 0, to 1", "the model's, else 1",
+        "top_p", "above 0, at most 1", "the model's, else 1",
         "Samples from the smallest set of tokens whose probabilities add up to it.",
         WILD, 1e-9, lambda a, b: a.token_ids != b.token_ids, 0,
     ),

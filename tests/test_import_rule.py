@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = ("minisgl", "ops", "pipeline", "stages", "web")
 STAGES = ("stages.tokenize", "stages.generate", "stages.detokenize")
 UNTIL_THE_WORKERS_START = (
-    "pipeline.process.observe, pipeline.process.redis_server, pipeline.process.supervisor, "
-    "stages.generate.model.checkpoint, stages.generate.model.hub, web.listener, ops.shell.foreground"
+    "ops.serve.command, pipeline.process.observe, pipeline.process.redis_server, pipeline.process.supervisor, "
+    "stages.generate.model.folder, web.listener, ops.serve.with_shell"
 )
 """What `serve` needs before there are workers, which need both cores of a small machine at once."""
 WITH_TORCH = (

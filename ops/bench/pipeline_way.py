@@ -1,7 +1,7 @@
 """The time that the pipeline adds to a token: the real stages around an engine that computes nothing.
 
-The engine's loop and its courier run in this process, exactly as they serve. Tokenizer and detokenizer are processes,
-as `minisgl serve` starts them. For comparison the same schedule drives the same engine in a plain loop.
+The engine's loop and its log thread run in this process, as they serve. Tokenizer and detokenizer are processes, as
+`minisgl serve` starts them. For comparison the same schedule drives the same engine in a plain loop.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Way:
         """Run a tokenizer and a detokenizer until the block ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._log.close)
-            with self._place():  # the tokenizer waits for an engine, which tells the context length
+            with self._slot_lease():  # the tokenizer waits for an engine, which tells the context length
                 for stage in (TOKENIZE, DETOKENIZE):
                     stack.enter_context(self._started(stage, "--model", str(self._folder)))
                 self._until(lambda: all(self._is_ready(stage) for stage in (TOKENIZE, DETOKENIZE)), READY_TIMEOUT_S)
@@ -146,7 +146,7 @@ class Way:
     def engine(self, num_rows: int, num_tokens: int, step_s: float) -> Iterator[None]:
         """Run an engine's loop until the block ends, with room for *num_rows* requests of *num_tokens* tokens."""
         engine = IdleEngine(step_s)
-        with self._engine_place() as (place, log), self._loop(place, log, engine, num_rows, num_tokens):
+        with self._engine_slot() as (slot_lease, log), self._loop(slot_lease, log, engine, num_rows, num_tokens):
             yield
 
     def run(self, num_rows: int, num_tokens: int, step_s: float) -> WayTimes:
@@ -157,9 +157,9 @@ class Way:
         """
         alone_us = step_times_alone(num_rows, num_tokens, step_s)
         engine = IdleEngine(step_s)
-        with self._engine_place() as (place, log):
+        with self._engine_slot() as (slot_lease, log):
             uids = self._submit(num_rows, num_tokens)
-            with self._loop(place, log, engine, num_rows, num_tokens) as thread:
+            with self._loop(slot_lease, log, engine, num_rows, num_tokens) as thread:
                 self._until(
                     lambda: not self._log.alive(uids) or not thread.is_alive(),
                     READY_TIMEOUT_S + num_tokens * (step_s + LONGEST_STEP_S),
@@ -170,21 +170,21 @@ class Way:
         return WayTimes(alone_us, engine.intervals_us(num_rows), commits_us, uids)
 
     @contextlib.contextmanager
-    def _engine_place(self) -> Iterator[tuple[SlotLease, TimedLog]]:
+    def _engine_slot(self) -> Iterator[tuple[SlotLease, TimedLog]]:
         """Hold the engine's slot; create its streams and the log for its loop."""
         log = TimedLog(self._url, self._names)
-        with contextlib.closing(log), self._place() as place:
-            for inbox in (Inbox.tokenized(log.names), Inbox.steps(log.names, place.owner.slot)):
+        with contextlib.closing(log), self._slot_lease() as slot_lease:
+            for inbox in (Inbox.tokenized(log.names), Inbox.steps(log.names, slot_lease.owner.slot)):
                 log.prepare(inbox)
-            yield place, log
+            yield slot_lease, log
 
     @contextlib.contextmanager
     def _loop(
-        self, place: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
+        self, slot_lease: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
     ) -> Iterator[threading.Thread]:
-        schedule = _schedule(num_rows, num_tokens, place.owner.slot, place.owner.epoch)
-        courier = LogThread(log, place.owner, lease_ms=LEASE_MS, came_round=place.came_round)
-        with _running(GenerateWorker(engine, schedule, courier, place), courier) as thread:
+        schedule = _schedule(num_rows, num_tokens, slot_lease.owner.slot, slot_lease.owner.epoch)
+        log_thread = LogThread(log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
+        with _running(GenerateWorker(engine, schedule, log_thread, slot_lease), log_thread) as thread:
             yield thread
 
     def _submit(self, num_rows: int, num_tokens: int) -> list[str]:
@@ -198,16 +198,16 @@ class Way:
         return uids
 
     @contextlib.contextmanager
-    def _place(self) -> Iterator[SlotLease]:
+    def _slot_lease(self) -> Iterator[SlotLease]:
         """Hold the engine's slot, each time under a new epoch."""
         with contextlib.closing(self._log.another()) as lease_log:
-            place = SlotLease(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
+            slot_lease = SlotLease(lease_log, acquire_slot(self._log, GENERATE, LEASE_MS, preferred=0), LEASE_MS)
             try:
-                place.came_round(patience_s=READY_TIMEOUT_S)
-                place.say(phase="ready", models=("bench",), context=4096)
-                yield place
+                slot_lease.came_round(patience_s=READY_TIMEOUT_S)
+                slot_lease.say(phase="ready", models=("bench",), context=4096)
+                yield slot_lease
             finally:
-                place.leave()
+                slot_lease.leave()
 
     def _started(
         self, stage: str, *flags: str, fds: Sequence[int] = ()
@@ -228,7 +228,7 @@ class Way:
 
 
 @contextlib.contextmanager
-def _running(worker: GenerateWorker, courier: LogThread) -> Iterator[threading.Thread]:
+def _running(worker: GenerateWorker, log_thread: LogThread) -> Iterator[threading.Thread]:
     """Run an engine's loop in a thread until the block ends."""
     stop, errors = Stop(), list[BaseException]()
 
@@ -239,14 +239,14 @@ def _running(worker: GenerateWorker, courier: LogThread) -> Iterator[threading.T
             errors.append(error)
 
     thread = threading.Thread(target=run, name="engine")
-    courier.start()
+    log_thread.start()
     thread.start()
     try:
         yield thread
     finally:
         stop.set()
         thread.join()
-        courier.stop()
+        log_thread.stop()
     if errors:
         raise errors[0]
 

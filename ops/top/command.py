@@ -47,7 +47,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 view = view_of(reader.read())
                 _print_json(view) if prints.as_json else _print_text(view, console, environment)
             elif prints.as_json:
-                for view in _pictures(reader, first, top.interval_s):
+                for view in _snapshots(reader, first, top.interval_s):
                     _print_json(view)
             else:
                 show(reader, top.interval_s, first, console)
@@ -70,8 +70,8 @@ def _print_json(view: PipelineView) -> None:
     sys.stdout.flush()
 
 
-def _pictures(reader: Reader, last: PipelineView, interval_s: float) -> Iterator[PipelineView]:
-    """Yield a picture after each interval; while the log cannot be read, the last one with the reason."""
+def _snapshots(reader: Reader, last: PipelineView, interval_s: float) -> Iterator[PipelineView]:
+    """Yield a view after each interval. While the log cannot be read, the last one with the reason."""
     while True:
         time.sleep(interval_s)
         try:

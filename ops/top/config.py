@@ -9,7 +9,7 @@ from pipeline.flags import flag, seconds, yes_or_no
 
 @dataclass(frozen=True, slots=True)
 class TopConfig:
-    """How often a picture is made."""
+    """How often a snapshot is shown."""
 
     interval_s: float = flag("--interval", default=1.0, parse=seconds, help="seconds between two snapshots")
     once: bool = flag(

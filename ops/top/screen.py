@@ -96,14 +96,14 @@ class Screenful:
 
 
 def as_json(view: PipelineView) -> bytes:
-    """Return *picture* as one line."""
+    """Return *view* as one line."""
     return orjson.dumps(view, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def lines_of(
     view: PipelineView, width: int = 0, height: int = 0, *, silent_s: float = 0.0, paused: bool = False
 ) -> list[Text]:
-    """Return *picture* as lines, the head first; width or height 0 means no limit."""
+    """Return *view* as lines, the head first; width or height 0 means no limit."""
     is_wide = not width or width >= WIDE
     sections = [
         _slots(view),

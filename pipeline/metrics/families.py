@@ -104,7 +104,7 @@ PROMPT_TOKENS: Final = Family(
 GENERATION_TOKENS: Final = Family(
     "generation_tokens_total",
     "counter",
-    "Tokens that an engine made, those after a stop string, which nobody gets, included.",
+    "Tokens that an engine made. Tokens after a stop string count, too.",
     (GENERATE,),
     of_model=True,
 )
@@ -118,7 +118,7 @@ NUM_PREEMPTIONS: Final = Family(
 STEP_TOKENS: Final = Family(
     "iteration_tokens_total",
     "histogram",
-    "Tokens, of prompts and of answers, that one step computed.",
+    "Prompt and output tokens that one step computed.",
     (GENERATE,),
     buckets=_STEP_TOKENS,
     of_model=True,
