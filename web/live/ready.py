@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final, Literal, NoReturn, Protocol
 
@@ -50,10 +50,8 @@ class Say(Protocol):
     def __call__(self, **changes: object) -> None: ...
 
 
-class Spawn(Protocol):
-    """`Frontend.spawn`: run in a task of its own."""
-
-    def __call__(self, work: Coroutine[Any, Any, str]) -> asyncio.Task[str]: ...
+Spawn = Callable[[Coroutine[Any, Any, str]], "asyncio.Task[str]"]
+"""`Frontend.spawn`: runs in a task of its own."""
 
 
 class Readiness:

@@ -47,13 +47,6 @@ class Asked(Protocol):
 
 R = TypeVar("R", bound=Asked)
 R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
-R_co = TypeVar("R_co", bound=Asked, covariant=True)
-
-
-class Parse(Protocol[R_co]):
-    """Parses a body. Raises RequestError."""
-
-    def __call__(self, body: bytes) -> R_co: ...
 
 
 class ToEvents(Protocol[R_contra]):
@@ -88,7 +81,11 @@ def generation_routes(frontend: Frontend) -> Blueprint:
 
 
 async def answer(
-    frontend: Frontend, endpoint: str, parse: Parse[R], to_events: ToEvents[R], respond: Respond | None = None
+    frontend: Frontend,
+    endpoint: str,
+    parse: Callable[[bytes], R],
+    to_events: ToEvents[R],
+    respond: Respond | None = None,
 ) -> Response:
     """Answer the current HTTP request: *parse* reads its body, *to_events* turns that into requests of the log, and
     *respond* makes the answer, if that is not generated text.
