@@ -18,7 +18,7 @@ from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
 from web.routes.answers import error_response, json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
-from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS, GENERATE_ENDPOINT, frames_for
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
 from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_of
@@ -134,8 +134,7 @@ async def _whole(opened: OpenRequest) -> Response:
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
         if opened.done:
-            endpoint = ENDPOINTS[opened.event.endpoint]
-            return json_response(endpoint.body(opened.uid, opened.events, choices))
+            return json_response(body_of(opened.uid, opened.events, choices))
 
 
 async def _streamed(opened: OpenRequest) -> Response:

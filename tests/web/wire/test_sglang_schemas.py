@@ -29,7 +29,7 @@ from pipeline.events import (
     Usage,
 )
 from pipeline.names import SEAL, sibling_uids
-from web.wire.endpoints import ENDPOINTS, GENERATE_ENDPOINT
+from web.wire.endpoints import body_of, frames_for
 from web.wire.frames import ClientEvent
 from web.wire.openai.answers import choices_for
 from web.wire.sglang.schemas import SGLangRequest, SGLangSampling, TextRequest, parse_generate
@@ -345,11 +345,12 @@ def whole(body: dict[str, Any], *given: ClientEvent) -> Any:
                 choices[each.index].apply(produced)
             case Finished() as end:
                 choices[each.index].finished = end
-    return json.loads(ENDPOINTS[GENERATE_ENDPOINT].body(UID, events, choices))
+    return json.loads(body_of(UID, events, choices))
 
 
 def streamed(body: dict[str, Any], *given: ClientEvent, uid: str = UID, events: list[Submitted] | None = None) -> bytes:
-    frames = ENDPOINTS[GENERATE_ENDPOINT].frames(uid, submitted(body) if events is None else events)
+    frames = frames_for(uid, submitted(body) if events is None else events)
+    assert frames is not None
     return b"".join(frames.of(each) for each in given)
 
 
@@ -453,7 +454,8 @@ def test_every_frame_of_a_stream_has_all_so_far_and_the_last_one_is_the_whole_an
 
 def test_frames_have_no_ids_and_no_comments_for_sglangs_clients_take_every_line_for_json() -> None:
     events = submitted({"text": "a", "stream": True})
-    frames = ENDPOINTS[GENERATE_ENDPOINT].frames(UID, events)
+    frames = frames_for(UID, events)
+    assert frames is not None
     stream = frames.of(ANSWER[0]) + frames.waiting + frames.of(ended(finished(n=1)))
     assert [document["text"] for document in documents(stream)] == ["Hel", "Hel"]
     assert [json.loads(frame.data)["text"] for frame in frames_in(stream)] == ["Hel", "Hel"], "a browser reads the same"
