@@ -29,7 +29,7 @@ from pipeline.metrics.families import COMMIT_SECONDS, REJECTIONS
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
 from web.live.client import Client, Subscription, subscribe
-from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend
+from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend, reaching
 from web.live.listener import Listener
 from web.wire.idempotency import HEADER
 from web.wire.openai.errors import NotNow
@@ -118,10 +118,10 @@ async def read_request(frontend: Frontend, uid: str, event: Submitted, *, whole:
     client = Client(subscribe(functools.partial(frontend.tail.follow, whole=whole), uid, [event]))
     frontend.enter(client, lambda: frontend.drop(client, reader=True))
     try:
-        await frontend.begin_reading(client, [uid])
-    except LogError as error:
-        logger.warning("reader_not_begun", uid=uid, error=str(error))
-        raise client.refuse(RequestError(UNREACHABLE, code="overloaded", status=503)) from None
+        with reaching("reader_not_begun", uid=uid):
+            await frontend.begin_reading(client, [uid])
+    except RequestError as error:
+        raise client.refuse(error) from None
     return client
 
 
@@ -208,15 +208,15 @@ class OpenRequest(Client):
         """
         frontend, uids = self._frontend, sibling_uids(uid, len(self.events))  # as many: the body is the same
         try:
-            await frontend.begin_reading(self, uids)  # before the look, so that nobody cancels it after that
-            found = [await frontend.ask(frontend.log.entries(each, (SUBMITTED_ID, SEAL))) for each in uids]
+            with reaching("not_attached", uid=uid):
+                await frontend.begin_reading(self, uids)  # before the look, so that nobody cancels it after that
+                found = [await frontend.ask(frontend.log.entries(each, (SUBMITTED_ID, SEAL))) for each in uids]
             begins = [decode(entries[SUBMITTED_ID].fields) for entries in found if SUBMITTED_ID in entries]
             ends = [decode(entries[SEAL].fields) for entries in found if SEAL in entries]
         except UndecodableEvent:
             raise self.break_off() from None
-        except LogError as error:
-            logger.warning("not_attached", uid=uid, error=str(error))
-            raise self.refuse(RequestError(UNREACHABLE, code="overloaded", status=503)) from None
+        except RequestError as error:
+            raise self.refuse(error) from None
         in_vain = any(isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500) for end in ends)
         events = [event for event in begins if isinstance(event, Submitted)]
         if len(events) < len(uids) or in_vain:
