@@ -24,8 +24,7 @@ from web_site import CHAT, Site, chat, error_of, request_lines, site, until
 
 import web.routes.cache
 from pipeline.errors import ConfigError
-from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log.protocol import Quota, RequestLimits
+from pipeline.log.protocol import Quota
 from pipeline.names import Names
 from web.keys import Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
@@ -378,41 +377,6 @@ async def test_beyond_the_requests_at_once_429_says_to_come_again_in_a_second(
             assert (await place.post(chat(), headers=bearer())).status_code == 200
 
 
-async def test_a_frontend_that_dies_leaves_its_requests_counted_until_they_end(
-    redis_url: str, stand_in: StandIn
-) -> None:
-    event = Submitted(endpoint="test", frontend="web-0", prompt="silent", sampling=SamplingParams())
-    quota = Quota(hash_of(ANN), concurrent_requests=1)
-    async with site(redis_url, "web-1", keys=Keys([quota])) as there:
-        await there.log.submit("uid of the dead", [event], quota=quota)
-        assert (await there.post(chat(), headers=bearer())).status_code == 429
-        await there.log.end("uid of the dead", Cancelled(by="janitor"), frontend="web-0")
-        assert (await there.post(chat(), headers=bearer())).status_code == 200
-
-
-async def test_what_was_refused_for_another_reason_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
-    keys = with_limit(requests_per_minute=1, concurrent_requests=1)
-    async with site(redis_url, keys=keys) as here:
-
-        async def act() -> list[int]:
-            forget_counts(redis_url)
-            statuses = []
-            here.log.limits = RequestLimits(max_queued=1)
-            async with here.connection(chat("silent"), bearer(BOB)):
-                await until(lambda: command(redis_url, "ZCARD", Names().live))
-                statuses.append((await here.post(chat(), headers=bearer())).status_code)
-            await until(lambda: not here.frontend.is_busy)
-            here.log.limits = RequestLimits()
-            command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-            statuses.append((await here.post(chat(), headers=bearer())).status_code)
-            command(redis_url, "CONFIG", "SET", "maxmemory", "0")
-            for body in (chat(n=0), chat(model="gpt-5"), chat(), chat()):
-                statuses.append((await here.post(body, headers=bearer())).status_code)
-            return statuses
-
-        assert await in_one_minute(act) == [503, 503, 400, 404, 200, 429]
-
-
 async def test_one_that_comes_to_a_request_that_is_there_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
     keys = with_limit(requests_per_minute=1, concurrent_requests=1)
     async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
@@ -500,20 +464,3 @@ async def test_the_official_client_sees_a_limit_and_waits_for_as_long_as_it_is_t
 
         again_s = await in_one_minute(act)
         assert len(waited_s) == 1 and again_s <= waited_s[0] <= again_s + 5
-
-
-async def test_the_official_client_gets_its_answer_once_there_is_room(redis_url: str, stand_in: StandIn) -> None:
-    keys = with_limit(concurrent_requests=1)
-    with capture_logs() as lines:
-        async with site(redis_url, keys=keys) as here, client_of(here, ANN, max_retries=3) as client:
-
-            def statuses() -> list[int]:
-                return [line["status"] for line in lines if line["event"] == "request"]
-
-            async with here.connection(chat("silent"), bearer()):
-                await until(stand_in.requests)
-                answer = asyncio.create_task(ask(client))
-                await until(lambda: 429 in statuses())
-            completion = await answer
-            assert completion.choices[0].message.content == "Hello\u2028!"
-    assert statuses().count(200) == 1

@@ -10,7 +10,7 @@ from quart import Response
 from redis_servers import command
 from stand_in_stages import StandIn
 from structlog.testing import capture_logs
-from web_site import DONE, Site, chat, error_of, one_request, received, request_lines, seal_of, site, until
+from web_site import DONE, chat, error_of, one_request, received, request_lines, seal_of, site, until
 
 import web.live.listener
 from pipeline.events import Cancelled, Failed
@@ -23,11 +23,6 @@ KEY = {"Idempotency-Key": "a-key"}
 async def bytes_of(response: Response) -> bytes:
     assert response.status_code == 200
     return await response.get_data(as_text=False)
-
-
-async def idle(*sites: Site) -> None:
-    """Wait until nothing is left to be said to the log."""
-    await until(lambda: not any(here.frontend._background for here in sites))
 
 
 def lives(stand_in: StandIn, uid: str) -> bool:
@@ -142,14 +137,6 @@ async def test_what_ended_in_vain_is_computed_anew_once(
     assert len(stand_in.requests()) == 2
 
 
-async def test_a_key_lives_as_long_as_its_request_can_be_opened(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url, limits=RequestLimits(timeout_s=50, retention_s=70)) as here:
-        await here.post(chat(), headers=KEY)
-        (key,) = command(redis_url, "KEYS", Names().idempotency("*"))
-        assert 110_000 < command(redis_url, "PTTL", key) <= 120_000
-        assert b"a-key" not in key
-
-
 async def test_a_full_server_still_answers_what_it_was_asked_before(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
         answer = await bytes_of(await here.post(chat(), headers=KEY))
@@ -164,44 +151,27 @@ async def test_a_full_server_still_answers_what_it_was_asked_before(redis_url: s
 # clients that leave
 
 
+@pytest.mark.parametrize("first_leaves", [False, True])
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_when_the_first_client_leaves_the_request_goes_on_for_the_second(
-    redis_url: str, stand_in: StandIn, elsewhere: bool
-) -> None:
-    body = chat("endless", stream=True)
-    async with site(redis_url) as here, site(redis_url, "web-1") as there:
-        async with here.connection(body, KEY) as first:
-            await received(first, b"id: 1-0\n")
-            uid = await one_request(stand_in)
-            async with (there if elsewhere else here).connection(body, KEY) as second:
-                sent = await received(second, b"id: 1-0\n")
-                await first.disconnect()
-                await until(lambda: len(here.frontend._clients) == (0 if elsewhere else 1))
-                await idle(here)
-                assert lives(stand_in, uid)
-                n = sent.count(b"id: ") + 20
-                await received(second, b"id: " + tokens_id(n).encode())
-        await until(lambda: not (here.frontend.is_busy or there.frontend.is_busy))
-        assert not lives(stand_in, uid)  # nobody is left
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-async def test_when_the_second_client_leaves_the_request_goes_on_for_the_first(
-    redis_url: str, stand_in: StandIn, elsewhere: bool
+async def test_when_one_client_leaves_the_request_goes_on_for_the_other(
+    redis_url: str, stand_in: StandIn, elsewhere: bool, first_leaves: bool
 ) -> None:
     body = chat("endless", stream=True)
     async with site(redis_url) as here, site(redis_url, "web-1") as there:
         place = there if elsewhere else here
         async with here.connection(body, KEY) as first:
-            await received(first, b"id: 1-0\n")
+            sent = await received(first, b"id: 1-0\n")
             uid = await one_request(stand_in)
             async with place.connection(body, KEY) as second:
-                await received(second, b"id: 1-0\n")
-            await until(lambda: len(place.frontend._clients) == (0 if elsewhere else 1))
-            await idle(place)
-            assert lives(stand_in, uid)
-        await until(lambda: not here.frontend.is_busy)
-        assert not lives(stand_in, uid)
+                sent += await received(second, b"id: 1-0\n")
+                leaves, stays, where = (first, second, here) if first_leaves else (second, first, place)
+                await leaves.disconnect()
+                await until(lambda: len(where.frontend._clients) == (0 if elsewhere else 1))
+                await until(lambda: not where.frontend._background)
+                assert lives(stand_in, uid)
+                await received(stays, b"id: " + tokens_id(sent.count(b"id: ") + 20).encode())
+        await until(lambda: not (here.frontend.is_busy or there.frontend.is_busy))
+        assert not lives(stand_in, uid)  # nobody is left
 
 
 async def test_clients_that_leave_at_once_leave_nothing_behind(redis_url: str, stand_in: StandIn) -> None:

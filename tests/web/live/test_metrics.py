@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -19,7 +17,7 @@ from web_site import Site, chat, error_of, site, until
 import web.live.metrics
 import web.live.open_request
 from pipeline.events import Cancelled, Failed
-from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, RequestLimits
+from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, Quota, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -36,7 +34,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import Names
 from pipeline.slots import Status
-from web.keys import Keys, read_keys
+from web.keys import Keys, hash_of
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]
@@ -56,11 +54,6 @@ def publish(url: str, slot: str, metrics: str, **said: Any) -> None:
         assert owner is not None
         status = Status(slot=slot, owner=str(owner), pid=1, host="here", phase="ready", metrics=metrics)
         log.renew(owner, LEASE_MS, status.model_copy(update=said).model_dump_json())
-
-
-def with_more(measures: Measures, more: Mapping[str, object]) -> str:
-    """Return a snapshot as a version says it that measures something else, too."""
-    return orjson.dumps(orjson.loads(measures.snapshot()) | more).decode()
 
 
 async def test_one_text_shows_what_every_process_measured(redis_url: str, stand_in: StandIn) -> None:
@@ -126,7 +119,8 @@ async def test_workers_of_other_versions_break_nothing(redis_url: str, stand_in:
     other.add(GENERATION_TOKENS, amount=8)
     other.observe(BETWEEN_TOKENS_SECONDS, 0.1)
     publish(redis_url, "generate-1", known.snapshot())
-    publish(redis_url, "generate-2", with_more(other, {"": 1, "tomorrow_total": [[3]], "tomorrow": {"a": 1}}))
+    tomorrow = {"": 1, "tomorrow_total": [[3]], "tomorrow": {"a": 1}}
+    publish(redis_url, "generate-2", orjson.dumps(orjson.loads(other.snapshot()) | tomorrow).decode())
     publish(redis_url, "generate-3", "}{ no snapshot")
     with closing(RedisLog(redis_url, Names())) as log:
         for slot in ("generate-4", "detokenize-1"):
@@ -327,18 +321,10 @@ async def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_
     assert reasons(seen, "admission_rejections_total") == {"shutting_down": 1}
 
 
-def limited(tmp_path: Path, **limits: int) -> Keys:
-    file = tmp_path / "limits.toml"
-    file.write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in limits.items()))
-    return read_keys(["sk-ann"], str(file))
-
-
 @pytest.mark.parametrize("limit", ["requests_per_minute", "concurrent_requests"])
-async def test_what_a_key_may_not_send_is_counted_with_the_limit(
-    redis_url: str, stand_in: StandIn, tmp_path: Path, limit: str
-) -> None:
+async def test_what_a_key_may_not_send_is_counted_with_the_limit(redis_url: str, stand_in: StandIn, limit: str) -> None:
     ann = {"authorization": "Bearer sk-ann"}
-    async with site(redis_url, keys=limited(tmp_path, **{limit: 1})) as here:
+    async with site(redis_url, keys=Keys([Quota(hash_of("sk-ann"), **{limit: 1})])) as here:
         async with here.connection(chat("silent"), ann):
             await until(stand_in.requests)
             assert (await error_of(here.post(chat(), headers=ann)))[0] == 429

@@ -213,36 +213,6 @@ async def test_a_running_request_is_read_elsewhere_as_it_comes_by_several_at_onc
             assert others[1] == others[2] == sent
 
 
-async def test_a_request_whose_web_process_is_dead_is_read_to_its_end(
-    redis_url: str, stages: Stages, no_polling: None
-) -> None:
-    uid = new_uid()
-    submit(stages.log, uid, stream=True, include_usage=True)
-    stages.take_in()
-    async with site(redis_url, ready=False) as here, here.reading(events(uid)) as reader:
-        await until(lambda: here.frontend.tail.listeners)
-        await say(stages, uid, 1, tokens(1, "a"))
-        got = await received(reader, b"id: 1-0\n")
-        await say(stages, uid, 2, tokens(2, "b"), finished(2))
-        *_, usage = documents(got + await received(reader, DONE))
-        assert usage["usage"]["completion_tokens"] == 2
-
-
-async def test_many_requests_are_read_at_once(redis_url: str, stages: Stages, no_polling: None) -> None:
-    uids = [new_uid() for _ in range(20)]
-    for uid in uids:
-        submit(stages.log, uid)
-        stages.take_in()
-    async with site(redis_url, ready=False) as here:
-        reads = [asyncio.create_task(read(here, events(uid))) for uid in uids]
-        for n in range(1, 4):
-            for uid in uids:
-                await say(stages, uid, n, tokens(n, uid[-4:]), *([finished(3)] if n == 3 else []))
-        for uid, stream in zip(uids, await asyncio.gather(*reads), strict=True):
-            texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in documents(stream)]
-            assert "".join(texts) == 3 * uid[-4:]
-
-
 async def test_an_end_that_is_no_success_is_a_frame_whenever_it_is_read(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
         await here.post(chat("refuse"))
@@ -330,16 +300,6 @@ async def test_a_request_that_is_not_there_was_never_or_has_expired(
             assert await code(f"chatcmpl-{drawn(101)}.3", method) == expired
             assert await code(drawn(-1000), method) == "request_not_found"
             assert await code(drawn(101)[:-1], method) == "request_not_found"
-
-
-async def test_one_of_several_requests_has_a_number(redis_url: str, stages: Stages) -> None:
-    uid = f"{new_uid()}.1"
-    submit(stages.log, uid)
-    stages.take_in()
-    await say(stages, uid, 1, tokens(1, "a"), finished(1))
-    async with site(redis_url, ready=False) as here:
-        assert len(documents(await read(here, events(uid)))) == 3
-        assert (await (await here.get(f"/v1/requests/{uid}")).get_json())["uid"] == uid
 
 
 # what siblings have in common
