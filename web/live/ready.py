@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Final, Literal, NoReturn, Protocol
+from typing import Any, Final, Literal, NoReturn
 
 import structlog
 
@@ -44,12 +44,8 @@ PROBE: Final = "probe"
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
-class Say(Protocol):
-    """`SlotLease.say`: publish the status of this process."""
-
-    def __call__(self, **changes: object) -> None: ...
-
-
+Say = Callable[..., None]
+"""`SlotLease.say`: publishes changes of the status of this process."""
 Spawn = Callable[[Coroutine[Any, Any, str]], "asyncio.Task[str]"]
 """`Frontend.spawn`: runs in a task of its own."""
 
