@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from web_site import CHAT, DONE, Site, chat, error_of, one_request, received, re
 import web.live.listener
 import web.live.open_request
 import web.live.readers
-from pipeline.events import Presentation, SamplingParams, Submitted, new_uid
+from pipeline.events import SamplingParams, Submitted, new_uid
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
@@ -75,26 +75,27 @@ async def read(here: Site, path: str, **headers: str) -> bytes:
     return await response.get_data(as_text=False)
 
 
-async def streamed(here: Site, stand_in: StandIn, body: dict[str, Any]) -> tuple[str, bytes]:
+async def streamed(here: Site, body: dict[str, Any]) -> tuple[str, bytes]:
     """Return uid and bytes of a stream as its client got it."""
     response = await here.post(body | {"stream": True})
     assert response.status_code == 200
     return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
 
 
-def submit(
-    log: RedisLog, uid: str, count: int = 1, *, frontend: str = DEAD, endpoint: str = CHAT, **shown: Any
-) -> None:
+def submit(log: RedisLog, uid: str, count: int = 1, *, endpoint: str = CHAT) -> None:
     """Submit a request, or siblings, as a frontend would that is dead since."""
-    event = Submitted(
-        endpoint=endpoint,
-        frontend=frontend,
-        model="demo",
-        prompt="p",
-        sampling=SamplingParams(),
-        presentation=Presentation(**shown),
-    )
+    event = Submitted(endpoint=endpoint, frontend=DEAD, model="demo", prompt="p", sampling=SamplingParams())
     log.submit(uid, count * [event])
+
+
+async def begun(stages: Stages, *texts: str, uid: str = "") -> str:
+    """Submit a request, take it in and say the *texts* of its first tokens; return its uid."""
+    uid = uid or new_uid()
+    submit(stages.log, uid)
+    stages.take_in()
+    for n, text in enumerate(texts, 1):
+        await say(stages, uid, n, tokens(n, text))
+    return uid
 
 
 async def take_in_chat(stages: Stages) -> str:
@@ -119,7 +120,7 @@ async def test_a_stream_that_was_cut_anywhere_goes_on_elsewhere_byte_by_byte(
 ) -> None:
     body = chat(words, model="demo", stream_options={"include_usage": include_usage})
     async with site(redis_url) as here, site(redis_url, "web-1") as there:
-        uid, full = await streamed(here, stand_in, body)
+        uid, full = await streamed(here, body)
         frames = split(full)
         assert {id_of(frame) for frame in frames} >= {tokens_id(1), SEAL}
         for cut in range(len(frames) + 1):
@@ -141,7 +142,7 @@ async def test_a_cursor_in_the_middle_of_an_event_of_several_frames_repeats_all_
     redis_url: str, stand_in: StandIn
 ) -> None:
     async with site(redis_url) as here:
-        uid, full = await streamed(here, stand_in, chat(stream_options={"include_usage": True}))
+        uid, full = await streamed(here, chat(stream_options={"include_usage": True}))
         *_, finish, usage, done = frames = split(full)
         assert (id_of(finish), id_of(usage)) == ("", SEAL)
         last_id = [id_of(frame) for frame in frames[:-2] if id_of(frame)][-1]
@@ -153,7 +154,7 @@ async def test_an_id_without_a_frame_is_a_cursor_too_and_the_header_counts_more_
     redis_url: str, stand_in: StandIn
 ) -> None:
     async with site(redis_url) as here:
-        uid, full = await streamed(here, stand_in, chat())
+        uid, full = await streamed(here, chat())
         rest = resumed_after(split(full), 1)
         assert await read(here, events(uid), **{"Last-Event-ID": tokens_id(2)}) == rest  # it has no text
         assert await read(here, events(uid, f"?starting_after={SEAL}"), **{"Last-Event-ID": "1-0"}) == rest
@@ -178,7 +179,7 @@ async def test_every_answer_says_that_a_request_was_created_when_its_uid_was_dra
     async with site(redis_url) as here:
         monkeypatch.setattr(web.live.open_request, "new_uid", lambda: drawn(5000))
         whole = await here.post(chat())
-        _, stream = await streamed(here, stand_in, chat())
+        _, stream = await streamed(here, chat())
         uid = whole.headers["x-minisgl-uid"]
         answers = [await whole.get_json(), *documents(stream), *documents(await read(here, events(uid)))]
         assert {round(time.time() - answer["created"], -2) for answer in answers} == {5000}
@@ -213,26 +214,12 @@ async def test_a_running_request_is_read_elsewhere_as_it_comes_by_several_at_onc
             assert others[1] == others[2] == sent
 
 
-async def test_an_end_that_is_no_success_is_a_frame_whenever_it_is_read(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        await here.post(chat("refuse"))
-        await until(lambda: len(list(requests_of(redis_url))) == 2)
-        refused = next(uid for uid in requests_of(redis_url) if uid not in dict(stand_in.seen))
-        (document,) = documents(await read(here, events(refused)))
-        assert document["error"]["code"] == "context_length_exceeded"
-
-
-def requests_of(url: str) -> Iterator[str]:
-    for key in command(url, "KEYS", Names().request("*")):
-        yield key.decode().rpartition(":")[2]
-
-
 # the raw events
 
 
 async def test_the_raw_events_are_all_that_is_in_the_history(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
-        uid, _ = await streamed(here, stand_in, chat(user="ann"))
+        uid, _ = await streamed(here, chat(user="ann"))
         stream = await read(here, events(uid, "?format=events"))
         with closing(stand_in.stages.log.another()) as log:
             history = log.histories([uid])[0]
@@ -270,7 +257,7 @@ async def test_raw_events_come_as_they_happen_also_those_that_clients_do_not_see
 
 async def test_an_id_that_never_was_is_refused_and_named(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
-        uid, _ = await streamed(here, stand_in, chat())
+        uid, _ = await streamed(here, chat())
         for given in ("7-0", "2", "2-0-0", "01-0", "-", "x", f"{10**20}-0", "1-0\t2-0"):
             for name, how in (
                 ("starting_after", {"query_string": {"starting_after": given}}),
@@ -377,10 +364,7 @@ async def test_a_format_that_there_is_not_and_frames_that_there_are_none_of_are_
 async def test_a_history_that_vanishes_under_its_reader_ends_the_stream_with_an_error(
     redis_url: str, stages: Stages, age_s: float, code: str, query: str
 ) -> None:
-    uid = drawn(age_s)
-    submit(stages.log, uid)
-    stages.take_in()
-    await say(stages, uid, 1, tokens(1, "a"))
+    uid = await begun(stages, "a", uid=drawn(age_s))
     async with site(redis_url, ready=False) as here, here.reading(events(uid, query)) as reader:
         got = await received(reader, b"id: 1-0\n")
         command(redis_url, "DEL", Names().request(uid))
@@ -391,11 +375,7 @@ async def test_a_history_that_vanishes_under_its_reader_ends_the_stream_with_an_
 
 
 async def test_a_history_with_a_hole_ends_the_stream_before_the_hole(redis_url: str, stages: Stages) -> None:
-    uid = new_uid()
-    submit(stages.log, uid)
-    stages.take_in()
-    for n in (1, 2, 3):
-        await say(stages, uid, n, tokens(n, str(n)))
+    uid = await begun(stages, "1", "2", "3")
     command(redis_url, "XDEL", Names().request(uid), tokens_id(2))
     async with site(redis_url, ready=False) as here:
         for query, num_before in (("", 2), ("?format=events", 3)):
@@ -410,10 +390,8 @@ async def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
     redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.live.readers, "REFRESH_S", 0.05)
-    uid = new_uid()
+    uid = await begun(stages)
     key = Names().reader(uid)
-    submit(stages.log, uid)
-    stages.take_in()
     async with site(redis_url, ready=False) as here, site(redis_url, "web-1", ready=False) as there:
         async with there.reading(events(uid)):
             async with here.reading(events(uid)), here.reading(events(uid, "?format=events")):
@@ -429,7 +407,7 @@ async def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
 
 async def test_a_request_that_has_ended_needs_no_reader(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
-        uid, full = await streamed(here, stand_in, chat())
+        uid, full = await streamed(here, chat())
         assert await read(here, events(uid)) == full
         assert command(redis_url, "EXISTS", Names().reader(uid)) == 0
 
@@ -454,10 +432,7 @@ async def test_a_reader_that_came_while_another_left_is_known_to_the_log(redis_u
 
 
 async def test_a_full_redis_refuses_no_reader(redis_url: str, stages: Stages) -> None:
-    uid = new_uid()
-    submit(stages.log, uid)
-    stages.take_in()
-    await say(stages, uid, 1, tokens(1, "a"))
+    uid = await begun(stages, "a")
     async with site(redis_url, ready=False) as here:
         command(redis_url, "CONFIG", "SET", "maxmemory", "1")
         async with here.reading(events(uid)) as reader:
@@ -467,7 +442,7 @@ async def test_a_full_redis_refuses_no_reader(redis_url: str, stages: Stages) ->
 
 async def test_a_reader_has_a_canonical_line(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
-        uid, _ = await streamed(here, stand_in, chat())
+        uid, _ = await streamed(here, chat())
         with capture_logs() as lines:
             await read(here, events(uid))
         (line,) = request_lines(lines)
@@ -477,10 +452,7 @@ async def test_a_reader_has_a_canonical_line(redis_url: str, stand_in: StandIn) 
 async def test_a_drain_takes_no_new_readers_and_sends_those_that_are_there_elsewhere(
     redis_url: str, stages: Stages
 ) -> None:
-    uid = new_uid()
-    submit(stages.log, uid)
-    stages.take_in()
-    await say(stages, uid, 1, tokens(1, "a"))
+    uid = await begun(stages, "a")
     async with site(redis_url, ready=False) as here, here.reading(events(uid)) as reader:
         await received(reader, b"id: 1-0\n")
         drain = asyncio.create_task(here.frontend.drain(0.2))
@@ -509,7 +481,7 @@ async def test_without_redis_a_request_cannot_be_read(own_redis: RunningServer) 
 
 async def test_a_request_tells_its_story(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
-        uid, _ = await streamed(here, stand_in, chat(seed=3))
+        uid, _ = await streamed(here, chat(seed=3))
         for name in (uid, f"chatcmpl-{uid}"):
             response = await here.get(f"/v1/requests/{name}")
             told = await response.get_json()

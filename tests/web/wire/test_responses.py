@@ -151,19 +151,14 @@ def test_a_failure_in_a_stream_is_a_frame() -> None:
     assert documents(frame) == [{"error": expected}]
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (400, "invalid_request_error"),
-        (404, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "server_error"),
-        (503, "service_unavailable"),
-    ],
-)
-def test_every_error_has_the_nested_body(status: int, kind: str) -> None:
-    body = json.loads(error_body(RequestError("No.", status=status, param="p", code="c")))
-    assert body == {"error": {"message": "No.", "type": kind, "param": "p", "code": "c"}}
+def test_every_error_has_the_nested_body() -> None:
+    told = {}
+    for status in (400, 404, 429, 500, 503):
+        body = json.loads(error_body(RequestError("No.", status=status, param="p", code="c")))
+        told[status] = body["error"].pop("type")
+        assert body == {"error": {"message": "No.", "param": "p", "code": "c"}}
+    wrong = "invalid_request_error"
+    assert told == {400: wrong, 404: wrong, 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
 
 
 def test_a_cancelled_request_has_a_status_that_no_client_retries() -> None:
