@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from redis_servers import RunningServer, command
 from stand_in_stages import StandIn
 from web_site import chat, error_of, seal_of, site, text_of, until
 
+import web.live.frontend
 from pipeline.names import SEAL, Names
 
 
@@ -31,7 +33,10 @@ async def test_a_drain_lets_streams_end_and_takes_nothing_new(redis_url: str, st
     assert b"shutting_down" in end[0][1]
 
 
-async def test_without_redis_a_drain_still_tells_its_clients(own_redis: RunningServer) -> None:
+async def test_without_redis_a_drain_still_tells_its_clients(
+    own_redis: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web.live.frontend, "SHUT_DOWN_S", 0.5)
     stand_in = StandIn(own_redis.url)
     async with site(own_redis.url) as here, here.connection(chat("silent", stream=True)) as connection:
         await until(stand_in.requests)

@@ -11,6 +11,7 @@ from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import CHAT, DONE, chat, error_of, one_request, received, request_lines, seal_of, site, until
 
+import web.live.listener
 import web.live.open_request
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, SamplingParams, Submitted
@@ -115,8 +116,9 @@ async def test_a_request_that_its_client_left_goes_on_while_somebody_reads_it(
 
 @pytest.mark.parametrize("choices", [1, 2])
 async def test_a_request_that_the_log_lost_before_its_first_token_is_submitted_again(
-    redis_url: str, stages: Stages, choices: int
+    redis_url: str, stages: Stages, choices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.1)
     with capture_logs() as lines:
         async with site(redis_url, ready=False) as here:
             stages.say_phase("ready")

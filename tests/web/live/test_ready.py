@@ -26,6 +26,12 @@ def always_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web.live.ready, "TRIAL_COUNTS_S", 0.0)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes is seen at once."""
+    monkeypatch.setattr(web.live.ready, "POLL_READY_S", 0.02)
+
+
 async def health(here: Site) -> tuple[int, dict[str, Any]]:
     response = await here.client.get(PATH)
     return response.status_code, await response.get_json()

@@ -362,8 +362,9 @@ async def test_a_format_that_there_is_not_and_frames_that_there_are_none_of_are_
 @pytest.mark.parametrize(("age_s", "code"), [(0.0, "log_lost"), (2000.0, "request_expired")])
 @pytest.mark.parametrize("query", ["", "?format=events"])
 async def test_a_history_that_vanishes_under_its_reader_ends_the_stream_with_an_error(
-    redis_url: str, stages: Stages, age_s: float, code: str, query: str
+    redis_url: str, stages: Stages, age_s: float, code: str, query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.1)
     uid = await begun(stages, "a", uid=drawn(age_s))
     async with site(redis_url, ready=False) as here, here.reading(events(uid, query)) as reader:
         got = await received(reader, b"id: 1-0\n")
