@@ -47,6 +47,11 @@ class Site:
     def _say(self, **changes: object) -> None:
         self.said.append(changes)
 
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a client is being answered, or a task is still writing to the log."""
+        return bool(self.frontend._clients or self.frontend._background)
+
     async def post(self, body: Any, **options: Any) -> Response:
         return await self.client.post(CHAT, json=body, **options)
 
@@ -100,7 +105,7 @@ async def site(
             if ready:
                 await until(lambda: site.frontend.readiness.probed and not site.frontend.tail.listeners)
             yield site
-            await until(lambda: not site.frontend.is_busy)
+            await until(lambda: not site.is_busy)
     finally:
         task.cancel()
         await asyncio.wait({task})

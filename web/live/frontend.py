@@ -90,11 +90,6 @@ class Frontend:
 
     # clients
 
-    @property
-    def is_busy(self) -> bool:
-        """Say whether a client is being answered, or a task is still writing to the log."""
-        return bool(self._clients or self._background)
-
     def admit(self) -> None:
         """Let a new request in.
 

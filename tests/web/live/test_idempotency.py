@@ -170,7 +170,7 @@ async def test_when_one_client_leaves_the_request_goes_on_for_the_other(
                 await until(lambda: not where.frontend._background)
                 assert lives(stand_in, uid)
                 await received(stays, b"id: " + tokens_id(sent.count(b"id: ") + 20).encode())
-        await until(lambda: not (here.frontend.is_busy or there.frontend.is_busy))
+        await until(lambda: not (here.is_busy or there.is_busy))
         assert not lives(stand_in, uid)  # nobody is left
 
 
@@ -179,7 +179,7 @@ async def test_clients_that_leave_at_once_leave_nothing_behind(redis_url: str, s
         for _ in range(20):
             async with here.connection(chat("endless"), KEY), here.connection(chat("endless"), KEY):
                 await until(lambda: here.frontend.tail.listeners)
-            await until(lambda: not here.frontend.is_busy)
+            await until(lambda: not here.is_busy)
         assert here.frontend.tail.listeners == ()
         await until(lambda: command(redis_url, "ZCARD", Names().live) == 0)
     assert command(redis_url, "KEYS", Names().reader("*")) == []
@@ -195,5 +195,5 @@ async def test_a_drain_ends_what_was_sent_here_and_not_what_was_come_to(redis_ur
             await there.frontend.drain(0.1)
             assert b'"code":"shutting_down"' in await received(second, DONE)
             assert lives(stand_in, uid)
-        await until(lambda: not here.frontend.is_busy)
+        await until(lambda: not here.is_busy)
         assert seal_of(stand_in.stages.log, uid)["by"] == "client"

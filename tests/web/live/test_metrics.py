@@ -212,7 +212,7 @@ async def test_a_redis_that_stands_still_delays_the_answer_no_longer_than_our_pa
                 assert (await scrape(here)).total("log_up") == 0
             finally:
                 own_redis.process.send_signal(signal.SIGCONT)
-            await until(lambda: not here.frontend.is_busy)
+            await until(lambda: not here.is_busy)
             assert (await scrape(here)).total("log_up") == 1
 
 
@@ -290,7 +290,7 @@ async def test_streams_are_counted_while_they_are_open_and_clients_that_leave(
             async with here.reading(f"/v1/requests/{uid}/events") as reader:
                 await reader.receive()
                 assert (await scrape(here)).total("streams_open", slot="web-0") == 2
-        await until(lambda: not here.frontend.is_busy)
+        await until(lambda: not here.is_busy)
         seen = await scrape(here)
     assert seen.total("streams_open", slot="web-0") == 0
     assert reasons(seen, "disconnects_total") == {"client": 3}
@@ -328,7 +328,7 @@ async def test_what_a_key_may_not_send_is_counted_with_the_limit(redis_url: str,
         async with here.connection(chat("silent"), ann):
             await until(stand_in.requests)
             assert (await error_of(here.post(chat(), headers=ann)))[0] == 429
-        await until(lambda: not here.frontend.is_busy)
+        await until(lambda: not here.is_busy)
         assert reasons(await scrape(here), "admission_rejections_total") == {limit: 1}
 
 

@@ -31,7 +31,7 @@ async def test_a_client_that_leaves_cancels_its_request(
             if words == "endless" and stream:
                 assert b"assistant" in await connection.receive()
         uid = await one_request(stand_in)
-        await until(lambda: not here.frontend.is_busy)
+        await until(lambda: not here.is_busy)
         assert here.frontend.tail.listeners == ()
     end = seal_of(stand_in.stages.log, uid)
     assert (end["kind"], end["by"]) == ("cancelled", "client")
@@ -42,7 +42,7 @@ async def test_a_client_that_leaves_at_once_cancels_what_it_had_submitted(redis_
         for _ in range(20):
             async with here.connection(chat("endless")):
                 await until(lambda: here.frontend.tail.listeners)
-            await until(lambda: not here.frontend.is_busy)
+            await until(lambda: not here.is_busy)
     assert command(redis_url, "ZCARD", Names().live) == 0
 
 
@@ -73,7 +73,7 @@ async def test_our_own_bug_before_the_submit_is_logged_as_ours(redis_url: str, s
         )
         with capture_logs() as lines:
             (error,) = await asyncio.gather(open_request(here.frontend, [unsayable]), return_exceptions=True)
-            await until(lambda: not here.frontend.is_busy)
+            await until(lambda: not here.is_busy)
         assert isinstance(error, RequestError) and error.status == 500 and "our bug" in error.message
         (broke,) = [line for line in lines if line["event"] == "request_broke"]
         (line,) = request_lines(lines)
@@ -86,7 +86,7 @@ async def test_a_request_is_cancelled_when_its_clients_grace_is_over(redis_url: 
         async with here.connection(chat("endless", stream=True)) as connection:
             await received(connection, b"id: 1-0\n")
         uid = await one_request(stand_in)
-        await until(lambda: not here.frontend.is_busy)
+        await until(lambda: not here.is_busy)
         left_s = time.monotonic()
         assert not seal_of(stand_in.stages.log, uid)
         await until(lambda: seal_of(stand_in.stages.log, uid))

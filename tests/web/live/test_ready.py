@@ -103,7 +103,7 @@ async def test_a_token_that_does_not_come_is_waited_for_and_cancelled_and_nobody
             monkeypatch.setattr(web.live.ready, "TRIAL_COUNTS_S", counts_s)
             assert await health(here) == (503, expected)
         _, uid = probes(stand_in)
-        await until(lambda: not here.frontend.is_busy)
+        await until(lambda: not here.is_busy)
         assert (await here.client.get("/health")).status_code == 200, "the process lives all the same"
     assert seal_of(stand_in.stages.log, uid)["by"] == "web"
 

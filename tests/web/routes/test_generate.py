@@ -94,7 +94,7 @@ async def test_where_one_of_several_fails_all_have_failed(redis_url: str, stand_
         assert (await error_of(generate(here, {"text": ["endless", "break"]})))[0] == 500
         _, stream = await streamed(here, {"text": ["endless", "break"], "stream": True})
         assert documents(stream)[-1]["error"]["code"] == "engine_error"
-        await until(lambda: not here.frontend.is_busy)
+        await until(lambda: not here.is_busy)
     assert command(redis_url, "ZCARD", Names().live) == 0
 
 

@@ -86,7 +86,7 @@ async def test_our_own_bug_in_an_answer_is_logged_once_as_ours_and_cancelled_by_
                 assert chunks[-1]["error"]["code"] == "internal_error"
             else:
                 assert (await error_of(here.post(chat("endless"))))[1]["code"] == "internal_error"
-            await until(lambda: not here.frontend.is_busy)
+            await until(lambda: not here.is_busy)
         (line,) = request_lines(lines)
         assert (line["status"], line["error"]) == (500, "internal_error")
     assert seal_of(stand_in.stages.log, line["uid"])["by"] == "web"

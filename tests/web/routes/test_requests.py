@@ -402,7 +402,7 @@ async def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
             await until(lambda: command(redis_url, "SCARD", key) == 1)
             assert stages.log.read_by_others([uid]) == {uid}
         await until(lambda: not command(redis_url, "EXISTS", key))
-        await until(lambda: not (here.frontend.is_busy or there.frontend.is_busy))
+        await until(lambda: not (here.is_busy or there.is_busy))
     assert stages.log.alive([uid]) == {uid}
 
 
