@@ -125,6 +125,12 @@ async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
     return answer.status_code, body["error"]
 
 
+async def code_of(response: Awaitable[Any]) -> tuple[int, str]:
+    """Return the status of an error, and its code."""
+    status, error = await error_of(response)
+    return status, error["code"]
+
+
 async def received(connection: Any, wanted: bytes) -> bytes:
     """Return what comes up to and with *wanted*."""
     got = b""

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from redis_servers import RunningServer, command
 from stand_in_stages import StandIn
-from web_site import chat, error_of, seal_of, site, text_of, until
+from web_site import chat, code_of, seal_of, site, text_of, until
 
 import web.live.frontend
 from pipeline.names import SEAL, Names
@@ -21,8 +21,7 @@ async def test_a_drain_lets_streams_end_and_takes_nothing_new(redis_url: str, st
         await until(lambda: len(stand_in.requests()) == 2)
         drain = asyncio.create_task(here.frontend.drain(0.5))
         await until(lambda: here.frontend.draining)
-        status, error = await error_of(here.post(chat()))
-        assert (status, error["code"]) == (503, "shutting_down")
+        assert await code_of(here.post(chat())) == (503, "shutting_down")
         assert (await (await here.client.get("/ready")).get_json())["status"] == "draining"
         assert text_of(await short) == "Hello\u2028!"
         *_, last = await endless
@@ -43,8 +42,7 @@ async def test_without_redis_a_drain_still_tells_its_clients(
         stand_in.close()
         own_redis.process.kill()
         own_redis.process.wait()
-        status, error = await error_of(here.post(chat()))
-        assert (status, error["code"]) == (503, "overloaded")
+        assert await code_of(here.post(chat())) == (503, "overloaded")
         await here.frontend.drain(0.1)
         piece = await connection.receive()
         assert b'"code":"shutting_down"' in piece

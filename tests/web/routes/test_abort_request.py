@@ -7,20 +7,19 @@ from typing import Any
 
 from stand_in_stages import Stages, StandIn
 from structlog.testing import capture_logs
-from web_site import Site, chat, error_of, one_request, seal_of, site
+from web_site import Site, chat, code_of, error_of, one_request, seal_of, site
 
 from pipeline.events import SamplingParams, Submitted, new_uid
 from pipeline.log.redis import RedisLog
-from pipeline.names import sibling_uids
 from web.live.lookup import AT_ONCE
 
 ABORT = "/abort_request"
 
 
-def submit(log: RedisLog, uid: str, count: int = 1, *, endpoint: str = "/generate") -> None:
-    """Submit a request, or siblings, as another frontend would."""
+def submit(log: RedisLog, uid: str, *, endpoint: str = "/generate") -> None:
+    """Submit a request as another frontend would."""
     event = Submitted(endpoint=endpoint, frontend="web-9", prompt="p", sampling=SamplingParams())
-    log.submit(uid, count * [event])
+    log.submit(uid, [event])
 
 
 async def abort(here: Site, **body: Any) -> dict[str, list[str]]:
@@ -35,26 +34,12 @@ async def test_a_request_is_ended_by_the_id_of_its_answer_and_its_client_is_told
     redis_url: str, stand_in: StandIn
 ) -> None:
     async with site(redis_url) as here, site(redis_url, "web-1") as there:
-        answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+        answer = asyncio.create_task(code_of(here.post(chat("silent"))))
         uid = await one_request(stand_in)
         assert await abort(there, rid=f"chatcmpl-{uid}") == {"aborted": [uid], "ended": [], "unknown": []}
-        status, error = await answer
-        assert (status, error["code"]) == (499, "cancelled")
+        assert await answer == (499, "cancelled")
         assert await abort(here, rid=uid, abort_all=False) == {"aborted": [], "ended": [uid], "unknown": []}
     assert seal_of(stand_in.stages.log, uid)["by"] == "client"
-
-
-async def test_siblings_are_ended_by_the_uid_that_they_have_in_common_and_each_by_its_own(
-    redis_url: str, stages: Stages
-) -> None:
-    common = new_uid()
-    uids = sibling_uids(common, 3)
-    submit(stages.log, common, 3)
-    async with site(redis_url, ready=False) as here:
-        assert (await abort(here, rid=uids[1]))["aborted"] == [uids[1]]
-        expected = {"aborted": [uids[0], uids[2]], "ended": [uids[1]], "unknown": []}
-        assert await abort(here, rid=common) == expected
-    assert stages.log.alive(uids) == set()
 
 
 async def test_what_is_no_request_is_no_error_and_what_is_no_body_is_one(redis_url: str) -> None:

@@ -14,7 +14,20 @@ import pytest
 from redis_servers import RunningServer, command
 from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import CHAT, DONE, Site, chat, error_of, one_request, received, request_lines, seal_of, site, until
+from web_site import (
+    CHAT,
+    DONE,
+    Site,
+    chat,
+    code_of,
+    error_of,
+    one_request,
+    received,
+    request_lines,
+    seal_of,
+    site,
+    until,
+)
 
 import web.live.listener
 import web.live.open_request
@@ -458,8 +471,7 @@ async def test_a_drain_takes_no_new_readers_and_sends_those_that_are_there_elsew
         await received(reader, b"id: 1-0\n")
         drain = asyncio.create_task(here.frontend.drain(0.2))
         await until(lambda: here.frontend.draining)
-        status, error = await error_of(here.get(events(uid)))
-        assert (status, error["code"]) == (503, "shutting_down")
+        assert await code_of(here.get(events(uid))) == (503, "shutting_down")
         last, _ = split(await received(reader, DONE))
         assert b'"code":"shutting_down"' in last and id_of(last) == ""
         await drain
@@ -473,8 +485,7 @@ async def test_without_redis_a_request_cannot_be_read(own_redis: RunningServer) 
         path = f"/v1/requests/{new_uid()}"
         aborts = (here.client.post("/abort_request", json=body) for body in ({"rid": new_uid()}, {"abort_all": True}))
         for answer in (here.get(path), here.get(f"{path}/events"), here.client.delete(path), *aborts):
-            status, error = await error_of(answer)
-            assert (status, error["code"]) == (503, "overloaded")
+            assert await code_of(answer) == (503, "overloaded")
 
 
 # story and end
@@ -493,12 +504,11 @@ async def test_a_request_tells_its_story(redis_url: str, stand_in: StandIn) -> N
 
 async def test_a_request_is_cancelled_from_elsewhere_once(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here, site(redis_url, "web-1") as there:
-        answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+        answer = asyncio.create_task(code_of(here.post(chat("silent"))))
         uid = await one_request(stand_in)
         for cancelled in (True, False):
             response = await there.client.delete(f"/v1/requests/chatcmpl-{uid}")
             assert response.status_code == 200
             assert await response.get_json() == {"id": uid, "object": "request", "cancelled": cancelled}
-        status, error = await answer
-        assert (status, error["code"]) == (499, "cancelled")
+        assert await answer == (499, "cancelled")
     assert seal_of(stand_in.stages.log, uid)["by"] == "client"
