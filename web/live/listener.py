@@ -281,7 +281,12 @@ class Listener:
     def _apply(self, moment: Moment) -> None:
         """Take in one event of the history. Behind a hole there is only the end that says why."""
         if moment.missing and not isinstance(moment.event, Failed | Cancelled | Answered):
-            logger.error("history_has_a_hole", uid=self.uid, entry=moment.id, missing=str(moment.missing))
+            logger.error(
+                "history_has_a_hole",
+                uid=self.uid,
+                entry=moment.id,
+                missing=f"{moment.missing[0]}..{moment.missing[-1]}",
+            )
             self.fail("log_lost", "The log lost tokens of this request; send it again.")
             return
         if self._whole or isinstance(moment.event, PublicEvent):
