@@ -22,15 +22,14 @@ class Moment(NamedTuple):
     """Numbers of the tokens that the history should hold before the event and does not."""
 
 
-def walk(entries: Iterable[Entry], *, over_holes: bool = False) -> Iterator[Moment]:
-    """Yield the events of a history in order, from its first entry on.
+def walk(entries: Iterable[Entry], *, n: int = 0, over_holes: bool = False) -> Iterator[Moment]:
+    """Yield the events of a history in order, from its first entry on, or from a later one that comes after token *n*.
 
     A reader that can tell what is missing walks *over_holes*.
 
     Raises:
         UndecodableEvent: An entry does not decode, is a step, or (unless *over_holes*) does not follow the one before.
     """
-    n = 0
     for entry in entries:
         event = decode(entry.fields)
         if isinstance(event, StepCompleted):

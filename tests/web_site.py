@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 from quart import Quart, Response
+from stand_in_stages import StandIn
 
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
@@ -18,6 +19,7 @@ from web.keys import Keys
 from web.live.frontend import Frontend
 
 CHAT = "/v1/chat/completions"
+DONE = b"data: [DONE]\n\n"
 
 
 def chat(words: str = "hello", **fields: Any) -> dict[str, Any]:
@@ -44,6 +46,11 @@ class Site:
 
     def _say(self, **changes: object) -> None:
         self.said.append(changes)
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether a client is being answered, or a task is still writing to the log."""
+        return bool(self.frontend._clients or self.frontend._background)
 
     async def post(self, body: Any, **options: Any) -> Response:
         return await self.client.post(CHAT, json=body, **options)
@@ -98,7 +105,7 @@ async def site(
             if ready:
                 await until(lambda: site.frontend.readiness.probed and not site.frontend.tail.listeners)
             yield site
-            await until(lambda: not site.frontend.is_busy)
+            await until(lambda: not site.is_busy)
     finally:
         task.cancel()
         await asyncio.wait({task})
@@ -118,9 +125,36 @@ async def error_of(response: Awaitable[Any]) -> tuple[int, dict[str, Any]]:
     return answer.status_code, body["error"]
 
 
+async def code_of(response: Awaitable[Any]) -> tuple[int, str]:
+    """Return the status of an error, and its code."""
+    status, error = await error_of(response)
+    return status, error["code"]
+
+
+async def received(connection: Any, wanted: bytes) -> bytes:
+    """Return what comes up to and with *wanted*."""
+    got = b""
+    while wanted not in got:
+        got += await connection.receive()
+    return got
+
+
+async def one_request(stand_in: StandIn) -> str:
+    """Return the uid of the only one, as soon as it is there."""
+    await until(stand_in.requests)
+    ((uid, _),) = stand_in.requests()
+    return uid
+
+
 def seal_of(log: RedisLog, uid: str) -> Mapping[str, str]:
-    """Return the fields of the end of *uid*; empty while it has none."""
-    return next((entry.fields for entry in log.histories([uid])[0] if entry.id == SEAL), {})
+    """Return the fields of the end of *uid*; empty while it has none. Asks on a connection of its own."""
+    with closing(log.another()) as own:
+        return next((entry.fields for entry in own.histories([uid])[0] if entry.id == SEAL), {})
+
+
+def request_lines(lines: Iterable[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any]]:
+    """Return the canonical lines of requests."""
+    return [line for line in lines if line["event"] == "request"]
 
 
 def text_of(chunks: list[Any]) -> str:

@@ -18,11 +18,10 @@ from web.keys import Keys
 from web.live.frontend import Frontend
 from web.routes.answers import error_response
 from web.routes.cache import cache_routes
-from web.routes.docs import docs_routes
 from web.routes.generations import generation_routes
 from web.routes.health import health_routes
-from web.routes.metrics import metrics_routes
 from web.routes.models import model_routes
+from web.routes.openapi import docs_routes
 from web.routes.requests import request_routes
 from web.routes.tokenizer import tokenizer_routes
 from web.routes.unsupported import unsupported_routes
@@ -64,7 +63,6 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
         request_routes(frontend),
         model_routes(frontend, int(time.time())),
         health_routes(frontend),
-        metrics_routes(frontend),
         cache_routes(frontend),
         docs_routes(),
         tokenizer_routes(frontend),

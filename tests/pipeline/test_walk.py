@@ -66,6 +66,11 @@ def test_tokens_that_are_missing_are_named_or_refused(entry_id: str, event: AnyE
         list(walk(entries_of(history)))
 
 
+def test_a_walk_may_begin_in_the_middle() -> None:
+    assert [moment.n for moment in walk(entries_of(HISTORY[3:]), n=1)] == [1, 3, 3]
+    assert next(walk(entries_of(HISTORY[4:]), n=0, over_holes=True)).missing == range(1, 2)
+
+
 def test_tokens_that_are_there_twice_are_refused() -> None:
     with pytest.raises(UndecodableEvent, match="after token 1 comes the event 2-0"):
         list(walk(entries_of([*HISTORY[:3], ("2-0", tokens(7, 8))])))

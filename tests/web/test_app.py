@@ -2,140 +2,100 @@
 
 from __future__ import annotations
 
-import asyncio
 from importlib.metadata import version
 
 import pytest
 from stand_in_stages import CONTEXT, MODELS, StandIn
 from structlog.testing import capture_logs
-from web_site import CHAT, chat, error_of, site
+from web_site import CHAT, chat, error_of, request_lines, site
 
 import web.app
-from pipeline.log.redis import AsyncRedisLog
-from pipeline.names import Names
-from web.app import MAX_BODY_BYTES, create_app
-from web.live.frontend import Frontend
+from web.app import MAX_BODY_BYTES
 
 
-def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            client = here.client
-            assert (await error_of(client.get("/nothing")))[0] == 404
-            assert (await error_of(client.get("/v1/models/nobody/has-it")))[1]["code"] == "model_not_found"
-            assert (await error_of(here.post(chat(model="gpt-5"))))[1]["code"] == "model_not_found"
-            assert (await error_of(client.post(CHAT, data=b"{")))[1]["code"] == "invalid_json"
-            wrong_method = await client.get(CHAT)
-            assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
-            assert (await error_of(client.get(CHAT)))[1]["code"] == "method_not_allowed"
-            large = client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
-            assert (await error_of(large))[1]["code"] == "request_too_large"
-
-    asyncio.run(scenario())
+async def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        client = here.client
+        assert (await error_of(client.get("/nothing")))[0] == 404
+        assert (await error_of(client.get("/v1/models/nobody/has-it")))[1]["code"] == "model_not_found"
+        assert (await error_of(here.post(chat(model="gpt-5"))))[1]["code"] == "model_not_found"
+        assert (await error_of(client.post(CHAT, data=b"{")))[1]["code"] == "invalid_json"
+        wrong_method = await client.get(CHAT)
+        assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
+        assert (await error_of(client.get(CHAT)))[1]["code"] == "method_not_allowed"
+        large = client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+        assert (await error_of(large))[1]["code"] == "request_too_large"
 
 
-def test_our_own_bug_is_said_to_be_ours_and_says_nothing_else(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-
-            async def broken() -> str:
-                raise RuntimeError("a secret")
-
-            here.app.add_url_rule("/broken", view_func=broken)
-            status, error = await error_of(here.client.get("/broken"))
-            assert status == 500 and "our bug" in error["message"] and "secret" not in error["message"]
-
-    asyncio.run(scenario())
-
-
-def test_what_is_refused_before_any_route_has_a_canonical_line_too(
+async def test_what_is_refused_before_any_route_has_a_canonical_line_too(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False) as here:
-
-            async def broken() -> str:
-                raise RuntimeError("a secret")
-
-            here.app.add_url_rule("/broken", view_func=broken)
-            with capture_logs() as lines:
-                await here.client.get("/nothing" + "x" * 1000)
-                await here.client.delete(CHAT)
-                await here.client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
-                await here.client.get("/broken")
-                async with here.client.request(CHAT, method="POST") as connection:
-                    await connection.send(b"{")
-                    assert b"did not arrive" in await connection.receive()  # the rest of the body never comes
-            said = [line for line in lines if line["event"] == "request"]
-            assert [(line["status"], line["error"], line["method"]) for line in said] == [
-                (404, "not_found", "GET"),
-                (405, "method_not_allowed", "DELETE"),
-                (413, "request_too_large", "POST"),
-                (500, "internal_error", "GET"),
-                (408, "request_timeout", "POST"),
-            ]
-            assert [line["path"] for line in said[1:]] == [CHAT, CHAT, "/broken", CHAT]
-            assert said[0]["path"].startswith("/nothing") and len(said[0]["path"]) < 300
-
     monkeypatch.setattr(web.app, "BODY_TIMEOUT_S", 0.2)
-    asyncio.run(scenario())
+    async with site(redis_url, ready=False) as here:
+
+        async def broken() -> str:
+            raise RuntimeError("a secret")
+
+        here.app.add_url_rule("/broken", view_func=broken)
+        with capture_logs() as lines:
+            await here.client.get("/nothing" + "x" * 1000)
+            await here.client.delete(CHAT)
+            await here.client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+            status, error = await error_of(here.client.get("/broken"))
+            assert status == 500 and "our bug" in error["message"] and "secret" not in error["message"]
+            async with here.client.request(CHAT, method="POST") as connection:
+                await connection.send(b"{")
+                assert b"did not arrive" in await connection.receive()  # the rest of the body never comes
+        said = request_lines(lines)
+        assert [(line["status"], line["error"], line["method"]) for line in said] == [
+            (404, "not_found", "GET"),
+            (405, "method_not_allowed", "DELETE"),
+            (413, "request_too_large", "POST"),
+            (500, "internal_error", "GET"),
+            (408, "request_timeout", "POST"),
+        ]
+        assert [line["path"] for line in said[1:]] == [CHAT, CHAT, "/broken", CHAT]
+        assert said[0]["path"].startswith("/nothing") and len(said[0]["path"]) < 300
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/messages", "/api/chat"])
-def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_url: str, path: str) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False) as here:
-            for answer in (here.client.post(path, data=b"{}"), here.client.get(path)):
-                response = await answer
-                error = (await response.get_json())["error"]
-                assert (response.status_code, error["code"], error["param"]) == (501, "not_implemented", None)
-                assert path.startswith(error["message"].split()[5].rstrip(";")), error["message"]
-                assert response.headers["x-should-retry"] == "false"
-
-    asyncio.run(scenario())
+async def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_url: str, path: str) -> None:
+    async with site(redis_url, ready=False) as here:
+        for answer in (here.client.post(path, data=b"{}"), here.client.get(path)):
+            response = await answer
+            error = (await response.get_json())["error"]
+            assert (response.status_code, error["code"], error["param"]) == (501, "not_implemented", None)
+            assert path.startswith(error["message"].split()[5].rstrip(";")), error["message"]
+            assert response.headers["x-should-retry"] == "false"
 
 
-def test_the_version_is_that_of_the_package(redis_url: str) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False) as here:
-            assert await (await here.client.get("/version")).get_json() == {"version": version("minisgl")}
-
-    asyncio.run(scenario())
+async def test_the_version_is_that_of_the_package_and_ping_is_health(redis_url: str) -> None:
+    async with site(redis_url, ready=False) as here:
+        assert await (await here.get("/version")).get_json() == {"version": version("minisgl")}
+        assert await (await here.get("/ping")).get_json() == await (await here.get("/health")).get_json()
 
 
-def test_a_request_id_is_taken_over_when_it_is_sound_and_drawn_otherwise(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False) as here:
-            for given, sound in (("abc-1.2_x", True), ("x" * 129, False), ("a b", False), ("", False)):
-                response = await here.client.get("/health", headers={"x-request-id": given})
-                assert (response.headers["x-request-id"] == given) is sound and response.headers["x-request-id"]
-
-    asyncio.run(scenario())
-
-
-def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            listed = await (await here.client.get("/v1/models")).get_json()
-            assert [model["id"] for model in listed["data"]] == list(MODELS)
-            one = await (await here.client.get("/v1/models/org/demo")).get_json()
-            expected = {"object": "model", "owned_by": "minisgl", "parent": None, "max_model_len": CONTEXT}
-            assert one == listed["data"][0] and expected.items() <= one.items()
-            for name in (None, "", "default"):
-                assert (await (await here.post(chat(model=name))).get_json())["model"] == MODELS[0]
-
-    asyncio.run(scenario())
-
-
-def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
+async def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
     """The stream of more than a minute is in `test_connections.py`."""
+    async with site(redis_url, ready=False) as here:
+        assert here.app.config["RESPONSE_TIMEOUT"] is None and here.app.config["BODY_TIMEOUT"] is None
 
-    async def scenario() -> None:
-        log = AsyncRedisLog(redis_url, Names())
-        try:
-            app = create_app(Frontend("web-0", log, lambda **_: None))
-            assert app.config["RESPONSE_TIMEOUT"] is None and app.config["BODY_TIMEOUT"] is None
-        finally:
-            await log.close()
 
-    asyncio.run(scenario())
+async def test_a_request_id_is_taken_over_when_it_is_sound_and_drawn_otherwise(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    async with site(redis_url, ready=False) as here:
+        for given, sound in (("abc-1.2_x", True), ("x" * 129, False), ("a b", False), ("", False)):
+            response = await here.client.get("/health", headers={"x-request-id": given})
+            assert (response.headers["x-request-id"] == given) is sound and response.headers["x-request-id"]
+
+
+async def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        listed = await (await here.client.get("/v1/models")).get_json()
+        assert [model["id"] for model in listed["data"]] == list(MODELS)
+        one = await (await here.client.get("/v1/models/org/demo")).get_json()
+        expected = {"object": "model", "owned_by": "minisgl", "parent": None, "max_model_len": CONTEXT}
+        assert one == listed["data"][0] and expected.items() <= one.items()
+        for name in (None, "", "default"):
+            assert (await (await here.post(chat(model=name))).get_json())["model"] == MODELS[0]

@@ -20,12 +20,11 @@ from quart import Response
 from redis_servers import command
 from stand_in_stages import MODELS, StandIn
 from structlog.testing import capture_logs
-from web_site import CHAT, Site, chat, error_of, site, until
+from web_site import CHAT, Site, chat, error_of, request_lines, site, until
 
 import web.routes.cache
 from pipeline.errors import ConfigError
-from pipeline.events import Cancelled, SamplingParams, Submitted
-from pipeline.log.protocol import Quota, RequestLimits
+from pipeline.log.protocol import Quota
 from pipeline.names import Names
 from web.keys import Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
@@ -217,53 +216,37 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 OPEN_PATHS = ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs", "/openapi.json")
 GUARDED = [
-    ("POST", CHAT),
-    ("GET", CHAT),
-    ("GET", "/v1"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/demo"),
-    ("GET", "/v1/requests/x"),
-    ("DELETE", "/v1/requests/x"),
-    ("GET", "/v1/requests/x/events"),
-    ("GET", "/flush_cache"),
-    ("POST", "/flush_cache"),
-    ("GET", "/nothing/here"),
-    ("GET", "/"),
-    ("GET", "/health/x"),
-    ("GET", "/health%2F..%2Fv1"),
-    ("GET", "/v1/models/health"),
+    *(("GET", path) for path in ("/nothing/here", "/", "/health/x", "/health%2F..%2Fv1", "/v1/models/health", CHAT)),
     ("OPTIONS", CHAT),
 ]
+"""Besides every route that there is."""
 
 
-def test_every_path_but_those_that_are_open_needs_a_key(
+async def test_every_path_but_those_that_are_open_needs_a_key(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
-            rules = [(method, str(rule)) for rule in here.app.url_map.iter_rules() for method in rule.methods or ()]
-            tried = {*GUARDED, *((method, path.replace("<name>", "x")) for method, path in rules)}
-            client: Any = here.client
-            for method, path in sorted(tried):
-                for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": ANN + "x"}):
-                    response = await client.open(path, method=method, headers=headers)
-                    if path in OPEN_PATHS:
-                        assert response.status_code != 401
-                        continue
-                    assert response.status_code == 401, (method, path)
-                    assert response.headers["WWW-Authenticate"] == "Bearer"
-                    if method != "HEAD":
-                        _, error = await error_of(_same(response))
-                        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
-                for headers in (bearer(ANN), bearer(BOB), {"x-api-key": ANN}):
-                    response = await client.open(path, method=method, headers=headers)
-                    assert response.status_code != 401, (method, path)
-            assert {*OPEN_PATHS, "/flush_cache", CHAT} <= {path for _, path in tried}
-            # without a body only the tokenizer can be asked for something, and by a key
-            assert {event.endpoint for _, event in stand_in.requests()} == {"/tokenizer_info"}
-
     monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.0)  # no engine of the stand-in flushes
-    asyncio.run(scenario())
+    async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
+        rules = [(method, str(rule)) for rule in here.app.url_map.iter_rules() for method in rule.methods or ()]
+        tried = {*GUARDED, *((method, path.replace("<name>", "x")) for method, path in rules)}
+        client: Any = here.client
+        for method, path in sorted(tried):
+            for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": ANN + "x"}):
+                response = await client.open(path, method=method, headers=headers)
+                if path in OPEN_PATHS:
+                    assert response.status_code != 401
+                    continue
+                assert response.status_code == 401, (method, path)
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                if method != "HEAD":
+                    _, error = await error_of(_same(response))
+                    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+            for headers in (bearer(ANN), bearer(BOB), {"x-api-key": ANN}):
+                response = await client.open(path, method=method, headers=headers)
+                assert response.status_code != 401, (method, path)
+        assert {*OPEN_PATHS, "/flush_cache", CHAT} <= {path for _, path in tried}
+        # without a body only the tokenizer can be asked for something, and by a key
+        assert {event.endpoint for _, event in stand_in.requests()} == {"/tokenizer_info"}
 
 
 async def _same(response: Response) -> Response:
@@ -285,46 +268,37 @@ async def _same(response: Response) -> Response:
         ({"api-key": ANN}, 401),
     ],
 )
-def test_a_key_is_a_bearer_token_or_the_header_x_api_key(
+async def test_a_key_is_a_bearer_token_or_the_header_x_api_key(
     redis_url: str, stand_in: StandIn, headers: dict[str, str], status: int
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, keys=read_keys([ANN], "")) as here:
-            assert (await here.post(chat(), headers=headers)).status_code == status
-        assert len(stand_in.requests()) == (1 if status == 200 else 0)
-
-    asyncio.run(scenario())
+    async with site(redis_url, keys=read_keys([ANN], "")) as here:
+        assert (await here.post(chat(), headers=headers)).status_code == status
+    assert len(stand_in.requests()) == (1 if status == 200 else 0)
 
 
-def test_without_keys_any_or_none_does(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            for headers in ({}, bearer("anything"), {"x-api-key": "anything"}):
-                assert (await here.post(chat(), headers=headers)).status_code == 200
-
-    asyncio.run(scenario())
+async def test_without_keys_any_or_none_does(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        for headers in ({}, bearer("anything"), {"x-api-key": "anything"}):
+            assert (await here.post(chat(), headers=headers)).status_code == 200
 
 
-def test_a_key_is_in_no_log_line_and_only_its_hash_is_in_redis(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        keys = Keys([Quota(hash_of(ANN), 100, 100)])
-        with capture_logs() as lines:
-            async with site(redis_url, keys=keys) as here:
-                await here.post(chat(), headers=bearer() | {"Idempotency-Key": "a-key"})
-                await here.post(chat(stream=True), headers={"x-api-key": ANN})
-                for wrong in (ANN + "x", "sk-wrong"):
-                    await here.post(chat(), headers=bearer(wrong))
-        assert ANN not in str(lines) and "sk-wrong" not in str(lines)
-        said = [line for line in lines if line["event"] == "request"]
-        assert [line["status"] for line in said] == [200, 200, 401, 401]
-        assert [line.get("key") for line in said] == 2 * [hash_of(ANN)[:8]] + 2 * [None]
-        assert (said[2]["error"], said[2]["method"], said[2]["path"]) == ("invalid_api_key", "POST", CHAT)
-        there = command(redis_url, "KEYS", "*")
-        assert sum(hash_of(ANN).encode() in key for key in there) >= 2
-        held = [command(redis_url, "DUMP", key) for key in there]
-        assert all(ANN.encode() not in part for part in (*there, *held))
-
-    asyncio.run(scenario())
+async def test_a_key_is_in_no_log_line_and_only_its_hash_is_in_redis(redis_url: str, stand_in: StandIn) -> None:
+    keys = Keys([Quota(hash_of(ANN), 100, 100)])
+    with capture_logs() as lines:
+        async with site(redis_url, keys=keys) as here:
+            await here.post(chat(), headers=bearer() | {"Idempotency-Key": "a-key"})
+            await here.post(chat(stream=True), headers={"x-api-key": ANN})
+            for wrong in (ANN + "x", "sk-wrong"):
+                await here.post(chat(), headers=bearer(wrong))
+    assert ANN not in str(lines) and "sk-wrong" not in str(lines)
+    said = request_lines(lines)
+    assert [line["status"] for line in said] == [200, 200, 401, 401]
+    assert [line.get("key") for line in said] == 2 * [hash_of(ANN)[:8]] + 2 * [None]
+    assert (said[2]["error"], said[2]["method"], said[2]["path"]) == ("invalid_api_key", "POST", CHAT)
+    there = command(redis_url, "KEYS", "*")
+    assert sum(hash_of(ANN).encode() in key for key in there) >= 2
+    held = [command(redis_url, "DUMP", key) for key in there]
+    assert all(ANN.encode() not in part for part in (*there, *held))
 
 
 # how many
@@ -351,117 +325,68 @@ async def refused(response: Response) -> tuple[int, str, str, int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_beyond_the_requests_of_a_minute_429_says_when_the_next_one_begins(
+async def test_beyond_the_requests_of_a_minute_429_says_when_the_next_one_begins(
     redis_url: str, stand_in: StandIn, stream: bool
 ) -> None:
-    async def scenario() -> None:
-        keys = with_limit(requests_per_minute=2)
-        async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
+    keys = with_limit(requests_per_minute=2)
+    async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
 
-            async def act() -> list[Response]:
-                forget_counts(redis_url)
-                return [await place.post(chat(stream=stream), headers=bearer()) for place in (here, there, here, there)]
+        async def act() -> list[Response]:
+            forget_counts(redis_url)
+            return [await place.post(chat(stream=stream), headers=bearer()) for place in (here, there, here, there)]
 
-            responses = await in_one_minute(act)
-            assert [response.status_code for response in responses] == [200, 200, 429, 429]
-            for response in responses[2:]:
-                status, kind, code, again_s = await refused(response)
-                assert (status, kind, code) == (429, "rate_limit_error", "rate_limit_exceeded")
-                assert 1 <= again_s <= 60 and again_s in {60 - second % 60 for second in _lately()}
-            assert (await here.post(chat(), headers=bearer(BOB))).status_code == 200
-
-    asyncio.run(scenario())
+        responses = await in_one_minute(act)
+        assert [response.status_code for response in responses] == [200, 200, 429, 429]
+        for response in responses[2:]:
+            status, kind, code, again_s = await refused(response)
+            assert (status, kind, code) == (429, "rate_limit_error", "rate_limit_exceeded")
+            assert 1 <= again_s <= 60 and again_s in {60 - second % 60 for second in _lately()}
+        assert (await here.post(chat(), headers=bearer(BOB))).status_code == 200
 
 
 def _lately() -> range:
     return range(int(time.time()) - 30, int(time.time()) + 1)
 
 
-def test_beyond_the_requests_at_once_429_says_to_come_again_in_a_second(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        keys = with_limit(concurrent_requests=1)
-        async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
-            async with here.connection(chat("silent", stream=True), bearer()):
-                await until(stand_in.requests)
-                for place in (here, there):
-                    answer = await refused(await place.post(chat(), headers=bearer()))
-                    assert answer == (429, "rate_limit_error", "rate_limit_exceeded", 1)
-                    assert (await place.post(chat(), headers=bearer(BOB))).status_code == 200
-            await until(lambda: not here.frontend.is_busy)  # what its client left is cancelled
+async def test_beyond_the_requests_at_once_429_says_to_come_again_in_a_second(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    keys = with_limit(concurrent_requests=1)
+    async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
+        async with here.connection(chat("silent", stream=True), bearer()):
+            await until(stand_in.requests)
             for place in (here, there):
-                assert (await place.post(chat(), headers=bearer())).status_code == 200
-
-    asyncio.run(scenario())
-
-
-def test_a_frontend_that_dies_leaves_its_requests_counted_until_they_end(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        event = Submitted(endpoint="test", frontend="web-0", prompt="silent", sampling=SamplingParams())
-        quota = Quota(hash_of(ANN), concurrent_requests=1)
-        async with site(redis_url, "web-1", keys=Keys([quota])) as there:
-            await there.log.submit("uid of the dead", [event], quota=quota)
-            assert (await there.post(chat(), headers=bearer())).status_code == 429
-            await there.log.end("uid of the dead", Cancelled(by="janitor"), frontend="web-0")
-            assert (await there.post(chat(), headers=bearer())).status_code == 200
-
-    asyncio.run(scenario())
+                answer = await refused(await place.post(chat(), headers=bearer()))
+                assert answer == (429, "rate_limit_error", "rate_limit_exceeded", 1)
+                assert (await place.post(chat(), headers=bearer(BOB))).status_code == 200
+        await until(lambda: not here.is_busy)  # what its client left is cancelled
+        for place in (here, there):
+            assert (await place.post(chat(), headers=bearer())).status_code == 200
 
 
-def test_what_was_refused_for_another_reason_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        keys = with_limit(requests_per_minute=1, concurrent_requests=1)
-        async with site(redis_url, keys=keys) as here:
+async def test_one_that_comes_to_a_request_that_is_there_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
+    keys = with_limit(requests_per_minute=1, concurrent_requests=1)
+    async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
+        drawn = itertools.count()
 
-            async def act() -> list[int]:
-                forget_counts(redis_url)
-                statuses = []
-                here.log.limits = RequestLimits(max_queued=1)
-                async with here.connection(chat("silent"), bearer(BOB)):
-                    await until(lambda: command(redis_url, "ZCARD", Names().live))
-                    statuses.append((await here.post(chat(), headers=bearer())).status_code)
-                await until(lambda: not here.frontend.is_busy)
-                here.log.limits = RequestLimits()
-                command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-                statuses.append((await here.post(chat(), headers=bearer())).status_code)
-                command(redis_url, "CONFIG", "SET", "maxmemory", "0")
-                for body in (chat(n=0), chat(model="gpt-5"), chat(), chat()):
-                    statuses.append((await here.post(body, headers=bearer())).status_code)
-                return statuses
+        async def act() -> list[int]:
+            forget_counts(redis_url)
+            headers = bearer() | {"Idempotency-Key": str(next(drawn))}
+            posts = [await place.post(chat(), headers=headers) for place in (here, there, here)]
+            posts.append(await here.post(chat(), headers=bearer()))
+            return [response.status_code for response in posts]
 
-            assert await in_one_minute(act) == [503, 503, 400, 404, 200, 429]
-
-    asyncio.run(scenario())
+        assert await in_one_minute(act) == [200, 200, 200, 429]
 
 
-def test_one_that_comes_to_a_request_that_is_there_is_not_counted(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        keys = with_limit(requests_per_minute=1, concurrent_requests=1)
-        async with site(redis_url, keys=keys) as here, site(redis_url, "web-1", keys=keys) as there:
-            drawn = itertools.count()
-
-            async def act() -> list[int]:
-                forget_counts(redis_url)
-                headers = bearer() | {"Idempotency-Key": str(next(drawn))}
-                posts = [await place.post(chat(), headers=headers) for place in (here, there, here)]
-                posts.append(await here.post(chat(), headers=bearer()))
-                return [response.status_code for response in posts]
-
-            assert await in_one_minute(act) == [200, 200, 200, 429]
-
-    asyncio.run(scenario())
-
-
-def test_keys_do_not_share_their_idempotency_keys(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
-            uids = []
-            for key in (ANN, ANN, BOB):
-                response = await here.post(chat(), headers=bearer(key) | {"Idempotency-Key": "same"})
-                uids.append(response.headers["x-minisgl-uid"])
-            assert uids[0] == uids[1] != uids[2]
-        assert len(stand_in.requests()) == 2
-
-    asyncio.run(scenario())
+async def test_keys_do_not_share_their_idempotency_keys(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
+        uids = []
+        for key in (ANN, ANN, BOB):
+            response = await here.post(chat(), headers=bearer(key) | {"Idempotency-Key": "same"})
+            uids.append(response.headers["x-minisgl-uid"])
+        assert uids[0] == uids[1] != uids[2]
+    assert len(stand_in.requests()) == 2
 
 
 # the official client
@@ -488,67 +413,41 @@ def ask(client: openai.AsyncOpenAI) -> Any:
     return client.chat.completions.create(model=MODELS[0], messages=[{"role": "user", "content": "hello"}])
 
 
-def test_the_official_client_sees_what_is_wrong_with_its_key(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        with capture_logs() as lines:
-            async with site(redis_url, keys=read_keys([ANN], "")) as here:
-                async with client_of(here, "sk-wrong", max_retries=5) as client:
-                    with pytest.raises(openai.AuthenticationError) as caught:
-                        await ask(client)
-                    assert (caught.value.code, caught.value.type) == ("invalid_api_key", "authentication_error")
-                    assert "Bearer KEY" in caught.value.message and "sk-wrong" not in caught.value.message
-                async with client_of(here, ANN) as client:
-                    assert isinstance(await ask(client), ChatCompletion)
-        statuses = [line["status"] for line in lines if line["event"] == "request"]
-        assert statuses == [401, 200]  # it does not send it again
-
-    asyncio.run(scenario())
+async def test_the_official_client_sees_what_is_wrong_with_its_key(redis_url: str, stand_in: StandIn) -> None:
+    with capture_logs() as lines:
+        async with site(redis_url, keys=read_keys([ANN], "")) as here:
+            async with client_of(here, "sk-wrong", max_retries=5) as client:
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    await ask(client)
+                assert (caught.value.code, caught.value.type) == ("invalid_api_key", "authentication_error")
+                assert "Bearer KEY" in caught.value.message and "sk-wrong" not in caught.value.message
+            async with client_of(here, ANN) as client:
+                assert isinstance(await ask(client), ChatCompletion)
+    statuses = [line["status"] for line in lines if line["event"] == "request"]
+    assert statuses == [401, 200]  # it does not send it again
 
 
-def test_the_official_client_sees_a_limit_and_waits_for_as_long_as_it_is_told(
+async def test_the_official_client_sees_a_limit_and_waits_for_as_long_as_it_is_told(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited_s: list[float] = []
 
-    async def scenario() -> None:
-        keys = with_limit(requests_per_minute=1)
-        async with site(redis_url, keys=keys) as here, client_of(here, ANN, max_retries=1) as client:
+    keys = with_limit(requests_per_minute=1)
+    async with site(redis_url, keys=keys) as here, client_of(here, ANN, max_retries=1) as client:
 
-            async def sleep(seconds: float) -> None:
-                waited_s.append(seconds)
+        async def sleep(seconds: float) -> None:
+            waited_s.append(seconds)
 
-            async def act() -> int:
-                forget_counts(redis_url)
-                await ask(client)
-                waited_s.clear()
-                with monkeypatch.context() as patch:
-                    patch.setattr("openai._base_client.anyio.sleep", sleep)
-                    with pytest.raises(openai.RateLimitError) as caught:
-                        await ask(client)
-                assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
-                return int(caught.value.response.headers["Retry-After"])
+        async def act() -> int:
+            forget_counts(redis_url)
+            await ask(client)
+            waited_s.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr("openai._base_client.anyio.sleep", sleep)
+                with pytest.raises(openai.RateLimitError) as caught:
+                    await ask(client)
+            assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+            return int(caught.value.response.headers["Retry-After"])
 
-            again_s = await in_one_minute(act)
-            assert len(waited_s) == 1 and again_s <= waited_s[0] <= again_s + 5
-
-    asyncio.run(scenario())
-
-
-def test_the_official_client_gets_its_answer_once_there_is_room(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        keys = with_limit(concurrent_requests=1)
-        with capture_logs() as lines:
-            async with site(redis_url, keys=keys) as here, client_of(here, ANN, max_retries=3) as client:
-
-                def statuses() -> list[int]:
-                    return [line["status"] for line in lines if line["event"] == "request"]
-
-                async with here.connection(chat("silent"), bearer()):
-                    await until(stand_in.requests)
-                    answer = asyncio.create_task(ask(client))
-                    await until(lambda: 429 in statuses())
-                completion = await answer
-                assert completion.choices[0].message.content == "Hello\u2028!"
-        assert statuses().count(200) == 1
-
-    asyncio.run(scenario())
+        again_s = await in_one_minute(act)
+        assert len(waited_s) == 1 and again_s <= waited_s[0] <= again_s + 5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -20,62 +19,41 @@ from web.wire.openai.errors import CLIENT_CLOSED, error_of
 logger = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class Subscription:
-    """The request of the log that a client is answered from, or siblings: one request for each choice and prompt."""
-
-    uid: str
-    """The uid that the client knows; with siblings it has no history of its own."""
-    events: Sequence[Submitted]
-    """How each of them begins; all have the same endpoint, model and presentation."""
-    listeners: Sequence[Listener]
-    """One for each of `events`; they share a `wake`."""
-    attached: bool = False
-    """Another client sent the request."""
-
-
 class Listen(Protocol):
     """`Tail.listen` or `Tail.follow`."""
 
     def __call__(self, uid: str, *, index: int, wake: asyncio.Event) -> Listener: ...
 
 
-def subscribe(listen: Listen, uid: str, events: Sequence[Submitted], *, attached: bool = False) -> Subscription:
-    """Return a subscription to the requests that begin with *events*."""
-    wake = asyncio.Event()
-    uids = sibling_uids(uid, len(events))
-    listeners = [listen(each, index=index, wake=wake) for index, each in enumerate(uids)]
-    return Subscription(uid, events, listeners, attached)
-
-
 class Client:
     """A client that reads a request, or siblings, which another client sent."""
 
-    def __init__(self, subscription: Subscription) -> None:
-        self.subscription = subscription
+    def __init__(self, listen: Listen, uid: str, events: Sequence[Submitted]) -> None:
+        self.listeners: Sequence[Listener] = ()
+        """One for each of `events`."""
         self.reads: Sequence[str] = ()
         """The uids of which this client is counted as a reader, so that no other client's leaving cancels them."""
         self._since_s = time.monotonic()
         self._ends: dict[int, End] = {}
         self._refused: RequestError | None = None
         self._broken: RequestError | None = None
+        self.subscribe(listen, uid, events)
 
-    @property
-    def uid(self) -> str:
-        return self.subscription.uid
-
-    @property
-    def events(self) -> Sequence[Submitted]:
-        return self.subscription.events
+    def subscribe(self, listen: Listen, uid: str, events: Sequence[Submitted]) -> None:
+        """Answer the client from now on from the requests that begin with *events*."""
+        for listener in self.listeners:
+            listener.close()
+        self.uid = uid
+        """The uid that the client knows; with siblings it has no history of its own."""
+        self.events = events
+        """How each of the requests begins; all have the same endpoint, model and presentation."""
+        wake, uids = asyncio.Event(), sibling_uids(uid, len(events))
+        self.listeners = [listen(each, index=index, wake=wake) for index, each in enumerate(uids)]
 
     @property
     def event(self) -> Submitted:
         """How the first of the siblings begins."""
         return self.events[0]
-
-    @property
-    def listeners(self) -> Sequence[Listener]:
-        return self.subscription.listeners
 
     @property
     def is_stream(self) -> bool:

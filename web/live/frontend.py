@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import structlog
 
-from pipeline.errors import LogError, RequestError
+from pipeline.errors import LogError, RequestError, UndecodableEvent
 from pipeline.events import End, Failed
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog
@@ -88,11 +89,6 @@ class Frontend:
         return await asyncio.shield(self.spawn(question))
 
     # clients
-
-    @property
-    def is_busy(self) -> bool:
-        """Say whether a client is being answered, or a task is still writing to the log."""
-        return bool(self._clients or self._background)
 
     def admit(self) -> None:
         """Let a new request in.
@@ -194,6 +190,18 @@ class Frontend:
     def _say_unless_draining(self, **changes: object) -> None:
         if not self.draining:
             self._say(**changes)
+
+
+@contextmanager
+def reaching(warning: str, **said: object) -> Iterator[None]:
+    """Turn errors of the log within into 503 and the log line *warning*; what does not decode is our bug and stays."""
+    try:
+        yield
+    except UndecodableEvent:
+        raise
+    except LogError as error:
+        logger.warning(warning, **said, error=str(error))
+        raise RequestError(UNREACHABLE, code="overloaded", status=503) from None
 
 
 SHUTTING_DOWN = Failed(

@@ -16,9 +16,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 import structlog
 
 from pipeline.errors import UndecodableEvent
-from pipeline.events import End, Failed, Finished, TokensProduced, decode
+from pipeline.events import Answered, Cancelled, End, Failed, TokensProduced
 from pipeline.log.protocol import Entry, Reply
 from pipeline.names import TOKENIZED_ID, parse_id
+from pipeline.walk import Moment, walk
 from web.wire.frames import ClientEvent
 
 logger = structlog.get_logger()
@@ -259,15 +260,15 @@ class Listener:
             return
         if self.state is State.READING:
             self.state = State.LIVE
-        for entry in entries:
-            position = parse_id(entry.id)
-            if self.ended or position <= self._position:
-                continue
-            if len(self._queue) >= self._room:
-                break
-            if not self._apply_entry(entry):
-                return
-            self._position = position
+        news = [entry for entry in entries if parse_id(entry.id) > self._position]
+        try:
+            for moment in walk(news, n=self.n, over_holes=True):
+                if self.ended or len(self._queue) >= self._room:
+                    break
+                self._apply(moment)
+        except UndecodableEvent as error:
+            logger.error("history_undecodable", uid=self.uid, after=self.cursor, error=str(error))
+            self.fail("log_undecodable", "The history of this request cannot be decoded; this is a bug of the server.")
         if more or len(self._queue) >= self._room:
             self.check()
 
@@ -277,25 +278,20 @@ class Listener:
             self._last_wake_s = now_s
             self.wake.set()
 
-    def _apply_entry(self, entry: Entry) -> bool:
-        """Take in one entry of the history; False if the stream ends here with an error."""
-        try:
-            event = decode(entry.fields)
-        except UndecodableEvent as error:
-            logger.error("history_undecodable", uid=self.uid, entry=entry.id, error=str(error))
-            self.fail("log_undecodable", "The history of this request cannot be decoded; this is a bug of the server.")
-            return False
-        n = self.n
-        if isinstance(event, TokensProduced | Finished):
-            count = event.count if isinstance(event, TokensProduced) else 0
-            n = event.n if isinstance(event, Finished) else parse_id(entry.id)[0]
-            if n - count != self.n:
-                logger.error("history_has_a_hole", uid=self.uid, entry=entry.id, last_n=self.n, count=count)
-                self.fail("log_lost", "The log lost tokens of this request; send it again.")
-                return False
-        if self._whole or isinstance(event, PublicEvent):
-            self._take(ClientEvent(entry.id, n, event, self.index))
-        return True
+    def _apply(self, moment: Moment) -> None:
+        """Take in one event of the history. Behind a hole there is only the end that says why."""
+        if moment.missing and not isinstance(moment.event, Failed | Cancelled | Answered):
+            logger.error(
+                "history_has_a_hole",
+                uid=self.uid,
+                entry=moment.id,
+                missing=f"{moment.missing[0]}..{moment.missing[-1]}",
+            )
+            self.fail("log_lost", "The log lost tokens of this request; send it again.")
+            return
+        if self._whole or isinstance(moment.event, PublicEvent):
+            self._take(ClientEvent(moment.id, moment.n, moment.event, self.index))
+        self._position = parse_id(moment.id)
 
     def _take(self, event: ClientEvent) -> None:
         self._queue.append(event)

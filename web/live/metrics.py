@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -56,6 +56,9 @@ class LogFacts:
     """Its name and version."""
     occupancy: Occupancy
     statuses: Sequence[Status]
+
+
+_METRICS: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
 
 class Exposition:
@@ -152,31 +155,18 @@ def _nothing(family: Family) -> Reading:
     return Counts(0, (0,) * (len(family.buckets) + 1)) if family.kind == "histogram" else 0
 
 
-def _metric(family: Family, series: Mapping[tuple[str, ...], Reading]) -> Metric:
+def _metric(family: Family, series: Mapping[tuple[str, ...], Reading]) -> Any:
     slot_lease = (SLOT, MODEL) if family.of_model else (SLOT,)
     labels = (*(slot_lease if family.stages else ()), *family.labels)
-    name = PREFIX + family.name
-    match family.kind:
-        case "counter":
-            counter = CounterMetricFamily(name, family.help, labels=labels)
-            for values, reading in sorted(series.items()):
-                assert not isinstance(reading, Counts)
-                counter.add_metric(values, reading)
-            return counter
-        case "gauge":
-            gauge = GaugeMetricFamily(name, family.help, labels=labels)
-            for values, reading in sorted(series.items()):
-                assert not isinstance(reading, Counts)
-                gauge.add_metric(values, reading)
-            return gauge
-        case "histogram":
-            bounds = [*map(str, family.buckets), "+Inf"]
-            histogram = HistogramMetricFamily(name, family.help, labels=labels)
-            for values, reading in sorted(series.items()):
-                assert isinstance(reading, Counts)
-                cumulative = list(zip(bounds, accumulate(reading.counts), strict=True))
-                histogram.add_metric(values, cumulative, reading.total)
-            return histogram
+    metric: Any = _METRICS[family.kind](PREFIX + family.name, family.help, labels=labels)
+    bounds = [*map(str, family.buckets), "+Inf"]
+    for values, reading in sorted(series.items()):
+        if isinstance(reading, Counts):
+            cumulative = list(zip(bounds, accumulate(reading.counts), strict=True))
+            metric.add_metric(values, cumulative, reading.total)
+        else:
+            metric.add_metric(values, reading)
+    return metric
 
 
 class _Shown(Collector):

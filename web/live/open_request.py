@@ -28,8 +28,8 @@ from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
 from pipeline.metrics.families import COMMIT_SECONDS, REJECTIONS
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
-from web.live.client import Client, Subscription, subscribe
-from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend
+from web.live.client import Client
+from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend, reaching
 from web.live.listener import Listener
 from web.wire.idempotency import HEADER
 from web.wire.openai.errors import NotNow
@@ -103,7 +103,7 @@ async def open_request(
         raise RequestError(f"n: these prompts and choices make {len(events)} answers; at most {most}", param="n")
     opened = OpenRequest(frontend, events, once=once, quota=quota)
     timeout_s = frontend.limits.timeout_s
-    timer = asyncio.get_running_loop().call_later(timeout_s, opened.expire, timeout_s)
+    timer = asyncio.get_running_loop().call_later(timeout_s, lambda: frontend.spawn(opened.expire(timeout_s)))
     frontend.enter(opened, functools.partial(opened.leave, timer))
     await opened.submit()
     return opened
@@ -115,13 +115,13 @@ async def read_request(frontend: Frontend, uid: str, event: Submitted, *, whole:
     Raises:
         RequestError: The log cannot be reached.
     """
-    client = Client(subscribe(functools.partial(frontend.tail.follow, whole=whole), uid, [event]))
+    client = Client(functools.partial(frontend.tail.follow, whole=whole), uid, [event])
     frontend.enter(client, lambda: frontend.drop(client, reader=True))
     try:
-        await frontend.begin_reading(client, [uid])
-    except LogError as error:
-        logger.warning("reader_not_begun", uid=uid, error=str(error))
-        raise client.refuse(RequestError(UNREACHABLE, code="overloaded", status=503)) from None
+        with reaching("reader_not_begun", uid=uid):
+            await frontend.begin_reading(client, [uid])
+    except RequestError as error:
+        raise client.refuse(error) from None
     return client
 
 
@@ -134,7 +134,9 @@ class OpenRequest(Client):
         self, frontend: Frontend, events: Sequence[Submitted], *, once: Once | None, quota: Quota | None
     ) -> None:
         """Listen, under a new uid, before the submit: so no reply is missed."""
-        super().__init__(subscribe(frontend.tail.listen, new_uid(), events))
+        super().__init__(frontend.tail.listen, new_uid(), events)
+        self.attached = False
+        """Another client sent the request."""
         if self.event.frontend != frontend.tail.frontend:  # renamed since the event was made
             for listener in self.listeners:
                 listener.follow()
@@ -170,11 +172,7 @@ class OpenRequest(Client):
                 if self.event.task == "generate":  # the others end at once, and say nothing of when there is room
                     self._frontend.retry_after.begun(self)
                 return
-            other = await self._subscribe_to(submitted.uid)
-            if other is not None:
-                for listener in self.listeners:
-                    listener.close()
-                self.subscription = other
+            if await self._attach(submitted.uid):
                 return
             once = dataclasses.replace(once, instead_of=submitted.uid)
 
@@ -200,34 +198,36 @@ class OpenRequest(Client):
             NotNow(message, code=refusal.code, status=refusal.status, retry_after_s=again_s[refusal.retry_after])
         )
 
-    async def _subscribe_to(self, uid: str) -> Subscription | None:
-        """Return a subscription to the request *uid* of another client; None if it is gone, or ended in vain.
+    async def _attach(self, uid: str) -> bool:
+        """Subscribe to the request *uid* of another client, unless it is gone, or ended in vain; say whether it did.
 
         Raises:
             RequestError: The log cannot be reached.
         """
         frontend, uids = self._frontend, sibling_uids(uid, len(self.events))  # as many: the body is the same
         try:
-            await frontend.begin_reading(self, uids)  # before the look, so that nobody cancels it after that
-            found = [await frontend.ask(frontend.log.entries(each, (SUBMITTED_ID, SEAL))) for each in uids]
+            with reaching("not_attached", uid=uid):
+                await frontend.begin_reading(self, uids)  # before the look, so that nobody cancels it after that
+                found = [await frontend.ask(frontend.log.entries(each, (SUBMITTED_ID, SEAL))) for each in uids]
             begins = [decode(entries[SUBMITTED_ID].fields) for entries in found if SUBMITTED_ID in entries]
             ends = [decode(entries[SEAL].fields) for entries in found if SEAL in entries]
         except UndecodableEvent:
             raise self.break_off() from None
-        except LogError as error:
-            logger.warning("not_attached", uid=uid, error=str(error))
-            raise self.refuse(RequestError(UNREACHABLE, code="overloaded", status=503)) from None
+        except RequestError as error:
+            raise self.refuse(error) from None
         in_vain = any(isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500) for end in ends)
         events = [event for event in begins if isinstance(event, Submitted)]
         if len(events) < len(uids) or in_vain:
             frontend.stop_reading(self)
-            return None
-        return subscribe(frontend.tail.follow, uid, events, attached=True)
+            return False
+        self.subscribe(frontend.tail.follow, uid, events)
+        self.attached = True
+        return True
 
     def recover(self, lost: Sequence[Listener]) -> None:
         """Submit again what the log has lost, as long as no token of it, nor of a sibling, came: its client need not
         know. Else give up."""
-        if self.subscription.attached or any(listener.n for listener in self.listeners):
+        if self.attached or any(listener.n for listener in self.listeners):
             super().recover(lost)
             return
         for listener in lost:
@@ -276,13 +276,10 @@ class OpenRequest(Client):
         logger.error("request_never_ended", uid=self.uid, event_kind=event.kind, tries=END_TRIES)
         return False
 
-    def expire(self, timeout_s: float) -> None:
-        """Say that the request is past its deadline."""
+    async def expire(self, timeout_s: float) -> None:
+        """End the request, past its deadline, in the log; if that takes long, tell the client without the log."""
         message = f"The request took longer than {timeout_s:g} s (--request-timeout)."
-        self._frontend.spawn(self._time_out(Failed(status=504, code="timeout", message=message)))
-
-    async def _time_out(self, event: Failed) -> None:
-        """End the request in the log; if that takes long, tell the client without the log."""
+        event = Failed(status=504, code="timeout", message=message)
         ended = self._frontend.spawn(self.end(event))
         _, late = await asyncio.wait({ended}, timeout=LOG_PATIENCE_S)
         if late:
@@ -290,7 +287,7 @@ class OpenRequest(Client):
 
     def shut_down(self) -> None:
         """As Client.shut_down; a request that this client sent fails."""
-        if self.subscription.attached:
+        if self.attached:
             super().shut_down()
         else:
             self._frontend.spawn(self.end(SHUTTING_DOWN))
@@ -331,5 +328,5 @@ class OpenRequest(Client):
     def log_line(self, **fields: object) -> None:
         """As Client.log_line."""
         sender = {"key": self._quota.key[:8]} if self._quota else {}
-        attached = {"attached": True} if self.subscription.attached else {}
+        attached = {"attached": True} if self.attached else {}
         super().log_line(stream=self.is_stream, **sender, **fields, **attached)

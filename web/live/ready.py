@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Final, Literal, NoReturn, Protocol
+from typing import Any, Final, Literal, NoReturn
 
 import structlog
 
@@ -44,16 +44,10 @@ PROBE: Final = "probe"
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
-class Say(Protocol):
-    """`SlotLease.say`: publish the status of this process."""
-
-    def __call__(self, **changes: object) -> None: ...
-
-
-class Spawn(Protocol):
-    """`Frontend.spawn`: run in a task of its own."""
-
-    def __call__(self, work: Coroutine[Any, Any, str]) -> asyncio.Task[str]: ...
+Say = Callable[..., None]
+"""`SlotLease.say`: publishes changes of the status of this process."""
+Spawn = Callable[[Coroutine[Any, Any, str]], "asyncio.Task[str]"]
+"""`Frontend.spawn`: runs in a task of its own."""
 
 
 class Readiness:

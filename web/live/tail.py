@@ -85,10 +85,6 @@ class Tail:
     def listeners(self) -> Sequence[Listener]:
         return tuple(listener for several in self._listeners.values() for listener in several)
 
-    def listens_to(self, uid: str) -> bool:
-        """Say whether there is a listener to *uid*."""
-        return uid in self._listeners
-
     def listen(self, uid: str, *, index: int = 0, wake: asyncio.Event | None = None) -> Listener:
         """Return a listener to a request that this frontend submits next: before the submit, so that no reply is
         missed. The caller closes it. For *index* and *wake* see `next_of`."""

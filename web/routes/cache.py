@@ -10,11 +10,11 @@ from typing import Final
 import structlog
 from quart import Blueprint, Response
 
-from pipeline.errors import LogError, RequestError
+from pipeline.errors import RequestError
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import GENERATE, parse_id
 from pipeline.slots import Status, known_statuses
-from web.live.frontend import Frontend
+from web.live.frontend import Frontend, reaching
 from web.routes.answers import json_response
 from web.routes.operations import operation
 
@@ -35,7 +35,8 @@ def cache_routes(frontend: Frontend) -> Blueprint:
     @operation("Forget the prefixes that no running request uses")
     async def flush_cache() -> Response:
         try:
-            body = await _flush(frontend.log, frontend.name)
+            with reaching("not_flushed"):
+                body = await _flush(frontend.log, frontend.name)
         except RequestError as error:
             logger.info("request", status=error.status, error=error.code, path=PATH)
             raise
@@ -49,17 +50,9 @@ async def _flush(log: AsyncRedisLog, by: str) -> dict[str, object]:
     """Ask the engines to flush, and wait until all that are ready have done it; return what they did.
 
     Raises:
-        RequestError: No engine is ready, one of them has not done it in time, or the log cannot be reached.
+        RequestError: No engine is ready, or one of them has not done it in time.
+        LogError: The log cannot be reached.
     """
-    try:
-        return await _ask_and_wait(log, by)
-    except LogError as error:
-        logger.warning("not_flushed", error=str(error))
-        message = "The log cannot be reached at the moment; send it again."
-        raise RequestError(message, code="overloaded", status=503) from None
-
-
-async def _ask_and_wait(log: AsyncRedisLog, by: str) -> dict[str, object]:
     before = await _engines(log)
     if not before:
         raise RequestError("No engine is ready; send it again later.", code="loading", status=503)

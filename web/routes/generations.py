@@ -18,7 +18,7 @@ from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
 from web.routes.answers import error_response, json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
-from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, ENDPOINTS, GENERATE_ENDPOINT, frames_for
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
 from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_of
@@ -47,13 +47,6 @@ class Asked(Protocol):
 
 R = TypeVar("R", bound=Asked)
 R_contra = TypeVar("R_contra", bound=Asked, contravariant=True)
-R_co = TypeVar("R_co", bound=Asked, covariant=True)
-
-
-class Parse(Protocol[R_co]):
-    """Parses a body. Raises RequestError."""
-
-    def __call__(self, body: bytes) -> R_co: ...
 
 
 class ToEvents(Protocol[R_contra]):
@@ -88,7 +81,11 @@ def generation_routes(frontend: Frontend) -> Blueprint:
 
 
 async def answer(
-    frontend: Frontend, endpoint: str, parse: Parse[R], to_events: ToEvents[R], respond: Respond | None = None
+    frontend: Frontend,
+    endpoint: str,
+    parse: Callable[[bytes], R],
+    to_events: ToEvents[R],
+    respond: Respond | None = None,
 ) -> Response:
     """Answer the current HTTP request: *parse* reads its body, *to_events* turns that into requests of the log, and
     *respond* makes the answer, if that is not generated text.
@@ -137,8 +134,7 @@ async def _whole(opened: OpenRequest) -> Response:
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
         if opened.done:
-            endpoint = ENDPOINTS[opened.event.endpoint]
-            return json_response(endpoint.body(opened.uid, opened.events, choices))
+            return json_response(body_of(opened.uid, opened.events, choices))
 
 
 async def _streamed(opened: OpenRequest) -> Response:

@@ -1,5 +1,5 @@
 """GET /health, /ping, /v1: the process is alive. /ready: requests are answered, or what is missing. /version.
-/health_generate, as in SGLang: a token goes through every stage now.
+/health_generate, as in SGLang: a token goes through every stage now. /metrics, for Prometheus.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from quart import Blueprint, Response
 
 from pipeline import VERSION
 from web.live.frontend import Frontend
+from web.live.metrics import CONTENT_TYPE, Exposition
 from web.live.ready import PROBE
 from web.routes.answers import json_response
 from web.routes.operations import operation
@@ -15,6 +16,7 @@ from web.routes.operations import operation
 
 def health_routes(frontend: Frontend) -> Blueprint:
     routes = Blueprint("health", __name__)
+    exposition = Exposition(frontend)
 
     @routes.get("/health")
     @routes.get("/ping")
@@ -47,5 +49,10 @@ def health_routes(frontend: Frontend) -> Blueprint:
             status, waiting_for = ("failing", (PROBE,)) if detail else ("ok", ())
         body = {"status": status, "waiting_for": waiting_for, "detail": detail}
         return json_response(body, 200 if status == "ok" else 503)
+
+    @routes.get("/metrics")
+    @operation("Measures of every process, for Prometheus", answers=("text/plain",))
+    async def metrics() -> Response:
+        return Response(await exposition.text(), content_type=CONTENT_TYPE)
 
     return routes

@@ -1,16 +1,18 @@
-"""/openapi.json: the routes, with the models that validate their requests. OpenAPI 3.1."""
+"""GET /openapi.json: the routes, with the models that validate their requests. GET /docs: a page for it, offline."""
 
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from typing import Any, Final
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from quart import Quart
+from quart import Blueprint, Quart, Response, current_app
 
 from pipeline import VERSION
-from web.routes.operations import EVENTS, JSON, Operation, operation_of
+from web.routes.answers import json_response
+from web.routes.operations import EVENTS, JSON, Operation, operation, operation_of
 
 REFERENCE: Final = "#/components/schemas/{model}"
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -37,8 +39,25 @@ ERROR: Final[dict[str, Any]] = {
 """The one shape that every error has."""
 
 
+def docs_routes() -> Blueprint:
+    routes = Blueprint("docs", __name__)
+    page = files("web").joinpath("static", "docs.html").read_bytes()
+
+    @routes.get("/openapi.json")
+    @operation("The OpenAPI document of this server")
+    async def document() -> Response:
+        return json_response(openapi(current_app))
+
+    @routes.get("/docs")
+    @operation("A page that shows this document and can call its routes", answers=("text/html",))
+    async def docs() -> Response:
+        return Response(page, content_type="text/html; charset=utf-8")
+
+    return routes
+
+
 def openapi(app: Quart) -> dict[str, Any]:
-    """Return the document of the routes of *app*; routes without a description are left out."""
+    """Return the document, OpenAPI 3.1, of the routes of *app*; routes without a description are left out."""
     operations: list[tuple[str, str, Operation]] = []
     for rule in app.url_map.iter_rules():
         said = operation_of(app.view_functions[rule.endpoint])

@@ -14,10 +14,10 @@ from typing import Final
 import structlog
 from quart import Blueprint, Response, request
 
-from pipeline.errors import LogError, RequestError, UndecodableEvent
+from pipeline.errors import RequestError
 from pipeline.events import Cancelled
 from pipeline.views.history import story
-from web.live.frontend import UNREACHABLE, Frontend
+from web.live.frontend import Frontend, reaching
 from web.live.lookup import Lookup, cancel, find, living
 from web.live.open_request import read_request
 from web.routes.answers import json_response, name_unknown, stream_response
@@ -42,7 +42,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
     @operation("The story of a request, running or finished")
     async def tell(name: str) -> Response:
         uid = _uid(name)
-        with _Unreachable(uid):
+        with reaching("request_not_read", uid=uid):
             found = await _find(frontend, uid)
             histories = await frontend.log.histories(dict.fromkeys(found.uids, ""))
             stories = [story(each, history) for each, history in histories.items() if history]
@@ -56,7 +56,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
     @operation("Cancel a request")
     async def cancel(name: str) -> Response:
         uid = _uid(name)
-        with _Unreachable(uid):
+        with reaching("request_not_read", uid=uid):
             found = await _find(frontend, uid)
             cancelled = await _cancel(frontend, dict.fromkeys(found.uids, found.submitted.frontend))
         logger.info("request_cancelled", uid=uid, cancelled=bool(cancelled))
@@ -94,7 +94,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
         frontend.admit()
         whole = _asks_for_events(request.args.get("format"))
         after, where = _cursor()
-        with _Unreachable(uid):
+        with reaching("request_not_read", uid=uid):
             found = await frontend.ask(_find(frontend, uid))
             if found.uids != (uid,):
                 raise _several(found.uids)
@@ -111,20 +111,6 @@ def request_routes(frontend: Frontend) -> Blueprint:
         return response
 
     return routes
-
-
-class _Unreachable:
-    """Turns errors of the log within it into 503."""
-
-    def __init__(self, uid: str) -> None:
-        self._uid = uid
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, LogError) and not isinstance(error, UndecodableEvent):  # that is our bug
-            logger.warning("request_not_read", uid=self._uid, error=str(error))
-            raise RequestError(UNREACHABLE, code="overloaded", status=503) from None
 
 
 def _uid(name: str) -> str:
@@ -157,7 +143,7 @@ async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]
         RequestError: The log cannot be reached.
     """
     name = asked.rid or ""
-    with _Unreachable(name):
+    with reaching("request_not_read", uid=name):
         if asked.abort_all:
             frontends = await living(frontend.log)
         else:

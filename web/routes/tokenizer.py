@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from quart import Blueprint, Response
@@ -11,7 +12,7 @@ from pipeline.process.failpoints import failpoint
 from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest
 from web.routes.answers import error_response, json_response
-from web.routes.generations import Parse, answer
+from web.routes.generations import answer
 from web.routes.operations import operation
 from web.wire.idempotency import HEADER, SCHEMA
 from web.wire.openai.errors import error_of
@@ -54,7 +55,7 @@ def tokenizer_routes(frontend: Frontend) -> Blueprint:
     async def describe() -> Response:
         return await answered(DESCRIBE_ENDPOINT, _describe)
 
-    async def answered(endpoint: str, parse: Parse[Asked]) -> Response:
+    async def answered(endpoint: str, parse: Callable[[bytes], Asked]) -> Response:
         return await answer(frontend, endpoint, parse, _events, lambda opened: _response(opened, frontend))
 
     return routes

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.events import Presentation, SamplingParams, Submitted
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
 from web.wire.openai.messages import plain_messages, templating_of
-from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields
 from web.wire.sglang.schemas import SGLangRequest, TextRequest
 
 Defaults = Mapping[str, int | float]
@@ -123,53 +123,35 @@ def _presentation(request: GenerationRequest) -> Presentation:
     )
 
 
-def with_defaults(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
-    """Return *given*, with a default, if there is one, for each name that is absent or None."""
-    return {**defaults, **{name: value for name, value in given.items() if value is not None}}
-
-
 def _sampling(request: GenerationRequest, defaults: Defaults) -> SamplingParams:
-    given = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": None if request.top_k is None else max(request.top_k, 0),
-        "min_p": request.min_p,
-        "seed": secrets.randbelow(2**63) if request.seed is None else request.seed,
-        "max_tokens": request.longest or None,
-        "min_tokens": request.min_tokens,
-        "stop": None if request.stop is None else tuple(request.stop),
-        "stop_token_ids": None if request.stop_token_ids is None else tuple(request.stop_token_ids),
-        "include_stop_str_in_output": request.include_stop_str_in_output,
-        "ignore_eos": request.ignore_eos,
-        "presence_penalty": request.presence_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "repetition_penalty": request.repetition_penalty,
-        "logit_bias": _bias(request.logit_bias),
-        "allowed_token_ids": None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
-        "bad_words": None if request.bad_words is None else tuple(request.bad_words),
-        "logprobs": request.num_logprobs,
-        "prompt_logprobs": request.prompt_logprobs,
-        "skip_special_tokens": request.skip_special_tokens,
-    }
-    return SamplingParams.model_validate(with_defaults(given, defaults))
+    own = {"max_tokens": request.longest or None, "logprobs": request.num_logprobs}
+    return _sampling_params(request, request.seed, own, defaults)
 
 
 def _sglang_sampling(request: SGLangRequest, defaults: Defaults) -> SamplingParams:
     asked = request.sampling
     scores = (request.top_logprobs_num or 0) if request.return_logprob else None
     tells_prompt = request.logprob_start_len not in (None, -1)
-    given = asked.model_dump(include=set(SamplingParams.model_fields)) | {
-        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
-        "seed": secrets.randbelow(2**63) if asked.sampling_seed is None else asked.sampling_seed,
+    own = {
         "max_tokens": max(asked.longest, 1),
         "min_tokens": asked.min_new_tokens,
-        "logit_bias": _bias(asked.logit_bias),
         "logprobs": scores,
         "prompt_logprobs": scores if tells_prompt else None,
         "include_stop_str_in_output": asked.no_stop_trim,
     }
-    return SamplingParams.model_validate(with_defaults(given, defaults))
+    return _sampling_params(asked, asked.sampling_seed, own, defaults)
 
 
-def _bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
-    return None if bias is None else tuple((int(token), value) for token, value in bias.items())
+def _sampling_params(
+    asked: SamplingFields, seed: int | None, own: Mapping[str, Any], defaults: Defaults
+) -> SamplingParams:
+    """Return the fields of *asked* that SamplingParams has, too, and those that an endpoint names its *own* way."""
+    bias = asked.logit_bias
+    said = asked.model_dump(include=set(SamplingParams.model_fields)) | {
+        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
+        "seed": secrets.randbelow(2**63) if seed is None else seed,
+        "logit_bias": None if bias is None else tuple((int(token), value) for token, value in bias.items()),
+        **own,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    return SamplingParams.model_validate({**defaults, **given})

@@ -2,62 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
-from redis_servers import until
 from stand_in_stages import StandIn
+from web_process import serving
 from web_site import CHAT, chat
-
-from web.listener import open_listener
-
-PROGRAM = """
-import os, sys
-import web.server
-from pipeline.flags import parse_config
-from web.config import WebStageConfig
-sys.exit(web.server.run(parse_config("stage web", WebStageConfig, sys.argv[1:], os.environ)))
-"""
-ENDLESS = chat("endless", stream=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    process: subprocess.Popen[bytes]
-    url: str
-
-    def is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-
-@contextmanager
-def serving(redis_url: str, slot: int) -> Iterator[Server]:
-    """Run a web process on an inherited socket until it is ready, and end it."""
-    with open_listener("127.0.0.1", 0) as listener:
-        flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", str(slot)]
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *flags],
-            pass_fds=[listener.fileno()],
-            cwd=os.getcwd(),
-            stdout=subprocess.DEVNULL,
-        )
-        server = Server(process, f"http://127.0.0.1:{listener.getsockname()[1]}")
-    try:
-        until(lambda: process.poll() is not None or server.is_ready(), timeout_s=30)
-        assert process.poll() is None
-        yield server
-    finally:
-        process.kill()
-        process.wait()
 
 
 class Stream:
@@ -80,16 +31,17 @@ class Stream:
         return frames
 
 
-def test_the_client_of_a_killed_web_process_goes_on_with_another_one(redis_url: str, stand_in: StandIn) -> None:
+def test_the_client_of_a_killed_web_process_goes_on_with_another_one(redis_url: str) -> None:
     with ExitStack() as stack:
-        first, second = (stack.enter_context(serving(redis_url, slot)) for slot in (0, 1))
+        stack.enter_context(closing(StandIn(redis_url, renews=True)))
+        first, second = (stack.enter_context(serving(redis_url, "--slot", slot)) for slot in ("0", "1"))
         client = stack.enter_context(httpx.Client(timeout=20))
 
         def stream(method: str, url: str, **options: Any) -> Stream:
             return Stream(stack.enter_context(client.stream(method, url, **options)))
 
-        original = stream("POST", first.url + CHAT, json=ENDLESS)
-        path = f"{second.url}/v1/requests/{original.uid}"
+        original = stream("POST", f"http://127.0.0.1:{first.port}{CHAT}", json=chat("endless", stream=True))
+        path = f"http://127.0.0.1:{second.port}/v1/requests/{original.uid}"
         sent = original.frames_until(b"id: 10-0\n")
         first.process.kill()
         first.process.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -149,19 +148,16 @@ def test_nothing_is_taken_after_the_end(end: Finished | Cancelled) -> None:
     assert [event.event for event in listener.drain()] == [end] and listener.state is ENDED
 
 
-def test_what_is_lost_is_told_to_the_caller_who_decides() -> None:
-    async def scenario() -> None:
-        kept, lost = in_state(LIVE), in_state(LOST)
-        lost.wake = kept.wake
-        hear(2)(kept)
-        events, those = await next_of((kept, lost))
-        assert ([event.n for event in events], those) == ([2], [lost])
-        assert await next_of((kept, lost)) == ([], [lost])  # until something is done about it
-        lost.give_up()
-        ((event,), those) = await next_of((kept, lost))
-        assert isinstance(event.event, Failed) and event.event.code == "log_lost" and those == []
-
-    asyncio.run(scenario())
+async def test_what_is_lost_is_told_to_the_caller_who_decides() -> None:
+    kept, lost = in_state(LIVE), in_state(LOST)
+    lost.wake = kept.wake
+    hear(2)(kept)
+    events, those = await next_of((kept, lost))
+    assert ([event.n for event in events], those) == ([2], [lost])
+    assert await next_of((kept, lost)) == ([], [lost])  # until something is done about it
+    lost.give_up()
+    ((event,), those) = await next_of((kept, lost))
+    assert isinstance(event.event, Failed) and event.event.code == "log_lost" and those == []
 
 
 def test_what_is_resumed_is_read_again_when_it_stays_silent() -> None:
@@ -188,6 +184,14 @@ def test_a_client_that_waits_for_long_is_woken_with_nothing() -> None:
     listener.wait(True)
     listener.wake_if_idle(later_s)
     assert listener.wake.is_set()
+
+
+def test_a_mark_hides_no_hole_before_it() -> None:
+    listener = in_state(READING, room=9)
+    mark = Entry("2-1", encode(Preempted(engine="generate-0", epoch=1, step=1)))
+    listener.apply_history([mark, entry(3)])
+    (end,) = listener.drain()
+    assert isinstance(end.event, Failed) and end.event.code == "log_lost"
 
 
 @pytest.mark.parametrize("missing", [2, 3, 4])

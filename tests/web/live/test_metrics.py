@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from measured import Scrape
-from redis_servers import RunningServer, Servers, command, running_server
+from redis_servers import RunningServer, command
 from stand_in_stages import MODELS, StandIn
-from web_site import Site, chat, error_of, site, until
+from web_site import Site, chat, code_of, error_of, site, until
 
 import web.live.metrics
 import web.live.open_request
 from pipeline.events import Cancelled, Failed
-from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, RequestLimits
+from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, Quota, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -36,7 +34,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import Names
 from pipeline.slots import Status
-from web.keys import Keys, read_keys
+from web.keys import Keys, hash_of
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]
@@ -58,12 +56,7 @@ def publish(url: str, slot: str, metrics: str, **said: Any) -> None:
         log.renew(owner, LEASE_MS, status.model_copy(update=said).model_dump_json())
 
 
-def with_more(measures: Measures, more: Mapping[str, object]) -> str:
-    """Return a snapshot as a version says it that measures something else, too."""
-    return orjson.dumps(orjson.loads(measures.snapshot()) | more).decode()
-
-
-def test_one_text_shows_what_every_process_measured(redis_url: str, stand_in: StandIn) -> None:
+async def test_one_text_shows_what_every_process_measured(redis_url: str, stand_in: StandIn) -> None:
     engine, detokenizer, tokenizer, frontend = (Measures() for _ in range(4))
     engine.set(NUM_RUNNING, 3)
     engine.set(NUM_WAITING, 2)
@@ -79,64 +72,55 @@ def test_one_text_shows_what_every_process_measured(redis_url: str, stand_in: St
     publish(redis_url, "tokenize-1", tokenizer.snapshot())
     publish(redis_url, "web-1", frontend.snapshot())
 
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            seen = await scrape(here)
-        at = {"slot": "generate-1", "model_name": "m"}
-        assert seen.total("num_requests_running", **at) == 3
-        assert seen.total("num_requests_waiting", **at) == seen.total("num_requests_waiting") == 2
-        assert seen.total("generation_tokens_total", **at) == 70
-        at = {"slot": "detokenize-1", "model_name": "m"}  # the model of the engine whose steps it reads
-        assert seen.total("request_success_total", finished_reason="stop", **at) == 4
-        buckets = {
-            bound: seen.total("inter_token_latency_seconds_bucket", le=bound, **at) for bound in ("0.001", "+Inf")
-        }
-        assert buckets == {"0.001": 0, "+Inf": 4}
-        assert seen.total("inter_token_latency_seconds_bucket", le="0.002", **at) == 2
-        assert seen.total("inter_token_latency_seconds_bucket", le="80.0", **at) == 3
-        assert seen.total("inter_token_latency_seconds_sum", **at) == pytest.approx(100.008)
-        assert seen.total("tokenize_prompts_total", slot="tokenize-1") == 5
-        assert seen.total("tokenize_refusals_total", slot="tokenize-1", code="template_error") == 1
-        assert seen.total("http_requests_total", slot="web-1", endpoint="/health") == 9
-        assert seen.values("http_requests_total", "slot") == {"web-0", "web-1"}
-        assert seen.total("log_up") == seen.total("log_server_info", server="Valkey") == 1
-        assert [version[:2] for version in seen.values("log_server_info", "version")] == ["9."]
-        assert seen.total("worker_ready") == 7, "the three stand-ins, too; a frontend says itself what it is"
-
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        seen = await scrape(here)
+    at = {"slot": "generate-1", "model_name": "m"}
+    assert seen.total("num_requests_running", **at) == 3
+    assert seen.total("num_requests_waiting", **at) == seen.total("num_requests_waiting") == 2
+    assert seen.total("generation_tokens_total", **at) == 70
+    at = {"slot": "detokenize-1", "model_name": "m"}  # the model of the engine whose steps it reads
+    assert seen.total("request_success_total", finished_reason="stop", **at) == 4
+    buckets = {bound: seen.total("inter_token_latency_seconds_bucket", le=bound, **at) for bound in ("0.001", "+Inf")}
+    assert buckets == {"0.001": 0, "+Inf": 4}
+    assert seen.total("inter_token_latency_seconds_bucket", le="0.002", **at) == 2
+    assert seen.total("inter_token_latency_seconds_bucket", le="80.0", **at) == 3
+    assert seen.total("inter_token_latency_seconds_sum", **at) == pytest.approx(100.008)
+    assert seen.total("tokenize_prompts_total", slot="tokenize-1") == 5
+    assert seen.total("tokenize_refusals_total", slot="tokenize-1", code="template_error") == 1
+    assert seen.total("http_requests_total", slot="web-1", endpoint="/health") == 9
+    assert seen.values("http_requests_total", "slot") == {"web-0", "web-1"}
+    assert seen.total("log_up") == seen.total("log_server_info", server="Valkey") == 1
+    assert [version[:2] for version in seen.values("log_server_info", "version")] == ["9."]
+    assert seen.total("worker_ready") == 7, "the three stand-ins, too; a frontend says itself what it is"
 
 
-def test_what_has_not_happened_yet_is_there_as_zero(redis_url: str, stand_in: StandIn) -> None:
+async def test_what_has_not_happened_yet_is_there_as_zero(redis_url: str, stand_in: StandIn) -> None:
     for stage in ("tokenize", "generate", "detokenize"):
         publish(redis_url, f"{stage}-1", Measures().snapshot())
 
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            seen = await scrape(here)
-        measured = [family for family in FAMILIES if family.stages and (family.known or not family.labels)]
-        for family in measured:
-            suffix = "_count" if family.kind == "histogram" else ""
-            slots = {f"{stage}-0" if stage == "web" else f"{stage}-1" for stage in family.stages}
-            assert seen.values(family.name + suffix, "slot") >= slots, family.name
-        assert seen.values("request_success_total", "finished_reason") == {"stop", "length", "abort", "error"}
-        assert seen.total("step_time_seconds_count") == seen.total("e2e_request_latency_seconds_sum") == 0
-        kinds = {
-            PREFIX + family.name.removesuffix("_total"): family.kind for family in measured if family.buckets == ()
-        }
-        assert kinds.items() <= {name.removesuffix("_total"): kind for name, kind in seen.kinds.items()}.items()
-        of_log = {series for (name, series) in seen.samples if name == f"{PREFIX}num_requests_running"}
-        assert of_log == {frozenset({("slot", "generate-1"), ("model_name", MODEL)})}, "generate-0 measures nothing"
-
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        seen = await scrape(here)
+    measured = [family for family in FAMILIES if family.stages and (family.known or not family.labels)]
+    for family in measured:
+        suffix = "_count" if family.kind == "histogram" else ""
+        slots = {f"{stage}-0" if stage == "web" else f"{stage}-1" for stage in family.stages}
+        assert seen.values(family.name + suffix, "slot") >= slots, family.name
+    assert seen.values("request_success_total", "finished_reason") == {"stop", "length", "abort", "error"}
+    assert seen.total("step_time_seconds_count") == seen.total("e2e_request_latency_seconds_sum") == 0
+    kinds = {PREFIX + family.name.removesuffix("_total"): family.kind for family in measured if family.buckets == ()}
+    assert kinds.items() <= {name.removesuffix("_total"): kind for name, kind in seen.kinds.items()}.items()
+    of_log = {series for (name, series) in seen.samples if name == f"{PREFIX}num_requests_running"}
+    assert of_log == {frozenset({("slot", "generate-1"), ("model_name", MODEL)})}, "generate-0 measures nothing"
 
 
-def test_workers_of_other_versions_break_nothing(redis_url: str, stand_in: StandIn) -> None:
+async def test_workers_of_other_versions_break_nothing(redis_url: str, stand_in: StandIn) -> None:
     known, other = Measures(), Measures()
     known.add(GENERATION_TOKENS, amount=7)
     other.add(GENERATION_TOKENS, amount=8)
     other.observe(BETWEEN_TOKENS_SECONDS, 0.1)
     publish(redis_url, "generate-1", known.snapshot())
-    publish(redis_url, "generate-2", with_more(other, {"": 1, "tomorrow_total": [[3]], "tomorrow": {"a": 1}}))
+    tomorrow = {"": 1, "tomorrow_total": [[3]], "tomorrow": {"a": 1}}
+    publish(redis_url, "generate-2", orjson.dumps(orjson.loads(other.snapshot()) | tomorrow).decode())
     publish(redis_url, "generate-3", "}{ no snapshot")
     with closing(RedisLog(redis_url, Names())) as log:
         for slot in ("generate-4", "detokenize-1"):
@@ -144,183 +128,150 @@ def test_workers_of_other_versions_break_nothing(redis_url: str, stand_in: Stand
             assert owner is not None
             log.renew(owner, LEASE_MS, '{"slot": "s", "owner": "o", "pid": 1, "host": "h", "of_tomorrow": []}')
 
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            seen = await scrape(here)
-        tokens = {slot: seen.total("generation_tokens_total", slot=slot) for slot in ("generate-1", "generate-2")}
-        assert tokens == {"generate-1": 7, "generate-2": 8}
-        assert seen.total("generation_tokens_total", slot="generate-3") == 0
-        assert not seen.of("worker_ready", slot="generate-4")
-        assert not any("tomorrow" in name for name, _ in seen.samples)
-
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        seen = await scrape(here)
+    tokens = {slot: seen.total("generation_tokens_total", slot=slot) for slot in ("generate-1", "generate-2")}
+    assert tokens == {"generate-1": 7, "generate-2": 8}
+    assert seen.total("generation_tokens_total", slot="generate-3") == 0
+    assert not seen.of("worker_ready", slot="generate-4")
+    assert not any("tomorrow" in name for name, _ in seen.samples)
 
 
-def test_the_own_counts_are_those_of_the_moment_and_shown_once(redis_url: str, stand_in: StandIn) -> None:
+async def test_the_own_counts_are_those_of_the_moment_and_shown_once(redis_url: str, stand_in: StandIn) -> None:
     older = Measures()
     older.add(HTTP_REQUESTS, "/health", "GET", amount=2)
     publish(redis_url, "web-0", older.snapshot())
 
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            for _ in range(3):
-                await here.get("/health")
-            assert (await scrape(here)).total("http_requests_total", slot="web-0", endpoint="/health") == 3
-
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        for _ in range(3):
+            await here.get("/health")
+        assert (await scrape(here)).total("http_requests_total", slot="web-0", endpoint="/health") == 3
 
 
 # what the log holds
 
 
-def test_the_streams_show_what_waits_and_what_is_worked_on(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here, here.connection(chat("silent")), here.connection(chat("silent")):
-            await until(lambda: len(stand_in.requests()) == 2)
-            stand_in.close()
-            answers = [asyncio.create_task(here.post(chat("silent"))) for _ in range(3)]
-            with closing(RedisLog(redis_url, Names())) as log:
-                await until(lambda: log.backlog(Inbox.submitted(log.names)) == 3)
-                entry, _ = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=2, block_ms=0)
-                uid = entry.fields["uid"]
-                seen = await scrape(here)
-                failed = Failed(status=500, code="poisonous", message="It died.")
-                letter = DeadLetter("tokenize", entry.fields, 4, "It died.")
-                log.end(uid, failed, frontend="web-0", consume=entry, dead=letter)
-                later = await scrape(here)
-                for each in log.living():
-                    log.end(each, Cancelled(by="test"), frontend="web-0")
-            await asyncio.wait(answers)
-        depths = {
-            stream: [seen.total(f"stream_{name}", stream=stream) for name in ("length", "pending", "lag")]
-            for stream in ("submitted", "tokenized", "steps:generate-0")
-        }
-        assert depths == {"submitted": [3, 2, 1], "tokenized": [2, 2, 0], "steps:generate-0": [0, 0, 0]}
-        assert seen.total("num_requests_waiting", slot="log", model_name=MODEL) == 3
-        assert (seen.total("num_requests_live"), seen.total("dead_letters")) == (5, 0)
-        assert (later.total("num_requests_live"), later.total("dead_letters")) == (4, 1)
-        assert later.total("stream_length", stream="submitted") == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_redis_that_is_gone_leaves_what_this_process_knows(
-    redis_servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(server: RunningServer) -> None:
-        stand_in = StandIn(server.url)
-        async with site(server.url) as here:
-            assert (await here.post(chat())).status_code == 200
-            before = await scrape(here)
-            stand_in.close()
-            server.process.kill()
-            server.process.wait()
+async def test_the_streams_show_what_waits_and_what_is_worked_on(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here, here.connection(chat("silent")), here.connection(chat("silent")):
+        await until(lambda: len(stand_in.requests()) == 2)
+        stand_in.close()
+        answers = [asyncio.create_task(here.post(chat("silent"))) for _ in range(3)]
+        with closing(RedisLog(redis_url, Names())) as log:
+            await until(lambda: log.backlog(Inbox.submitted(log.names)) == 3)
+            entry, _ = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=2, block_ms=0)
+            uid = entry.fields["uid"]
             seen = await scrape(here)
-            assert (await error_of(here.post(chat())))[0] == 503
-            rejected = await scrape(here)
-        assert before.total("log_up") == 1 and before.of("stream_length")
-        assert seen.total("log_up") == 0 and not seen.of("stream_length") and not seen.of("worker_ready")
-        assert seen.values("http_requests_total", "slot") == {"web-0"}
-        assert seen.total("http_responses_total", endpoint="/v1/chat/completions", status_code="200") == 1
-        assert seen.total("commit_latency_seconds_count", commit="submit") == 1
-        assert rejected.total("admission_rejections_total", reason="log_unreachable") == 1
+            failed = Failed(status=500, code="poisonous", message="It died.")
+            letter = DeadLetter("tokenize", entry.fields, 4, "It died.")
+            log.end(uid, failed, frontend="web-0", consume=entry, dead=letter)
+            later = await scrape(here)
+            for each in log.living():
+                log.end(each, Cancelled(by="test"), frontend="web-0")
+        await asyncio.wait(answers)
+    depths = {
+        stream: [seen.total(f"stream_{name}", stream=stream) for name in ("length", "pending", "lag")]
+        for stream in ("submitted", "tokenized", "steps:generate-0")
+    }
+    assert depths == {"submitted": [3, 2, 1], "tokenized": [2, 2, 0], "steps:generate-0": [0, 0, 0]}
+    assert seen.total("num_requests_waiting", slot="log", model_name=MODEL) == 3
+    assert (seen.total("num_requests_live"), seen.total("dead_letters")) == (5, 0)
+    assert (later.total("num_requests_live"), later.total("dead_letters")) == (4, 1)
+    assert later.total("stream_length", stream="submitted") == 2
 
-    monkeypatch.setattr(web.live.open_request, "END_TRIES", 1)
-    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
-        asyncio.run(scenario(server))
 
-
-def test_a_redis_that_stands_still_delays_the_answer_no_longer_than_our_patience(
-    redis_servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_redis_that_is_gone_leaves_what_this_process_knows(
+    own_redis: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(server: RunningServer) -> None:
-        with closing(StandIn(server.url)):
-            async with site(server.url) as here:
-                server.process.send_signal(signal.SIGSTOP)
-                try:
-                    assert (await scrape(here)).total("log_up") == 0
-                finally:
-                    server.process.send_signal(signal.SIGCONT)
-                await until(lambda: not here.frontend.is_busy)
-                assert (await scrape(here)).total("log_up") == 1
+    monkeypatch.setattr(web.live.open_request, "END_TRIES", 1)
+    stand_in = StandIn(own_redis.url)
+    async with site(own_redis.url) as here:
+        assert (await here.post(chat())).status_code == 200
+        before = await scrape(here)
+        stand_in.close()
+        own_redis.process.kill()
+        own_redis.process.wait()
+        seen = await scrape(here)
+        assert (await error_of(here.post(chat())))[0] == 503
+        rejected = await scrape(here)
+    assert before.total("log_up") == 1 and before.of("stream_length")
+    assert seen.total("log_up") == 0 and not seen.of("stream_length") and not seen.of("worker_ready")
+    assert seen.values("http_requests_total", "slot") == {"web-0"}
+    assert seen.total("http_responses_total", endpoint="/v1/chat/completions", status_code="200") == 1
+    assert seen.total("commit_latency_seconds_count", commit="submit") == 1
+    assert rejected.total("admission_rejections_total", reason="log_unreachable") == 1
 
+
+async def test_a_redis_that_stands_still_delays_the_answer_no_longer_than_our_patience(
+    own_redis: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(web.live.metrics, "PATIENCE_S", 0.05)
-    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
-        asyncio.run(scenario(server))
+    with closing(StandIn(own_redis.url)):
+        async with site(own_redis.url) as here:
+            own_redis.process.send_signal(signal.SIGSTOP)
+            try:
+                assert (await scrape(here)).total("log_up") == 0
+            finally:
+                own_redis.process.send_signal(signal.SIGCONT)
+            await until(lambda: not here.is_busy)
+            assert (await scrape(here)).total("log_up") == 1
 
 
-def test_who_asks_while_a_text_is_made_gets_that_one(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            times = 0
-            occupancy = here.log.occupancy
+async def test_who_asks_while_a_text_is_made_gets_that_one(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        times = 0
+        occupancy = here.log.occupancy
 
-            async def counted() -> Occupancy:
-                nonlocal times
-                times += 1
-                return await occupancy()
+        async def counted() -> Occupancy:
+            nonlocal times
+            times += 1
+            return await occupancy()
 
-            here.log.occupancy = counted  # type: ignore[method-assign]  # this instance's alone
-            texts = [await each.get_data() for each in await asyncio.gather(*(here.get("/metrics") for _ in range(5)))]
-            assert len(set(texts)) == 1 and times == 1
-            await scrape(here)
-            assert times == 2
-
-    asyncio.run(scenario())
+        here.log.occupancy = counted  # type: ignore[method-assign]  # this instance's alone
+        texts = [await each.get_data() for each in await asyncio.gather(*(here.get("/metrics") for _ in range(5)))]
+        assert len(set(texts)) == 1 and times == 1
+        await scrape(here)
+        assert times == 2
 
 
 # the frontend
 
 
-def test_requests_and_responses_are_counted_by_route_and_never_by_path(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uids = [(await here.post(chat())).headers["x-minisgl-uid"] for _ in range(2)]
-            await here.chunks(chat())
-            await error_of(here.post(chat("refuse")))
-            await error_of(here.post({"messages": 3}))
-            for uid in uids:
-                await here.get(f"/v1/requests/{uid}")
-            for path in ("/nothing", "/nothing/else?a=1"):
-                await error_of(here.get(path))
-            await here.client.open("/health", method="BREW", json={})
-            await here.client.head("/health")
-            seen = await scrape(here)
+async def test_requests_and_responses_are_counted_by_route_and_never_by_path(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uids = [(await here.post(chat())).headers["x-minisgl-uid"] for _ in range(2)]
+        await here.chunks(chat())
+        await error_of(here.post(chat("refuse")))
+        await error_of(here.post({"messages": 3}))
+        for uid in uids:
+            await here.get(f"/v1/requests/{uid}")
+        for path in ("/nothing", "/nothing/else?a=1"):
+            await error_of(here.get(path))
+        await here.client.open("/health", method="BREW", json={})
+        await here.client.head("/health")
+        seen = await scrape(here)
 
-        def counted(name: str, *labels: str) -> dict[tuple[str, ...], float]:
-            found = seen.of(name, slot="web-0")
-            return {tuple(dict(has)[label] for label in labels): value for has, value in found.items()}
+    def counted(name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        found = seen.of(name, slot="web-0")
+        return {tuple(dict(has)[label] for label in labels): value for has, value in found.items()}
 
-        assert counted("http_requests_total", "endpoint", "method") == {
-            ("/v1/chat/completions", "POST"): 5,
-            ("/v1/requests/<name>", "GET"): 2,
-            ("/health", "HEAD"): 1,
-            ("/metrics", "GET"): 1,
-            ("unknown", "GET"): 2,
-            ("unknown", "unknown"): 1,
-        }
-        assert counted("http_responses_total", "endpoint", "method", "status_code") == {
-            ("/v1/chat/completions", "POST", "200"): 3,
-            ("/v1/chat/completions", "POST", "400"): 2,
-            ("/v1/requests/<name>", "GET", "200"): 2,
-            ("/health", "HEAD", "200"): 1,
-            ("unknown", "GET", "404"): 2,
-            ("unknown", "unknown", "405"): 1,
-        }
-        assert seen.total("commit_latency_seconds_count", commit="submit") == 4
-        assert seen.total("disconnects_total") == seen.total("admission_rejections_total") == 0
-
-    asyncio.run(scenario())
-
-
-def test_metrics_are_open_where_everything_else_needs_a_key(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, keys=read_keys(["sk-ann"], "")) as here:
-            assert (await error_of(here.get("/v1/models")))[0] == 401
-            seen = await scrape(here)
-        assert seen.total("http_responses_total", endpoint="/v1/models", status_code="401") == 1
-
-    asyncio.run(scenario())
+    assert counted("http_requests_total", "endpoint", "method") == {
+        ("/v1/chat/completions", "POST"): 5,
+        ("/v1/requests/<name>", "GET"): 2,
+        ("/health", "HEAD"): 1,
+        ("/metrics", "GET"): 1,
+        ("unknown", "GET"): 2,
+        ("unknown", "unknown"): 1,
+    }
+    assert counted("http_responses_total", "endpoint", "method", "status_code") == {
+        ("/v1/chat/completions", "POST", "200"): 3,
+        ("/v1/chat/completions", "POST", "400"): 2,
+        ("/v1/requests/<name>", "GET", "200"): 2,
+        ("/health", "HEAD", "200"): 1,
+        ("unknown", "GET", "404"): 2,
+        ("unknown", "unknown", "405"): 1,
+    }
+    assert seen.total("commit_latency_seconds_count", commit="submit") == 4
+    assert seen.total("disconnects_total") == seen.total("admission_rejections_total") == 0
 
 
 def reasons(seen: Scrape, name: str, label: str = "reason") -> dict[str, float]:
@@ -328,85 +279,67 @@ def reasons(seen: Scrape, name: str, label: str = "reason") -> dict[str, float]:
     return {dict(has)[label]: value for has, value in seen.of(name, slot="web-0").items() if value}
 
 
-def test_streams_are_counted_while_they_are_open_and_clients_that_leave(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            async with here.connection(chat("endless", stream=True)) as one, here.connection(chat("silent")):
-                await one.receive()
-                await until(lambda: len(stand_in.requests()) == 2)
-                uid = stand_in.requests()[0][0]
-                async with here.reading(f"/v1/requests/{uid}/events") as reader:
-                    await reader.receive()
-                    assert (await scrape(here)).total("streams_open", slot="web-0") == 2
-            await until(lambda: not here.frontend.is_busy)
-            seen = await scrape(here)
-        assert seen.total("streams_open", slot="web-0") == 0
-        assert reasons(seen, "disconnects_total") == {"client": 3}
-        assert reasons(seen, "request_success_total", "finished_reason") == {"abort": 2}
-
-    asyncio.run(scenario())
-
-
-def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_the_reason(
+async def test_streams_are_counted_while_they_are_open_and_clients_that_leave(
     redis_url: str, stand_in: StandIn
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            assert (await here.chunks(chat("break")))[-1]["error"]["code"] == "engine_error"
-            answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+    async with site(redis_url) as here:
+        async with here.connection(chat("endless", stream=True)) as one, here.connection(chat("silent")):
+            await one.receive()
             await until(lambda: len(stand_in.requests()) == 2)
-            assert (await here.client.delete(f"/v1/requests/{stand_in.requests()[1][0]}")).status_code == 200
-            assert (await answer)[0] == 499
-            here.log.limits = RequestLimits(timeout_s=0.1)
-            assert (await error_of(here.post(chat("silent"))))[0] == 504
-            here.log.limits = RequestLimits()
-            answer = asyncio.create_task(error_of(here.post(chat("silent"))))
-            await until(lambda: len(stand_in.requests()) == 4)
-            await here.frontend.drain(0)
-            assert (await answer)[0] == 503
-            assert (await error_of(here.post(chat())))[1]["code"] == "shutting_down"
-            seen = await scrape(here)
-        assert reasons(seen, "disconnects_total") == {"error": 1, "cancelled": 1, "deadline": 1, "shutdown": 1}
-        assert reasons(seen, "request_success_total", "finished_reason") == {"abort": 1, "error": 2}
-        assert reasons(seen, "admission_rejections_total") == {"shutting_down": 1}
-
-    asyncio.run(scenario())
+            uid = stand_in.requests()[0][0]
+            async with here.reading(f"/v1/requests/{uid}/events") as reader:
+                await reader.receive()
+                assert (await scrape(here)).total("streams_open", slot="web-0") == 2
+        await until(lambda: not here.is_busy)
+        seen = await scrape(here)
+    assert seen.total("streams_open", slot="web-0") == 0
+    assert reasons(seen, "disconnects_total") == {"client": 3}
+    assert reasons(seen, "request_success_total", "finished_reason") == {"abort": 2}
 
 
-def limited(tmp_path: Path, **limits: int) -> Keys:
-    file = tmp_path / "limits.toml"
-    file.write_text("[default]\n" + "".join(f"{name} = {value}\n" for name, value in limits.items()))
-    return read_keys(["sk-ann"], str(file))
+async def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_the_reason(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    async with site(redis_url) as here:
+        assert (await here.chunks(chat("break")))[-1]["error"]["code"] == "engine_error"
+        answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+        await until(lambda: len(stand_in.requests()) == 2)
+        assert (await here.client.delete(f"/v1/requests/{stand_in.requests()[1][0]}")).status_code == 200
+        assert (await answer)[0] == 499
+        here.log.limits = RequestLimits(timeout_s=0.1)
+        assert await code_of(here.post(chat("silent"))) == (504, "timeout")
+        here.log.limits = RequestLimits()
+        answer = asyncio.create_task(error_of(here.post(chat("silent"))))
+        await until(lambda: len(stand_in.requests()) == 4)
+        await here.frontend.drain(0)
+        assert (await answer)[0] == 503
+        assert (await error_of(here.post(chat())))[1]["code"] == "shutting_down"
+        seen = await scrape(here)
+    assert reasons(seen, "disconnects_total") == {"error": 1, "cancelled": 1, "deadline": 1, "shutdown": 1}
+    assert reasons(seen, "request_success_total", "finished_reason") == {"abort": 1, "error": 2}
+    assert reasons(seen, "admission_rejections_total") == {"shutting_down": 1}
 
 
 @pytest.mark.parametrize("limit", ["requests_per_minute", "concurrent_requests"])
-def test_what_a_key_may_not_send_is_counted_with_the_limit(
-    redis_url: str, stand_in: StandIn, tmp_path: Path, limit: str
-) -> None:
-    async def scenario() -> None:
-        ann = {"authorization": "Bearer sk-ann"}
-        async with site(redis_url, keys=limited(tmp_path, **{limit: 1})) as here:
-            async with here.connection(chat("silent"), ann):
-                await until(stand_in.requests)
-                assert (await error_of(here.post(chat(), headers=ann)))[0] == 429
-            await until(lambda: not here.frontend.is_busy)
-            assert reasons(await scrape(here), "admission_rejections_total") == {limit: 1}
-
-    asyncio.run(scenario())
+async def test_what_a_key_may_not_send_is_counted_with_the_limit(redis_url: str, stand_in: StandIn, limit: str) -> None:
+    ann = {"authorization": "Bearer sk-ann"}
+    async with site(redis_url, keys=Keys([Quota(hash_of("sk-ann"), **{limit: 1})])) as here:
+        async with here.connection(chat("silent"), ann):
+            await until(stand_in.requests)
+            assert (await error_of(here.post(chat(), headers=ann)))[0] == 429
+        await until(lambda: not here.is_busy)
+        assert reasons(await scrape(here), "admission_rejections_total") == {limit: 1}
 
 
-def test_what_is_not_let_in_is_counted_with_the_reason(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
-            command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+async def test_what_is_not_let_in_is_counted_with_the_reason(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
+        command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+        assert (await error_of(here.post(chat())))[0] == 503
+        command(redis_url, "CONFIG", "SET", "maxmemory", "0")
+        async with here.connection(chat("silent")):
+            await until(stand_in.requests)
             assert (await error_of(here.post(chat())))[0] == 503
-            command(redis_url, "CONFIG", "SET", "maxmemory", "0")
-            async with here.connection(chat("silent")):
-                await until(stand_in.requests)
-                assert (await error_of(here.post(chat())))[0] == 503
-            here.frontend.readiness.models = ()
-            assert (await error_of(here.post(chat())))[1]["code"] == "loading"
-            seen = await scrape(here)
-        assert reasons(seen, "admission_rejections_total") == {"queue_full": 1, "log_full": 1, "loading": 1}
-
-    asyncio.run(scenario())
+        here.frontend.readiness.models = ()
+        assert (await error_of(here.post(chat())))[1]["code"] == "loading"
+        seen = await scrape(here)
+    assert reasons(seen, "admission_rejections_total") == {"queue_full": 1, "log_full": 1, "loading": 1}

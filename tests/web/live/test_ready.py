@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_servers import RunningServer, Servers, command, running_server
+from redis_servers import RunningServer, command
 from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import Site, chat, error_of, seal_of, site, until
 
 import web.live.ready
 from pipeline.events import SamplingParams
-from pipeline.log.protocol import Quota, RequestLimits
+from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names
-from web.keys import Keys, hash_of
 
 PATH = "/health_generate"
 
@@ -26,6 +24,12 @@ PATH = "/health_generate"
 def always_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found before counts for nobody."""
     monkeypatch.setattr(web.live.ready, "TRIAL_COUNTS_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes is seen at once."""
+    monkeypatch.setattr(web.live.ready, "POLL_READY_S", 0.02)
 
 
 async def health(here: Site) -> tuple[int, dict[str, Any]]:
@@ -40,37 +44,30 @@ def probes(stand_in: StandIn) -> list[str]:
 OK: dict[str, Any] = {"status": "ok", "waiting_for": [], "detail": ""}
 
 
-def test_each_time_a_token_goes_through_every_stage(redis_url: str, stand_in: StandIn, always_new: None) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            for num_probes in (2, 3):  # the first one was that of the start
-                assert await health(here) == (200, OK)
-                assert len(probes(stand_in)) == num_probes
-            _, event = stand_in.seen[-1]
-            assert (event.sampling.max_tokens, event.sampling.temperature) == (1, 0)
-        assert command(redis_url, "ZCARD", Names().live) == 0
-
-    asyncio.run(scenario())
+async def test_each_time_a_token_goes_through_every_stage(redis_url: str, stand_in: StandIn, always_new: None) -> None:
+    async with site(redis_url) as here:
+        for num_probes in (2, 3):  # the first one was that of the start
+            assert await health(here) == (200, OK)
+            assert len(probes(stand_in)) == num_probes
+        _, event = stand_in.seen[-1]
+        assert (event.sampling.max_tokens, event.sampling.temperature) == (1, 0)
+    assert command(redis_url, "ZCARD", Names().live) == 0
 
 
-def test_those_who_ask_at_once_share_one_token_and_none_who_leaves_takes_it_along(
-    redis_url: str, always_new: None
+async def test_those_who_ask_at_once_share_one_token_and_none_who_leaves_takes_it_along(
+    redis_url: str, stages: Stages, always_new: None
 ) -> None:
-    async def scenario(stages: Stages) -> None:
-        async with site(redis_url, ready=False) as here:
-            await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
-            await asyncio.to_thread(answer_one, stages)  # that of the start
-            await until(lambda: here.frontend.readiness.probed)
-            async with here.reading(PATH):
-                asking = [asyncio.create_task(health(here)) for _ in range(5)]
-                await until(lambda: here.frontend.tail.listeners)
-            await asyncio.to_thread(answer_one, stages)
-            assert await asyncio.gather(*asking) == 5 * [(200, OK)]
-            assert await asyncio.to_thread(stages.take_in) == []
-
-    with closing(Stages(redis_url)) as stages:
-        stages.say_phase("ready")
-        asyncio.run(scenario(stages))
+    stages.say_phase("ready")
+    async with site(redis_url, ready=False) as here:
+        await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
+        await asyncio.to_thread(answer_one, stages)  # that of the start
+        await until(lambda: here.frontend.readiness.probed)
+        async with here.reading(PATH):
+            asking = [asyncio.create_task(health(here)) for _ in range(5)]
+            await until(lambda: here.frontend.tail.listeners)
+        await asyncio.to_thread(answer_one, stages)
+        assert await asyncio.gather(*asking) == 5 * [(200, OK)]
+        assert await asyncio.to_thread(stages.take_in) == []
 
 
 def answer_one(stages: Stages) -> None:
@@ -80,256 +77,196 @@ def answer_one(stages: Stages) -> None:
     stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
 
 
-def test_a_token_of_the_last_second_counts_whoever_it_was_for(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here, here.connection(chat("endless", stream=True)) as connection:
-            await connection.receive()
-            assert await health(here) == (200, OK)
-        assert len(probes(stand_in)) == 1
-
-    asyncio.run(scenario())
+async def test_a_token_of_the_last_second_counts_whoever_it_was_for(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here, here.connection(chat("endless", stream=True)) as connection:
+        await connection.receive()
+        assert await health(here) == (200, OK)
+    assert len(probes(stand_in)) == 1
 
 
-def test_a_stage_that_is_not_there_is_named_at_once(redis_url: str, stand_in: StandIn, always_new: None) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            command(redis_url, "DEL", Names().status("generate-0"))
-            await until(lambda: here.frontend.readiness.missing)
-            assert await health(here) == (503, {"status": "loading", "waiting_for": ["generate"], "detail": ""})
-        assert len(probes(stand_in)) == 1
-
-    asyncio.run(scenario())
+async def test_a_stage_that_is_not_there_is_named_at_once(redis_url: str, stand_in: StandIn, always_new: None) -> None:
+    async with site(redis_url) as here:
+        command(redis_url, "DEL", Names().status("generate-0"))
+        await until(lambda: here.frontend.readiness.missing)
+        assert await health(here) == (503, {"status": "loading", "waiting_for": ["generate"], "detail": ""})
+    assert len(probes(stand_in)) == 1
 
 
-def test_a_token_that_does_not_come_is_waited_for_and_cancelled_and_nobody_asks_for_another_at_once(
+async def test_a_token_that_does_not_come_is_waited_for_and_cancelled_and_nobody_asks_for_another_at_once(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            stand_in.answers_probes = False
-            expected = {"status": "failing", "waiting_for": ["probe"], "detail": "nothing within 0.2 s"}
-            for counts_s in (0.0, 60.0):
-                monkeypatch.setattr(web.live.ready, "TRIAL_COUNTS_S", counts_s)
-                assert await health(here) == (503, expected)
-            _, uid = probes(stand_in)
-            await until(lambda: not here.frontend.is_busy)
-            assert (await here.client.get("/health")).status_code == 200, "the process lives all the same"
-        with closing(stand_in.stages.log.another()) as log:
-            assert seal_of(log, uid)["by"] == "web"
-
     monkeypatch.setattr(web.live.ready, "TRIAL_PATIENCE_S", 0.2)
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        stand_in.answers_probes = False
+        expected = {"status": "failing", "waiting_for": ["probe"], "detail": "nothing within 0.2 s"}
+        for counts_s in (0.0, 60.0):
+            monkeypatch.setattr(web.live.ready, "TRIAL_COUNTS_S", counts_s)
+            assert await health(here) == (503, expected)
+        _, uid = probes(stand_in)
+        await until(lambda: not here.is_busy)
+        assert (await here.client.get("/health")).status_code == 200, "the process lives all the same"
+    assert seal_of(stand_in.stages.log, uid)["by"] == "web"
 
 
-def test_behind_much_work_the_tokens_of_others_show_that_every_stage_works(
+async def test_behind_much_work_the_tokens_of_others_show_that_every_stage_works(
     redis_url: str, stand_in: StandIn, always_new: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here, here.connection(chat("endless", stream=True)) as connection:
-            await connection.receive()
-            stand_in.answers_probes = False
-            assert await health(here) == (200, OK)
-        assert len(probes(stand_in)) == 2
-
     monkeypatch.setattr(web.live.ready, "TRIAL_PATIENCE_S", 0.2)
-    asyncio.run(scenario())
+    async with site(redis_url) as here, here.connection(chat("endless", stream=True)) as connection:
+        await connection.receive()
+        stand_in.answers_probes = False
+        assert await health(here) == (200, OK)
+    assert len(probes(stand_in)) == 2
 
 
-def test_a_server_that_takes_nothing_more_is_not_well(redis_url: str, stand_in: StandIn, always_new: None) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
-            await until(stand_in.requests)
-            status, body = await health(here)
-            assert (status, body["detail"]) == (503, "too many requests are waiting")
-
-    asyncio.run(scenario())
-
-
-def test_a_server_that_goes_down_says_so(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            await here.frontend.drain(0.1)
-            assert await health(here) == (503, {"status": "draining", "waiting_for": [], "detail": ""})
-
-    asyncio.run(scenario())
-
-
-def test_without_redis_nobody_waits_for_long_and_nothing_is_said_of_where_it_is(
-    redis_servers: Servers, tmp_path: Path, always_new: None, monkeypatch: pytest.MonkeyPatch
+async def test_a_server_that_takes_nothing_more_is_not_well(
+    redis_url: str, stand_in: StandIn, always_new: None
 ) -> None:
-    async def scenario(server: RunningServer) -> None:
-        stand_in = StandIn(server.url)
-        async with site(server.url) as here:
-            stand_in.close()
-            server.process.kill()
-            server.process.wait()
-            status, body = await health(here)
-            assert (status, body["detail"]) == (503, "the log does not answer")
+    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
+        await until(stand_in.requests)
+        status, body = await health(here)
+        assert (status, body["detail"]) == (503, "too many requests are waiting")
 
+
+async def test_a_server_that_goes_down_says_so(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        await here.frontend.drain(0.1)
+        assert await health(here) == (503, {"status": "draining", "waiting_for": [], "detail": ""})
+
+
+async def test_without_redis_nobody_waits_for_long_and_nothing_is_said_of_where_it_is(
+    own_redis: RunningServer, always_new: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(web.live.ready, "TRIAL_PATIENCE_S", 0.2)
     monkeypatch.setattr(web.live.ready, "TRIAL_LOG_PATIENCE_S", 0.2)
-    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
-        asyncio.run(scenario(server))
-
-
-@pytest.mark.parametrize("path", [PATH, "/ping"])
-def test_probes_have_no_key(redis_url: str, stand_in: StandIn, path: str) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, keys=Keys([Quota(hash_of("secret"))])) as here:
-            assert (await here.client.get(path)).status_code == 200
-
-    asyncio.run(scenario())
-
-
-def test_ping_is_health(redis_url: str) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False) as here:
-            answers = [await here.client.get(path) for path in ("/ping", "/health")]
-            assert [answer.status_code for answer in answers] == [200, 200]
-            assert await answers[0].get_json() == await answers[1].get_json()
-
-    asyncio.run(scenario())
+    stand_in = StandIn(own_redis.url)
+    async with site(own_redis.url) as here:
+        stand_in.close()
+        own_redis.process.kill()
+        own_redis.process.wait()
+        status, body = await health(here)
+        assert (status, body["detail"]) == (503, "the log does not answer")
 
 
 # the probe, and what is ready
 
 
-def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str) -> None:
-    async def scenario(stages: Stages) -> None:
-        async with site(redis_url, ready=False) as here:
+async def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str, stages: Stages) -> None:
+    async with site(redis_url, ready=False) as here:
 
-            async def waiting_for() -> Any:
-                response = await here.client.get("/ready")
-                return (await response.get_json())["waiting_for"] if response.status_code == 503 else None
+        async def waiting_for() -> Any:
+            response = await here.client.get("/ready")
+            return (await response.get_json())["waiting_for"] if response.status_code == 503 else None
 
-            assert await waiting_for() == ["tokenize", "generate", "detokenize"]
-            status, error = await error_of(here.post(chat()))
-            assert (status, error["code"]) == (503, "loading")
-            assert "tokenize, generate, detokenize" in error["message"] and "send it again" in error["message"]
-            stages.say_phase("ready", "tokenize", "detokenize")
-            stages.say_phase("loading", "generate")
-            await until(lambda: here.frontend.readiness.stages()["generate"]["phase"] == "loading")
-            assert await waiting_for() == ["generate"]
-            assert here.said[-1] == {"phase": "waiting", "detail": "generate"}
-            _, error = await error_of(here.post(chat()))
-            assert "still loading: generate;" in error["message"]
-            stages.say_phase("ready", "generate")
-            await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
-            assert await waiting_for() == ["probe"]
-            stand_in = StandIn(redis_url, stages)
-            await until(lambda: here.frontend.readiness.probed)
-            assert await waiting_for() is None and here.said[-1]["phase"] == "ready"
-            assert [event.endpoint for _, event in stand_in.seen] == ["probe"]
-            stand_in.close()
-
-    with closing(Stages(redis_url)) as stages:
-        asyncio.run(scenario(stages))
+        assert await waiting_for() == ["tokenize", "generate", "detokenize"]
+        status, error = await error_of(here.post(chat()))
+        assert (status, error["code"]) == (503, "loading")
+        assert "tokenize, generate, detokenize" in error["message"] and "send it again" in error["message"]
+        stages.say_phase("ready", "tokenize", "detokenize")
+        stages.say_phase("loading", "generate")
+        await until(lambda: here.frontend.readiness.stages()["generate"]["phase"] == "loading")
+        assert await waiting_for() == ["generate"]
+        assert here.said[-1] == {"phase": "waiting", "detail": "generate"}
+        _, error = await error_of(here.post(chat()))
+        assert "still loading: generate;" in error["message"]
+        stages.say_phase("ready", "generate")
+        await until(lambda: here.frontend.readiness.waiting_for == ("probe",))
+        assert await waiting_for() == ["probe"]
+        stand_in = StandIn(redis_url, stages)
+        await until(lambda: here.frontend.readiness.probed)
+        assert await waiting_for() is None and here.said[-1]["phase"] == "ready"
+        assert [event.endpoint for _, event in stand_in.seen] == ["probe"]
+        stand_in.close()
 
 
-def test_requests_are_taken_while_the_probe_waits_behind_others_and_their_tokens_are_as_good(
+async def test_requests_are_taken_while_the_probe_waits_behind_others_and_their_tokens_are_as_good(
     redis_url: str, stand_in: StandIn
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False) as here:
-            await until(lambda: len(stand_in.seen) == 1)  # the probe, which nobody answers
-            response = await here.client.get("/ready")
-            assert response.status_code == 503 and (await response.get_json())["waiting_for"] == ["probe"]
-            assert (await here.post(chat())).status_code == 200
-            await until(lambda: not here.frontend.readiness.waiting_for)
-            assert (await here.client.get("/ready")).status_code == 200
-
     stand_in.answers_probes = False
-    asyncio.run(scenario())
+    async with site(redis_url, ready=False) as here:
+        await until(lambda: len(stand_in.seen) == 1)  # the probe, which nobody answers
+        response = await here.client.get("/ready")
+        assert response.status_code == 503 and (await response.get_json())["waiting_for"] == ["probe"]
+        assert (await here.post(chat())).status_code == 200
+        await until(lambda: not here.frontend.readiness.waiting_for)
+        assert (await here.client.get("/ready")).status_code == 200
 
 
-def test_a_probe_that_is_not_answered_is_cancelled_and_sent_again_with_more_patience(
+async def test_a_probe_that_is_not_answered_is_cancelled_and_sent_again_with_more_patience(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        with capture_logs() as lines:
-            async with site(redis_url, ready=False) as here:
-                await until(lambda: len(stand_in.seen) == 3)
-                stand_in.answers_probes = True
-                await until(lambda: not here.frontend.readiness.waiting_for)
-                assert (await here.client.get("/ready")).status_code == 200
-        failed = [line for line in lines if line["event"] == "probe_failed"]
-        assert [line["uid"] for line in failed] == [uid for uid, _ in stand_in.seen[: len(failed)]]
-        assert [line["outcome"] for line in failed[:3]] == [f"nothing within {s} s" for s in ("0.1", "0.2", "0.4")]
-        with closing(stand_in.stages.log.another()) as log:
-            assert {seal_of(log, line["uid"])["by"] for line in failed} == {"web"}
-
     monkeypatch.setattr(web.live.ready, "PROBE_PATIENCE_S", 0.1)
     monkeypatch.setattr(web.live.ready, "PROBE_RETRY_S", 0.01)
     stand_in.answers_probes = False
-    asyncio.run(scenario())
+    with capture_logs() as lines:
+        async with site(redis_url, ready=False) as here:
+            await until(lambda: len(stand_in.seen) == 3)
+            stand_in.answers_probes = True
+            await until(lambda: not here.frontend.readiness.waiting_for)
+            assert (await here.client.get("/ready")).status_code == 200
+    failed = [line for line in lines if line["event"] == "probe_failed"]
+    assert [line["uid"] for line in failed] == [uid for uid, _ in stand_in.seen[: len(failed)]]
+    assert [line["outcome"] for line in failed[:3]] == [f"nothing within {s} s" for s in ("0.1", "0.2", "0.4")]
+    assert {seal_of(stand_in.stages.log, line["uid"])["by"] for line in failed} == {"web"}
 
 
-def test_a_probe_that_cannot_be_submitted_is_sent_again(
+async def test_a_probe_that_cannot_be_submitted_is_sent_again(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        with capture_logs() as lines:
-            async with site(redis_url, ready=False) as here:
-                await until(lambda: [line for line in lines if line["event"] == "probe_failed"])
-                command(redis_url, "CONFIG", "SET", "maxmemory", "0")
-                await until(lambda: not here.frontend.readiness.waiting_for)
-
     monkeypatch.setattr(web.live.ready, "PROBE_RETRY_S", 0.01)
     command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-    asyncio.run(scenario())
-
-
-def test_stages_are_looked_at_while_the_probe_is_under_way_and_again_before_ready_is_said(redis_url: str) -> None:
-    async def scenario(stages: Stages) -> None:
+    with capture_logs() as lines:
         async with site(redis_url, ready=False) as here:
-            readiness = here.frontend.readiness
-            stages.say_phase("ready")
-            await until(lambda: readiness.waiting_for == ("probe",) and here.frontend.tail.listeners)
-            stages.say_phase("loading", "detokenize")
-            await until(lambda: readiness.waiting_for == ("detokenize",))
-            stages.say_phase("ready", "detokenize")
-            await until(lambda: readiness.waiting_for == ("probe",))
-            ((uid, _),) = stages.take_in()
-            stages.say_phase("loading", "generate")  # what was said before was of the server before
-            stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
-            await until(lambda: readiness.probed)
-            assert readiness.waiting_for == ("generate",)
-            assert [said["phase"] for said in here.said if said["phase"] != "waiting"] == []
-
-    with closing(Stages(redis_url)) as stages:
-        asyncio.run(scenario(stages))
+            await until(lambda: [line for line in lines if line["event"] == "probe_failed"])
+            command(redis_url, "CONFIG", "SET", "maxmemory", "0")
+            await until(lambda: not here.frontend.readiness.waiting_for)
 
 
-def test_the_model_of_the_server_before_is_not_served_while_the_next_one_loads(redis_url: str) -> None:
-    async def scenario(stages: Stages) -> None:
-        async with site(redis_url, ready=False) as here:
-            stages.say_phase("ready")
-            await until(lambda: here.frontend.readiness.models)
-            stages.say_phase("loading", "generate")
-            await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
-            assert (await error_of(here.post(chat(model="the-next"))))[1]["code"] == "loading"
-            assert (await (await here.client.get("/v1/models")).get_json())["data"] == []
-
-    with closing(Stages(redis_url)) as stages:
-        asyncio.run(scenario(stages))
-
-
-def test_a_stage_that_is_down_for_a_moment_refuses_no_request(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            for stage in ("generate-0", "tokenize-0"):
-                command(redis_url, "DEL", Names().status(stage))
-            await until(lambda: here.frontend.readiness.waiting_for == ("tokenize", "generate"))
-            assert (await here.client.get("/ready")).status_code == 503
-            assert (await here.post(chat(model="demo"))).status_code == 200
-
-    asyncio.run(scenario())
+async def test_stages_are_looked_at_while_the_probe_is_under_way_and_again_before_ready_is_said(
+    redis_url: str, stages: Stages
+) -> None:
+    async with site(redis_url, ready=False) as here:
+        readiness = here.frontend.readiness
+        stages.say_phase("ready")
+        await until(lambda: readiness.waiting_for == ("probe",) and here.frontend.tail.listeners)
+        stages.say_phase("loading", "detokenize")
+        await until(lambda: readiness.waiting_for == ("detokenize",))
+        stages.say_phase("ready", "detokenize")
+        await until(lambda: readiness.waiting_for == ("probe",))
+        ((uid, _),) = stages.take_in()
+        stages.say_phase("loading", "generate")  # what was said before was of the server before
+        stages.say(uid, 1, tokens(1), finished(1), frontend="web-0")
+        await until(lambda: readiness.probed)
+        assert readiness.waiting_for == ("generate",)
+        assert [said["phase"] for said in here.said if said["phase"] != "waiting"] == []
 
 
-def test_what_a_request_does_not_say_of_sampling_is_as_the_model_recommends(redis_url: str) -> None:
+async def test_the_model_of_the_server_before_is_not_served_while_the_next_one_loads(
+    redis_url: str, stages: Stages
+) -> None:
+    async with site(redis_url, ready=False) as here:
+        stages.say_phase("ready")
+        await until(lambda: here.frontend.readiness.models)
+        stages.say_phase("loading", "generate")
+        await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
+        assert (await error_of(here.post(chat(model="the-next"))))[1]["code"] == "loading"
+        assert (await (await here.client.get("/v1/models")).get_json())["data"] == []
+
+
+async def test_a_stage_that_is_down_for_a_moment_refuses_no_request(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        for stage in ("generate-0", "tokenize-0"):
+            command(redis_url, "DEL", Names().status(stage))
+        await until(lambda: here.frontend.readiness.waiting_for == ("tokenize", "generate"))
+        assert (await here.client.get("/ready")).status_code == 503
+        assert (await here.post(chat(model="demo"))).status_code == 200
+
+
+async def test_what_a_request_does_not_say_of_sampling_is_as_the_model_recommends(redis_url: str) -> None:
     recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
 
-    async def scenario(stages: Stages, stand_in: StandIn) -> None:
+    stages = Stages(redis_url, recommended)
+    with closing(StandIn(redis_url, stages)) as stand_in:
         async with site(redis_url) as here:
             for fields in ({}, {"temperature": None, "top_k": None}, {"temperature": 1, "top_k": 0, "top_p": 1}):
                 assert (await here.post(chat(seed=1, **fields))).status_code == 200
@@ -351,7 +288,3 @@ def test_what_a_request_does_not_say_of_sampling_is_as_the_model_recommends(redi
         assert [event.sampling for _, event in stand_in.seen if event.endpoint == "probe"] == [
             SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         ]
-
-    stages = Stages(redis_url, recommended)
-    with closing(StandIn(redis_url, stages)) as stand_in:
-        asyncio.run(scenario(stages, stand_in))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from redis_servers import command
 from stand_in_stages import StandIn
@@ -82,18 +80,15 @@ def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
 
 
 @pytest.mark.parametrize("full", ["backlog", "log"])
-def test_a_server_without_room_says_when_there_is_some(
+async def test_a_server_without_room_says_when_there_is_some(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
-            await until(lambda: here.frontend.retry_after._running)
-            if full == "log":
-                command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-            monkeypatch.setattr(RetryAfter, "estimate_s", lambda self: 17)
-            response = await here.post(chat())
-            error = (await response.get_json())["error"]
-            assert (response.status_code, error["type"]) == (503, "service_unavailable")
-            assert (error["code"], response.headers["Retry-After"]) == ("overloaded", "17")
-
-    asyncio.run(scenario())
+    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
+        await until(lambda: here.frontend.retry_after._running)
+        if full == "log":
+            command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+        monkeypatch.setattr(RetryAfter, "estimate_s", lambda self: 17)
+        response = await here.post(chat())
+        error = (await response.get_json())["error"]
+        assert (response.status_code, error["type"]) == (503, "service_unavailable")
+        assert (error["code"], response.headers["Retry-After"]) == ("overloaded", "17")

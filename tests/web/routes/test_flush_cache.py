@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +78,13 @@ def engine(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         yield started
 
 
-def ask(url: str, scenario: Callable[[Client], Awaitable[None]]) -> None:
-    async def run() -> None:
-        log = AsyncRedisLog(url, Names())
-        try:
-            await scenario(create_app(Frontend("web-0", log, lambda **_: None)).test_client())
-        finally:
-            await log.close()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[Client]:
+    log = AsyncRedisLog(url, Names())
+    try:
+        yield create_app(Frontend("web-0", log, lambda **_: None)).test_client()
+    finally:
+        await log.close()
 
 
 async def refusal(response: Response) -> tuple[int, str, str]:
@@ -95,67 +92,49 @@ async def refusal(response: Response) -> tuple[int, str, str]:
     return response.status_code, error["code"], error["message"]
 
 
-def test_it_answers_when_every_engine_has_done_it_and_says_what_that_freed(
+async def test_it_answers_when_every_engine_has_done_it_and_says_what_that_freed(
     redis_url: str, engine: Callable[..., Engine]
 ) -> None:
-    async def scenario(client: Client) -> None:
+    engine(0)
+    engine(1)
+    async with client_of(redis_url) as client:
         for send in (client.get, client.post):
             response = await send("/flush_cache")
             assert response.status_code == 200
             assert await response.get_json() == {"flushed_pages": 2 * PAGES, "engines": ["generate-0", "generate-1"]}
 
-    engine(0)
-    engine(1)
-    ask(redis_url, scenario)
 
-
-def test_an_engine_that_has_not_done_it_in_time_is_named(
+async def test_an_engine_that_has_not_done_it_in_time_is_named(
     redis_url: str, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(client: Client) -> None:
+    monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.5)
+    engine(0)
+    engine(1, deaf_to=1000)
+    async with client_of(redis_url) as client:
         response = await client.post("/flush_cache")
         status, code, message = await refusal(response)
         assert (status, code, response.headers["Retry-After"]) == (503, "flush_incomplete", "1")
         assert "generate-1" in message and "generate-0" not in message
 
-    monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.5)
-    engine(0)
-    engine(1, deaf_to=1000)
-    ask(redis_url, scenario)
 
-
-def test_what_control_lost_is_asked_again(
+async def test_what_control_lost_is_asked_again_and_an_engine_that_loads_is_not_waited_for(
     redis_url: str, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(client: Client) -> None:
+    monkeypatch.setattr(web.routes.cache, "ASK_AGAIN_S", 0.05)
+    engine(0, deaf_to=2)
+    engine(1, phase="loading", deaf_to=1000)
+    async with client_of(redis_url) as client:
         response = await client.post("/flush_cache")
         assert (response.status_code, (await response.get_json())["engines"]) == (200, ["generate-0"])
 
-    monkeypatch.setattr(web.routes.cache, "ASK_AGAIN_S", 0.05)
-    engine(0, deaf_to=2)
-    ask(redis_url, scenario)
 
-
-def test_an_engine_that_loads_is_not_waited_for(redis_url: str, engine: Callable[..., Engine]) -> None:
-    async def scenario(client: Client) -> None:
-        assert (await (await client.post("/flush_cache")).get_json())["engines"] == ["generate-0"]
-
-    engine(0)
-    engine(1, phase="loading", deaf_to=1000)
-    ask(redis_url, scenario)
-
-
-def test_without_a_ready_engine_it_is_refused_at_once(redis_url: str, engine: Callable[..., Engine]) -> None:
-    async def scenario(client: Client) -> None:
-        assert (await refusal(await client.post("/flush_cache")))[:2] == (503, "loading")
-
+async def test_without_a_ready_engine_it_is_refused_at_once(redis_url: str, engine: Callable[..., Engine]) -> None:
     engine(0, phase="loading")
-    ask(redis_url, scenario)
+    async with client_of(redis_url) as client:
+        assert (await refusal(await client.post("/flush_cache")))[:2] == (503, "loading")
     assert command(redis_url, "EXISTS", Names().control) == 0
 
 
-def test_without_a_log_it_is_refused(tmp_path: Path) -> None:
-    async def scenario(client: Client) -> None:
+async def test_without_a_log_it_is_refused(tmp_path: Path) -> None:
+    async with client_of(f"unix://{tmp_path}/nothing.sock") as client:
         assert (await refusal(await client.post("/flush_cache")))[:2] == (503, "overloaded")
-
-    ask(f"unix://{tmp_path}/nothing.sock", scenario)

@@ -5,29 +5,40 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_servers import RunningServer, Servers, command, running_server
+from redis_servers import RunningServer, command
 from stand_in_stages import Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
-from web_site import CHAT, Site, chat, error_of, seal_of, site, until
+from web_site import (
+    CHAT,
+    DONE,
+    Site,
+    chat,
+    code_of,
+    error_of,
+    one_request,
+    received,
+    request_lines,
+    seal_of,
+    site,
+    until,
+)
 
 import web.live.listener
 import web.live.open_request
 import web.live.readers
-from pipeline.events import Presentation, SamplingParams, Submitted, new_uid
+from pipeline.events import SamplingParams, Submitted, new_uid
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, SUBMITTED_ID, Names, sibling_uids, tokens_id
 
 DEAD = "web-9"
 """A frontend that is not there."""
-DONE = b"data: [DONE]\n\n"
 
 
 @pytest.fixture
@@ -77,34 +88,27 @@ async def read(here: Site, path: str, **headers: str) -> bytes:
     return await response.get_data(as_text=False)
 
 
-async def received(connection: Any, wanted: bytes) -> bytes:
-    """Return what comes up to and with *wanted*."""
-    got = b""
-    while wanted not in got:
-        got += await connection.receive()
-    return got
-
-
-async def streamed(here: Site, stand_in: StandIn, body: dict[str, Any]) -> tuple[str, bytes]:
+async def streamed(here: Site, body: dict[str, Any]) -> tuple[str, bytes]:
     """Return uid and bytes of a stream as its client got it."""
     response = await here.post(body | {"stream": True})
     assert response.status_code == 200
     return response.headers["x-minisgl-uid"], await response.get_data(as_text=False)
 
 
-def submit(
-    log: RedisLog, uid: str, count: int = 1, *, frontend: str = DEAD, endpoint: str = CHAT, **shown: Any
-) -> None:
+def submit(log: RedisLog, uid: str, count: int = 1, *, endpoint: str = CHAT) -> None:
     """Submit a request, or siblings, as a frontend would that is dead since."""
-    event = Submitted(
-        endpoint=endpoint,
-        frontend=frontend,
-        model="demo",
-        prompt="p",
-        sampling=SamplingParams(),
-        presentation=Presentation(**shown),
-    )
+    event = Submitted(endpoint=endpoint, frontend=DEAD, model="demo", prompt="p", sampling=SamplingParams())
     log.submit(uid, count * [event])
+
+
+async def begun(stages: Stages, *texts: str, uid: str = "") -> str:
+    """Submit a request, take it in and say the *texts* of its first tokens; return its uid."""
+    uid = uid or new_uid()
+    submit(stages.log, uid)
+    stages.take_in()
+    for n, text in enumerate(texts, 1):
+        await say(stages, uid, n, tokens(n, text))
+    return uid
 
 
 async def take_in_chat(stages: Stages) -> str:
@@ -124,25 +128,22 @@ async def say(stages: Stages, uid: str, n: int, *said: Any, frontend: str = DEAD
 
 @pytest.mark.parametrize("words", ["hello", "break"])
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_stream_that_was_cut_anywhere_goes_on_elsewhere_byte_by_byte(
+async def test_a_stream_that_was_cut_anywhere_goes_on_elsewhere_byte_by_byte(
     redis_url: str, stand_in: StandIn, include_usage: bool, words: str
 ) -> None:
-    async def scenario() -> None:
-        body = chat(words, model="demo", stream_options={"include_usage": include_usage})
-        async with site(redis_url) as here, site(redis_url, "web-1") as there:
-            uid, full = await streamed(here, stand_in, body)
-            frames = split(full)
-            assert {id_of(frame) for frame in frames} >= {tokens_id(1), SEAL}
-            for cut in range(len(frames) + 1):
-                ids = [index for index, frame in enumerate(frames[:cut], 1) if id_of(frame)]
-                complete = ids[-1] if ids else 0  # of what comes after the last id, all is repeated
-                headers = {"Last-Event-ID": id_of(frames[complete - 1])} if complete else {}
-                resumed = await read(there, events(uid), **headers)
-                assert b"".join(frames[:complete]) + resumed == full
-                assert complete == cut or not id_of(frames[cut - 1])
-            assert await read(there, events(uid, f"?starting_after={tokens_id(1)}")) == resumed_after(frames, 1)
-
-    asyncio.run(scenario())
+    body = chat(words, model="demo", stream_options={"include_usage": include_usage})
+    async with site(redis_url) as here, site(redis_url, "web-1") as there:
+        uid, full = await streamed(here, body)
+        frames = split(full)
+        assert {id_of(frame) for frame in frames} >= {tokens_id(1), SEAL}
+        for cut in range(len(frames) + 1):
+            ids = [index for index, frame in enumerate(frames[:cut], 1) if id_of(frame)]
+            complete = ids[-1] if ids else 0  # of what comes after the last id, all is repeated
+            headers = {"Last-Event-ID": id_of(frames[complete - 1])} if complete else {}
+            resumed = await read(there, events(uid), **headers)
+            assert b"".join(frames[:complete]) + resumed == full
+            assert complete == cut or not id_of(frames[cut - 1])
+        assert await read(there, events(uid, f"?starting_after={tokens_id(1)}")) == resumed_after(frames, 1)
 
 
 def resumed_after(frames: Sequence[bytes], n: int) -> bytes:
@@ -150,251 +151,155 @@ def resumed_after(frames: Sequence[bytes], n: int) -> bytes:
     return b"".join(frames[index + 1 :])
 
 
-def test_a_cursor_in_the_middle_of_an_event_of_several_frames_repeats_all_of_them(
+async def test_a_cursor_in_the_middle_of_an_event_of_several_frames_repeats_all_of_them(
     redis_url: str, stand_in: StandIn
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, full = await streamed(here, stand_in, chat(stream_options={"include_usage": True}))
-            *_, finish, usage, done = frames = split(full)
-            assert (id_of(finish), id_of(usage)) == ("", SEAL)
-            last_id = [id_of(frame) for frame in frames[:-2] if id_of(frame)][-1]
-            assert await read(here, events(uid), **{"Last-Event-ID": last_id}) == finish + usage + done
-            assert await read(here, events(uid), **{"Last-Event-ID": SEAL}) == done == DONE
-
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        uid, full = await streamed(here, chat(stream_options={"include_usage": True}))
+        *_, finish, usage, done = frames = split(full)
+        assert (id_of(finish), id_of(usage)) == ("", SEAL)
+        last_id = [id_of(frame) for frame in frames[:-2] if id_of(frame)][-1]
+        assert await read(here, events(uid), **{"Last-Event-ID": last_id}) == finish + usage + done
+        assert await read(here, events(uid), **{"Last-Event-ID": SEAL}) == done == DONE
 
 
-def test_an_id_without_a_frame_is_a_cursor_too_and_the_header_counts_more_than_the_address(
+async def test_an_id_without_a_frame_is_a_cursor_too_and_the_header_counts_more_than_the_address(
     redis_url: str, stand_in: StandIn
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, full = await streamed(here, stand_in, chat())
-            rest = resumed_after(split(full), 1)
-            assert await read(here, events(uid), **{"Last-Event-ID": tokens_id(2)}) == rest  # it has no text
-            assert await read(here, events(uid, f"?starting_after={SEAL}"), **{"Last-Event-ID": "1-0"}) == rest
-            assert await read(here, events(uid), **{"Last-Event-ID": SUBMITTED_ID}) == full
-            assert await read(here, events(f"chatcmpl-{uid}")) == full
-
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        uid, full = await streamed(here, chat())
+        rest = resumed_after(split(full), 1)
+        assert await read(here, events(uid), **{"Last-Event-ID": tokens_id(2)}) == rest  # it has no text
+        assert await read(here, events(uid, f"?starting_after={SEAL}"), **{"Last-Event-ID": "1-0"}) == rest
+        assert await read(here, events(uid), **{"Last-Event-ID": SUBMITTED_ID}) == full
+        assert await read(here, events(f"chatcmpl-{uid}")) == full
 
 
-def test_the_frames_of_a_request_that_was_not_streamed_are_those_of_a_stream(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            response = await here.post(chat(model="demo"))
-            body = await response.get_json()
-            role, *_, last = documents(await read(here, events(response.headers["x-minisgl-uid"])))
-            assert (role["id"], role["created"], role["model"]) == (body["id"], body["created"], "demo")
-            assert (last["choices"][0]["finish_reason"], last.get("usage")) == ("stop", None)
+async def test_the_frames_of_a_request_that_was_not_streamed_are_those_of_a_stream(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    async with site(redis_url) as here:
+        response = await here.post(chat(model="demo"))
+        body = await response.get_json()
+        role, *_, last = documents(await read(here, events(response.headers["x-minisgl-uid"])))
+        assert (role["id"], role["created"], role["model"]) == (body["id"], body["created"], "demo")
+        assert (last["choices"][0]["finish_reason"], last.get("usage")) == ("stop", None)
 
-    asyncio.run(scenario())
 
-
-def test_every_answer_says_that_a_request_was_created_when_its_uid_was_drawn(
+async def test_every_answer_says_that_a_request_was_created_when_its_uid_was_drawn(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            monkeypatch.setattr(web.live.open_request, "new_uid", lambda: drawn(5000))
-            whole = await here.post(chat())
-            _, stream = await streamed(here, stand_in, chat())
-            uid = whole.headers["x-minisgl-uid"]
-            answers = [await whole.get_json(), *documents(stream), *documents(await read(here, events(uid)))]
-            assert {round(time.time() - answer["created"], -2) for answer in answers} == {5000}
-
-    asyncio.run(scenario())
+    async with site(redis_url) as here:
+        monkeypatch.setattr(web.live.open_request, "new_uid", lambda: drawn(5000))
+        whole = await here.post(chat())
+        _, stream = await streamed(here, chat())
+        uid = whole.headers["x-minisgl-uid"]
+        answers = [await whole.get_json(), *documents(stream), *documents(await read(here, events(uid)))]
+        assert {round(time.time() - answer["created"], -2) for answer in answers} == {5000}
 
 
-def test_a_running_request_is_read_elsewhere_as_it_comes_by_several_at_once(
+async def test_a_running_request_is_read_elsewhere_as_it_comes_by_several_at_once(
     redis_url: str, stages: Stages, no_polling: None
 ) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False) as here, site(redis_url, "web-1", ready=False) as there:
-            await until(lambda: here.frontend.readiness.models and there.frontend.readiness.models)
-            async with here.connection(chat(stream=True)) as first:
-                uid = await take_in_chat(stages)
-                await say(stages, uid, 1, tokens(1, "a"), frontend="web-0")
-                sent = await received(first, b"id: 1-0\n")
-                reading = {"Last-Event-ID": "1-0"}
-                async with (
-                    there.reading(events(uid), reading) as second,
-                    there.reading(events(uid)) as third,
-                    here.reading(events(uid)) as fourth,
-                ):
-                    others = [b"", await received(third, b"id: 1-0\n"), await received(fourth, b"id: 1-0\n")]
-                    for n, text in ((2, "b"), (3, "c")):
-                        await say(stages, uid, n, tokens(n, text), frontend="web-0")
-                        sent += await received(first, b"id: %d-0\n" % n)
-                        for index, reader in enumerate((second, third, fourth)):
-                            others[index] += await received(reader, b"id: %d-0\n" % n)
-                    await say(stages, uid, 3, finished(3), frontend="web-0")
-                    sent += await received(first, DONE)
+    async with site(redis_url, ready=False) as here, site(redis_url, "web-1", ready=False) as there:
+        await until(lambda: here.frontend.readiness.models and there.frontend.readiness.models)
+        async with here.connection(chat(stream=True)) as first:
+            uid = await take_in_chat(stages)
+            await say(stages, uid, 1, tokens(1, "a"), frontend="web-0")
+            sent = await received(first, b"id: 1-0\n")
+            reading = {"Last-Event-ID": "1-0"}
+            async with (
+                there.reading(events(uid), reading) as second,
+                there.reading(events(uid)) as third,
+                here.reading(events(uid)) as fourth,
+            ):
+                others = [b"", await received(third, b"id: 1-0\n"), await received(fourth, b"id: 1-0\n")]
+                for n, text in ((2, "b"), (3, "c")):
+                    await say(stages, uid, n, tokens(n, text), frontend="web-0")
+                    sent += await received(first, b"id: %d-0\n" % n)
                     for index, reader in enumerate((second, third, fourth)):
-                        others[index] += await received(reader, DONE)
-                assert others[0] == resumed_after(split(sent), 1)
-                assert others[1] == others[2] == sent
-
-    asyncio.run(scenario())
-
-
-def test_a_request_whose_web_process_is_dead_is_read_to_its_end(
-    redis_url: str, stages: Stages, no_polling: None
-) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        submit(stages.log, uid, stream=True, include_usage=True)
-        stages.take_in()
-        async with site(redis_url, ready=False) as here, here.reading(events(uid)) as reader:
-            await until(lambda: here.frontend.tail.listens_to(uid))
-            await say(stages, uid, 1, tokens(1, "a"))
-            got = await received(reader, b"id: 1-0\n")
-            await say(stages, uid, 2, tokens(2, "b"), finished(2))
-            *_, usage = documents(got + await received(reader, DONE))
-            assert usage["usage"]["completion_tokens"] == 2
-
-    asyncio.run(scenario())
-
-
-def test_many_requests_are_read_at_once(redis_url: str, stages: Stages, no_polling: None) -> None:
-    async def scenario() -> None:
-        uids = [new_uid() for _ in range(20)]
-        for uid in uids:
-            submit(stages.log, uid)
-            stages.take_in()
-        async with site(redis_url, ready=False) as here:
-            reads = [asyncio.create_task(read(here, events(uid))) for uid in uids]
-            for n in range(1, 4):
-                for uid in uids:
-                    await say(stages, uid, n, tokens(n, uid[-4:]), *([finished(3)] if n == 3 else []))
-            for uid, stream in zip(uids, await asyncio.gather(*reads), strict=True):
-                texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in documents(stream)]
-                assert "".join(texts) == 3 * uid[-4:]
-
-    asyncio.run(scenario())
-
-
-def test_an_end_that_is_no_success_is_a_frame_whenever_it_is_read(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            await here.post(chat("refuse"))
-            await until(lambda: len(list(requests_of(redis_url))) == 2)
-            refused = next(uid for uid in requests_of(redis_url) if uid not in dict(stand_in.seen))
-            (document,) = documents(await read(here, events(refused)))
-            assert document["error"]["code"] == "context_length_exceeded"
-
-    asyncio.run(scenario())
-
-
-def requests_of(url: str) -> Iterator[str]:
-    for key in command(url, "KEYS", Names().request("*")):
-        yield key.decode().rpartition(":")[2]
+                        others[index] += await received(reader, b"id: %d-0\n" % n)
+                await say(stages, uid, 3, finished(3), frontend="web-0")
+                sent += await received(first, DONE)
+                for index, reader in enumerate((second, third, fourth)):
+                    others[index] += await received(reader, DONE)
+            assert others[0] == resumed_after(split(sent), 1)
+            assert others[1] == others[2] == sent
 
 
 # the raw events
 
 
-def test_the_raw_events_are_all_that_is_in_the_history(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, _ = await streamed(here, stand_in, chat(user="ann"))
-            stream = await read(here, events(uid, "?format=events"))
-            with closing(stand_in.stages.log.another()) as log:
-                history = log.histories([uid])[0]
-            said = documents(stream)
-            assert [id_of(frame) for frame in split(stream)[:-1]] == [entry.id for entry in history]
-            assert [set(document) for document in said] == [set(entry.fields) for entry in history]
-            assert [document["kind"] for document in said] == ["submitted", "tokenized", *3 * ["tokens"], "finished"]
-            assert said[0]["labels"] == {"user": "ann"} and said[0]["presentation"]["stream"] is True
-            assert (said[1]["token_ids"], said[2]["text"]) == ([1, 2, 3, 4, 5], "Hel")
-            assert all(document["ms"] == int(entry.fields["ms"]) for document, entry in zip(said, history, strict=True))
-            frames = split(stream)
-            for cut, frame in enumerate(frames[:-1], 1):
-                rest = await read(here, events(uid, "?format=events"), **{"Last-Event-ID": id_of(frame)})
-                assert rest == b"".join(frames[cut:])
-
-    asyncio.run(scenario())
+async def test_the_raw_events_are_all_that_is_in_the_history(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid, _ = await streamed(here, chat(user="ann"))
+        stream = await read(here, events(uid, "?format=events"))
+        with closing(stand_in.stages.log.another()) as log:
+            history = log.histories([uid])[0]
+        said = documents(stream)
+        assert [id_of(frame) for frame in split(stream)[:-1]] == [entry.id for entry in history]
+        assert [set(document) for document in said] == [set(entry.fields) for entry in history]
+        assert [document["kind"] for document in said] == ["submitted", "tokenized", *3 * ["tokens"], "finished"]
+        assert said[0]["labels"] == {"user": "ann"} and said[0]["presentation"]["stream"] is True
+        assert (said[1]["token_ids"], said[2]["text"]) == ([1, 2, 3, 4, 5], "Hel")
+        assert all(document["ms"] == int(entry.fields["ms"]) for document, entry in zip(said, history, strict=True))
+        frames = split(stream)
+        for cut, frame in enumerate(frames[:-1], 1):
+            rest = await read(here, events(uid, "?format=events"), **{"Last-Event-ID": id_of(frame)})
+            assert rest == b"".join(frames[cut:])
 
 
-def test_raw_events_come_as_they_happen_also_those_that_clients_do_not_see(
+async def test_raw_events_come_as_they_happen_also_those_that_clients_do_not_see(
     redis_url: str, stages: Stages, no_polling: None
 ) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        submit(stages.log, uid, endpoint="probe")
-        async with site(redis_url, ready=False) as here, here.reading(events(uid, "?format=events")) as reader:
-            await received(reader, b'"kind":"submitted"')
-            stages.take_in()
-            await received(reader, b'"kind":"tokenized"')
-            mark = ["kind", "preempted", "engine", "generate-0", "epoch", "1", "step", "2", "ms", "5"]
-            command(redis_url, "XADD", Names().request(uid), "0-3", *mark)
-            assert b"id: 0-3\n" in await received(reader, b'"kind":"preempted"')
-            await say(stages, uid, 1, tokens(1), finished(1))
-            assert (await received(reader, DONE)).count(b"id: ") == 2
-
-    asyncio.run(scenario())
+    uid = new_uid()
+    submit(stages.log, uid, endpoint="probe")
+    async with site(redis_url, ready=False) as here, here.reading(events(uid, "?format=events")) as reader:
+        await received(reader, b'"kind":"submitted"')
+        stages.take_in()
+        await received(reader, b'"kind":"tokenized"')
+        mark = ["kind", "preempted", "engine", "generate-0", "epoch", "1", "step", "2", "ms", "5"]
+        command(redis_url, "XADD", Names().request(uid), "0-3", *mark)
+        assert b"id: 0-3\n" in await received(reader, b'"kind":"preempted"')
+        await say(stages, uid, 1, tokens(1), finished(1))
+        assert (await received(reader, DONE)).count(b"id: ") == 2
 
 
 # what is not there
 
 
-@pytest.mark.parametrize("way", ["header", "query"])
-@pytest.mark.parametrize("given", ["7-0", "2", "2-0-0", "01-0", "-", "x", f"{10**20}-0", "1-0\t2-0"])
-def test_an_id_that_never_was_is_refused_and_named(redis_url: str, stand_in: StandIn, given: str, way: str) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, _ = await streamed(here, stand_in, chat())
-            asked = {"query_string": {"starting_after": given}} if way == "query" else {}
-            headers = {"Last-Event-ID": given} if way == "header" else {}
-            status, error = await error_of(here.client.get(events(uid), headers=headers, **asked))
-            name = "Last-Event-ID" if way == "header" else "starting_after"
-            assert (status, error["param"], error["code"]) == (400, name, "invalid_value")
-
-    asyncio.run(scenario())
+async def test_an_id_that_never_was_is_refused_and_named(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid, _ = await streamed(here, chat())
+        for given in ("7-0", "2", "2-0-0", "01-0", "-", "x", f"{10**20}-0", "1-0\t2-0"):
+            for name, how in (
+                ("starting_after", {"query_string": {"starting_after": given}}),
+                ("Last-Event-ID", {"headers": {"Last-Event-ID": given}}),
+            ):
+                status, error = await error_of(here.client.get(events(uid), **how))
+                assert (status, error["param"], error["code"]) == (400, name, "invalid_value"), given
 
 
 @pytest.mark.parametrize("suffix", ["", "/events"])
-def test_a_request_that_is_not_there_was_never_or_has_expired(redis_url: str, stand_in: StandIn, suffix: str) -> None:
-    async def scenario() -> None:
-        async with site(redis_url, ready=False, limits=RequestLimits(retention_s=100)) as here:
+async def test_a_request_that_is_not_there_was_never_or_has_expired(
+    redis_url: str, stand_in: StandIn, suffix: str
+) -> None:
+    async with site(redis_url, ready=False, limits=RequestLimits(retention_s=100)) as here:
 
-            async def code(uid: str, method: str = "GET") -> str:
-                path = f"/v1/requests/{uid}{suffix}"
-                answer = here.client.delete(path) if method == "DELETE" else here.client.get(path)
-                status, error = await error_of(answer)
-                assert status == 404
-                return str(error["code"])
+        async def code(uid: str, method: str = "GET") -> str:
+            path = f"/v1/requests/{uid}{suffix}"
+            answer = here.client.delete(path) if method == "DELETE" else here.client.get(path)
+            status, error = await error_of(answer)
+            assert status == 404
+            return str(error["code"])
 
-            expired = "request_expired"
-            for method in ("GET", "DELETE") if not suffix else ("GET",):
-                assert await code(drawn(99), method) == "request_not_found"
-                assert await code(drawn(101), method) == expired
-                assert await code(f"chatcmpl-{drawn(101)}.3", method) == expired
-                assert await code(drawn(-1000), method) == "request_not_found"
-                for malformed in (
-                    "x",
-                    drawn(101)[:-1],
-                    drawn(101).upper() + "g",
-                    f"resp-{drawn(101)}",
-                    drawn(101) + ".x",
-                ):
-                    assert await code(malformed, method) == "request_not_found"
-
-    asyncio.run(scenario())
-
-
-def test_one_of_several_requests_has_a_number(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = f"{new_uid()}.1"
-        submit(stages.log, uid)
-        stages.take_in()
-        await say(stages, uid, 1, tokens(1, "a"), finished(1))
-        async with site(redis_url, ready=False) as here:
-            assert len(documents(await read(here, events(uid)))) == 3
-            assert (await (await here.get(f"/v1/requests/{uid}")).get_json())["uid"] == uid
-
-    asyncio.run(scenario())
+        expired = "request_expired"
+        for method in ("GET", "DELETE") if not suffix else ("GET",):
+            assert await code(drawn(99), method) == "request_not_found"
+            assert await code(drawn(101), method) == expired
+            assert await code(f"chatcmpl-{drawn(101)}.3", method) == expired
+            assert await code(drawn(-1000), method) == "request_not_found"
+            assert await code(drawn(101)[:-1], method) == "request_not_found"
 
 
 # what siblings have in common
@@ -407,274 +312,203 @@ def submit_siblings(log: RedisLog, count: int) -> tuple[str, tuple[str, ...]]:
     return common, sibling_uids(common, count)
 
 
-def test_siblings_tell_their_stories_under_the_uid_that_they_have_in_common(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        common, uids = submit_siblings(stages.log, 3)
-        stages.take_in()
-        await say(stages, uids[1], 1, tokens(1, "a"), finished(1))
-        async with site(redis_url, ready=False) as here:
-            for name in (common, f"cmpl-{common}"):
-                told = await (await here.get(f"/v1/requests/{name}")).get_json()
-                assert (told["uid"], told["siblings"]) == (common, list(uids))
-                assert [story["uid"] for story in told["requests"]] == list(uids)
-                assert [story["state"] for story in told["requests"]] == ["tokenized", "finished", "tokenized"]
-            command(redis_url, "DEL", Names().request(uids[2]))  # it has expired
-            told = await (await here.get(f"/v1/requests/{common}")).get_json()
-            assert told["siblings"] == list(uids) and len(told["requests"]) == 2
+async def test_siblings_tell_their_stories_under_the_uid_that_they_have_in_common(
+    redis_url: str, stages: Stages
+) -> None:
+    common, uids = submit_siblings(stages.log, 3)
+    stages.take_in()
+    await say(stages, uids[1], 1, tokens(1, "a"), finished(1))
+    async with site(redis_url, ready=False) as here:
+        for name in (common, f"cmpl-{common}"):
+            told = await (await here.get(f"/v1/requests/{name}")).get_json()
+            assert (told["uid"], told["siblings"]) == (common, list(uids))
+            assert [story["uid"] for story in told["requests"]] == list(uids)
+            assert [story["state"] for story in told["requests"]] == ["tokenized", "finished", "tokenized"]
+        command(redis_url, "DEL", Names().request(uids[2]))  # it has expired
+        told = await (await here.get(f"/v1/requests/{common}")).get_json()
+        assert told["siblings"] == list(uids) and len(told["requests"]) == 2
 
-    asyncio.run(scenario())
 
+async def test_siblings_are_cancelled_together_or_one_by_one(redis_url: str, stages: Stages) -> None:
+    common, uids = submit_siblings(stages.log, 3)
+    stages.take_in()
+    async with site(redis_url, ready=False) as here:
 
-def test_siblings_are_cancelled_together_or_one_by_one(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        common, uids = submit_siblings(stages.log, 3)
-        stages.take_in()
-        async with site(redis_url, ready=False) as here:
+        async def cancel(name: str) -> Any:
+            response = await here.client.delete(f"/v1/requests/{name}")
+            assert response.status_code == 200
+            return await response.get_json()
 
-            async def cancel(name: str) -> Any:
-                response = await here.client.delete(f"/v1/requests/{name}")
-                assert response.status_code == 200
-                return await response.get_json()
-
-            assert await cancel(uids[1]) == {"id": uids[1], "object": "request", "cancelled": True}
-            assert stages.log.alive(uids) == {uids[0], uids[2]}
-            of_each = dict(zip(uids, (True, False, True), strict=True))
-            expected = {"id": common, "object": "request", "cancelled": True, "siblings": of_each}
-            assert await cancel(f"chatcmpl-{common}") == expected
-            assert stages.log.alive(uids) == set()
-            again = await cancel(common)
-            assert (again["cancelled"], set(again["siblings"].values())) == (False, {False})
-        assert {seal_of(stages.log, uid)["by"] for uid in uids} == {"client"}
-
-    asyncio.run(scenario())
+        assert await cancel(uids[1]) == {"id": uids[1], "object": "request", "cancelled": True}
+        assert stages.log.alive(uids) == {uids[0], uids[2]}
+        of_each = dict(zip(uids, (True, False, True), strict=True))
+        expected = {"id": common, "object": "request", "cancelled": True, "siblings": of_each}
+        assert await cancel(f"chatcmpl-{common}") == expected
+        assert stages.log.alive(uids) == set()
+        again = await cancel(common)
+        assert (again["cancelled"], set(again["siblings"].values())) == (False, {False})
+    assert {seal_of(stages.log, uid)["by"] for uid in uids} == {"client"}
 
 
 @pytest.mark.parametrize("query", ["", "?format=events", "?starting_after=1-0"])
-def test_who_wants_the_events_of_siblings_is_told_to_ask_for_those_of_each(
+async def test_who_wants_the_events_of_siblings_is_told_to_ask_for_those_of_each(
     redis_url: str, stages: Stages, query: str
 ) -> None:
-    async def scenario() -> None:
-        common, uids = submit_siblings(stages.log, 12)
-        async with site(redis_url, ready=False) as here:
-            status, error = await error_of(here.get(events(common, query)))
-            assert (status, error["code"]) == (400, "several_requests")
-            assert "12 requests" in error["message"] and uids[0] in error["message"] and uids[11] in error["message"]
-
-    asyncio.run(scenario())
+    common, uids = submit_siblings(stages.log, 12)
+    async with site(redis_url, ready=False) as here:
+        status, error = await error_of(here.get(events(common, query)))
+        assert (status, error["code"]) == (400, "several_requests")
+        assert "12 requests" in error["message"] and uids[0] in error["message"] and uids[11] in error["message"]
 
 
-def test_a_format_that_there_is_not_and_frames_that_there_are_none_of_are_refused(
+async def test_a_format_that_there_is_not_and_frames_that_there_are_none_of_are_refused(
     redis_url: str, stages: Stages
 ) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        submit(stages.log, uid, endpoint="probe")
-        async with site(redis_url, ready=False) as here:
-            for query in ("?format=xml", ""):
-                status, error = await error_of(here.get(events(uid, query)))
-                assert (status, error["param"]) == (400, "format")
-
-    asyncio.run(scenario())
+    uid = new_uid()
+    submit(stages.log, uid, endpoint="probe")
+    async with site(redis_url, ready=False) as here:
+        for query in ("?format=xml", ""):
+            status, error = await error_of(here.get(events(uid, query)))
+            assert (status, error["param"]) == (400, "format")
 
 
 @pytest.mark.parametrize(("age_s", "code"), [(0.0, "log_lost"), (2000.0, "request_expired")])
 @pytest.mark.parametrize("query", ["", "?format=events"])
-def test_a_history_that_vanishes_under_its_reader_ends_the_stream_with_an_error(
-    redis_url: str, stages: Stages, age_s: float, code: str, query: str
+async def test_a_history_that_vanishes_under_its_reader_ends_the_stream_with_an_error(
+    redis_url: str, stages: Stages, age_s: float, code: str, query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        uid = drawn(age_s)
-        submit(stages.log, uid)
-        stages.take_in()
-        await say(stages, uid, 1, tokens(1, "a"))
-        async with site(redis_url, ready=False) as here, here.reading(events(uid, query)) as reader:
-            got = await received(reader, b"id: 1-0\n")
-            command(redis_url, "DEL", Names().request(uid))
-            *others, last = split(got + await received(reader, DONE))[:-1]
-            assert json.loads(last.partition(b"data: ")[2])["error"]["code"] == code
-            assert id_of(last) == ""  # nobody can go on after it
-            assert not any(b"error" in other for other in others)
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.1)
+    uid = await begun(stages, "a", uid=drawn(age_s))
+    async with site(redis_url, ready=False) as here, here.reading(events(uid, query)) as reader:
+        got = await received(reader, b"id: 1-0\n")
+        command(redis_url, "DEL", Names().request(uid))
+        *others, last = split(got + await received(reader, DONE))[:-1]
+        assert json.loads(last.partition(b"data: ")[2])["error"]["code"] == code
+        assert id_of(last) == ""  # nobody can go on after it
+        assert not any(b"error" in other for other in others)
 
 
-def test_a_history_with_a_hole_ends_the_stream_before_the_hole(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        submit(stages.log, uid)
-        stages.take_in()
-        for n in (1, 2, 3):
-            await say(stages, uid, n, tokens(n, str(n)))
-        command(redis_url, "XDEL", Names().request(uid), tokens_id(2))
-        async with site(redis_url, ready=False) as here:
-            for query, num_before in (("", 2), ("?format=events", 3)):
-                *before, last = documents(await read(here, events(uid, query)))
-                assert (len(before), last["error"]["code"]) == (num_before, "log_lost")
-
-    asyncio.run(scenario())
+async def test_a_history_with_a_hole_ends_the_stream_before_the_hole(redis_url: str, stages: Stages) -> None:
+    uid = await begun(stages, "1", "2", "3")
+    command(redis_url, "XDEL", Names().request(uid), tokens_id(2))
+    async with site(redis_url, ready=False) as here:
+        for query, num_before in (("", 2), ("?format=events", 3)):
+            *before, last = documents(await read(here, events(uid, query)))
+            assert (len(before), last["error"]["code"]) == (num_before, "log_lost")
 
 
 # readers
 
 
-def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
+async def test_who_reads_is_known_to_the_log_and_cancels_nothing_by_leaving(
     redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        key = Names().reader(uid)
-        submit(stages.log, uid)
-        stages.take_in()
-        async with site(redis_url, ready=False) as here, site(redis_url, "web-1", ready=False) as there:
-            async with there.reading(events(uid)):
-                async with here.reading(events(uid)), here.reading(events(uid, "?format=events")):
-                    await until(lambda: command(redis_url, "SCARD", key) == 2)
-                    command(redis_url, "PEXPIRE", key, 1000)
-                    await until(lambda: 1000 < command(redis_url, "PTTL", key) <= 60_000)  # it is said again
-                await until(lambda: command(redis_url, "SCARD", key) == 1)
-                assert stages.log.read_by_others([uid]) == {uid}
-            await until(lambda: not command(redis_url, "EXISTS", key))
-            await until(lambda: not (here.frontend.is_busy or there.frontend.is_busy))
-        assert stages.log.alive([uid]) == {uid}
-
     monkeypatch.setattr(web.live.readers, "REFRESH_S", 0.05)
-    asyncio.run(scenario())
+    uid = await begun(stages)
+    key = Names().reader(uid)
+    async with site(redis_url, ready=False) as here, site(redis_url, "web-1", ready=False) as there:
+        async with there.reading(events(uid)):
+            async with here.reading(events(uid)), here.reading(events(uid, "?format=events")):
+                await until(lambda: command(redis_url, "SCARD", key) == 2)
+                command(redis_url, "PEXPIRE", key, 1000)
+                await until(lambda: 1000 < command(redis_url, "PTTL", key) <= 60_000)  # it is said again
+            await until(lambda: command(redis_url, "SCARD", key) == 1)
+            assert stages.log.read_by_others([uid]) == {uid}
+        await until(lambda: not command(redis_url, "EXISTS", key))
+        await until(lambda: not (here.is_busy or there.is_busy))
+    assert stages.log.alive([uid]) == {uid}
 
 
-def test_a_request_that_has_ended_needs_no_reader(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, full = await streamed(here, stand_in, chat())
-            assert await read(here, events(uid)) == full
-            assert command(redis_url, "EXISTS", Names().reader(uid)) == 0
-
-    asyncio.run(scenario())
+async def test_a_request_that_has_ended_needs_no_reader(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid, full = await streamed(here, chat())
+        assert await read(here, events(uid)) == full
+        assert command(redis_url, "EXISTS", Names().reader(uid)) == 0
 
 
-def test_a_reader_that_came_while_another_left_is_known_to_the_log(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        submit(stages.log, uid)
-        async with site(redis_url, ready=False) as here:
-            readers = here.frontend.readers
-            for _ in range(20):
-                for come_or_go in (readers.add, readers.remove, readers.add):
-                    come_or_go(uid)
-                await asyncio.gather(*(readers.tell(uid) for _ in range(3)))
-                assert stages.log.read_by_others([uid]) == {uid}
-                readers.add(uid)
-                tellings = [readers.tell(uid)]
-                for _ in range(2):
-                    readers.remove(uid)
-                    tellings.append(readers.tell(uid))
-                await asyncio.gather(*tellings)
-                assert stages.log.read_by_others([uid]) == set()
-
-    asyncio.run(scenario())
+async def test_a_reader_that_came_while_another_left_is_known_to_the_log(redis_url: str, stages: Stages) -> None:
+    uid = new_uid()
+    submit(stages.log, uid)
+    async with site(redis_url, ready=False) as here:
+        readers = here.frontend.readers
+        for _ in range(20):
+            for come_or_go in (readers.add, readers.remove, readers.add):
+                come_or_go(uid)
+            await asyncio.gather(*(readers.tell(uid) for _ in range(3)))
+            assert stages.log.read_by_others([uid]) == {uid}
+            readers.add(uid)
+            tellings = [readers.tell(uid)]
+            for _ in range(2):
+                readers.remove(uid)
+                tellings.append(readers.tell(uid))
+            await asyncio.gather(*tellings)
+            assert stages.log.read_by_others([uid]) == set()
 
 
-def test_a_full_redis_refuses_no_reader(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        submit(stages.log, uid)
-        stages.take_in()
-        await say(stages, uid, 1, tokens(1, "a"))
-        async with site(redis_url, ready=False) as here:
-            command(redis_url, "CONFIG", "SET", "maxmemory", "1")
-            async with here.reading(events(uid)) as reader:
-                await received(reader, b"id: 1-0\n")
-                assert stages.log.read_by_others([uid]) == {uid}
-
-    asyncio.run(scenario())
-
-
-def test_a_reader_has_a_canonical_line(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, _ = await streamed(here, stand_in, chat())
-            with capture_logs() as lines:
-                await read(here, events(uid))
-            (line,) = [line for line in lines if line["event"] == "request"]
-            assert (line["uid"], line["reader"], line["status"], line["completion_tokens"]) == (uid, True, 200, 3)
-
-    asyncio.run(scenario())
-
-
-def test_a_drain_takes_no_new_readers_and_sends_those_that_are_there_elsewhere(redis_url: str, stages: Stages) -> None:
-    async def scenario() -> None:
-        uid = new_uid()
-        submit(stages.log, uid)
-        stages.take_in()
-        await say(stages, uid, 1, tokens(1, "a"))
-        async with site(redis_url, ready=False) as here, here.reading(events(uid)) as reader:
+async def test_a_full_redis_refuses_no_reader(redis_url: str, stages: Stages) -> None:
+    uid = await begun(stages, "a")
+    async with site(redis_url, ready=False) as here:
+        command(redis_url, "CONFIG", "SET", "maxmemory", "1")
+        async with here.reading(events(uid)) as reader:
             await received(reader, b"id: 1-0\n")
-            drain = asyncio.create_task(here.frontend.drain(0.2))
-            await until(lambda: here.frontend.draining)
-            status, error = await error_of(here.get(events(uid)))
-            assert (status, error["code"]) == (503, "shutting_down")
-            last, _ = split(await received(reader, DONE))
-            assert b'"code":"shutting_down"' in last and id_of(last) == ""
-            await drain
-        assert stages.log.alive([uid]) == {uid}
-
-    asyncio.run(scenario())
+            assert stages.log.read_by_others([uid]) == {uid}
 
 
-def test_without_redis_a_request_cannot_be_read(redis_servers: Servers, tmp_path: Path) -> None:
-    async def scenario(server: RunningServer) -> None:
-        async with site(server.url, ready=False) as here:
-            server.process.kill()
-            server.process.wait()
-            path = f"/v1/requests/{new_uid()}"
-            for answer in (here.get(path), here.get(f"{path}/events"), here.client.delete(path)):
-                status, error = await error_of(answer)
-                assert (status, error["code"]) == (503, "overloaded")
+async def test_a_reader_has_a_canonical_line(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid, _ = await streamed(here, chat())
+        with capture_logs() as lines:
+            await read(here, events(uid))
+        (line,) = request_lines(lines)
+        assert (line["uid"], line["reader"], line["status"], line["completion_tokens"]) == (uid, True, 200, 3)
 
-    with running_server(redis_servers.binary("embedded"), tmp_path) as server:
-        asyncio.run(scenario(server))
+
+async def test_a_drain_takes_no_new_readers_and_sends_those_that_are_there_elsewhere(
+    redis_url: str, stages: Stages
+) -> None:
+    uid = await begun(stages, "a")
+    async with site(redis_url, ready=False) as here, here.reading(events(uid)) as reader:
+        await received(reader, b"id: 1-0\n")
+        drain = asyncio.create_task(here.frontend.drain(0.2))
+        await until(lambda: here.frontend.draining)
+        assert await code_of(here.get(events(uid))) == (503, "shutting_down")
+        last, _ = split(await received(reader, DONE))
+        assert b'"code":"shutting_down"' in last and id_of(last) == ""
+        await drain
+    assert stages.log.alive([uid]) == {uid}
+
+
+async def test_without_redis_a_request_cannot_be_read(own_redis: RunningServer) -> None:
+    async with site(own_redis.url, ready=False) as here:
+        own_redis.process.kill()
+        own_redis.process.wait()
+        path = f"/v1/requests/{new_uid()}"
+        aborts = (here.client.post("/abort_request", json=body) for body in ({"rid": new_uid()}, {"abort_all": True}))
+        for answer in (here.get(path), here.get(f"{path}/events"), here.client.delete(path), *aborts):
+            assert await code_of(answer) == (503, "overloaded")
 
 
 # story and end
 
 
-def test_a_request_tells_its_story(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, _ = await streamed(here, stand_in, chat(seed=3))
-            for name in (uid, f"chatcmpl-{uid}"):
-                response = await here.get(f"/v1/requests/{name}")
-                told = await response.get_json()
-                assert (response.status_code, told["uid"], told["state"]) == (200, uid, "finished")
-                assert (told["text"], told["sampling"]["seed"]) == ("Hello\u2028!", 3)
-                assert all(before["at_ms"] <= after["at_ms"] for before, after in pairwise(told["moments"]))
-
-    asyncio.run(scenario())
+async def test_a_request_tells_its_story(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid, _ = await streamed(here, chat(seed=3))
+        for name in (uid, f"chatcmpl-{uid}"):
+            response = await here.get(f"/v1/requests/{name}")
+            told = await response.get_json()
+            assert (response.status_code, told["uid"], told["state"]) == (200, uid, "finished")
+            assert (told["text"], told["sampling"]["seed"]) == ("Hello\u2028!", 3)
+            assert all(before["at_ms"] <= after["at_ms"] for before, after in pairwise(told["moments"]))
 
 
-def test_a_request_is_cancelled_from_elsewhere_once(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here, site(redis_url, "web-1") as there:
-            answer = asyncio.create_task(error_of(here.post(chat("silent"))))
-            await until(stand_in.requests)
-            ((uid, _),) = stand_in.requests()
-            for cancelled in (True, False):
-                response = await there.client.delete(f"/v1/requests/chatcmpl-{uid}")
-                assert response.status_code == 200
-                assert await response.get_json() == {"id": uid, "object": "request", "cancelled": cancelled}
-            status, error = await answer
-            assert (status, error["code"]) == (499, "cancelled")
-        with closing(stand_in.stages.log.another()) as log:
-            assert seal_of(log, uid)["by"] == "client"
-
-    asyncio.run(scenario())
-
-
-def test_a_request_that_has_ended_is_not_cancelled_and_stays_as_it_is(redis_url: str, stand_in: StandIn) -> None:
-    async def scenario() -> None:
-        async with site(redis_url) as here:
-            uid, full = await streamed(here, stand_in, chat())
-            response = await here.client.delete(f"/v1/requests/{uid}")
-            assert (await response.get_json())["cancelled"] is False
-            assert await read(here, events(uid)) == full
-
-    asyncio.run(scenario())
+async def test_a_request_is_cancelled_from_elsewhere_once(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here, site(redis_url, "web-1") as there:
+        answer = asyncio.create_task(code_of(here.post(chat("silent"))))
+        uid = await one_request(stand_in)
+        for cancelled in (True, False):
+            response = await there.client.delete(f"/v1/requests/chatcmpl-{uid}")
+            assert response.status_code == 200
+            assert await response.get_json() == {"id": uid, "object": "request", "cancelled": cancelled}
+        assert await answer == (499, "cancelled")
+    assert seal_of(stand_in.stages.log, uid)["by"] == "client"

@@ -21,70 +21,43 @@ from web.wire.uids import drawn_ms, family_of, index_of
 
 
 class Style:
-    """What differs between endpoints: the fields of their bodies and chunks."""
+    """What differs between endpoints: the fields of their bodies and chunks. This is the style of chats."""
 
-    prefix: str
+    prefix = "chatcmpl-"
     """Before the uid, in `id`."""
-    whole: str
+    whole = "chat.completion"
     """`object` of a body."""
-    chunk: str
+    chunk = "chat.completion.chunk"
     """`object` of a chunk."""
 
     def opening(self) -> Mapping[str, Any] | None:
         """Return the fields of the chunk that begins a choice; None if it begins with text."""
-        raise NotImplementedError
-
-    def text(self, text: str) -> Mapping[str, Any]:
-        """Return the fields of a chunk's choice that bring *text*."""
-        raise NotImplementedError
-
-    def closing(self) -> Mapping[str, Any]:
-        """Return the fields of the last chunk of a choice, beside `finish_reason`."""
-        raise NotImplementedError
-
-    def message(self, choice: Choice) -> Mapping[str, Any]:
-        """Return the fields of a body's choice that have its text."""
-        raise NotImplementedError
-
-    def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
-        """Return the log-probabilities of a *part* that begins at *offset*; the *first* part includes the prompt."""
-        raise NotImplementedError
-
-    def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the fields about the prompt: beside `choices`, and within the choice."""
-        raise NotImplementedError
-
-
-class ChatStyle(Style):
-    prefix = "chatcmpl-"
-    whole = "chat.completion"
-    chunk = "chat.completion.chunk"
-
-    def opening(self) -> Mapping[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def text(self, text: str) -> Mapping[str, Any]:
+        """Return the fields of a chunk's choice that bring *text*."""
         return {"delta": {"content": text}}
 
     def closing(self) -> Mapping[str, Any]:
+        """Return the fields of the last chunk of a choice, beside `finish_reason`."""
         return {"delta": {}}
 
     def message(self, choice: Choice) -> Mapping[str, Any]:
+        """Return the fields of a body's choice that have its text."""
         return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
     def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
+        """Return the log-probabilities of a *part* that begins at *offset*; the *first* part includes the prompt."""
         return chat_logprobs(part.scores) if part.scores else None
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        told: dict[str, Any] = {}
-        if choice.prompt is not None and choice.prompt.first and choice.shown.prompt_scores:
-            told["prompt_logprobs"] = prompt_logprobs(choice.prompt)
-        if choice.prompt is not None and choice.shown.token_ids:
-            told["prompt_token_ids"] = choice.prompt.token_ids
-        return told, {}
+        """Return the fields about the prompt: beside `choices`, and within the choice."""
+        return _of_prompt(choice), {}
 
 
 class CompletionStyle(Style):
+    """The style of completions, which have a text where chats have a message."""
+
     prefix = "cmpl-"
     whole = chunk = "text_completion"
 
@@ -107,19 +80,23 @@ class CompletionStyle(Style):
         return completion_logprobs(prompt, part.scores, len(self._echoed(choice)) + offset)
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        told: dict[str, Any] = {}
-        if choice.prompt is not None and choice.prompt.first and choice.shown.prompt_scores:
-            told["prompt_logprobs"] = prompt_logprobs(choice.prompt)
-        if choice.prompt is not None and choice.shown.token_ids:
-            told["prompt_token_ids"] = choice.prompt.token_ids
-        return {}, told
+        return {}, _of_prompt(choice)
 
     @staticmethod
     def _echoed(choice: Choice) -> str:
         return choice.prompt.text if choice.shown.echo and choice.prompt is not None else ""
 
 
-CHAT: Final = ChatStyle()
+def _of_prompt(choice: Choice) -> Mapping[str, Any]:
+    told: dict[str, Any] = {}
+    if choice.prompt is not None and choice.prompt.first and choice.shown.prompt_scores:
+        told["prompt_logprobs"] = prompt_logprobs(choice.prompt)
+    if choice.prompt is not None and choice.shown.token_ids:
+        told["prompt_token_ids"] = choice.prompt.token_ids
+    return told
+
+
+CHAT: Final = Style()
 COMPLETION: Final = CompletionStyle()
 
 

@@ -6,10 +6,12 @@ and listed in a response header. Every optional field takes `null` as absent.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
@@ -96,6 +98,16 @@ def as_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _token_id(key: str) -> str:
+    if not re.fullmatch(TOKEN_ID, key):
+        expected = "expected a whole number below 1000000000, such as `42`"
+        raise PydanticCustomError("token_id", f"a key is not a token id; {expected}")
+    return key
+
+
+TokenId = Annotated[str, AfterValidator(_token_id), WithJsonSchema({"type": "string", "pattern": TOKEN_ID})]
+
+
 def _prompt_kind(prompt: object) -> str:
     """Return which of the four shapes a prompt has, so that an error is about that shape alone."""
     if not isinstance(prompt, list):
@@ -140,7 +152,7 @@ class SamplingFields(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     logit_bias: (
         Annotated[
-            dict[Annotated[str, Field(pattern=TOKEN_ID)], Annotated[float, Field(ge=-100, le=100)]],
+            dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MOST_BIASES),
         ]
         | None
