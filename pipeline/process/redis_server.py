@@ -259,9 +259,11 @@ class EmbeddedRedis:
         Raises:
             ConfigError: It was not that, or too much would be lost; the message has its last words, and the remedy.
         """
-        words = self._last_words(process.pid)
+        said = self._said()
+        words = _complaints(said, process.pid)
         has_parts = _version(self._binary) >= MANIFESTS
-        if OF_COMMANDS in words or process.returncode in CRASHES:
+        is_of_commands = OF_COMMANDS in said  # not in the words: it may quote a command with an end of line in it
+        if is_of_commands or process.returncode in CRASHES:
             cut = cut_damage(self._folder, self._binary, has_parts=has_parts, is_allowed=self._is_repair_allowed)
             if cut is not None:
                 logger.warning(
@@ -273,7 +275,7 @@ class EmbeddedRedis:
                 )
                 return
         if any(name in words for name in DATA_FILES):
-            snapshot = snapshot_of(self._folder, has_parts=has_parts) if OF_COMMANDS not in words else None
+            snapshot = snapshot_of(self._folder, has_parts=has_parts) if not is_of_commands else None
             words += (
                 f"; {self._folder} is damaged, or a newer Redis wrote it: start that one on this folder and pass "
                 "--redis-url, or pass another --data-dir"
@@ -293,17 +295,22 @@ class EmbeddedRedis:
             except OSError:
                 return ""
 
-    def _last_words(self, pid: int) -> str:
-        """Return what the server *pid* complained about since it was launched."""
+    def _said(self) -> str:
+        """Return what the server has logged since it was launched."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._log_size)
-                lines = file.read().decode(errors="replace").strip().splitlines()
+                return file.read().decode(errors="replace").strip()
         except OSError:
-            lines = []
-        complaints = [line.partition(" # ")[2] for line in lines if line.startswith(f"{pid}:") and " # " in line]
-        words = "; ".join(line for line in complaints if not line.startswith("WARNING")) or "".join(lines[-1:])
-        return words or "it left no log"
+            return ""
+
+
+def _complaints(said: str, pid: int) -> str:
+    """Return what the server *pid* complained about, or the last that it *said*."""
+    lines = said.splitlines()
+    complaints = [line.partition(" # ")[2] for line in lines if line.startswith(f"{pid}:") and " # " in line]
+    words = "; ".join(line for line in complaints if not line.startswith("WARNING")) or "".join(lines[-1:])
+    return words or "it left no log"
 
 
 def _die_with_parent() -> None:

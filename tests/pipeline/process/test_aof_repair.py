@@ -139,6 +139,11 @@ def renamed(tail: bytes) -> bytes:
     return tail.replace(b"XADD", b"XAED")
 
 
+def joined(tail: bytes) -> bytes:
+    """A name with an end of line in it: the server's complaint has several lines."""
+    return tail.replace(b"$5\r\nMULTI\r\n*2\r\n", b"$9\r\nMULTI\r\n*2\r\n", 1)
+
+
 def shortened(tail: bytes) -> bytes:
     """Too few words: some servers crash of such a command."""
     return tail.replace(b"*2\r\n$4\r\nINCR\r\n$9\r\n{x}before\r\n", b"*1\r\n$4\r\nINCR\r\n")
@@ -148,7 +153,7 @@ def enormous(tail: bytes) -> bytes:
     return tail.replace(b"$9\r\nsome text", b"$9999999999\r\nsome text")
 
 
-@pytest.mark.parametrize("spoil", [zeros, noise, renamed, shortened, enormous])
+@pytest.mark.parametrize("spoil", [zeros, noise, renamed, joined, shortened, enormous])
 def test_wrong_bytes_at_the_end_cost_the_commits_from_there_on(data: Data, spoil: Callable[[bytes], bytes]) -> None:
     with data.server() as server:
         data.commit(server, 3)
