@@ -8,18 +8,22 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lived_requests import LivedRequests
 from redis_servers import STARTED, Servers, command, running_server, until
 from selection import by_night
 from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError
+from pipeline.events import new_uid
+from pipeline.log.redis import RedisLog
+from pipeline.names import Names
 from pipeline.process import redis_server
 from pipeline.process.aof_repair import UNASKED_BYTES
 from pipeline.process.redis_server import EmbeddedRedis
@@ -100,6 +104,31 @@ def test_no_cut_leaves_half_of_a_commit_now_or_after_the_next(data: Data) -> Non
             data.commit(server, 1)
         with data.server() as server:
             assert num_commits(server) == 3
+
+
+def test_a_log_that_is_cut_is_as_it_was_after_a_commit(data: Data) -> None:
+    def state(log: RedisLog) -> object:
+        now = log.snapshot()
+        return log.histories(uids), log.living(), now.occupancy, now.pending
+
+    states: list[tuple[int, object]] = []
+    uids = [new_uid(), new_uid()]
+    with data.server() as server, closing(RedisLog(server.url, Names())) as log:
+        lived = LivedRequests(log)
+        for commit in (
+            lambda: lived.running(uids[0]),
+            lambda: lived.tokens(uids[0], "a"),
+            lambda: lived.submitted(uids[1]),
+            lambda: lived.finished(uids[0], 1),
+            lambda: lived.taken_in(uids[1]),
+        ):
+            commit()
+            states.append((data.file.stat().st_size, state(log)))
+    whole = data.file.read_bytes()
+    for size, expected in states[:-1]:
+        data.file.write_bytes(whole[: size + 20])
+        with data.server() as server, closing(RedisLog(server.url, Names())) as log:
+            assert state(log) == expected
 
 
 @settings(max_examples=by_night(5, 60), suppress_health_check=[HealthCheck.function_scoped_fixture])
