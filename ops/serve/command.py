@@ -138,12 +138,14 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
     if config.log.redis_url:
         from pipeline.log.check import check_server
 
+        if config.data.repair:
+            raise ConfigError("--repair is for the data of the embedded server; leave it out, or leave out --redis-url")
         check_server(config.log.redis_url)
         yield Processes(config, config.log.redis_url, nothing)
         return
     from pipeline.process.redis_server import EmbeddedRedis
 
-    server = EmbeddedRedis(config.data_dir)
+    server = EmbeddedRedis(config.data_dir, is_repair_allowed=config.data.repair)
     try:
         yield Processes(config, server.url, server.watch)
     finally:

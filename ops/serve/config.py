@@ -10,7 +10,18 @@ from typing import Any, Final, TypeAlias
 from ops.config import ConnectConfig
 from ops.shell.config import ShellConfig
 from pipeline.errors import ConfigError
-from pipeline.flags import at_least, concealed, flag, flags_for, owners_of, parse_config, yes_or_no
+from pipeline.flags import (
+    at_least,
+    concealed,
+    flag,
+    flags_for,
+    flags_of,
+    owners_of,
+    parse_config,
+    secrets_of,
+    variable,
+    yes_or_no,
+)
 from pipeline.log.config import LogConfig
 from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
 from pipeline.process.config import DataConfig, ModelConfig, data_folder
@@ -107,6 +118,12 @@ def stage_flags(config: ServerConfig | StageConfig, stage: str) -> list[str]:
     """Return the flags with which a `minisgl stage <stage>` process has the same config as this one."""
     shared = (item.name for item in fields(STAGE_CONFIGS[stage]) if item.name not in OF_ONE_PROCESS)
     return flags_for(getattr(config, name) for name in shared)
+
+
+def stage_secrets(config: ServerConfig | StageConfig, stage: str) -> dict[str, str]:
+    """Return the variables with the secrets that a `minisgl stage <stage>` process needs, and no others."""
+    needed = {variable(item) for item in flags_of(owners_of(STAGE_CONFIGS[stage]))}
+    return {name: value for name, value in secrets_of(config).items() if name in needed}
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -6,11 +6,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
-from ops.serve.config import ServerConfig, StageConfig
-from pipeline.flags import secrets_of
+from ops.serve.config import ServerConfig, StageConfig, stage_secrets
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ class Processes:
         self._make_job = Job
         self._jobs: list[Job] = []
         self._namespace, self._url, self._watch_redis = config.log.namespace, url, watch_redis
-        self._environment = worker_environment(os.environ, url, secrets_of(config))
+        self._secrets_of = partial(stage_secrets, config)
+        self._environment = worker_environment(os.environ, url)
 
     def add(self, stage: str, flags: Sequence[str], *, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> None:
         """Have one more worker of *stage* started, which inherits *fds* and has *drain_s* to end."""
-        self._jobs.append(self._make_job(stage, tuple(flags), fds, drain_s))
+        self._jobs.append(self._make_job(stage, tuple(flags), fds, drain_s, self._secrets_of(stage)))
 
     def run(
         self,
@@ -87,15 +88,13 @@ def nothing() -> None:
     """Do nothing: a Redis that somebody else started is theirs to keep alive."""
 
 
-def worker_environment(
-    environment: Mapping[str, str], url: str, secrets: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the environment of a worker. Flags are on its command line; *secrets* and the URL, which may hold a
-    password, are here.
+def worker_environment(environment: Mapping[str, str], url: str) -> dict[str, str]:
+    """Return what every worker has in its environment: no flags, which are on its command line, but for the URL, which
+    may hold a password.
     """
     from pipeline.process import failpoints
 
     tests = (failpoints.VARIABLE, failpoints.FOLDER_VARIABLE)
     kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_") or name in tests}
     # One thread of a worker does the work; with a heap for each, glibc keeps what another one could use.
-    return {"MALLOC_ARENA_MAX": "1"} | kept | dict(secrets or {}) | {"MINISGL_REDIS_URL": url}
+    return {"MALLOC_ARENA_MAX": "1"} | kept | {"MINISGL_REDIS_URL": url}

@@ -13,6 +13,7 @@ from typing import BinaryIO, Final
 
 from pipeline.errors import ConfigError
 from pipeline.process.parent import request_death_signal
+from pipeline.process.private import make_private, open_private
 from pipeline.process.supervisor import Supervisor
 
 LOG_NAME: Final = "serve.log"
@@ -34,8 +35,10 @@ class Foreground:
     def __init__(self, folder: Path) -> None:
         self.log_path = folder / LOG_NAME
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.log: BinaryIO = self.log_path.open("wb", buffering=0)
+            make_private(folder)
+            self.log: BinaryIO = os.fdopen(
+                open_private(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0
+            )
         except OSError as error:
             raise ConfigError(f"--data-dir {folder}: {error.strerror}; pass a folder that can be written") from error
         self.code = 0

@@ -19,6 +19,7 @@ from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from ops.shell.lines import NAMES
+from pipeline.process.private import make_private, open_private
 
 PROMPT: Final = "> "
 WITH_FILES: Final = ("/save ", "/load ")
@@ -50,12 +51,8 @@ class _Commands(Completer):
 def lines_before(file: Path) -> tuple[History, str]:
     """Return the history in *file*, which only its owner may read, and the reason if it cannot be kept."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.fchmod(handle, 0o600)
-        finally:
-            os.close(handle)
+        make_private(file.parent)
+        os.close(open_private(file, os.O_RDWR | os.O_CREAT))
     except OSError as error:
         return InMemoryHistory(), f"the history is not kept: {file}: {error.strerror}"
     return ThreadedHistory(_Lines(str(file))), ""

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.flags import at_least, flag
+from pipeline.flags import at_least, flag, yes_or_no
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,18 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Where files are kept."""
+    """Where files are kept, and what may be lost of them."""
 
     data_dir: str = flag(
         "--data-dir",
         default="",
         help="folder for the data of the embedded server [~/.local/state/minisgl/<port>]",
+    )
+    repair: bool = flag(
+        "--repair",
+        default=False,
+        parse=yes_or_no,
+        help="start even if damage costs more than the last 64 KB of the embedded server's data; a copy is kept",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -21,16 +22,24 @@ from urllib.parse import quote
 import structlog
 
 from pipeline.errors import ConfigError
+from pipeline.process.aof_repair import cut_damage, keep_copies, snapshot_of
 from pipeline.process.parent import request_death_signal
+from pipeline.process.private import PRIVATE_UMASK, make_private, open_private, tighten
 
 logger = structlog.get_logger()
 
 OLDEST = (6, 2)
+MANIFESTS = (7, 0)
+"""From here on there are several append-only files, and a manifest that names them."""
 NAMES_ON_PATH = ("valkey-server", "redis-server")
 START_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 2.0
 DATA_FILES = ("RDB", "AOF", "append only file", "append-only file")
 """How servers name what they keep in the data folder."""
+OF_COMMANDS = "reading the append only file"
+"""In what they say of damage behind the snapshot."""
+CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+"""How a server may end that reads damaged data: it asks for too much memory, or reads what is not there."""
 SOCKET_PATH_LIMIT = 100
 """Bytes; the kernel's limit for the path of a unix socket is 108."""
 
@@ -81,8 +90,8 @@ def lock_folder(folder: Path) -> IO[str]:
         ConfigError: Another server holds it, or it cannot be made.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+")
+        make_private(folder)
+        lock = os.fdopen(open_private(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
     except OSError as error:
         raise ConfigError(f"--data-dir {folder}: {error.strerror}; pass a folder that can be written") from error
     deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -96,6 +105,8 @@ def lock_folder(folder: Path) -> IO[str]:
                 "--data-dir or --port"
             )
         time.sleep(0.05)  # the server was killed, and its Redis, which holds the lock too, is about to end
+    with contextlib.suppress(OSError):  # a folder that can be written and not read
+        tighten(folder)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
@@ -142,8 +153,11 @@ class EmbeddedRedis:
         ConfigError: The folder is in use, there is no binary, or it did not come up; the message has its last words.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_repair_allowed: bool = False) -> None:
+        """*is_repair_allowed*: damage to the data may cost more than their last 64 KB."""
         self._folder = folder
+        self._is_repair_allowed = is_repair_allowed
+        self._log, self._log_size = folder / "redis.log", 0  # the size is that before the last launch
         self._lock = lock_folder(folder)
         try:
             self._binary = find_binary()
@@ -181,6 +195,14 @@ class EmbeddedRedis:
         return socket_of(self._folder)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start it. Damage at the end of its data is cut off. Raises ConfigError."""
+        while True:
+            process = self._launch()
+            if self._comes_up(process):
+                return process
+            self._repair(process)  # each time there is less data
+
+    def _launch(self) -> subprocess.Popen[bytes]:
         options = {
             "port": "0",
             "unixsocket": str(self._socket),
@@ -189,12 +211,14 @@ class EmbeddedRedis:
             "appendonly": "yes",
             "appendfsync": "everysec",
             "aof-use-rdb-preamble": "yes",
+            # It would cut a file within a transaction, and append to half of a commit. `cut_damage` does not.
+            "aof-load-truncated": "no",
             "save": "",
             "maxmemory-policy": "noeviction",
             # How much a node of a stream holds. Memory is set aside for a whole node, also for the last of a history:
             # with the default of 4096 one of 60 to 400 tokens takes 6 to 12 % more, a short one 75 %.
             "stream-node-max-bytes": "2048",
-            "logfile": str(self._folder / "redis.log"),
+            "logfile": str(self._log),
             "daemonize": "no",
         }
         if self._binary == bundled_binary():
@@ -202,16 +226,22 @@ class EmbeddedRedis:
             # unless there is something in them that it does not know.
             options["rdb-version-check"] = "relaxed"
         self._socket.unlink(missing_ok=True)
+        self._log_size = self._log.stat().st_size if self._log.exists() else 0
         # Its own session: Ctrl-C in the terminal reaches the supervisor alone, and stages can drain into it. It holds
         # the lock too: a folder is free when its Redis has ended, not when its supervisor was killed.
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [self._binary, *(part for name, value in options.items() for part in (f"--{name}", value))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")},
+            umask=PRIVATE_UMASK,
             start_new_session=True,
             pass_fds=[self._lock.fileno()],
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
+
+    def _comes_up(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait until it has loaded its data; False: it has ended, or had to be killed."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while (answer := self._ping()) != "+PONG":
             if answer.startswith("-LOADING"):
@@ -219,9 +249,40 @@ class EmbeddedRedis:
             elif process.poll() is not None or time.monotonic() > deadline_s:
                 process.kill()
                 process.wait()
-                raise ConfigError(f"the embedded Redis did not start ({self._binary}): {self._last_words(process.pid)}")
+                return False
             time.sleep(0.005)
-        return process
+        return True
+
+    def _repair(self, process: subprocess.Popen[bytes]) -> None:
+        """Cut off the damage for which *process* did not come up.
+
+        Raises:
+            ConfigError: It was not that, or too much would be lost; the message has its last words, and the remedy.
+        """
+        said = self._said()
+        words = _complaints(said, process.pid)
+        has_parts = _version(self._binary) >= MANIFESTS
+        is_of_commands = OF_COMMANDS in said  # not in the words: it may quote a command with an end of line in it
+        if is_of_commands or process.returncode in CRASHES:
+            cut = cut_damage(self._folder, self._binary, has_parts=has_parts, is_allowed=self._is_repair_allowed)
+            if cut is not None:
+                logger.warning(
+                    "redis_data_cut",
+                    lost=f"the last {cut.lost_bytes:,} bytes",
+                    file=str(cut.file),
+                    reason=cut.reason,
+                    copy=str(cut.copies),
+                )
+                return
+        if any(name in words for name in DATA_FILES):
+            snapshot = snapshot_of(self._folder, has_parts=has_parts) if not is_of_commands else None
+            words += (
+                f"; {self._folder} is damaged, or a newer Redis wrote it: start that one on this folder and pass "
+                "--redis-url, or pass another --data-dir"
+            )
+            if snapshot is not None:
+                words += f"; a snapshot cannot be repaired, a copy of it is in {keep_copies(self._folder, [snapshot])}"
+        raise ConfigError(f"the embedded Redis did not start ({self._binary}): {words}")
 
     def _ping(self) -> str:
         """Return what it answers to PING, in its own protocol; nothing where it does not."""
@@ -234,22 +295,22 @@ class EmbeddedRedis:
             except OSError:
                 return ""
 
-    def _last_words(self, pid: int) -> str:
-        """Return what the server *pid* complained about, and the remedy where it could not read its data."""
+    def _said(self) -> str:
+        """Return what the server has logged since it was launched."""
         try:
-            lines = (self._folder / "redis.log").read_text(errors="replace").strip().splitlines()
+            with self._log.open("rb") as file:
+                file.seek(self._log_size)
+                return file.read().decode(errors="replace").strip()
         except OSError:
-            lines = []
-        complaints = [line.partition(" # ")[2] for line in lines if line.startswith(f"{pid}:") and " # " in line]
-        words = "; ".join(line for line in complaints if not line.startswith("WARNING")) or "".join(lines[-1:])
-        if not words:
-            return "it left no log"
-        if not any(name in words for name in DATA_FILES):
-            return words
-        return (
-            f"{words}; {self._folder} is damaged, or a newer Redis wrote it: start that one on this folder and pass "
-            "--redis-url, or pass another --data-dir"
-        )
+            return ""
+
+
+def _complaints(said: str, pid: int) -> str:
+    """Return what the server *pid* complained about, or the last that it *said*."""
+    lines = said.splitlines()
+    complaints = [line.partition(" # ")[2] for line in lines if line.startswith(f"{pid}:") and " # " in line]
+    words = "; ".join(line for line in complaints if not line.startswith("WARNING")) or "".join(lines[-1:])
+    return words or "it left no log"
 
 
 def _die_with_parent() -> None:

@@ -44,13 +44,15 @@ MOST_DEATHS_AT_START = 5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A worker that should run: its stage, its command line without the slot, and the descriptors it inherits."""
+    """A worker that should run: its stage, its command line without the slot, and what else it is given."""
 
     stage: str
     arguments: tuple[str, ...]
     pass_fds: tuple[int, ...] = ()
     drain_s: float = 10.0
     """How long it may take to end after SIGTERM."""
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Variables that only this worker gets."""
 
 
 @dataclass(slots=True)
@@ -225,7 +227,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            env=self._environment,
+            env=self._environment | dict(job.secrets),
             pass_fds=job.pass_fds,
             start_new_session=True,
         )

@@ -43,6 +43,9 @@ def test_keys_let_in_last_through_a_restart_and_are_nowhere_to_be_seen(tmp_path:
         for _ in range(2):
             assert [status(server, key) for key in (*KEYS, LIMITED, "", "sk-wrong")] == [200, 200, 200, 401, 401]
             assert httpx.get(f"{server.url}/v1/models").status_code == 401
+            for process in server.command.processes()[1:]:  # all but the command itself, which was given them
+                if process not in server.command.workers(WEB):
+                    assert "MINISGL_API_KEY" not in process.environ(), process.cmdline()
             (worker,) = server.command.workers(WEB)
             assert set(KEYS) <= set(worker.environ()["MINISGL_API_KEY"].split())
             worker.send_signal(signal.SIGKILL)
@@ -57,7 +60,7 @@ def test_keys_let_in_last_through_a_restart_and_are_nowhere_to_be_seen(tmp_path:
                 key.encode() not in part for name in there for part in (name, command(server.redis_url, "DUMP", name))
             )
             assert files_with(tmp_path / "here", key) == []  # what Redis wrote, and what everybody said
-        assert len(command_lines(server)) >= 5
+        assert len(command_lines(server)) >= 6
 
 
 def test_a_key_of_the_command_line_is_taken_out_of_it_and_on_that_of_no_process(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from servers import ROOT, Server, free_port, serve
 
 from ops.bench import nonsense
+from pipeline.process.redis_server import EmbeddedRedis
 
 pytestmark = pytest.mark.slow
 
@@ -334,6 +335,26 @@ def test_a_redis_that_may_evict_is_refused_with_the_command_that_helps(
     finally:
         command(redis_url, "CONFIG", "SET", "maxmemory-policy", "noeviction")
     assert_refused(ended, "allkeys-lru", "redis-cli CONFIG SET maxmemory-policy noeviction")
+
+
+def test_a_repair_of_a_redis_that_is_not_ours_is_refused(redis_url: str, tmp_path: Path) -> None:
+    ended = run("serve", "--repair", "--redis-url", redis_url, folder=tmp_path)
+    assert_refused(ended, "--repair is for the data of the embedded server", "leave out --redis-url")
+
+
+def test_damaged_data_are_refused_with_the_flag_that_helps(redis_servers: Servers, model: Path, tmp_path: Path) -> None:
+    redis_servers.binary("embedded")
+    server = EmbeddedRedis(tmp_path / "data")
+    command(server.url, "SET", "key", "value")
+    server.stop()
+    (file,) = (tmp_path / "data").glob("appendonlydir/*.incr.aof")
+    file.write_bytes(file.read_bytes() + bytes(100_000))
+    ended = run("serve", "--model", str(model), "--data-dir", str(tmp_path / "data"), folder=tmp_path)
+    assert_refused(ended, f"{file} is damaged", "without the last 100,000 bytes", "pass --repair")
+    with serve(tmp_path, "--model", str(model), "--repair") as again:
+        assert command(again.redis_url, "GET", "key") == b"value"
+        (line,) = again.command.log_lines("redis_data_cut")
+        assert line["lost"] == "the last 100,000 bytes"
 
 
 class _OldRedis(socketserver.StreamRequestHandler):

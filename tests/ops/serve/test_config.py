@@ -14,6 +14,7 @@ from ops.serve.config import (
     StageConfig,
     parse_command,
     stage_flags,
+    stage_secrets,
     without_secrets,
 )
 from ops.shell.config import ShellConfig
@@ -32,7 +33,7 @@ TOOLS = {
     "shell": (ShellConfig,),
 }
 MODEL = {("--model", "--model-path")}
-DATA = {("--data-dir",)}
+DATA = {("--data-dir",), ("--repair",)}
 NAMES = {("--served-model-name",)}
 DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
@@ -92,6 +93,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--redis-url": ("redis://u:p@h:1/2", "redis://u:p@h:1/2"),
     "--namespace": ("blue", "blue"),
     "--data-dir": ("/d", "/d"),
+    "--repair": ("yes", True),
     "--retention": ("0.5", 0.5),
     "--request-timeout": ("7", 7.0),
     "--lease": ("1e1", 10.0),
@@ -348,6 +350,14 @@ def test_what_is_secret_is_in_no_command_line_and_in_no_text_of_the_config() -> 
     assert "hidden" not in repr(config)
     assert secrets_of(config) == {variable(flag): " ".join(words) for flag, words in given.items()}
     assert secrets_of(parse_serve()) == {}
+
+
+def test_each_stage_has_the_secrets_that_it_needs_and_no_others() -> None:
+    config = parse_serve("--redis-url", "redis://u:hidden@h", "--api-key", "hidden1", "hidden2")
+    url = {"MINISGL_REDIS_URL": "redis://u:hidden@h"}
+    assert [stage_secrets(config, stage) for stage in ("tokenize", "generate", "detokenize")] == [url] * 3
+    assert stage_secrets(config, "web") == url | {"MINISGL_API_KEY": "hidden1 hidden2"}
+    assert stage_secrets(parse("stage", "web", "--api-key", "hidden1"), "web") == {"MINISGL_API_KEY": "hidden1"}
 
 
 @pytest.mark.parametrize("text", ["", "  "])

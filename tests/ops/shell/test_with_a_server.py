@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import termios
@@ -262,6 +263,7 @@ def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None
     assert_ended(family, port)
     events = [json.loads(line)["event"] for line in log.read_text().splitlines() if line.startswith("{")]
     assert "engine_loaded" in events and "request" in events and "worker_killed" not in events
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (log, log.parent)] == [0o600, 0o700]
 
 
 @pytest.mark.night

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -42,6 +43,44 @@ def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
             assert client.config_get("appendonly") == {"appendonly": "yes"}
     finally:
         again.stop()
+
+
+def test_nobody_else_may_read_what_it_keeps(tmp_path: Path) -> None:
+    """Neither what it writes now, with everything that it makes while it runs, nor what an older version left."""
+    folder = tmp_path / "state" / "minisgl" / "1919"
+    umask = os.umask(0o022)
+    try:
+        server = EmbeddedRedis(folder)
+        with redis.Redis.from_url(server.url) as client:
+            client.set("key", "value")
+            client.bgrewriteaof()
+            until(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0)
+        assert rights_of_others(tmp_path / "state") == {}
+        server.stop()
+        for path in folder.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        folder.chmod(0o755)
+        server = EmbeddedRedis(folder)
+        assert rights_of_others(folder) == {}
+        server.stop()
+        assert server.process.returncode == 0
+    finally:
+        os.umask(umask)
+
+
+def rights_of_others(folder: Path) -> dict[str, str]:
+    """Return what others than the owner may do with *folder* and everything in it, where they may do anything."""
+    modes = {str(path): path.lstat().st_mode for path in (folder, *folder.rglob("*"))}
+    return {name: stat.filemode(mode) for name, mode in modes.items() if mode & 0o077}
+
+
+def test_it_has_no_variables_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_API_KEY", "hidden")
+    server = EmbeddedRedis(tmp_path)
+    try:
+        assert "hidden" not in Path(f"/proc/{server.process.pid}/environ").read_text()
+    finally:
+        server.stop()
 
 
 def test_a_folder_with_a_long_path_gets_its_socket_elsewhere(tmp_path: Path) -> None:

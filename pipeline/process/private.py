@@ -1,0 +1,67 @@
+"""Files and folders for their owner's eyes alone: prompts, answers, and what somebody typed are in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Final
+
+PRIVATE_UMASK: Final = 0o077
+OURS: Final = (
+    *("lock", "redis.sock", "redis.log", "serve.log", "shell_history"),
+    *("appendonly.aof", "appendonlydir", "dump.rdb", "temp-*", "damaged-*"),
+)
+"""What we, and the servers that we start, keep in a data folder."""
+
+
+def make_private(folder: Path) -> None:
+    """Make *folder* and its missing parents, for their owner alone. What is there stays as it is.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    missing = [path for path in folder.parents if not path.exists()]
+    for path in (*reversed(missing), folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def tighten(folder: Path) -> None:
+    """Take from others what rights they have to our files in *folder*, which nothing uses now.
+
+    From the folder itself they are taken only where there is nothing else in it: `--data-dir` may name any folder.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    entries = list(folder.iterdir())
+    ours = [path for path in entries if any(fnmatch(path.name, name) for name in OURS)]
+    for path in ours:
+        _tighten(path)
+        if path.is_dir() and not path.is_symlink():
+            for file in path.iterdir():
+                _tighten(file)
+    if len(ours) == len(entries):
+        _tighten(folder)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open a file that only its owner may read, and return its descriptor; one that was there loses wider rights.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    _tighten(path)
+    return descriptor
+
+
+def _tighten(path: Path) -> None:
+    """Take all rights from others than the owner, if that is us."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or not status.st_mode & PRIVATE_UMASK:
+        return
+    with contextlib.suppress(PermissionError):  # a file system without rights
+        path.chmod(stat.S_IMODE(status.st_mode) & ~PRIVATE_UMASK)
