@@ -22,7 +22,7 @@ import httpx
 import pytest
 import torch
 from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint
-from servers import Server, serve
+from servers import Server, eventually, serve
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,6 +39,7 @@ from pipeline.events import (
     TokenRow,
     TokensProduced,
     decode,
+    new_uid,
 )
 from pipeline.names import SEAL
 from stages.generate.forward.batch import ForwardBatch, build_batch
@@ -326,6 +327,29 @@ def test_sixteen_requests_get_the_tokens_of_transformers(server: Server, asked: 
         again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
         assert again[1].cached_tokens >= 16
         assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+
+
+@over_http(FEW_SHARED)
+@pytest.mark.parametrize(
+    ("first", "second", "preempted"), [(0, 0, "second"), (1, 0, "first"), (0, 1, "second"), (-3, -4, "first")], ids=str
+)
+def test_who_came_first_keeps_its_pages_unless_the_other_is_more_important(
+    server: Server, first: int, second: int, preempted: str
+) -> None:
+    """One such answer fits into the pages, two do not."""
+    num_tokens = 120
+    with server.log() as log:
+        uids: dict[str, str] = {}
+        for name, priority in (("first", first), ("second", second)):
+            sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            said = f"The {name} log is the memory."
+            event = Submitted(endpoint="test", frontend="web-0", prompt=said, sampling=sampling, priority=priority)
+            uids[name] = new_uid()
+            log.submit(uids[name], [event])
+        eventually(lambda: not log.alive(list(uids.values())), "both have ended", 120)
+    answers = dict(zip(uids, with_histories(server, [(uid, "") for uid in uids.values()]), strict=True))
+    assert {name for name, answer in answers.items() if answer.count(Preempted)} == {preempted}
+    assert {len(answer.tokens) for answer in answers.values()} == {num_tokens}
 
 
 def assert_best_but_for_rounding(asked: Asked, answers: Sequence[Sequence[int]]) -> None:

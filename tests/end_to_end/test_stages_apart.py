@@ -32,10 +32,10 @@ def _shuffled(seed: int) -> tuple[str, ...]:
     return tuple(order)
 
 
-ORDERS: dict[str, tuple[str, ...]] = {
-    "reverse": ON_THE_WAY[::-1],
-    "all at once": (WEB, GENERATE, TOKENIZE, DETOKENIZE),
-} | by_night({}, {"forward": ON_THE_WAY, "shuffled": _shuffled(4)})
+ORDERS: dict[str, tuple[str, ...]] = {"reverse": ON_THE_WAY[::-1]} | by_night(
+    {}, {"all at once": (WEB, GENERATE, TOKENIZE, DETOKENIZE), "forward": ON_THE_WAY, "shuffled": _shuffled(4)}
+)
+"""By day test_takeover starts all at once."""
 REQUEST = {
     "messages": [{"role": "user", "content": "What is the order of things?"}],
     "max_tokens": 24,

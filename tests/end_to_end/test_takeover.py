@@ -11,14 +11,13 @@ import psutil
 import pytest
 from redis_servers import find_servers, running_server
 from selection import rest_at_night
-from servers import Command, Server, eventually, free_port, run_command, wait_until_ready
-from streams import LONG, PROMPTS, Stream, events_of
+from servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
+from streams import LONG, PROMPTS, Stream, assert_nothing_is_left, events_of, token_counts
 
 from ops.bench import nonsense
-from pipeline.events import Finished, TakenOver, TokensProduced
-from pipeline.log.protocol import Inbox
+from pipeline.events import Finished, TakenOver
 from pipeline.log.redis import RedisLog
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 from pipeline.slots import Status, read_statuses
 
 pytestmark = pytest.mark.slow
@@ -114,13 +113,8 @@ def assert_all_is_whole(stages: Stages, streams: list[Stream], undisturbed: dict
     with stages.server.log() as log:
         for stream in streams:
             events = events_of(log, stream.uid)
-            assert [event.count for event in events if isinstance(event, TokensProduced)] == [1] * LONG
-            assert isinstance(events[-1], Finished)
-        names = Names()
-        inboxes = [Inbox.submitted(names), Inbox.tokenized(names)]
-        inboxes += [Inbox.steps(names, f"generate-{index}") for index in range(2)]
-        eventually(lambda: not any(map(log.backlog, inboxes)), "the work streams are empty")
-        assert log.living() == []
+            assert token_counts(events) == [1] * LONG and isinstance(events[-1], Finished)
+        assert_nothing_is_left(log, "generate-0", "generate-1")
 
 
 def test_both_engines_share_the_work(stages: Stages, undisturbed: dict[str, tuple[str, str]]) -> None:
@@ -183,7 +177,7 @@ def test_a_machine_that_is_gone_for_good_leaves_its_work_to_the_other(
     command = stages.command_of(worker)
     command.process.kill()
     command.process.wait()
-    eventually(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker ends with it")
+    eventually(lambda: not is_alive(worker), "the worker ends with it")
     assert_all_is_whole(stages, streams, undisturbed)
     assert_all_is_whole(stages, begun(stages), undisturbed)
     stages.commands[stage].remove(command)

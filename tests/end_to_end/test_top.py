@@ -6,32 +6,27 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from measured import Scrape
 from screens import terminal
-from servers import ROOT, Server, eventually, serve
+from servers import MEASURED_CONTEXT as CONTEXT
+from servers import ROOT, Server, eventually
 from streams import Stream, body
 
 from pipeline.names import GENERATE
 from pipeline.views.history import story
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("measured_server")]
 
-CONTEXT = 512
-PAGE_SIZE = 16
 PROMPT = "The log is the memory of the program. " * 4
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--model", str(llama3), "--served-model-name", "llama", "--page-size", str(PAGE_SIZE))
-    with serve(tmp_path_factory.mktemp("top"), *flags, "--max-seq-len", str(CONTEXT)) as server:
-        yield server
+def server(measured_server: Server) -> Server:
+    return measured_server
 
 
 def view(server: Server) -> dict[str, Any]:
