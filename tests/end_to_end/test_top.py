@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from measured import Scrape
-from screens import terminal
 from servers import MEASURED_CONTEXT as CONTEXT
 from servers import ROOT, Server, eventually
 from streams import Stream, body
+from terminal import on_a_screen
 
 from pipeline.names import GENERATE
 from pipeline.views.history import story
@@ -128,7 +128,7 @@ def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
 
 
 def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server) -> None:
-    with terminal("top", "--redis-url", server.redis_url, "--interval", "0.1", columns=100, lines=30) as screen:
+    with on_a_screen("top", "--redis-url", server.redis_url, "--interval", "0.1", columns=100, lines=30) as screen:
         row = re.compile(r"^generate-0 +(\S+) .* (\d+) +(nobody|[\d,]+ ms) ", re.MULTILINE)
 
         def seen() -> tuple[str, int]:
@@ -147,4 +147,4 @@ def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server)
         ended = re.compile(f"^{stream.uid} +finished length ", re.MULTILINE)
         eventually(lambda: bool(ended.search(screen.text)), "the request is seen to end")
         screen.press("q")
-        assert screen.ends() == 0
+        assert screen.ended() == 0
