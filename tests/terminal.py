@@ -132,7 +132,7 @@ class Terminal(Screen):
 
 
 @contextlib.contextmanager
-def _spawned(program: Sequence[str], columns: int, rows: int, own: Mapping[str, str], folder: Path) -> Iterator[Any]:
+def _spawned(program: Sequence[str], columns: int, rows: int, own: dict[str, str], folder: Path) -> Iterator[Any]:
     """Run *program* on a terminal of that size until the block ends."""
     kept = {
         name: value

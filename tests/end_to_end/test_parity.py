@@ -22,6 +22,7 @@ import httpx
 import pytest
 import torch
 from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint
+from selection import rest_at_night
 from servers import Server, eventually, serve
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -309,7 +310,7 @@ def assert_as_transformers(asked: Asked, answers: Sequence[Answer]) -> None:
 
 
 @over_http(AS_IT_COMES)
-@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("arrival", rest_at_night(ARRIVALS))
 def test_who_joins_running_requests_gets_the_tokens_of_transformers(server: Server, asked: Asked, arrival: str) -> None:
     assert_as_transformers(asked, ARRIVALS[arrival](server, asked.bodies))
 
@@ -496,7 +497,9 @@ def run_here(
     return ran
 
 
-@pytest.mark.parametrize("order", [(), SHUFFLED, tuple(range(NUM_REQUESTS))[::-1]], ids=["at once", *ARRIVALS])
+@pytest.mark.parametrize(
+    "order", rest_at_night([(), SHUFFLED, range(NUM_REQUESTS)[::-1]], first=2), ids=["at once", *ARRIVALS]
+)
 def test_engine_and_schedule_give_the_tokens_of_transformers(asked: Asked, order: Sequence[int]) -> None:
     ran = run_here(asked, asked.prompts, SETTINGS[AS_IT_COMES], order=order)
     assert ran.tokens == list(asked.expected)
@@ -561,8 +564,8 @@ def test_the_encoder_gives_the_token_ids_of_transformers(asked: Asked) -> None:
 
 ALONE = ("--cache", "naive", "--page-size", "16")
 """No page belongs to two requests."""
-sees_all = pytest.mark.parametrize("asked", [family for family in FAMILIES if family != "mistral"], indirect=True)
-"""What Mistral's window hides it does not miss."""
+one_family = pytest.mark.parametrize("asked", rest_at_night(f for f in FAMILIES if f != "mistral"), indirect=True)
+"""Not Mistral: what its window hides it does not miss."""
 
 
 def first_pages_exchanged() -> Change:
@@ -593,11 +596,12 @@ def num_differing(asked: Asked, tokens: Sequence[Sequence[int]]) -> int:
     return sum(list(mine) != theirs for mine, theirs in zip(tokens, asked.expected, strict=True))
 
 
-@sees_all
+@one_family
 def test_pages_exchanged_between_requests_change_the_answers(asked: Asked) -> None:
     assert num_differing(asked, run_here(asked, asked.prompts, ALONE, change=first_pages_exchanged()).tokens) >= 15
 
 
+@one_family
 def test_positions_shifted_by_one_change_the_answers(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the output only: rotary positions are relative, so that prompt and output shifted alike change nothing."""
 
@@ -610,7 +614,7 @@ def test_positions_shifted_by_one_change_the_answers(asked: Asked, monkeypatch: 
     assert num_differing(asked, run_here(asked, asked.prompts, ALONE).tokens) >= 15
 
 
-@sees_all
+@one_family
 def test_half_of_the_prompt_dropped_changes_the_answers(asked: Asked) -> None:
     halves = [prompt[len(prompt) // 2 :] for prompt in asked.prompts]
     assert num_differing(asked, run_here(asked, halves, ALONE).tokens) >= 15
