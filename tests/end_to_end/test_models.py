@@ -68,6 +68,7 @@ def test_a_given_name_wins_over_that_of_the_hub(tmp_path: Path, hub_home: Path) 
         assert answer(server.post({"model": "ours", **GREEDY}))
 
 
+@pytest.mark.night
 def test_dummy_weights_answer_without_a_checkpoint_and_say_what_they_are(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3moe", dtype="bfloat16")
     (folder / "model.safetensors").unlink()

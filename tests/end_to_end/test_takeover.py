@@ -32,13 +32,18 @@ TWICE = (TOKENIZE, GENERATE, DETOKENIZE)
 class Stages:
     """Two commands of each stage but the frontend, and who runs in them."""
 
-    server: Server
+    url: str
     folder: Path
     redis: psutil.Process
+    redis_url: str
     commands: dict[str, list[Command]] = field(default_factory=dict)
 
+    @property
+    def server(self) -> Server:
+        return Server(self.commands[WEB][0], self.url, self.redis_url)
+
     def start(self, stage: str, *flags: str) -> None:
-        arguments = ["stage", stage, "--redis-url", self.server.redis_url, "--lease", str(LEASE_S), *flags]
+        arguments = ["stage", stage, "--redis-url", self.redis_url, "--lease", str(LEASE_S), *flags]
         if stage != WEB:
             arguments += ["--model", str(nonsense.ensure(self.folder))]
         self.commands.setdefault(stage, []).append(run_command(arguments, self.folder / stage))
@@ -71,15 +76,12 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
     servers = find_servers()
     with running_server(next(iter(servers.values())), folder) as redis:
         port = free_port()
-        web = run_command(
-            ["stage", WEB, "--redis-url", redis.url, "--lease", str(LEASE_S), "--port", str(port)], folder / WEB
-        )
-        server = Server(web, f"http://127.0.0.1:{port}", redis.url)
-        stages = Stages(server, folder, psutil.Process(redis.process.pid), {WEB: [web]})
+        stages = Stages(f"http://127.0.0.1:{port}", folder, psutil.Process(redis.process.pid), redis.url)
         try:
+            stages.start(WEB, "--port", str(port))
             for stage in (*TWICE, *TWICE):
                 stages.start(stage)
-            wait_until_ready(stages.server.url, stages.all_commands)
+            wait_until_ready(stages.url, stages.all_commands)
             eventually(lambda: all(len(stages.statuses(stage)) == 2 for stage in TWICE), "two workers of each stage")
             yield stages
         finally:
