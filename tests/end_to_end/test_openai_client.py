@@ -184,16 +184,6 @@ def test_the_deltas_of_a_stream_are_the_answer_and_never_half_a_character(client
     assert streamed.finish_reasons[-1] == "stop" and not any(streamed.finish_reasons[:-1])
 
 
-def test_what_was_said_in_the_prompt_arrives_at_the_model(client: openai.OpenAI, server: Server, folder: Path) -> None:
-    (token_ids,) = {tokenized_in(history(server, answer_id)) for answer_id in (ask(client).id, stream_id(client))}
-    assert token_ids == template_ids(folder, HELLO)
-    assert "你好! 你好吗?" in tokenizer_of(folder).decode(token_ids)
-
-
-def stream_id(client: openai.OpenAI) -> str:
-    return stream(client).chunks[0].id
-
-
 def test_usage_comes_in_a_chunk_without_choices_when_it_is_asked_for(client: openai.OpenAI) -> None:
     streamed = stream(client, stream_options={"include_usage": True})
     *before, last = streamed.chunks

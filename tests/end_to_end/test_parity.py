@@ -389,29 +389,6 @@ def assert_begins_once(asked: Asked) -> None:
         assert all(prompt[0] == bos and Counter(prompt)[bos] == 1 for prompt in asked.prompts)
 
 
-@over_http(IN_CHUNKS)
-def test_seeded_sampling_gives_the_same_tokens_alone_and_in_a_batch(server: Server, asked: Asked) -> None:
-    bodies = [dict(body) | SAMPLED | {"seed": index} for index, body in enumerate(asked.bodies)]
-    alone = with_histories(server, [ask_whole(server, body) for body in bodies[::3]])
-    assert max(map(len, rows_by_step(alone).values())) == 1
-    in_company: set[int] = set()
-    for _ in range(10):  # whoever comes first may be done before the others arrive; then they are all asked again
-        together = ask_at_once(server, bodies, SHUFFLED)
-        assert [answer.tokens for answer in together[::3]] == [answer.tokens for answer in alone]
-        steps = rows_by_step(together)
-        in_company |= {
-            index
-            for index, answer in enumerate(together[::3])
-            if any(len(steps[event.step]) > 1 for event in answer.produced)
-        }
-        if len(in_company) == len(alone):
-            break
-    assert len(in_company) == len(alone), "each was in a batch at least once"
-    assert all(answer.tokens != greedy for answer, greedy in zip(together, asked.expected, strict=True))
-    other_seed = with_histories(server, [ask_whole(server, dict(bodies[0]) | {"seed": 99})])
-    assert other_seed[0].tokens != alone[0].tokens
-
-
 # The same engine and schedule in this process.
 
 Change = Callable[[BatchPlan], BatchPlan]
