@@ -26,7 +26,21 @@ def rest_at_night(values: Iterable[object], *, first: int = 1) -> list[object]:
 
 
 def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests of this run and those that wait for the night: first what is slow, since it mostly waits."""
+    """Return the tests of this run and those that wait for the night.
+
+    The slow ones come first, with files of each folder in turn: those of one folder are alike, and processes that all
+    wait at a time would leave the cores idle.
+    """
     left = [item for item in items if item.get_closest_marker("night") and not AT_NIGHT]
     run = [item for item in items if AT_NIGHT or not item.get_closest_marker("night")]
-    return sorted(run, key=lambda item: item.get_closest_marker("slow") is None), left
+    places: dict[str, dict[str, int]] = {}
+
+    def place(item: pytest.Item) -> float:
+        """Return the place of a slow test's file in its folder."""
+        if item.get_closest_marker("slow") is None:
+            return float("inf")
+        file, _, _ = item.nodeid.partition("::")
+        in_folder = places.setdefault(file.split("/")[1], {})
+        return in_folder.setdefault(file, len(in_folder))
+
+    return sorted(run, key=place), left

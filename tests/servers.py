@@ -27,6 +27,8 @@ READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
 NARROW = 128
 """The context of the server that tests of its bound share."""
+MEASURED_CONTEXT = 8192
+"""That of the server whose figures are looked at: an answer this long outlasts any look."""
 
 
 def free_port() -> int:

@@ -10,14 +10,16 @@ from typing import Any
 
 import httpx
 import psutil
-from servers import Command, Server
+from servers import Command, Server, eventually
 
-from pipeline.events import AnyEvent, decode
+from pipeline.events import AnyEvent, TokensProduced, decode
+from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
+from pipeline.names import STAGES
 
 LONG = 400
 """Tokens of an answer that is long enough to be disturbed."""
-PROMPTS = tuple(f"Tell me story number {number}." for number in range(6))
+PROMPTS = tuple(f"Tell me story number {number}." for number in range(4))
 
 
 def body(prompt: str, **fields: Any) -> dict[str, Any]:
@@ -90,21 +92,40 @@ def ask_all(server: Server, **fields: Any) -> list[Stream]:
     return [Stream(server, prompt, **fields) for prompt in PROMPTS]
 
 
+def begun(server: Server, **fields: Any) -> list[Stream]:
+    """Return one stream for each prompt, all of which have begun."""
+    streams = ask_all(server, **fields)
+    eventually(lambda: all(stream.num_frames > 5 for stream in streams), "all streams have begun")
+    return streams
+
+
 def events_of(log: RedisLog, uid: str) -> list[AnyEvent]:
     return [decode(entry.fields) for entry in log.histories([uid])[0]]
 
 
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+def num_of(events: list[AnyEvent], kind: type[AnyEvent]) -> int:
+    return sum(isinstance(event, kind) for event in events)
+
+
+def token_counts(events: list[AnyEvent]) -> list[int]:
+    """Return how many tokens each event of them has."""
+    return [event.count for event in events if isinstance(event, TokensProduced)]
+
+
+def assert_nothing_is_left(log: RedisLog, *engines: str) -> None:
+    """Every work stream becomes empty, and no request lives."""
+    inboxes = [Inbox.submitted(log.names), Inbox.tokenized(log.names)]
+    inboxes += [Inbox.steps(log.names, engine) for engine in engines or ("generate-0",)]
+    eventually(lambda: not any(map(log.backlog, inboxes)), "the work streams are empty")
+    assert log.living() == []
 
 
 @contextlib.contextmanager
 def family_of(command: Command) -> Iterator[list[psutil.Process]]:
-    """Give all processes of *command*; whatever happens in the block, none of them outlives it."""
+    """Give all processes of `minisgl serve`; whatever happens in the block, none of them outlives it."""
     family = command.processes()
+    # A supervisor, its Redis and one worker of each stage: else a test that finds nothing left proves nothing.
+    assert [len(command.workers(stage)) for stage in STAGES] == [1, 1, 1, 1] and len(family) == 6
     try:
         yield family
     finally:

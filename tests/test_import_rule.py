@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,18 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
             yield ".".join(path.relative_to(ROOT).with_suffix("").parts), ast.parse(path.read_text(), str(path))
 
 
-def imports(name: str, tree: ast.Module) -> set[str]:
-    """Return the dotted names that a module imports, wherever in it: `from a import b` as `a.b`."""
+def imports(name: str, tree: ast.Module, *, for_types: bool = True) -> set[str]:
+    """Return the dotted names that a module imports, wherever in it: `from a import b` as `a.b`.
+
+    *for_types*: also those that only type checkers see.
+    """
     found: set[str] = set()
-    for node in ast.walk(tree):
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -49,27 +58,8 @@ def imports(name: str, tree: ast.Module) -> set[str]:
     return found
 
 
-IMPORTS = {name: imports(name, tree) for name, tree in modules()}
-MODULES = {name.removesuffix(".__init__"): tree for name, tree in modules()}
-
-
-def imported_modules(name: str) -> set[str]:
-    """Return the modules of ours that *name* imports when it runs, not for its types alone."""
-    tree = MODULES[name]
-    of_types = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    ]
-    skipped = {id(inner) for node in of_types for inner in ast.walk(node)}
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            full = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= full & MODULES.keys() or {node.module}
-    return (found & MODULES.keys()) - {name}
+TREES = dict(modules())
+IMPORTS = {name: imports(name, tree) for name, tree in TREES.items()}
 
 
 def within(name: str, *packages: str) -> bool:
@@ -136,22 +126,13 @@ def test_transformers_is_for_the_tokenizer_alone() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     """Imports in functions count, too; those for types alone do not."""
-    imported = {name: imported_modules(name) for name in MODULES}
-    before: list[str] = []
-    seen: set[str] = set()
-
-    def circle_from(name: str) -> list[str]:
-        if name in before:
-            return [*before[before.index(name) :], name]
-        if name in seen:
-            return []
-        seen.add(name)
-        before.append(name)
-        circle = next((found for other in sorted(imported[name]) if (found := circle_from(other))), [])
-        before.pop()
-        return circle
-
-    assert not [circle for name in MODULES if (circle := circle_from(name))]
+    ours = {name.removesuffix(".__init__"): imports(name, tree, for_types=False) for name, tree in TREES.items()}
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for name, found in ours.items():
+        sorter.add(
+            name, *({each if each in ours else each.rpartition(".")[0] for each in found} & ours.keys() - {name})
+        )
+    sorter.prepare()  # raises CycleError, which names the circle
 
 
 def test_no_code_file_has_more_than_500_lines() -> None:
@@ -164,7 +145,7 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
     """A raw XADD outside of `pipeline` would be an event that no commit knows."""
     appends = [
         f"{name}:{node.lineno}"
-        for name, tree in modules()
+        for name, tree in TREES.items()
         if not within(name, "pipeline")
         for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and node.attr.lower() == "xadd")

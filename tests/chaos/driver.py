@@ -407,16 +407,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--chain", action="store_true", help="two of each stage, and tokens that certify themselves")
     parser.add_argument("--folder", type=Path, help="of logs and data [a new one, removed when all is well]")
     given = parser.parse_args(arguments)
-    settings = Settings(
-        given.requests,
-        given.tokens,
-        given.turns,
-        given.every,
-        given.seed,
-        given.chain,
-        tuple(given.roles),
-        tuple(given.actions),
-    )
+    roles, actions = tuple(given.roles), tuple(given.actions)
+    settings = Settings(given.requests, given.tokens, given.turns, given.every, given.seed, given.chain, roles, actions)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the servers
     folder = given.folder or Path(tempfile.mkdtemp(prefix="minisgl-chaos-"))
     tally = (run_chain if settings.chain else run_real)(settings, folder)

@@ -31,21 +31,7 @@ AT_A_TIME = 16
 NOISE = 1e-4
 """Standard deviation of what is added to logits to see whether they change a token; rounding is far below it."""
 NUM_TRIES = 8
-WORDS = (
-    "the",
-    "log",
-    "is",
-    "memory",
-    "program",
-    "stage",
-    "fold",
-    "over",
-    "events",
-    "sea",
-    "shells",
-    "whatever",
-    "dies",
-)
+WORDS = ("the", "log", "is", "memory", "program", "stage", "fold", "over", "events", "sea", "shells", "and", "dies")
 
 
 @dataclass(frozen=True, slots=True)

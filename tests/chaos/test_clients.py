@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import aiohttp
+import pytest
 from aiohttp import web
 from chaos.clients import ENDPOINT, Answer, Ask, stream
 
@@ -78,34 +79,21 @@ class BreakingServer:
             await runner.cleanup()
 
 
-def test_a_stream_that_breaks_goes_on_behind_its_last_id() -> None:
-    server = BreakingServer([2, 1])
+@pytest.mark.parametrize(
+    ("cuts", "inside", "cursors"),
+    [
+        pytest.param([2, 1], False, ["1-0", "2-0"], id="again and again"),
+        pytest.param([2], True, ["1-0"], id="inside a frame, which does not count"),
+        pytest.param([4], False, ["2-0"], id="between the frames of an event, which do not count twice"),
+        pytest.param([1], False, [""], id="before the first id, so that it is read from the start"),
+        pytest.param([5], False, [SEAL], id="before its very end"),
+    ],
+)
+def test_a_stream_that_breaks_goes_on_behind_its_last_id(cuts: list[int], inside: bool, cursors: list[str]) -> None:
+    server = BreakingServer(cuts, inside=inside)
     answer = asyncio.run(server.answer())
     assert (answer.text, answer.ends, answer.ids) == ("ab", ["length"], ["1-0", "2-0", SEAL])
-    assert server.cursors == ["1-0", "2-0"]
-
-
-def test_a_frame_that_broke_off_does_not_count() -> None:
-    server = BreakingServer([2], inside=True)
-    assert asyncio.run(server.answer()).text == "ab"
-
-
-def test_frames_of_an_event_whose_id_did_not_come_do_not_count_twice() -> None:
-    server = BreakingServer([4])
-    answer = asyncio.run(server.answer())
-    assert (answer.ends, server.cursors) == (["length"], ["2-0"])
-
-
-def test_a_stream_that_broke_before_its_first_id_is_read_from_the_start() -> None:
-    server = BreakingServer([1])
-    assert asyncio.run(server.answer()).text == "ab"
-    assert server.cursors == [""]
-
-
-def test_a_stream_that_broke_before_its_very_end_is_asked_for_that() -> None:
-    server = BreakingServer([5])
-    answer = asyncio.run(server.answer())
-    assert (answer.ends, answer.done, server.cursors) == (["length"], True, [SEAL])
+    assert answer.done and server.cursors == cursors
 
 
 def test_who_was_refused_for_now_asks_again_with_the_same_key() -> None:

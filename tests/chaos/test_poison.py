@@ -10,16 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from checkpoints import make_checkpoint
 from redis_servers import running_server
 from selection import rest_at_night
-from servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
+from servers import ROOT, Command, free_port, run_command, wait_until_ready
+from streams import assert_nothing_is_left, body
 
-from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 from pipeline.process.redis_server import find_binary
@@ -40,15 +39,6 @@ CASES = {
 
 def drawn_text() -> str:
     return "".join(random.SystemRandom().choices(string.ascii_lowercase, k=12))
-
-
-def body(text: str) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": f"Tell me all about {text}."}],
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
 
 
 def start(
@@ -78,7 +68,8 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
 async def ask_all(url: str, texts: list[str]) -> list[httpx.Response]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=180, limits=limits) as client:
-        return await asyncio.gather(*(client.post(f"{url}/v1/chat/completions", json=body(text)) for text in texts))
+        bodies = [body(f"Tell me all about {text}.", max_tokens=NUM_TOKENS) for text in texts]
+        return await asyncio.gather(*(client.post(f"{url}/v1/chat/completions", json=each) for each in bodies))
 
 
 def test_a_request_that_kills_its_worker_fails_alone(
@@ -118,10 +109,7 @@ def test_a_request_that_kills_its_worker_fails_alone(
         told = story(uid, copied_history(letter))
         assert (told["state"], told["error"]["code"]) == ("failed", "poisonous")
         assert told["completion_tokens"] == 0 or stage == GENERATE
-        names = log.names
-        inboxes = (Inbox.submitted(names), Inbox.tokenized(names), Inbox.steps(names, "generate-0"))
-        eventually(lambda: not any(map(log.backlog, inboxes)), "the work streams are empty")
-        assert log.living() == []
+        assert_nothing_is_left(log)
         log.close()
 
         listed = subprocess.run(
@@ -131,7 +119,7 @@ def test_a_request_that_kills_its_worker_fails_alone(
             check=True,
         )
         assert uid in json.dumps(json.loads(listed.stdout))
-        assert httpx.post(f"{url}/v1/chat/completions", json=body("this"), timeout=60).status_code == 200
+        assert httpx.post(f"{url}/v1/chat/completions", json=body("this", max_tokens=3), timeout=60).status_code == 200
     finally:
         for command in commands.values():
             command.stop()

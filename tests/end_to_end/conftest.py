@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: small random checkpoints, and two servers for tests that kill nothing.
+"""What the end-to-end tests share: small random checkpoints and servers.
 
 Modules that share a server are of one `xdist_group`, so that it is started once.
 """
@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from servers import NARROW, Server, serve
+from servers import MEASURED_CONTEXT, NARROW, Server, serve
+from streams import PROMPTS, ask_all
+
+Answers = dict[str, tuple[str, str]]
+"""Prompt -> the text that answers it, and why it ended."""
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +43,28 @@ def narrow_server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     flags = ("--model", str(llama3), "--dtype", "float32", "--max-seq-len", str(NARROW))
     with serve(tmp_path_factory.mktemp("narrow"), *flags, "--served-model-name", "org/name", "other-name") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def measured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose answers can outlast any look at its figures. Its tests kill engines."""
+    folder = tmp_path_factory.mktemp("measured")
+    model = make_checkpoint(folder / "llama3", "llama3", max_positions=MEASURED_CONTEXT)
+    with serve(folder, "--model", str(model), "--served-model-name", "llama", "--page-size", "16") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as it comes. Its tests kill workers and Redis: it is whole again after each."""
+    with serve(tmp_path_factory.mktemp("plain")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def undisturbed(plain_server: Server) -> Answers:
+    """What `plain_server` answers to the prompts when nothing happens."""
+    answers = {stream.prompt: stream.answer for stream in ask_all(plain_server)}
+    assert len(set(answers.values())) == len(PROMPTS)
+    assert {reason for _, reason in answers.values()} == {"length"}
+    return answers

@@ -128,89 +128,35 @@ def test_another_served_name_is_answered_under_that_name(server: Server) -> None
     assert server.post(HELLO | {"model": "other-name"}).json()["model"] == "other-name"
 
 
-USER = {"role": "user", "content": "Hello"}
-
-
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": "Hello"}, "messages"),
         ({"messages": ["Hello"]}, "messages.0"),
-        ({"messages": [{"content": "Hello"}]}, "messages.0.role"),
-        ({"messages": [USER | {"role": "wizard"}]}, "messages.0.role"),
-        ({"messages": [USER | {"role": "tool"}]}, "messages.0.tool_call_id"),
-        ({"messages": [USER | {"role": 3}]}, "messages.0.role"),
-        ({"messages": [USER, {"role": "user"}]}, "messages.1.content"),
-        ({"messages": [USER | {"content": 3}]}, "messages.0.content"),
-        ({"messages": [USER | {"content": []}]}, "messages.0.content"),
-        ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"prompt": "Hello"}, "prompt"),
-        ({"messages": None, "prompt": ""}, "prompt"),
-        ({"messages": None, "prompt": 3}, "prompt"),
-        ({"model": 3}, "model"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": "10"}, "max_tokens"),
-        ({"max_tokens": 2.5}, "max_tokens"),
-        ({"max_tokens": True}, "max_tokens"),
-        ({"max_completion_tokens": -1}, "max_completion_tokens"),
-        ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 3}, "min_tokens"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": float("nan")}, "top_p"),
-        ({"top_k": 1.5}, "top_k"),
-        ({"min_p": 2}, "min_p"),
-        ({"seed": "seven"}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"stop": [""]}, "stop.0"),
-        ({"stop": ""}, "stop.0"),
-        ({"stop": [3]}, "stop.0"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
-        ({"ignore_eos": "no"}, "ignore_eos"),
-        ({"n": 0}, "n"),
-        ({"logprobs": 3}, "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
     ids=repr,
 )
 def test_a_wrong_value_is_refused_with_its_field(server: Server, wrong: dict[str, Any], param: str) -> None:
+    """tests/web/wire has every field."""
     error = error_of(send(server, json.dumps(HELLO | wrong).encode()), 400)
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert param.split(".")[0] in error["message"]
 
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"{",
-        b'{"messages": [',
-        b"null",
-        b"[]",
-        b'"Hello"',
-        b"\xff\xfe\x00",
-        b'{"messages": [{"role": "user", "content": "\xff"}]}',
-        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
-        b"[" * 100_000,
-    ],
+    [b"", b"{", b"null", b"\xff\xfe\x00", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', b"[" * 100_000],
     ids=lambda content: repr(content[:40]),
 )
 def test_a_body_that_is_no_json_object_is_refused(server: Server, content: bytes) -> None:
-    error = error_of(send(server, content), 400)
-    assert error["code"] == "invalid_json"
+    assert error_of(send(server, content), 400)["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["with its length", "in chunks"])

@@ -163,27 +163,6 @@ def test_mini_sglangs_form_streams_the_same_text_with_its_line_breaks(
     assert "".join(frame.data for frame in sixteen) == short["text"] + "[DONE]"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": "word " * 20_000},
-        {"text": "word " * 20_000, "stream": True},
-        {"prompt": ""},
-        {"prompt": "a", "max_tokens": -1},
-        {"text": "a", "sampling_params": {"max_new_tokens": -5}},
-        {"input_ids": [99_999_999]},
-        {},
-    ],
-    ids=["too long", "too long, streamed", "empty", "-1 tokens", "-5 tokens", "no token of the model", "nothing"],
-)
-def test_what_cannot_be_answered_is_a_400_and_ends_nobody(server: Server, body: dict[str, Any]) -> None:
-    workers = [process.pid for process in server.command.processes()]
-    response = post(server, "/generate", body)
-    assert response.status_code == 400 and set(response.json()["error"]) == {"message", "type", "param", "code"}
-    assert generate(server, text="a", sampling_params={"max_new_tokens": 1})["meta_info"]["completion_tokens"] == 1
-    assert [process.pid for process in server.command.processes()] == workers
-
-
 def test_requests_are_ended_by_the_ids_of_their_answers_and_all_at_once(server: Server) -> None:
     def living() -> int:
         with server.log() as log:

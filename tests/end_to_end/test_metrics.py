@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import httpx
 import pytest
-from checkpoints import make_checkpoint
 from measured import Scrape
-from servers import Server, eventually, serve
+from servers import MEASURED_CONTEXT as CONTEXT
+from servers import Server, eventually
 from streams import Stream, body, events_of
 
 from pipeline.events import Finished, TakenOver, Tokenized, TokensProduced
 from pipeline.names import GENERATE, STAGES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("measured_server")]
 
-CONTEXT = 8192  # an answer this long outlasts any look at the metrics
 PAGE_SIZE = 16
 CHAT = "/v1/chat/completions"
 LONG_PROMPT = "The log is the memory of the program. " * 4
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("metrics")
-    model = make_checkpoint(folder / "llama3", "llama3", max_positions=CONTEXT)
-    flags = ("--model", str(model), "--served-model-name", "llama", "--page-size", str(PAGE_SIZE))
-    with serve(folder, *flags) as server:
-        yield server
+def server(measured_server: Server) -> Server:
+    return measured_server
 
 
 def scrape(server: Server) -> Scrape:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import random
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ import httpx
 import pytest
 import redis
 from checkpoints import TEXT, make_checkpoint
+from raw_client import connect, request
 from servers import Server, eventually, serve
 
 from pipeline.events import (
@@ -127,18 +127,18 @@ def leave_stream(server: Server, label: str) -> None:
 def leave_queued(server: Server) -> None:
     """Fill the engine with endless streams, let more clients queue behind them, and let all of them leave."""
     port = httpx.URL(server.url).port
-    request = "POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {}\r\n\r\n{}"
-    with raw(server) as client, contextlib.ExitStack() as runners, contextlib.ExitStack() as sockets:
+    assert port is not None
+    with raw(server) as client, contextlib.ExitStack() as runners, contextlib.ExitStack() as queued:
         eventually(lambda: client.zcard(NAMES.live) == 0, "all requests before have ended")
         for index in range(MAX_RUNNING):
             runners.enter_context(streaming(server, endless(f"leaves stream {index}")))
-        for index in range(NUM_LEAVING_QUEUED):
-            body = json.dumps(prompt(f"leaves queued {index}", stream=index % 2 == 0))
-            connection = sockets.enter_context(socket.create_connection(("127.0.0.1", port)))
-            connection.sendall(request.format(len(body), body).encode())
+        clients = [queued.enter_context(contextlib.closing(connect(port))) for _ in range(NUM_LEAVING_QUEUED)]
+        for index, each in enumerate(clients):
+            each.send(request(prompt(f"leaves queued {index}", stream=index % 2 == 0)))
         expected = MAX_RUNNING + NUM_LEAVING_QUEUED
         eventually(lambda: client.zcard(NAMES.live) == expected, "all are accepted")
-        sockets.close()
+        for each, how in zip(clients, itertools.cycle(("closes", "resets", "half-closes"))):
+            each.leave(how)
         eventually(lambda: client.zcard(NAMES.live) == MAX_RUNNING, "those that left are cancelled")
 
 
@@ -175,8 +175,8 @@ def test_after_two_hundred_requests_nothing_is_left_that_lasts(folder: Path, tmp
                 else threads.submit(leave_stream, server, f"leaves stream {index - NUM_STAYING + MAX_RUNNING}")
                 for index in order
             ]
-        for request in running:
-            request.result()
+        for each in running:
+            each.result()
         leave_queued(server)
         eventually(lambda: not any(left_over(server).values()), "every work stream is empty and nothing pending")
         assert not any(left_over(server).values())

@@ -184,16 +184,6 @@ def test_the_deltas_of_a_stream_are_the_answer_and_never_half_a_character(client
     assert streamed.finish_reasons[-1] == "stop" and not any(streamed.finish_reasons[:-1])
 
 
-def test_what_was_said_in_the_prompt_arrives_at_the_model(client: openai.OpenAI, server: Server, folder: Path) -> None:
-    (token_ids,) = {tokenized_in(history(server, answer_id)) for answer_id in (ask(client).id, stream_id(client))}
-    assert token_ids == template_ids(folder, HELLO)
-    assert "你好! 你好吗?" in tokenizer_of(folder).decode(token_ids)
-
-
-def stream_id(client: openai.OpenAI) -> str:
-    return stream(client).chunks[0].id
-
-
 def test_usage_comes_in_a_chunk_without_choices_when_it_is_asked_for(client: openai.OpenAI) -> None:
     streamed = stream(client, stream_options={"include_usage": True})
     *before, last = streamed.chunks
@@ -235,12 +225,6 @@ def test_max_tokens_ends_with_length(client: openai.OpenAI, server: Server, max_
     assert text.endswith(REPLACEMENT) == (CYCLE[max_tokens - 1] in ("ä", "å", "ĠðŁ"))
 
 
-def test_max_completion_tokens_wins_over_max_tokens(client: openai.OpenAI) -> None:
-    whole = assert_both_ways(client, "She sells", "length", max_completion_tokens=2, max_tokens=9)
-    assert usage_of(whole).completion_tokens == 2
-    assert usage_of(assert_both_ways(client, "She", "length", max_completion_tokens=1)).completion_tokens == 1
-
-
 @pytest.mark.parametrize(
     ("min_tokens", "text", "end"),
     [(10, TEXT, STOP), (11, TEXT + "Z", END), (12, TEXT + "ZA", "Ġends")],
@@ -255,30 +239,10 @@ def test_every_end_of_sequence_token_ends_and_is_not_shown(
     assert usage_of(whole).completion_tokens == len(tokens) == min_tokens + 1
 
 
-def test_ignore_eos_goes_on_to_max_tokens(client: openai.OpenAI, server: Server, folder: Path) -> None:
-    options = {"extra_body": {"ignore_eos": True}, "max_tokens": 2 * len(CYCLE)}
-    whole = assert_both_ways(client, 2 * ROUND, "length", **options)
-    assert tokens_in(history(server, whole.id)) == 2 * [vocabulary(folder)[token] for token in CYCLE]
-
-
-def test_a_stop_token_ends_and_is_not_shown(client: openai.OpenAI, folder: Path) -> None:
-    ids = vocabulary(folder)
-    given: dict[str, Any] = {"stop_token_ids": [ids["!"]]}
-    assert usage_of(assert_both_ways(client, "She sells 你好", "stop", extra_body=given)).completion_tokens == 8
-
-
 def test_min_tokens_puts_off_stop_tokens_and_stop_strings(client: openai.OpenAI, folder: Path) -> None:
     first = {"ignore_eos": True, "min_tokens": len(CYCLE)}
     whole = assert_both_ways(client, ROUND + "She sells ", "stop", stop="你好", extra_body=first)
     assert usage_of(whole).completion_tokens == len(CYCLE) + 7
-
-
-def test_a_seed_repeats_the_answer(client: openai.OpenAI) -> None:
-    hot: dict[str, Any] = {"temperature": 2, "max_tokens": 32, "extra_body": {"ignore_eos": True}}
-    texts = [text_of(ask(client, seed=7, **hot)) for _ in range(2)] + [stream(client, seed=7, **hot).text]
-    assert len(set(texts)) == 1
-    assert text_of(ask(client, seed=8, **hot)) != texts[0]
-    assert text_of(ask(client, **hot)) != text_of(ask(client, **hot)), "without a seed one is drawn"
 
 
 def test_models_are_listed_and_retrieved_also_with_a_slash(client: openai.OpenAI) -> None:

@@ -22,7 +22,8 @@ import httpx
 import pytest
 import torch
 from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint
-from servers import Server, serve
+from selection import rest_at_night
+from servers import Server, eventually, serve
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,6 +40,7 @@ from pipeline.events import (
     TokenRow,
     TokensProduced,
     decode,
+    new_uid,
 )
 from pipeline.names import SEAL
 from stages.generate.forward.batch import ForwardBatch, build_batch
@@ -308,7 +310,7 @@ def assert_as_transformers(asked: Asked, answers: Sequence[Answer]) -> None:
 
 
 @over_http(AS_IT_COMES)
-@pytest.mark.parametrize("arrival", ARRIVALS)
+@pytest.mark.parametrize("arrival", rest_at_night(ARRIVALS))
 def test_who_joins_running_requests_gets_the_tokens_of_transformers(server: Server, asked: Asked, arrival: str) -> None:
     assert_as_transformers(asked, ARRIVALS[arrival](server, asked.bodies))
 
@@ -326,6 +328,29 @@ def test_sixteen_requests_get_the_tokens_of_transformers(server: Server, asked: 
         again = with_histories(server, [ask_whole(server, asked.bodies[-1]) for _ in range(2)])
         assert again[1].cached_tokens >= 16
         assert [answer.tokens for answer in again] == [asked.expected[-1]] * 2
+
+
+@over_http(FEW_SHARED)
+@pytest.mark.parametrize(
+    ("first", "second", "preempted"), [(0, 0, "second"), (1, 0, "first"), (0, 1, "second"), (-3, -4, "first")], ids=str
+)
+def test_who_came_first_keeps_its_pages_unless_the_other_is_more_important(
+    server: Server, first: int, second: int, preempted: str
+) -> None:
+    """One such answer fits into the pages, two do not."""
+    num_tokens = 120
+    with server.log() as log:
+        uids: dict[str, str] = {}
+        for name, priority in (("first", first), ("second", second)):
+            sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            said = f"The {name} log is the memory."
+            event = Submitted(endpoint="test", frontend="web-0", prompt=said, sampling=sampling, priority=priority)
+            uids[name] = new_uid()
+            log.submit(uids[name], [event])
+        eventually(lambda: not log.alive(list(uids.values())), "both have ended", 120)
+    answers = dict(zip(uids, with_histories(server, [(uid, "") for uid in uids.values()]), strict=True))
+    assert {name for name, answer in answers.items() if answer.count(Preempted)} == {preempted}
+    assert {len(answer.tokens) for answer in answers.values()} == {num_tokens}
 
 
 def assert_best_but_for_rounding(asked: Asked, answers: Sequence[Sequence[int]]) -> None:
@@ -362,29 +387,6 @@ def assert_begins_once(asked: Asked) -> None:
     bos = AutoTokenizer.from_pretrained(asked.folder).get_vocab().get(BOS)
     if bos is not None:
         assert all(prompt[0] == bos and Counter(prompt)[bos] == 1 for prompt in asked.prompts)
-
-
-@over_http(IN_CHUNKS)
-def test_seeded_sampling_gives_the_same_tokens_alone_and_in_a_batch(server: Server, asked: Asked) -> None:
-    bodies = [dict(body) | SAMPLED | {"seed": index} for index, body in enumerate(asked.bodies)]
-    alone = with_histories(server, [ask_whole(server, body) for body in bodies[::3]])
-    assert max(map(len, rows_by_step(alone).values())) == 1
-    in_company: set[int] = set()
-    for _ in range(10):  # whoever comes first may be done before the others arrive; then they are all asked again
-        together = ask_at_once(server, bodies, SHUFFLED)
-        assert [answer.tokens for answer in together[::3]] == [answer.tokens for answer in alone]
-        steps = rows_by_step(together)
-        in_company |= {
-            index
-            for index, answer in enumerate(together[::3])
-            if any(len(steps[event.step]) > 1 for event in answer.produced)
-        }
-        if len(in_company) == len(alone):
-            break
-    assert len(in_company) == len(alone), "each was in a batch at least once"
-    assert all(answer.tokens != greedy for answer, greedy in zip(together, asked.expected, strict=True))
-    other_seed = with_histories(server, [ask_whole(server, dict(bodies[0]) | {"seed": 99})])
-    assert other_seed[0].tokens != alone[0].tokens
 
 
 # The same engine and schedule in this process.
@@ -472,7 +474,9 @@ def run_here(
     return ran
 
 
-@pytest.mark.parametrize("order", [(), SHUFFLED, tuple(range(NUM_REQUESTS))[::-1]], ids=["at once", *ARRIVALS])
+@pytest.mark.parametrize(
+    "order", rest_at_night([(), SHUFFLED, range(NUM_REQUESTS)[::-1]], first=2), ids=["at once", *ARRIVALS]
+)
 def test_engine_and_schedule_give_the_tokens_of_transformers(asked: Asked, order: Sequence[int]) -> None:
     ran = run_here(asked, asked.prompts, SETTINGS[AS_IT_COMES], order=order)
     assert ran.tokens == list(asked.expected)
@@ -537,8 +541,8 @@ def test_the_encoder_gives_the_token_ids_of_transformers(asked: Asked) -> None:
 
 ALONE = ("--cache", "naive", "--page-size", "16")
 """No page belongs to two requests."""
-sees_all = pytest.mark.parametrize("asked", [family for family in FAMILIES if family != "mistral"], indirect=True)
-"""What Mistral's window hides it does not miss."""
+one_family = pytest.mark.parametrize("asked", rest_at_night(f for f in FAMILIES if f != "mistral"), indirect=True)
+"""Not Mistral: what its window hides it does not miss."""
 
 
 def first_pages_exchanged() -> Change:
@@ -569,11 +573,12 @@ def num_differing(asked: Asked, tokens: Sequence[Sequence[int]]) -> int:
     return sum(list(mine) != theirs for mine, theirs in zip(tokens, asked.expected, strict=True))
 
 
-@sees_all
+@one_family
 def test_pages_exchanged_between_requests_change_the_answers(asked: Asked) -> None:
     assert num_differing(asked, run_here(asked, asked.prompts, ALONE, change=first_pages_exchanged()).tokens) >= 15
 
 
+@one_family
 def test_positions_shifted_by_one_change_the_answers(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the output only: rotary positions are relative, so that prompt and output shifted alike change nothing."""
 
@@ -586,7 +591,7 @@ def test_positions_shifted_by_one_change_the_answers(asked: Asked, monkeypatch: 
     assert num_differing(asked, run_here(asked, asked.prompts, ALONE).tokens) >= 15
 
 
-@sees_all
+@one_family
 def test_half_of_the_prompt_dropped_changes_the_answers(asked: Asked) -> None:
     halves = [prompt[len(prompt) // 2 :] for prompt in asked.prompts]
     assert num_differing(asked, run_here(asked, halves, ALONE).tokens) >= 15

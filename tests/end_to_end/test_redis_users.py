@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from redis_servers import Servers, command, running_server
-from selection import rest_at_night
+from selection import by_night, rest_at_night
 from servers import ROOT, Command, eventually, free_port, run_command, wait_until_ready
 
 from ops.bench import nonsense
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.slow
 PASSWORD = "hunter2-in-the-url"
 ACL = (ROOT / "ops" / "redis" / "users.acl").read_text()
 MESSAGES = [{"role": "user", "content": "Hello!"}]
+REPLICAS = by_night("1", "2")
+"""Of each stage but the frontend. Which commits each user may call is tested in tests/ops/redis."""
 
 
 class Guarded:
@@ -40,7 +42,7 @@ class Guarded:
         limits = folder / "limits.toml"
         limits.write_text("[default]\nrequests_per_minute = 1000\nconcurrent_requests = 100\n[[key]]\nkey = 'sk-1'\n")
         for stage in STAGES:
-            more = ["--port", str(port), "--limits", str(limits)] if stage == WEB else ["--replicas", "2", *model]
+            more = ["--port", str(port), "--limits", str(limits)] if stage == WEB else ["--replicas", REPLICAS, *model]
             self.commands.append(
                 run_command(["stage", stage, "--redis-url", self.as_user(stage), "--lease", "1", *more], folder / stage)
             )

@@ -24,7 +24,7 @@ from pipeline.slots import read_statuses
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 300
+NUM_REQUESTS = 150
 NUM_CLIENTS = 4
 """Requests on their way at a time. With so few a tokenizer waits for each, and it goes to who has waited longest; in a
 burst it is the operating system that decides who comes to read next, and reads up to eight."""
@@ -80,7 +80,7 @@ def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @contextlib.contextmanager
 def asked(server: Server, num_clients: int) -> Iterator[list[Future[httpx.Response]]]:
-    """Give the answers to be of 300 requests, of which *num_clients* are on their way at a time."""
+    """Give the answers to be of all requests, of which *num_clients* are on their way at a time."""
     with httpx.Client(timeout=120) as client, ThreadPoolExecutor(num_clients) as clients:
 
         def ask(number: int) -> httpx.Response:

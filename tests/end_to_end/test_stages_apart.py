@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,26 +31,16 @@ def _shuffled(seed: int) -> tuple[str, ...]:
     return tuple(order)
 
 
-ORDERS: dict[str, tuple[str, ...]] = {
-    "reverse": ON_THE_WAY[::-1],
-    "all at once": (WEB, GENERATE, TOKENIZE, DETOKENIZE),
-} | by_night({}, {"forward": ON_THE_WAY, "shuffled": _shuffled(4)})
+ORDERS: dict[str, tuple[str, ...]] = {"reverse": ON_THE_WAY[::-1]} | by_night(
+    {}, {"all at once": (WEB, GENERATE, TOKENIZE, DETOKENIZE), "forward": ON_THE_WAY, "shuffled": _shuffled(4)}
+)
+"""By day test_takeover starts all at once."""
 REQUEST = {
     "messages": [{"role": "user", "content": "What is the order of things?"}],
     "max_tokens": 24,
     "temperature": 0,
     "ignore_eos": True,
 }
-
-
-@dataclass
-class Run:
-    """What came of one order."""
-
-    answer: Any = None
-    waited_for: dict[str, list[str]] = field(default_factory=dict)
-    """stage -> the stages that it said it waits for, each in the order first said."""
-    exit_codes: dict[str, int] = field(default_factory=dict)
 
 
 def _said_to_wait_for(command: Command) -> list[str]:
@@ -87,69 +76,8 @@ def _models(folder: Path) -> None:
         (folder / "text" / name).write_bytes((model / name).read_bytes())
 
 
-@contextlib.contextmanager
-def _stages(order: Sequence[str], redis_url: str, folder: Path, *, at_once: bool) -> Iterator[tuple[str, Run]]:
-    port = free_port()
-    commands: dict[str, Command] = {}
-    run = Run()
-    try:
-        for stage in order:
-            commands[stage] = _start(stage, port, redis_url, folder)
-            if not at_once:
-                eventually(partial(_has_settled, stage, commands[stage]), f"{stage} is ready or says why it is not")
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, list(commands.values()))
-        yield url, run
-        for stage, command in commands.items():
-            eventually(partial(_is_ready, command), f"{stage} is ready")
-        run.waited_for = {stage: _said_to_wait_for(commands[stage]) for stage in ON_THE_WAY}
-    finally:
-        for command in commands.values():
-            command.process.send_signal(signal.SIGTERM)
-        with contextlib.ExitStack() as stack:
-            for stage, command in commands.items():
-                stack.callback(command.stop)  # of one that does not end, the processes are ended
-                run.exit_codes[stage] = command.process.wait(STOP_TIMEOUT_S)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """All orders, each with a Redis of its own and the same request."""
-    runs: dict[str, Run] = {}
-    for name, order in ORDERS.items():
-        folder = tmp_path_factory.mktemp("stages")
-        _models(folder)
-        binary = next(iter(find_servers().values()))
-        with (
-            running_server(binary, folder) as redis,
-            _stages(order, redis.url, folder, at_once=name == "all at once") as (url, run),
-        ):
-            runs[name] = run
-            run.answer = httpx.post(f"{url}/v1/chat/completions", json=REQUEST, timeout=120).json()
-    return runs
-
-
-@pytest.fixture(params=ORDERS)
-def order(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-def test_the_orders_are_different_ones() -> None:
-    assert len(set(ORDERS.values())) == len(ORDERS)
-
-
-def test_the_same_request_gets_the_same_answer_in_every_order(order: str, runs: Mapping[str, Run]) -> None:
-    answer, expected = runs[order].answer, runs["reverse"].answer
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "length" and choice["message"]["content"]
-    assert choice == expected["choices"][0]
-    assert answer["usage"] == expected["usage"]
-
-
-@pytest.mark.parametrize("name", [name for name in ORDERS if name != "all at once"])
-def test_a_stage_says_for_whom_it_waits_and_only_where_it_has_to(name: str, runs: Mapping[str, Run]) -> None:
-    order = ORDERS[name]
+def _expected_to_wait_for(order: Sequence[str]) -> dict[str, set[str]]:
+    """Return stage -> the stages that it says it waits for, when each has settled before the next is started."""
     missing = {stage: set(order[order.index(stage) + 1 :]) for stage in order}
     expected = {
         TOKENIZE: missing[TOKENIZE] & {GENERATE},  # which says how long a prompt may be
@@ -159,8 +87,42 @@ def test_a_stage_says_for_whom_it_waits_and_only_where_it_has_to(name: str, runs
     }
     if TOKENIZE not in missing[WEB] and GENERATE in missing[TOKENIZE] & missing[WEB]:
         expected[WEB] |= {TOKENIZE}  # it is there, but waits itself
-    assert {stage: set(said) for stage, said in runs[name].waited_for.items()} == expected
+    return expected
 
 
-def test_every_stage_ends_well_by_itself(order: str, runs: Mapping[str, Run]) -> None:
-    assert runs[order].exit_codes == dict.fromkeys(ORDERS[order], 0)
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[Any, Any]]:
+    """Choice and usage of each order that was tried."""
+    return []
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_in_any_order_a_stage_says_for_whom_it_waits_answers_the_same_and_ends_by_itself(
+    name: str, answers: list[tuple[Any, Any]], tmp_path: Path
+) -> None:
+    order, at_once = ORDERS[name], name == "all at once"
+    _models(tmp_path)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+        redis = stack.enter_context(running_server(next(iter(find_servers().values())), tmp_path))
+        commands: dict[str, Command] = {}
+        for stage in order:
+            commands[stage] = _start(stage, port, redis.url, tmp_path)
+            stack.callback(commands[stage].stop)
+            if not at_once:
+                eventually(partial(_has_settled, stage, commands[stage]), f"{stage} is ready or says why it is not")
+        wait_until_ready(url, list(commands.values()))
+        answer = httpx.post(f"{url}/v1/chat/completions", json=REQUEST, timeout=120).json()
+        for stage, command in commands.items():
+            eventually(partial(_is_ready, command), f"{stage} is ready")
+        if not at_once:
+            said = {stage: set(_said_to_wait_for(command)) for stage, command in commands.items()}
+            assert said == _expected_to_wait_for(order)
+        for command in commands.values():
+            command.process.send_signal(signal.SIGTERM)
+        assert [command.process.wait(STOP_TIMEOUT_S) for command in commands.values()] == [0] * len(commands)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"]
+    answers.append((choice, answer["usage"]))
+    assert answers[-1] == answers[0]

@@ -6,32 +6,27 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from measured import Scrape
-from screens import terminal
-from servers import ROOT, Server, eventually, serve
+from servers import MEASURED_CONTEXT as CONTEXT
+from servers import ROOT, Server, eventually
 from streams import Stream, body
+from terminal import on_a_screen
 
 from pipeline.names import GENERATE
 from pipeline.views.history import story
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("measured_server")]
 
-CONTEXT = 512
-PAGE_SIZE = 16
 PROMPT = "The log is the memory of the program. " * 4
 
 
 @pytest.fixture(scope="module")
-def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--model", str(llama3), "--served-model-name", "llama", "--page-size", str(PAGE_SIZE))
-    with serve(tmp_path_factory.mktemp("top"), *flags, "--max-seq-len", str(CONTEXT)) as server:
-        yield server
+def server(measured_server: Server) -> Server:
+    return measured_server
 
 
 def view(server: Server) -> dict[str, Any]:
@@ -133,7 +128,7 @@ def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
 
 
 def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server) -> None:
-    with terminal("top", "--redis-url", server.redis_url, "--interval", "0.1", columns=100, lines=30) as screen:
+    with on_a_screen("top", "--redis-url", server.redis_url, "--interval", "0.1", columns=100, lines=30) as screen:
         row = re.compile(r"^generate-0 +(\S+) .* (\d+) +(nobody|[\d,]+ ms) ", re.MULTILINE)
 
         def seen() -> tuple[str, int]:
@@ -152,4 +147,4 @@ def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server)
         ended = re.compile(f"^{stream.uid} +finished length ", re.MULTILINE)
         eventually(lambda: bool(ended.search(screen.text)), "the request is seen to end")
         screen.press("q")
-        assert screen.ends() == 0
+        assert screen.ended() == 0

@@ -19,9 +19,9 @@ import pytest
 from lived_requests import LivedRequests
 from redis_servers import Servers, command, running_server
 from rich.cells import cell_len
-from screens import Terminal, terminal
 from servers import ROOT
 from stand_in_stages import StandIn
+from terminal import Screen, on_a_screen
 
 from minisgl import main
 from ops.top.reader import SCANNED_AT_START, Reader
@@ -361,12 +361,12 @@ def watched(redis_url: str) -> Callable[..., Any]:
 
     def opened(columns: int = 80, lines: int = 24, *, url: str = redis_url, **environment: str) -> Any:
         words = ("top", "--redis-url", url, *SOON)
-        return terminal(*words, columns=columns, lines=lines, environment=environment)
+        return on_a_screen(*words, columns=columns, lines=lines, environment=environment)
 
     return opened
 
 
-def is_whole(screen: Terminal) -> None:
+def is_whole(screen: Screen) -> None:
     """See that each part is there once, in its place."""
     screen.shows("q quits")
     lines = screen.lines
@@ -393,7 +393,7 @@ def test_the_screen_is_whole_while_it_changes_and_q_leaves_it(
         screen.shows(new)
         is_whole(screen)
         screen.press("q")
-        assert screen.ends() == 0
+        assert screen.ended() == 0
         assert screen.sent.rstrip().endswith(b"\x1b[?25h\x1b[?1049l")  # the cursor, and what was there before
 
 
@@ -432,14 +432,14 @@ def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: s
             not termios.tcgetattr(screen.process.child_fd)[3] & termios.ISIG
         )  # Ctrl-Z would leave the shell with this screen
         screen.press(key)
-        assert screen.ends(check=lambda: screen.process.getecho()) == 0
+        assert screen.ended(check=lambda: screen.process.getecho()) == 0
 
 
 def test_sigterm_leaves_the_terminal_as_it_was(watched: Callable[..., Any]) -> None:
     with watched() as screen:
         screen.shows("q quits")
         screen.process.kill(15)
-        assert screen.ends(check=lambda: screen.process.getecho()) == 143
+        assert screen.ended(check=lambda: screen.process.getecho()) == 143
         assert screen.sent.rstrip().endswith(b"\x1b[?1049l")
 
 
@@ -462,7 +462,7 @@ def test_it_says_that_redis_is_gone_and_goes_on_when_it_is_back(
         with running_server(binary, tmp_path):
             screen.shows("Valkey 9.", "no requests", without="has not answered")
             screen.press("q")
-            assert screen.ends() == 0
+            assert screen.ended() == 0
 
 
 def test_a_redis_that_hangs_does_not_hold_the_keys(
@@ -474,7 +474,7 @@ def test_a_redis_that_hangs_does_not_hold_the_keys(
         try:
             screen.shows("Redis has not answered for")
             screen.press("q")
-            assert screen.ends() == 0
+            assert screen.ended() == 0
         finally:
             os.kill(server.process.pid, 18)
 
@@ -482,7 +482,7 @@ def test_a_redis_that_hangs_does_not_hold_the_keys(
 def test_on_a_terminal_that_has_no_screen_it_is_one_picture(lived: LivedRequests, watched: Callable[..., Any]) -> None:
     uid = lived.submitted()
     with watched(TERM="dumb") as screen:
-        assert screen.ends() == 0
+        assert screen.ended() == 0
         assert uid in screen.text and b"\x1b" not in screen.sent
 
 

@@ -271,7 +271,7 @@ def test_sigterm_gives_the_terminal_back_as_it_was(shell: Terminal, server: Open
         has_come.set()
         await asyncio.to_thread(may_go_on.wait, 60)
 
-    before = termios.tcgetattr(shell.child.child_fd)
+    before = termios.tcgetattr(shell.process.child_fd)
     shell.until_asking()
     if place == "search":
         shell.press("\x12")
@@ -280,9 +280,9 @@ def test_sigterm_gives_the_terminal_back_as_it_was(shell: Terminal, server: Open
         server.gate = gate
         shell.enter("one")
         assert has_come.wait(30)
-    assert termios.tcgetattr(shell.child.child_fd)[3] != before[3]
-    shell.child.kill(signal.SIGTERM)
+    assert termios.tcgetattr(shell.process.child_fd)[3] != before[3]
+    shell.process.kill(signal.SIGTERM)
     assert shell.ended() == 143
     may_go_on.set()
-    assert termios.tcgetattr(shell.child.child_fd)[3] == before[3]
+    assert termios.tcgetattr(shell.process.child_fd)[3] == before[3]
     assert "Exception" not in shell.text

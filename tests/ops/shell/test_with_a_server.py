@@ -223,7 +223,7 @@ def starting(port: int, folder: Path, *flags: str) -> list[str]:
 
 
 def below(shell: Terminal) -> list[psutil.Process]:
-    top = psutil.Process(shell.child.pid)
+    top = psutil.Process(shell.process.pid)
     return [top, *top.children(recursive=True)]
 
 
@@ -270,13 +270,13 @@ def test_serve_shell_begins_with_a_chat_and_ends_with_it(tmp_path: Path) -> None
 def test_sigterm_ends_shell_and_server_and_gives_the_terminal_back(tmp_path: Path) -> None:
     port = free_port()
     with on_a_terminal(starting(port, tmp_path), tmp_path) as shell:
-        before = termios.tcgetattr(shell.child.child_fd)
+        before = termios.tcgetattr(shell.process.child_fd)
         shell.until_asking()
         assert "No --model was given, so the demo model answers" in shell.text and "model minisgl-demo;" in shell.text
         family = below(shell)
-        os.kill(shell.child.pid, signal.SIGTERM)
+        os.kill(shell.process.pid, signal.SIGTERM)
         assert shell.ended() == 0
-        assert termios.tcgetattr(shell.child.child_fd)[3] == before[3]
+        assert termios.tcgetattr(shell.process.child_fd)[3] == before[3]
     assert_ended(family, port)
     assert "worker_killed" not in (tmp_path / "data" / "serve.log").read_text()
 
@@ -286,7 +286,7 @@ def test_a_server_that_is_killed_takes_its_shell_along(tmp_path: Path) -> None:
     """It was started by a shell, as by people: the terminal is not gone with it."""
     program = ("/bin/sh", "-c", f'{sys.executable} {ROOT / "minisgl.py"} "$@"; echo it ended with $?; read line', "sh")
     with on_a_terminal(starting(free_port(), tmp_path), tmp_path, program=program) as shell:
-        before = termios.tcgetattr(shell.child.child_fd)
+        before = termios.tcgetattr(shell.process.child_fd)
         shell.until_asking()
         _, serve, *others = family = below(shell)
         assert "serve" in serve.cmdline() and len(others) == 6
@@ -294,7 +294,7 @@ def test_a_server_that_is_killed_takes_its_shell_along(tmp_path: Path) -> None:
         shell.until_shown("it ended with 137")
         del family[0]
         eventually(lambda: not alive(family), "nothing of it is left")
-        assert termios.tcgetattr(shell.child.child_fd)[3] == before[3]
+        assert termios.tcgetattr(shell.process.child_fd)[3] == before[3]
 
 
 def test_a_worker_that_cannot_start_says_why_in_the_terminal(tmp_path: Path) -> None:
