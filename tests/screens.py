@@ -11,7 +11,7 @@ import pexpect
 import pyte
 from servers import ROOT, eventually
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Terminal:
@@ -45,17 +45,24 @@ class Terminal:
     def press(self, key: str) -> None:
         self.process.send(key)
 
-    def shows(self, *texts: str, without: str = "\0") -> None:
-        """Wait until the screen shows all *texts*, and not what it must be *without*."""
+    def shows(self, *texts: str, without: str = "\0") -> list[str]:
+        """Wait for a frame with all *texts* and not what it must be *without*; return its lines.
+
+        A frame that a busy machine writes in pieces counts when its last character is there, in the last place.
+        """
+        seen: list[str] = []
 
         def is_there() -> bool:
-            seen = self.text
-            return all(text in seen for text in texts) and without not in seen
+            seen[:] = self.lines
+            cursor, text = self._screen.cursor, "\n".join(seen)
+            is_whole = (cursor.x, cursor.y) == (self._screen.columns, self._screen.lines - 1)
+            return is_whole and all(each in text for each in texts) and without not in text
 
         try:
             eventually(is_there, f"the screen shows {texts} and not {without!r}", PATIENCE_S)
         except AssertionError as error:
             raise AssertionError(f"{error}:\n{self.text}") from None
+        return seen
 
     def ends(self, check: Callable[[], bool] = lambda: True) -> int:
         """Wait until the program has ended; return its exit code, or the negative number of the signal. *check* is what

@@ -47,7 +47,7 @@ class Watch:
         """An unexpected error of the thread, which `show` raises."""
         self.wakes, self._wake = os.pipe()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pictures", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
     def __enter__(self) -> Watch:
         self._thread.start()
