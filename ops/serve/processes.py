@@ -25,7 +25,9 @@ PROGRAM: Final = (sys.executable, str(Path(__file__).resolve().parents[2] / "min
 class Processes:
     """What a command starts, on the Redis at *url*. *watch_redis* keeps that one alive, if it is ours."""
 
-    def __init__(self, config: ServerConfig | StageConfig, url: str, watch_redis: Callable[[], None]) -> None:
+    def __init__(
+        self, config: ServerConfig | StageConfig, url: str, watch_redis: Callable[[], None] = lambda: None
+    ) -> None:
         from pipeline.process.supervisor import Job
 
         self._make_job = Job
@@ -81,10 +83,6 @@ class Processes:
             supervisor.kill()
             logs.close()
         return 0
-
-
-def nothing() -> None:
-    """Do nothing: a Redis that somebody else started is theirs to keep alive."""
 
 
 def worker_environment(

@@ -141,7 +141,8 @@ def _table(section: Section, width: int, room: int) -> Iterator[Text]:
     if len(rows) > room:
         by_worth = sorted(range(len(rows)), key=lambda index: index in section.lesser)
         rows = [rows[index] for index in sorted(by_worth[: max(room - 1, 0)])]
-    columns = zip(section.names, *_texts(rows), strict=True)
+    rows = [[(one_line(text), style) for text, style in row] for row in rows]
+    columns = zip(section.names, *([text for text, _ in row] for row in rows), strict=True)
     widths = [max(least, *map(cell_len, column)) for least, column in zip(section.widths, columns, strict=True)]
     stiff = sum(section.widths[index] if index in section.yields else width for index, width in enumerate(widths))
     gap = GAP if not width or stiff + len(GAP) * (len(widths) - 1) <= width else GAP[:1]
@@ -161,14 +162,10 @@ def _table(section: Section, width: int, room: int) -> Iterator[Text]:
         yield _fit(Text(f"{ELLIPSIS} {left_out}", "dim"), width)
 
 
-def _texts(rows: Sequence[Sequence[Cell]]) -> list[list[str]]:
-    return [[one_line(text) for text, _ in row] for row in rows]
-
-
 def _row(cells: Sequence[Cell], aligns: str, widths: Sequence[int], gap: str) -> Text:
     line = Text()
     for index, ((text, style), align, width) in enumerate(zip(cells, aligns, widths, strict=True)):
-        shown = _cut(one_line(text), width)
+        shown = _cut(text, width)
         free = " " * (width - cell_len(shown))
         line.append(gap if index else "")
         line.append(free if align == ">" else "")

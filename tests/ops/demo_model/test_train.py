@@ -15,25 +15,14 @@ from transformers import Qwen3ForCausalLM
 
 from ops.demo_model.corpus import VERSION, conversations
 from ops.demo_model.network import Qwen3, Shape
-from ops.demo_model.tokens import Encoder, make_tokenizer
+from ops.demo_model.tokens import Encoder
 from ops.demo_model.train import STATE_FILE, Plan, Training, main, pack
 from stages.generate.model.checkpoint import check_folder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 128}
 PLAN = Plan(steps=70, first_tokens=512, tokens=1024, small_steps=20, second_phase=30, third_phase=60, warmup_steps=10)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def training(tokenizer: Tokenizer, plan: Plan = PLAN) -> Training:
@@ -47,8 +36,8 @@ def test_it_is_the_network_of_transformers(tokenizer: Tokenizer, tmp_path: Path)
     trained.write_checkpoint(tmp_path)
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = Qwen3(trained.model.shape, dtype=torch.float32)
-    for name, weight in ours.weights().items():
-        weight.data.copy_(trained.model.weights()[name].data.bfloat16())
+    for name, weight in ours.weights.items():
+        weight.data.copy_(trained.model.weights[name].data.bfloat16())
     batch = Encoder(tokenizer).encode(list(itertools.islice(conversations("network"), 6)))
     with torch.no_grad():
         for packed in pack(batch):
@@ -86,7 +75,7 @@ def test_a_conversation_is_computed_as_if_it_were_alone(tokenizer: Tokenizer) ->
     batch = Encoder(tokenizer).encode(list(itertools.islice(conversations("alone"), 12)))
     model = Qwen3(Shape(tokenizer.get_vocab_size(), **SMALL), dtype=torch.float32)
     with torch.no_grad():
-        for name, weight in model.weights().items():
+        for name, weight in model.weights.items():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
         together = sum(model.loss(packed).item() for packed in pack(batch))
@@ -107,8 +96,8 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_been(tokenizer: Token
     for _ in range(5):
         second.advance()
     assert second.losses == whole.losses and second.num_tokens == whole.num_tokens
-    for name, weight in whole.model.weights().items():
-        assert torch.equal(weight, second.model.weights()[name]), name
+    for name, weight in whole.model.weights.items():
+        assert torch.equal(weight, second.model.weights[name]), name
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"rate": 1e-3}, {"third_phase": 50}])

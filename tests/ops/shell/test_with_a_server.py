@@ -16,8 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import redis
-from servers import ROOT, Command, Server, eventually, free_port, run_command, serve, wait_until_ready
+from servers import ROOT, Command, Server, eventually, free_port, is_alive, run_command, serve, wait_until_ready
 from terminal import Terminal, on_a_terminal
 
 from ops.bench import nonsense
@@ -28,7 +27,7 @@ from pipeline.names import WEB, Names
 
 pytestmark = pytest.mark.slow
 
-NAMES = Names()
+MINISGL = (sys.executable, str(ROOT / "minisgl.py"))
 ENDLESS = "/set ignore_eos=true max_tokens=3500"
 BRIEF = "/set ignore_eos=true max_tokens=12"
 
@@ -47,13 +46,9 @@ def shell(server: Server, tmp_path: Path) -> Iterator[Terminal]:
 
 def told(redis_url: str) -> list[list[AnyEvent]]:
     """Return the histories of all requests but the frontend's own, the oldest first."""
-    with redis.Redis.from_url(redis_url, protocol=2, decode_responses=True) as client:
-        uids = sorted(str(key).rpartition(":")[2] for key in client.scan_iter(match=NAMES.request("*"), count=1000))
-    log = RedisLog(redis_url, NAMES)
-    try:
-        histories = [[decode(entry.fields) for entry in history] for history in log.histories(uids)]
-    finally:
-        log.close()
+    with contextlib.closing(RedisLog(redis_url, Names())) as log:
+        _, uids = log.requests("0", 100_000)
+        histories = [[decode(entry.fields) for entry in history] for history in log.histories(sorted(uids))]
     return [history for history in histories if submitted(history).endpoint != "probe"]
 
 
@@ -93,9 +88,6 @@ def test_the_server_gets_all_turns_and_after_a_reset_one_message(shell: Terminal
         ("user", "three"),
     ]
     assert messages(fourth) == [("user", "four")]
-    assert {
-        history[-1].usage.completion_tokens for history in (first, fourth) if isinstance(history[-1], Finished)
-    } == {12}
     figures = shell.said("/stats")
     assert "answers 1 4" in figures and "output tokens 12 48" in figures
     uid = figures.partition("`minisgl trace ")[2][:32]
@@ -118,10 +110,8 @@ def test_ctrl_c_cancels_on_the_server_and_what_came_stays(shell: Terminal, serve
     (role, answer), (_, last) = messages(after)[1:]
     assert role == "assistant" and len(answer) > 100 and text(cut).startswith(answer) and last == "more"
     shell.said("/save talk.json")
-    assert [turn.get("cut", False) for turn in json.loads((tmp_path / "talk.json").read_text())["turns"]] == [
-        True,
-        False,
-    ]
+    turns = json.loads((tmp_path / "talk.json").read_text())["turns"]
+    assert [turn.get("cut", False) for turn in turns] == [True, False]
 
 
 def test_what_the_server_says_of_a_request_is_shown(shell: Terminal, tmp_path: Path) -> None:
@@ -190,31 +180,21 @@ def test_a_server_that_is_killed_and_comes_back_is_answered_in_the_same_shell(tm
 
 
 def test_a_script_gets_the_answer_alone(server: Server) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "minisgl.py"),
-        "shell",
-        "--url",
-        server.url,
-        "--set",
-        "max_tokens=9",
-        "seed=1",
-    ]
+    def ask(*arguments: str, piped: str = "", code: int = 0) -> tuple[str, str]:
+        command = [*MINISGL, "shell", "--url", server.url, "--set", "max_tokens=9", "seed=1", *arguments]
+        done = subprocess.run(command, input=piped, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code
+        return done.stdout, done.stderr
+
     for arguments, piped, said in ((["-q", "Hi"], "", "Hi"), ([], "Hello\nyou\n", "Hello\nyou")):
-        done = subprocess.run(
-            [*command, *arguments], input=piped, capture_output=True, text=True, timeout=60, check=True
-        )
+        answer, errors = ask(*arguments, piped=piped)
         history = told(server.redis_url)[-1]
         assert messages(history) == [("user", said)]
-        assert (done.stdout.removesuffix("\n"), done.stderr) == (text(history).removesuffix("\n"), "")
-    refused = subprocess.run(
-        [*command, "--model", "absent", "-q", "Hi"], capture_output=True, text=True, timeout=60, check=False
-    )
-    unknown = subprocess.run(
-        [*command, "tempratur=1", "-q", "Hi"], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert unknown.stderr == "minisgl: the server ignored unknown fields: tempratur\n"
-    assert (refused.returncode, refused.stdout) == (1, "") and "no such model" in refused.stderr
+        assert (answer.removesuffix("\n"), errors) == (text(history).removesuffix("\n"), "")
+    _, errors = ask("tempratur=1", "-q", "Hi")
+    assert errors == "minisgl: the server ignored unknown fields: tempratur\n"
+    answer, errors = ask("--model", "absent", "-q", "Hi", code=1)
+    assert answer == "" and "no such model" in errors
 
 
 def starting(port: int, folder: Path, *flags: str) -> list[str]:
@@ -226,12 +206,8 @@ def below(shell: Terminal) -> list[psutil.Process]:
     return [top, *top.children(recursive=True)]
 
 
-def alive(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-
-
 def assert_ended(family: list[psutil.Process], port: int) -> None:
-    assert not alive(family)
+    assert not any(map(is_alive, family))
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
@@ -291,7 +267,7 @@ def test_a_server_that_is_killed_takes_its_shell_along(tmp_path: Path) -> None:
         serve.kill()
         shell.until_shown("it ended with 137")
         del family[0]
-        eventually(lambda: not alive(family), "nothing of it is left")
+        eventually(lambda: not any(map(is_alive, family)), "nothing of it is left")
         assert termios.tcgetattr(shell.child.child_fd)[3] == before[3]
 
 
@@ -305,7 +281,7 @@ def test_a_worker_that_cannot_start_says_why_in_the_terminal(tmp_path: Path) -> 
 
 
 def test_without_a_terminal_there_is_no_shell_and_nothing_is_started(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "minisgl.py"), *starting(free_port(), tmp_path)]
+    command = [*MINISGL, *starting(free_port(), tmp_path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stderr.startswith("minisgl: --shell: needs a terminal")
     assert not (tmp_path / "data").exists()
