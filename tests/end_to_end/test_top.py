@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from measured import Scrape
-from screens import terminal
 from servers import ROOT, Server, eventually, serve
 from streams import Stream, body
+from terminal import on_a_terminal
 
 from pipeline.names import GENERATE
 from pipeline.views.history import story
@@ -132,8 +132,8 @@ def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
     eventually(shows_how_fast, "it shows how fast they are", timeout_s=60)
 
 
-def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server) -> None:
-    with terminal("top", "--redis-url", server.redis_url, "--interval", "0.1", columns=100, lines=30) as screen:
+def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server, tmp_path: Path) -> None:
+    with on_a_terminal(("top", "--redis-url", server.redis_url, "--interval", "0.1"), tmp_path) as screen:
         row = re.compile(r"^generate-0 +(\S+) .* (\d+) +(nobody|[\d,]+ ms) ", re.MULTILINE)
 
         def seen() -> tuple[str, int]:
@@ -152,4 +152,4 @@ def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server)
         ended = re.compile(f"^{stream.uid} +finished length ", re.MULTILINE)
         eventually(lambda: bool(ended.search(screen.text)), "the request is seen to end")
         screen.press("q")
-        assert screen.ends() == 0
+        assert screen.ended() == 0

@@ -19,9 +19,9 @@ import pytest
 from lived_requests import LivedRequests
 from redis_servers import Servers, command, running_server
 from rich.cells import cell_len
-from screens import terminal
 from servers import ROOT
 from stand_in_stages import StandIn
+from terminal import on_a_terminal
 from tool import Tool
 
 from ops.top.reader import SCANNED_AT_START, Reader
@@ -304,12 +304,12 @@ def test_a_uid_is_whole_at_80_columns_so_that_trace_takes_it(lived: LivedRequest
 
 
 @pytest.fixture
-def watched(redis_url: str) -> Callable[..., Any]:
+def watched(redis_url: str, tmp_path: Path) -> Callable[..., Any]:
     """Open a terminal on which it runs."""
 
-    def opened(columns: int = 80, lines: int = 24, *, url: str = redis_url, **environment: str) -> Any:
+    def opened(columns: int = 80, rows: int = 24, *, url: str = redis_url, **environment: str) -> Any:
         words = ("top", "--redis-url", url, *SOON)
-        return terminal(*words, columns=columns, lines=lines, environment=environment)
+        return on_a_terminal(words, tmp_path, environment, columns=columns, rows=rows)
 
     return opened
 
@@ -335,7 +335,7 @@ def test_the_screen_is_whole_while_it_changes_and_q_leaves_it(
         new = lived.submitted()
         assert_whole(screen.shows(new))
         screen.press("q")
-        assert screen.ends() == 0
+        assert screen.ended() == 0
         assert screen.sent.rstrip().endswith(b"\x1b[?25h\x1b[?1049l")  # the cursor, and what was there before
 
 
@@ -366,19 +366,19 @@ def test_space_holds_the_snapshot_and_lets_it_go_on(lived: LivedRequests, watche
 def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: str) -> None:
     with watched() as screen:
         screen.shows("q quits")
-        assert not screen.process.getecho()
+        assert not screen.child.getecho()
         assert (
-            not termios.tcgetattr(screen.process.child_fd)[3] & termios.ISIG
+            not termios.tcgetattr(screen.child.child_fd)[3] & termios.ISIG
         )  # Ctrl-Z would leave the shell with this screen
         screen.press(key)
-        assert screen.ends(check=lambda: screen.process.getecho()) == 0
+        assert screen.ended() == 0 and screen.child.getecho()
 
 
 def test_sigterm_leaves_the_terminal_as_it_was(watched: Callable[..., Any]) -> None:
     with watched() as screen:
         screen.shows("q quits")
-        screen.process.kill(15)
-        assert screen.ends(check=lambda: screen.process.getecho()) == 143
+        screen.child.kill(15)
+        assert screen.ended() == 143 and screen.child.getecho()
         assert screen.sent.rstrip().endswith(b"\x1b[?1049l")
 
 
@@ -400,7 +400,7 @@ def test_it_says_that_redis_is_gone_and_goes_on_when_it_is_back(
         with running_server(binary, tmp_path):
             screen.shows("Valkey 9.", "no requests", without="has not answered")
             screen.press("q")
-            assert screen.ends() == 0
+            assert screen.ended() == 0
 
 
 def test_a_redis_that_hangs_does_not_hold_the_keys(
@@ -412,7 +412,7 @@ def test_a_redis_that_hangs_does_not_hold_the_keys(
         try:
             screen.shows("Redis has not answered for")
             screen.press("q")
-            assert screen.ends() == 0
+            assert screen.ended() == 0
         finally:
             os.kill(server.process.pid, 18)
 
@@ -420,7 +420,7 @@ def test_a_redis_that_hangs_does_not_hold_the_keys(
 def test_on_a_terminal_that_has_no_screen_it_is_one_snapshot(lived: LivedRequests, watched: Callable[..., Any]) -> None:
     uid = lived.submitted()
     with watched(TERM="dumb") as screen:
-        assert screen.ends() == 0
+        assert screen.ended() == 0
         assert uid in screen.text and b"\x1b" not in screen.sent
 
 
