@@ -129,12 +129,7 @@ class Training:
 
     def save(self, path: Path) -> None:
         """Write everything needed to resume; a reader of *path* finds the old state or the new one."""
-        state = {
-            "plan": asdict(self.plan),
-            "shape": asdict(self.model.shape),
-            "corpus_version": VERSION,
-            "step": self.step,
-            "num_tokens": self.num_tokens,
+        state = self._described() | {
             "losses": self.losses,
             "weights": {name: weight.data for name, weight in self.model.weights.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
@@ -160,6 +155,15 @@ class Training:
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
+    def _described(self) -> dict[str, Any]:
+        return {
+            "corpus_version": VERSION,
+            "plan": asdict(self.plan),
+            "shape": asdict(self.model.shape),
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+        }
+
     def write_checkpoint(self, folder: Path) -> None:
         """Write the checkpoint to serve, in bfloat16."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,15 +171,7 @@ class Training:
         _write_json(folder / "config.json", self.model.shape.config() | {"eos_token_id": self._stop})
         generation = {"eos_token_id": [self._stop, self._fill], "pad_token_id": self._fill, "temperature": 0.0}
         _write_json(folder / "generation_config.json", generation)
-        record = {
-            "corpus_version": VERSION,
-            "plan": asdict(self.plan),
-            "shape": asdict(self.model.shape),
-            "step": self.step,
-            "num_tokens": self.num_tokens,
-            "first_losses": self.losses[:NUM_RECORDED],
-        }
-        _write_json(folder / RECORD_FILE, record)
+        _write_json(folder / RECORD_FILE, self._described() | {"first_losses": self.losses[:NUM_RECORDED]})
         weights = {name: weight.data.bfloat16().contiguous() for name, weight in self.model.weights.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 

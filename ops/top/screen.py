@@ -105,12 +105,7 @@ def lines_of(
 ) -> list[Text]:
     """Return *view* as lines, the head first; width or height 0 means no limit."""
     is_wide = not width or width >= WIDE
-    sections = [
-        _slots(view),
-        _streams(view),
-        _engines(view.engines, is_wide),
-        _requests(view.requests, width),
-    ]
+    sections = [_slots(view), _streams(view), _engines(view.engines, is_wide), _requests(view.requests, width)]
     num_free = len(sections) if not height or height >= ROOMY else 0
     rooms = [len(section.rows) or 1 for section in sections]
     if height:

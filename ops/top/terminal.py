@@ -19,8 +19,7 @@ from rich.live import Live
 
 from ops.top.reader import Reader
 from ops.top.screen import Screenful
-from pipeline.errors import LogError
-from pipeline.views.pipeline import PipelineView, view_of
+from pipeline.views.pipeline import PipelineView
 
 LEAVE: Final = frozenset(b"qQ\x03")
 """q and Ctrl-C."""
@@ -63,11 +62,9 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._stopped.wait(self._interval_s):
-                try:
-                    self.view = view_of(self._reader.read())
+                self.view = self._reader.view_after(self.view)
+                if not self.view.error:
                     self.made_s = time.monotonic()
-                except LogError as error:
-                    self.view = replace(self.view, error=str(error) or type(error).__name__)
                 os.write(self._wake, b".")
         except BaseException as error:
             self.broke = error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
+import signal
 import subprocess
 import sys
 import termios
@@ -30,15 +30,7 @@ from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import RedisFacts
 from pipeline.names import Names
-from pipeline.views.pipeline import (
-    MOST_REQUESTS,
-    EngineView,
-    PipelineView,
-    RequestView,
-    SlotView,
-    StreamView,
-    view_of,
-)
+from pipeline.views.pipeline import MOST_REQUESTS, EngineView, PipelineView, RequestView, SlotView, StreamView, view_of
 
 SOON = ("--interval", "0.05")
 EVENT = Submitted(endpoint="/v1/completions", frontend="web-0", prompt="endless", sampling=SamplingParams())
@@ -362,23 +354,19 @@ def test_space_holds_the_snapshot_and_lets_it_go_on(lived: LivedRequests, watche
         screen.shows(uid, "space pauses", without="paused")
 
 
-@pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "Ctrl-C"])
-def test_a_key_leaves_the_terminal_as_it_was(watched: Callable[..., Any], key: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "code"), [("q", 0), ("\x03", 0), (signal.SIGTERM, 143)], ids=["q", "Ctrl-C", "SIGTERM"]
+)
+def test_however_it_ends_it_leaves_the_terminal_as_it_was(
+    watched: Callable[..., Any], end: str | signal.Signals, code: int
+) -> None:
     with watched() as screen:
         screen.shows("q quits")
         assert not screen.child.getecho()
-        assert (
-            not termios.tcgetattr(screen.child.child_fd)[3] & termios.ISIG
-        )  # Ctrl-Z would leave the shell with this screen
-        screen.press(key)
-        assert screen.ended() == 0 and screen.child.getecho()
-
-
-def test_sigterm_leaves_the_terminal_as_it_was(watched: Callable[..., Any]) -> None:
-    with watched() as screen:
-        screen.shows("q quits")
-        screen.child.kill(15)
-        assert screen.ended() == 143 and screen.child.getecho()
+        # Ctrl-Z would leave the shell with this screen.
+        assert not termios.tcgetattr(screen.child.child_fd)[3] & termios.ISIG
+        screen.press(end) if isinstance(end, str) else screen.child.kill(end)
+        assert screen.ended() == code and screen.child.getecho()
         assert screen.sent.rstrip().endswith(b"\x1b[?1049l")
 
 
@@ -408,13 +396,13 @@ def test_a_redis_that_hangs_does_not_hold_the_keys(
 ) -> None:
     with running_server(redis_servers.binary("embedded"), tmp_path) as server, watched(url=server.url) as screen:
         screen.shows("no requests")
-        os.kill(server.process.pid, 19)
+        server.process.send_signal(signal.SIGSTOP)
         try:
             screen.shows("Redis has not answered for")
             screen.press("q")
             assert screen.ended() == 0
         finally:
-            os.kill(server.process.pid, 18)
+            server.process.send_signal(signal.SIGCONT)
 
 
 def test_on_a_terminal_that_has_no_screen_it_is_one_snapshot(lived: LivedRequests, watched: Callable[..., Any]) -> None:
