@@ -15,7 +15,7 @@ from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 
 if TYPE_CHECKING:
     from pipeline.log.redis import RedisLog
-    from pipeline.process.supervisor import Supervisor
+    from pipeline.process.supervisor import Job, Supervisor
 
 EXIT_CONFIG: Final = 2
 PROGRAM: Final = (sys.executable, str(Path(__file__).resolve().parents[2] / "minisgl.py"))
@@ -28,16 +28,15 @@ class Processes:
     def __init__(
         self, config: ServerConfig | StageConfig, url: str, watch_redis: Callable[[], None] = lambda: None
     ) -> None:
-        from pipeline.process.supervisor import Job
-
-        self._make_job = Job
         self._jobs: list[Job] = []
         self._namespace, self._url, self._watch_redis = config.log.namespace, url, watch_redis
         self._environment = worker_environment(os.environ, url, secrets_of(config))
 
     def add(self, stage: str, flags: Sequence[str], *, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> None:
         """Have one more worker of *stage* started, which inherits *fds* and has *drain_s* to end."""
-        self._jobs.append(self._make_job(stage, tuple(flags), fds, drain_s))
+        from pipeline.process.supervisor import Job
+
+        self._jobs.append(Job(stage, tuple(flags), fds, drain_s))
 
     def run(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, repeat
 from typing import Final, TypeAlias
 
 import orjson
@@ -245,16 +246,12 @@ def _slot(slot: SlotView) -> list[Cell]:
 
 
 def _streams(view: PipelineView) -> Section:
-    rows: list[list[Cell]] = [
-        [(each.stream, ""), (f"{each.length:,}", ""), (f"{each.pending:,}", ""), (f"{each.lag:,}", ""), ("", "")]
-        for each in view.streams
+    live = (f"live requests {view.num_live:,}", "")
+    dead = (f"dead letters {view.num_dead:,}", "bold red" if view.num_dead else "")
+    rows = [
+        [(each.stream, ""), (f"{each.length:,}", ""), (f"{each.pending:,}", ""), (f"{each.lag:,}", ""), total]
+        for each, total in zip(view.streams, chain((live, dead), repeat(("", ""))), strict=False)
     ]
-    totals = [
-        (f"live requests {view.num_live:,}", ""),
-        (f"dead letters {view.num_dead:,}", "bold red" if view.num_dead else ""),
-    ]
-    for row, total in zip(rows, totals, strict=False):
-        row[-1] = total
     return Section(("stream", "length", "pending", "lag", ""), (16, 6, 7, 5, 0), "<>>><", (4, 0), rows)
 
 

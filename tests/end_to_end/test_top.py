@@ -35,7 +35,7 @@ def server(llama3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def view(server: Server) -> dict[str, Any]:
-    """Run it for one picture, over two statuses of each worker."""
+    """Run it for one snapshot, over two statuses of each worker."""
     words = ("top", "--once", "--json", "--redis-url", server.redis_url, "--interval", "1.2")
     done = subprocess.run([sys.executable, str(ROOT / "minisgl.py"), *words], capture_output=True, check=True)
     assert done.stderr == b""
