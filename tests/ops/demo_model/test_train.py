@@ -25,14 +25,16 @@ SMALL = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "
 PLAN = Plan(steps=70, first_tokens=512, tokens=1024, small_steps=20, second_phase=30, third_phase=60, warmup_steps=10)
 
 
-def training(tokenizer: Tokenizer, plan: Plan = PLAN) -> Training:
-    return Training(plan, Shape(tokenizer.get_vocab_size(), **SMALL), tokenizer)
+def training(tokenizer: Tokenizer, plan: Plan = PLAN, *, steps: int = 0) -> Training:
+    """Return a small training after so many steps."""
+    begun = Training(plan, Shape(tokenizer.get_vocab_size(), **SMALL), tokenizer)
+    for _ in range(steps):
+        begun.advance()
+    return begun
 
 
 def test_it_is_the_network_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    trained = training(tokenizer)
-    for _ in range(3):
-        trained.advance()
+    trained = training(tokenizer, steps=3)
     trained.write_checkpoint(tmp_path)
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = Qwen3(trained.model.shape, dtype=torch.float32)
@@ -83,21 +85,19 @@ def test_a_conversation_is_computed_as_if_it_were_alone(tokenizer: Tokenizer) ->
     assert together == pytest.approx(alone, rel=1e-5)
 
 
-def test_an_interrupted_training_goes_on_as_if_nothing_had_been(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    whole = training(tokenizer)
-    for _ in range(12):
-        whole.advance()
-    first = training(tokenizer)
-    for _ in range(7):
-        first.advance()
-    first.save(tmp_path / STATE_FILE)
-    second = training(tokenizer)
-    second.load(tmp_path / STATE_FILE)
+def test_an_interrupted_training_goes_on_as_if_nothing_had_been_also_to_a_later_end(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    whole = training(tokenizer, steps=12)
+    training(tokenizer, steps=7).save(tmp_path / STATE_FILE)
+    longer = training(tokenizer, replace(PLAN, steps=PLAN.steps + 10))
+    longer.load(tmp_path / STATE_FILE)
+    assert longer.plan.steps == PLAN.steps + 10
     for _ in range(5):
-        second.advance()
-    assert second.losses == whole.losses and second.num_tokens == whole.num_tokens
+        longer.advance()
+    assert longer.losses == whole.losses and longer.num_tokens == whole.num_tokens
     for name, weight in whole.model.weights.items():
-        assert torch.equal(weight, second.model.weights[name]), name
+        assert torch.equal(weight, longer.model.weights[name]), name
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"rate": 1e-3}, {"third_phase": 50}])
@@ -105,13 +105,6 @@ def test_a_state_of_another_plan_is_refused(tokenizer: Tokenizer, tmp_path: Path
     training(tokenizer).save(tmp_path / STATE_FILE)
     with pytest.raises(ValueError, match="plan"):
         training(tokenizer, replace(PLAN, **change)).load(tmp_path / STATE_FILE)
-
-
-def test_a_state_goes_on_with_more_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    training(tokenizer).save(tmp_path / STATE_FILE)
-    longer = training(tokenizer, replace(PLAN, steps=PLAN.steps + 10))
-    longer.load(tmp_path / STATE_FILE)
-    assert longer.plan.steps == PLAN.steps + 10
 
 
 def test_the_rate_rises_stays_and_falls_to_nothing_and_once_more_for_the_last_phase() -> None:
