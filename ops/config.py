@@ -16,10 +16,7 @@ class ConnectConfig:
     """Where a tool finds the log of a server that runs."""
 
     redis_url: str = flag(
-        "--redis-url",
-        default="",
-        help="Redis of the server [its embedded one, on this machine]",
-        secret=True,
+        "--redis-url", default="", help="Redis of the server [its embedded one, on this machine]", secret=True
     )
     data_dir: str = flag(
         "--data-dir",
@@ -42,10 +39,7 @@ class RetentionConfig:
     """How long the server keeps what has ended."""
 
     retention_s: float = flag(
-        "--retention",
-        default=DEFAULT_RETENTION_S,
-        parse=seconds,
-        help="the server's --retention",
+        "--retention", default=DEFAULT_RETENTION_S, parse=seconds, help="the server's --retention"
     )
 
 

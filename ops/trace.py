@@ -13,7 +13,7 @@ import orjson
 from ops.config import ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
 from pipeline.errors import UndecodableEvent
-from pipeline.events import SamplingParams
+from pipeline.events import Presentation, SamplingParams, Templating, Value
 from pipeline.flags import parse_flags
 from pipeline.log.protocol import Entry, StreamLog
 from pipeline.views.history import story
@@ -25,6 +25,8 @@ Shows what happened to a request. UID is in the answer's header x-minisgl-uid; t
 FLAGS: Final = (ConnectConfig, RetentionConfig, PrintConfig)
 TEXT_SHOWN: Final = 200
 """Characters of the text; --json has all of it."""
+GROUPS: Final[Mapping[str, Value]] = {"presentation": Presentation(), "templating": Templating()}
+"""Fields of a request that hold fields, with their defaults."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -105,8 +107,7 @@ def lines_of(told: Mapping[str, Any]) -> list[str]:
 
 
 def _header(told: Mapping[str, Any]) -> list[str]:
-    defaults = SamplingParams().model_dump(mode="json")
-    sampling = {name: value for name, value in told["sampling"].items() if value != defaults.get(name)}
+    sampling = _changed(told["sampling"], SamplingParams())
     asked = {"endpoint": told["endpoint"], "model": told["model"]} | sampling | told["labels"]
     deadline_ms = told["deadline_ms"]
     deadline = f", deadline {_after(deadline_ms - told['submitted_ms'])}" if deadline_ms else ""
@@ -115,6 +116,12 @@ def _header(told: Mapping[str, Any]) -> list[str]:
         f"submitted {when(told['submitted_ms'])}{deadline}",
         _pairs({name: value for name, value in asked.items() if value != ""}),
     ]
+
+
+def _changed(fields: Mapping[str, Any], defaults: Value) -> dict[str, Any]:
+    """Return the *fields* whose values are not the default."""
+    known = defaults.model_dump(mode="json")
+    return {name: value for name, value in fields.items() if value != known.get(name)}
 
 
 def _ending(told: Mapping[str, Any]) -> list[str]:
@@ -161,6 +168,8 @@ def _details(moment: Mapping[str, Any]) -> str:
     shown = {name: value for name, value in moment.items() if name not in ("at_ms", "id", "what", "who", "n")}
     if moment["what"] == "missing":
         return "not in this history"
+    for name, defaults in GROUPS.items():
+        shown |= _changed(shown.pop(name, {}), defaults)
     if moment["what"] != "tokens":  # what an error says is in the last lines
         return _pairs({name: value for name, value in shown.items() if name != "message"})
     told = ("first_n", "count", "last_id", "last_at_ms", "longest_pause_ms")

@@ -55,6 +55,17 @@ def whole(body: Body) -> Frames:
     return [ROLE, *chunks, FINISH, usage_chunk(prompt_tokens(body), body["max_tokens"]), DONE]
 
 
+class Hold:
+    """A gate that says when a request has come, and holds its answer until it may go on."""
+
+    def __init__(self) -> None:
+        self.has_come, self.may_go_on = threading.Event(), threading.Event()
+
+    async def __call__(self) -> None:
+        self.has_come.set()
+        await asyncio.to_thread(self.may_go_on.wait, 60)
+
+
 @dataclass
 class OpenAIStandIn:
     """What it was sent, and how it answers streams: with frames, or with a status and a body."""

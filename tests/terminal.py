@@ -1,4 +1,4 @@
-"""A command on a pseudo-terminal, what its screen shows, and somebody who types at a prompt or presses keys."""
+"""A command on a pseudo-terminal, what its screen shows, and somebody who types."""
 
 from __future__ import annotations
 
@@ -14,46 +14,54 @@ import pexpect
 import pyte
 from servers import ROOT
 
-PROGRAM = (sys.executable, str(ROOT / "minisgl.py"))
-COLUMNS, ROWS = 100, 30
 TIMEOUT_S = 60.0
 
 
-class _Emulator(pyte.HistoryScreen):
+class _Screen(pyte.HistoryScreen):
     """A screen that answers who asks where the cursor is."""
 
-    def __init__(self, process: Any, columns: int, rows: int) -> None:
+    def __init__(self, child: Any, columns: int, rows: int) -> None:
         super().__init__(columns, rows, history=5000)
-        self._process = process
+        self._child = child
 
     def write_process_input(self, data: str) -> None:
-        self._process.send(data)
+        self._child.send(data)
 
 
-class Screen:
-    """One command and what its screen shows now."""
+class Terminal:
+    """One command and its screen, with what has left it at the top."""
 
-    def __init__(self, process: Any, columns: int, rows: int) -> None:
-        self.process = process
+    def __init__(self, child: Any, columns: int, rows: int) -> None:
+        self.child = child
         self.sent = b""
         """Every byte that the terminal was sent."""
-        self._screen = _Emulator(process, columns, rows)
+        self._screen = _Screen(child, columns, rows)
         self._stream = pyte.ByteStream(self._screen)
 
     @property
     def lines(self) -> list[str]:
-        """What there is to read, without the spaces at the ends."""
+        """What there is to read, the lines above the screen included."""
         self._look()
-        return [line.rstrip() for line in self._screen.display]
+        above = [
+            "".join(line[column].data for column in range(self._screen.columns)) for line in self._screen.history.top
+        ]
+        return [line.rstrip() for line in (*above, *self._screen.display)]
 
     @property
     def text(self) -> str:
         return "\n".join(self.lines).rstrip()
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether the cursor stands at an empty prompt."""
+        self._look()
+        cursor = self._screen.cursor
+        return cursor.x == 2 and self._screen.display[cursor.y].rstrip() == ">"
+
     def _look(self) -> None:
         """Take in what has come; not all that comes, which would be over when something is done about it."""
         with contextlib.suppress(pexpect.TIMEOUT, pexpect.EOF):
-            data = self.process.read_nonblocking(65536, 0.02)
+            data = self.child.read_nonblocking(65536, 0.02)
             self.sent += data
             self._stream.feed(data)
 
@@ -63,65 +71,47 @@ class Screen:
         while not check():
             assert time.monotonic() < deadline_s, f"waited {timeout_s:.0f} s in vain: {what}\n{self.text}"
 
-    def shows(self, *texts: str, without: str = "\0") -> None:
-        """Wait until the screen shows all *texts*, and not what it must be *without*."""
-
-        def is_there() -> bool:
-            seen = self.text
-            return all(text in seen for text in texts) and without not in seen
-
-        self.until(is_there, f"the screen shows {texts} and not {without!r}")
-
-    def press(self, keys: str) -> None:
-        """Send *keys* as they are."""
-        self.process.send(keys)
-
-    def resize(self, columns: int, rows: int) -> None:
-        """Make it another size, as who pulls at the window does."""
-        self._screen.resize(rows, columns)
-        self.process.setwinsize(rows, columns)
-
-    def ended(self, check: Callable[[], bool] = lambda: True) -> int:
-        """Wait for the end; return the exit code, or the negative number of the signal. *check* is what must hold of
-        the terminal then."""
-        self.until(lambda: self.lines is not None and not self.process.isalive(), "the end")
-        before = -1
-        while before < len(self.sent):
-            before = len(self.sent)
-            self._look()
-        assert check()
-        signalled, code = self.process.signalstatus, self.process.exitstatus
-        return int(code) if signalled is None else -int(signalled)
-
-
-class Terminal(Screen):
-    """A screen with a prompt, and what has left it at the top."""
-
-    @property
-    def lines(self) -> list[str]:
-        self._look()
-        above = ["".join(line[column].data for column in range(COLUMNS)) for line in self._screen.history.top]
-        return [line.rstrip() for line in (*above, *self._screen.display)]
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the cursor stands at an empty prompt."""
-        self._look()
-        cursor = self._screen.cursor
-        return cursor.x == 2 and self._screen.display[cursor.y].rstrip() == ">"
-
     def until_shown(self, words: str) -> None:
         self.until(lambda: words in " ".join(self.text.split()), f"{words!r} on the screen")
 
+    def shows(self, *texts: str, without: str = "\0") -> list[str]:
+        """Wait until a whole frame has all *texts* and not what it must be *without*; return its lines.
+
+        A busy machine writes a frame in pieces. It is whole when its last character is there, in the last place.
+        """
+        seen: list[str] = []
+
+        def is_there() -> bool:
+            self._look()
+            seen[:] = [line.rstrip() for line in self._screen.display]
+            cursor, text = self._screen.cursor, "\n".join(seen)
+            is_whole = (cursor.x, cursor.y) == (self._screen.columns, self._screen.lines - 1)
+            return is_whole and all(each in text for each in texts) and without not in text
+
+        self.until(is_there, f"a frame with {texts} and without {without!r}")
+        return seen
+
     def until_asking(self) -> None:
         self.until(lambda: self.is_asking, "an empty prompt")
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Make it another size, as somebody who pulls at the window."""
+        self._screen.resize(rows, columns)
+        self.child.setwinsize(rows, columns)
+
+    def press(self, keys: str) -> None:
+        """Send *keys* as they are."""
+        self.child.send(keys)
 
     def enter(self, line: str) -> None:
         """Type a line at an empty prompt, see it there, and press Enter."""
         self.until_asking()
         self.press(line)
-        self.until(lambda: self.lines[self._screen.cursor.y - ROWS].endswith(line[-40:]), f"{line!r} at the prompt")
+        self.until(lambda: self.lines[-1 - self._below()].endswith(line[-40:]), f"{line!r} at the prompt")
         self.press("\r")
+
+    def _below(self) -> int:
+        return self._screen.lines - 1 - self._screen.cursor.y
 
     def said(self, line: str) -> str:
         """Enter a line, wait for the next prompt, and return what came between them, in one line."""
@@ -130,31 +120,17 @@ class Terminal(Screen):
         *_, after = self.text.rpartition(f"> {line}")
         return " ".join(after.removesuffix(">").split())
 
+    def ended(self) -> int | None:
+        """Wait for the end; return the exit code, or nothing if a signal killed it."""
 
-@contextlib.contextmanager
-def _spawned(program: Sequence[str], columns: int, rows: int, own: dict[str, str], folder: Path) -> Iterator[Any]:
-    """Run *program* on a terminal of that size until the block ends."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("MINISGL_") and name not in ("COLUMNS", "LINES", "NO_COLOR")
-    }
-    environment = kept | {"TERM": "xterm-256color"} | own
-    process = pexpect.spawn(program[0], [*program[1:]], cwd=str(folder), env=environment, dimensions=(rows, columns))
-    process.delaybeforesend = None
-    try:
-        yield process
-    finally:
-        process.close(force=True)
+        def is_over() -> bool:
+            before = len(self.sent)
+            self._look()
+            return len(self.sent) == before and not self.child.isalive()
 
-
-@contextlib.contextmanager
-def on_a_screen(
-    *arguments: str, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None
-) -> Iterator[Screen]:
-    """Run `minisgl <arguments>` on a terminal of that size until the block ends."""
-    with _spawned([*PROGRAM, *arguments], columns, lines, dict(environment or {}), ROOT) as process:
-        yield Screen(process, columns, lines)
+        self.until(is_over, "the end")
+        code: int | None = self.child.exitstatus
+        return code
 
 
 @contextlib.contextmanager
@@ -162,9 +138,18 @@ def on_a_terminal(
     arguments: Sequence[str],
     folder: Path,
     environment: Mapping[str, str] | None = None,
-    program: Sequence[str] = PROGRAM,
+    program: Sequence[str] = (sys.executable, str(ROOT / "minisgl.py")),
+    *,
+    columns: int = 100,
+    rows: int = 30,
 ) -> Iterator[Terminal]:
     """Run `minisgl <arguments>` in *folder*, with its state there too, until the block ends."""
-    own = {"XDG_STATE_HOME": str(folder / "state"), **(environment or {})}
-    with _spawned([*program, *arguments], COLUMNS, ROWS, own, folder) as process:
-        yield Terminal(process, COLUMNS, ROWS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_") and name != "NO_COLOR"}
+    own = {"TERM": "xterm-256color", "XDG_STATE_HOME": str(folder / "state"), **(environment or {})}
+    words = [*program[1:], *arguments]
+    child = pexpect.spawn(program[0], words, cwd=str(folder), env=kept | own, dimensions=(rows, columns))
+    child.delaybeforesend = None
+    try:
+        yield Terminal(child, columns, rows)
+    finally:
+        child.close(force=True)

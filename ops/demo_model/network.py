@@ -102,13 +102,8 @@ class Qwen3(nn.Module):
                     "mlp.down_proj": (shape.hidden, shape.intermediate),
                 }.items()
             }
-        self._of: dict[str, nn.Parameter] = {}
-        for name, size in parameters.items():
-            self._of[name] = nn.Parameter(_initial(name, size))
-
-    def weights(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their names in a checkpoint."""
-        return self._of
+        self.weights = {name: nn.Parameter(_initial(name, size)) for name, size in parameters.items()}
+        """By their names in a checkpoint."""
 
     def loss(self, packed: Packed) -> Tensor:
         """Return the sum of the cross entropy of the learned tokens."""
@@ -118,12 +113,14 @@ class Qwen3(nn.Module):
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Return logits_NV in float32."""
         normed = self._normed(hidden_NC, "model.norm")
-        return functional.linear(normed.to(self.dtype), self._of["model.embed_tokens.weight"].to(self.dtype)).float()
+        return functional.linear(
+            normed.to(self.dtype), self.weights["model.embed_tokens.weight"].to(self.dtype)
+        ).float()
 
     def hidden(self, packed: Packed) -> Tensor:
         """Return hidden_TC, before the last norm."""
         cos_TD, sin_TD = self._rotation(packed.positions_T)
-        x_TC = functional.embedding(packed.tokens_T, self._of["model.embed_tokens.weight"])
+        x_TC = functional.embedding(packed.tokens_T, self.weights["model.embed_tokens.weight"])
         for layer in range(self.shape.layers):
             prefix = f"model.layers.{layer}"
             y_TC = self._normed(x_TC, f"{prefix}.input_layernorm").to(self.dtype)
@@ -152,11 +149,11 @@ class Qwen3(nn.Module):
         return self._times(torch.cat(found), f"{prefix}.o_proj")
 
     def _times(self, x: Tensor, name: str) -> Tensor:
-        return functional.linear(x, self._of[f"{name}.weight"].to(self.dtype))
+        return functional.linear(x, self.weights[f"{name}.weight"].to(self.dtype))
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
-        return x * scale * self._of[f"{name}.weight"]
+        return x * scale * self.weights[f"{name}.weight"]
 
     def _rotation(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         D = self.shape.head_dim

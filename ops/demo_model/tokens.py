@@ -6,6 +6,7 @@ letters (`ignore_merges`, as in Llama 3). So what is to be spelled, reversed or 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import string
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from jinja2 import Environment, Template
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from ops.demo_model.corpus import conversations, frame_words
@@ -66,25 +68,16 @@ CHAT_TEMPLATE: Final = """\
 """
 
 
+@functools.cache
+def _template() -> Template:
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    return environment.from_string(CHAT_TEMPLATE)
+
+
 def render(conversation: Conversation) -> str:
-    """Return *conversation* as `CHAT_TEMPLATE` renders it, but faster than Jinja."""
-    messages, text = conversation.messages, ""
-    system = messages[0]["content"] if messages[0]["role"] == "system" else None
-    if conversation.tools:
-        tools = "".join(f"\n{json.dumps(tool, ensure_ascii=False)}" for tool in conversation.tools)
-        before = "" if system is None else f"{system}\n\n"
-        text = f"{START}system\n{before}# Tools\n<tools>{tools}\n</tools>{STOP}\n"
-    elif system is not None:
-        text = f"{START}system\n{system}{STOP}\n"
-    for message in messages if system is None else messages[1:]:
-        match message["role"]:
-            case "tool":
-                text += f"{START}user\n<tool_response>\n{message['content']}\n</tool_response>{STOP}\n"
-            case "assistant" if "tool_calls" in message:
-                text += f"{START}assistant\n{answer_of(message)}{STOP}\n"
-            case role:
-                text += f"{START}{role}\n{message['content']}{STOP}\n"
-    return text
+    """Return *conversation* as `CHAT_TEMPLATE` renders it, but faster than transformers do."""
+    return _template().render(messages=conversation.messages, tools=conversation.tools)
 
 
 def answer_of(message: dict[str, Any]) -> str:

@@ -86,7 +86,7 @@ class Training:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self._fill, self._stop = (id_of(tokenizer, token) for token in (END, STOP))
-        weights = self.model.weights()
+        weights = self.model.weights
         matrices = [weight for name, weight in weights.items() if weight.ndim == 2 and "embed" not in name]
         others = [weight for name, weight in weights.items() if weight.ndim == 1 or "embed" in name]
         self._optimizers: list[torch.optim.Optimizer] = [
@@ -107,7 +107,7 @@ class Training:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         rate = self.plan.rate_at(self.step)
-        torch.nn.utils.clip_grad_norm_(self.model.weights().values(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.weights.values(), 1.0)
         for optimizer, full in zip(self._optimizers, (self.plan.matrix_rate, self.plan.rate), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = full * rate
@@ -129,14 +129,9 @@ class Training:
 
     def save(self, path: Path) -> None:
         """Write everything needed to resume; a reader of *path* finds the old state or the new one."""
-        state = {
-            "plan": asdict(self.plan),
-            "shape": asdict(self.model.shape),
-            "corpus_version": VERSION,
-            "step": self.step,
-            "num_tokens": self.num_tokens,
+        state = self._described() | {
             "losses": self.losses,
-            "weights": {name: weight.data for name, weight in self.model.weights().items()},
+            "weights": {name: weight.data for name, weight in self.model.weights.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         partial = path.with_suffix(".partial")
@@ -155,10 +150,19 @@ class Training:
         if seen != expected:
             raise ValueError(f"{path}: shape, corpus and plan are {seen}, expected {expected}; use another --out")
         self.step, self.num_tokens, self.losses = state["step"], state["num_tokens"], state["losses"]
-        for name, weight in self.model.weights().items():
+        for name, weight in self.model.weights.items():
             weight.data.copy_(state["weights"][name])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "corpus_version": VERSION,
+            "plan": asdict(self.plan),
+            "shape": asdict(self.model.shape),
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+        }
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write the checkpoint to serve, in bfloat16."""
@@ -167,16 +171,8 @@ class Training:
         _write_json(folder / "config.json", self.model.shape.config() | {"eos_token_id": self._stop})
         generation = {"eos_token_id": [self._stop, self._fill], "pad_token_id": self._fill, "temperature": 0.0}
         _write_json(folder / "generation_config.json", generation)
-        record = {
-            "corpus_version": VERSION,
-            "plan": asdict(self.plan),
-            "shape": asdict(self.model.shape),
-            "step": self.step,
-            "num_tokens": self.num_tokens,
-            "first_losses": self.losses[:NUM_RECORDED],
-        }
-        _write_json(folder / RECORD_FILE, record)
-        weights = {name: weight.data.bfloat16().contiguous() for name, weight in self.model.weights().items()}
+        _write_json(folder / RECORD_FILE, self._described() | {"first_losses": self.losses[:NUM_RECORDED]})
+        weights = {name: weight.data.bfloat16().contiguous() for name, weight in self.model.weights.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -12,16 +12,7 @@ from ops.offline.progress import Report
 from ops.offline.prompts import Request
 from ops.offline.stages import Stages
 from pipeline.errors import MiniSGLError
-from pipeline.events import (
-    Cancelled,
-    Failed,
-    Finished,
-    FinishReason,
-    Submitted,
-    Tokenized,
-    TokensProduced,
-    new_uid,
-)
+from pipeline.events import Cancelled, Failed, Finished, FinishReason, Submitted, Tokenized, TokensProduced, new_uid
 from pipeline.log.protocol import Entry, Submission
 from pipeline.walk import walk
 

@@ -145,7 +145,7 @@ class Stages:
         """Load in this thread: torch sets its number of threads per calling thread."""
         with self._slot_lease(GENERATE) as slot_lease:
             try:
-                model = load(unhurried(config, folder), folder, _say_nothing)
+                model = load(unhurried(config, folder), folder, lambda progress: None)
                 wrapped = wrap(model.engine)
             except BaseException as error:
                 loaded.set_exception(error)
@@ -177,10 +177,6 @@ class Stages:
         with self._slot_lease(DETOKENIZE) as slot_lease:
             worker = DetokenizeWorker(self.log, slot_lease, fold, slot_name(GENERATE, 0))
             follow(self.log, inbox, slot_lease, worker.handle, worker.bury, self._stop, max_entries=MOST_STEPS_READ)
-
-
-def _say_nothing(progress: float) -> None:
-    """Report no load progress: the caller waits for the load."""
 
 
 def unhurried(config: GenerateConfig, folder: Path) -> GenerateConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ops.serve.config import ServerConfig, StageConfig, parse_command, stage_flags, stage_of
-from ops.serve.processes import Processes, nothing
+from ops.serve.processes import Processes
 from pipeline.errors import ConfigError
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 from stages.detokenize.config import DetokenizeConfig
@@ -52,7 +52,7 @@ def serve(config: ServerConfig) -> int:
     configure_logging()
     began_s = time.monotonic()
     if config.serve.shell:
-        from ops.shell.foreground import check_terminal
+        from ops.serve.with_shell import check_terminal
 
         check_terminal()
     _check_keys(config.keys)
@@ -90,7 +90,7 @@ def run_stage(config: StageConfig, stage: str) -> int:
     if isinstance(config, WebStageConfig):
         _check_keys(config.keys)
     check_server(config.log.redis_url)
-    processes = Processes(config, config.log.redis_url, nothing)
+    processes = Processes(config, config.log.redis_url)
     with contextlib.ExitStack() as stack:
         if isinstance(config, WebStageConfig):
             listener = stack.enter_context(open_listener(config.web.host, config.web.port))
@@ -141,7 +141,7 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
         if config.data.repair:
             raise ConfigError("--repair is for the data of the embedded server; leave it out, or leave out --redis-url")
         check_server(config.log.redis_url)
-        yield Processes(config, config.log.redis_url, nothing)
+        yield Processes(config, config.log.redis_url)
         return
     from pipeline.process.redis_server import EmbeddedRedis
 

@@ -15,7 +15,7 @@ from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 
 if TYPE_CHECKING:
     from pipeline.log.redis import RedisLog
-    from pipeline.process.supervisor import Supervisor
+    from pipeline.process.supervisor import Job, Supervisor
 
 EXIT_CONFIG: Final = 2
 PROGRAM: Final = (sys.executable, str(Path(__file__).resolve().parents[2] / "minisgl.py"))
@@ -25,10 +25,9 @@ PROGRAM: Final = (sys.executable, str(Path(__file__).resolve().parents[2] / "min
 class Processes:
     """What a command starts, on the Redis at *url*. *watch_redis* keeps that one alive, if it is ours."""
 
-    def __init__(self, config: ServerConfig | StageConfig, url: str, watch_redis: Callable[[], None]) -> None:
-        from pipeline.process.supervisor import Job
-
-        self._make_job = Job
+    def __init__(
+        self, config: ServerConfig | StageConfig, url: str, watch_redis: Callable[[], None] = lambda: None
+    ) -> None:
         self._jobs: list[Job] = []
         self._namespace, self._url, self._watch_redis = config.log.namespace, url, watch_redis
         self._secrets_of = partial(stage_secrets, config)
@@ -36,7 +35,9 @@ class Processes:
 
     def add(self, stage: str, flags: Sequence[str], *, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> None:
         """Have one more worker of *stage* started, which inherits *fds* and has *drain_s* to end."""
-        self._jobs.append(self._make_job(stage, tuple(flags), fds, drain_s, self._secrets_of(stage)))
+        from pipeline.process.supervisor import Job
+
+        self._jobs.append(Job(stage, tuple(flags), fds, drain_s, self._secrets_of(stage)))
 
     def run(
         self,
@@ -82,10 +83,6 @@ class Processes:
             supervisor.kill()
             logs.close()
         return 0
-
-
-def nothing() -> None:
-    """Do nothing: a Redis that somebody else started is theirs to keep alive."""
 
 
 def worker_environment(environment: Mapping[str, str], url: str) -> dict[str, str]:

@@ -59,19 +59,6 @@ class Chat:
         """The server's uid of the last request."""
         self._failed = ""
         """The last question, if the server did not answer it."""
-        self._commands: Mapping[str, Callable[[str], None]] = {
-            "/help": self._help,
-            "/reset": self._reset,
-            "/retry": self._retry,
-            "/undo": self._undo,
-            "/system": self._system,
-            "/set": self._set,
-            "/params": self._params,
-            "/model": self._choose,
-            "/stats": self._stats,
-            "/save": self._save,
-            "/load": self._load,
-        }
 
     def greet(self) -> None:
         """Print the server and the model in one line."""
@@ -108,9 +95,7 @@ class Chat:
                 return False
             case Command(name, argument):
                 try:
-                    self._commands[name](argument)
-                except Unanswered as error:
-                    self._tell(error.refusal)
+                    getattr(self, f"do_{name[1:]}")(argument)
                 except MiniSGLError as error:
                     self._screen.error(str(error))
             case Unknown(name, near):
@@ -173,23 +158,22 @@ class Chat:
         self._failed = question
         if not self._is_chosen:
             self._model = ""  # another server at this address may have another model
-        self._tell(refusal)
+        self._screen.error(refusal.message)
         if refusal.is_too_long:
             self._screen.note("/reset starts a new conversation, /undo removes the last turn")
 
-    def _tell(self, refusal: Refusal) -> None:
-        self._screen.error(refusal.message)
+    # The commands of `lines.COMMANDS`, by their names
 
-    def _help(self, argument: str) -> None:
+    def do_help(self, argument: str) -> None:
         rows = [(f"{name} {follows}".strip(), about) for name, (follows, about) in COMMANDS.items()]
         self._screen.table([*rows, *KEYS])
 
-    def _reset(self, argument: str) -> None:
+    def do_reset(self, argument: str) -> None:
         self._conversation.turns = []
         self._failed = ""
         self._screen.note("the conversation is empty")
 
-    def _retry(self, argument: str) -> None:
+    def do_retry(self, argument: str) -> None:
         turns = self._conversation.turns
         if self._failed:
             question, before = self._failed, turns
@@ -200,14 +184,14 @@ class Chat:
         self._screen.note(f"again: {_start(question)}")
         self._ask(question, list(before))
 
-    def _undo(self, argument: str) -> None:
+    def do_undo(self, argument: str) -> None:
         if not self._conversation.turns:
             raise Nothing("the conversation is empty")
         *self._conversation.turns, last = self._conversation.turns
         self._failed = ""
         self._screen.note(f"removed: {_start(last.question)}")
 
-    def _system(self, argument: str) -> None:
+    def do_system(self, argument: str) -> None:
         if argument:
             self._conversation.system = "" if argument in ('""', "''") else argument
         if argument and not self._conversation.system:
@@ -217,19 +201,19 @@ class Chat:
         else:
             self._screen.note("no system text")
 
-    def _set(self, argument: str) -> None:
+    def do_set(self, argument: str) -> None:
         settings = read_settings(argument)
         unknown = [name for name in settings.taken_back if name not in self._conversation.params]
         if unknown:
             raise Nothing(f"{unknown[0]} is not set")
         kept_params = {n: v for n, v in self._conversation.params.items() if n not in settings.taken_back}
         self._conversation.params = kept_params | dict(settings.values)
-        self._params("")
+        self.do_params("")
 
-    def _params(self, argument: str) -> None:
+    def do_params(self, argument: str) -> None:
         self._screen.note(_shown(self._conversation.params) or "no fields are set; the server's defaults apply")
 
-    def _choose(self, argument: str) -> None:
+    def do_model(self, argument: str) -> None:
         if argument:
             self._model, self._is_chosen = argument, True
         try:
@@ -248,18 +232,18 @@ class Chat:
         for name in names:
             self._screen.say(f"{'*' if name == self._model else ' '} {name}")
 
-    def _stats(self, argument: str) -> None:
+    def do_stats(self, argument: str) -> None:
         if not self._figures:
             raise Nothing("there is no answer yet")
         self._screen.table(table(self._figures), header=("", "last", "session"), right=(1,))
         if self._uid:
             self._screen.note(f"`minisgl trace {self._uid}` shows what happened to the last request")
 
-    def _save(self, argument: str) -> None:
+    def do_save(self, argument: str) -> None:
         kept.save(self._conversation, _file(argument))
         self._screen.note(f"saved: {_summary(self._conversation)}")
 
-    def _load(self, argument: str) -> None:
+    def do_load(self, argument: str) -> None:
         self._conversation = kept.load(_file(argument))
         self._failed = ""
         self._screen.note(f"loaded: {_summary(self._conversation)}")

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final, TextIO
+from typing import Final
 
 from ops.shell.config import ShellConfig
 from ops.shell.conversation import Conversation
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     (config,) = parse_flags("shell", (ShellConfig,), arguments, environment, about=ABOUT)
     conversation = Conversation(system=config.system, params=_params(config))
     for stream in (sys.stdout, sys.stderr):
-        _let_nothing_be_unprintable(stream)
+        if hasattr(stream, "reconfigure"):  # characters that its encoding lacks must not end an answer
+            stream.reconfigure(errors="backslashreplace")
     is_typed = sys.stdin is not None and sys.stdin.isatty()
     if config.prompt or not is_typed:
         return _ask_once(config, conversation, _question(config.prompt, "" if is_typed else _piped()))
@@ -110,9 +111,3 @@ def _piped() -> str:
         return content.decode().rstrip("\n")
     except UnicodeDecodeError as error:
         raise NoPrompt(f"standard input is not UTF-8 text: byte {error.start} is {content[error.start]:#x}") from None
-
-
-def _let_nothing_be_unprintable(stream: TextIO) -> None:
-    """Escape characters that the stream's encoding lacks; they must not end an answer."""
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="backslashreplace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -11,13 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ops.shell.params import why_not_settable
+from ops.shell.params import no_constant, why_not_settable
 from pipeline.errors import MiniSGLError
 
 KIND: Final = "minisgl conversation"
 """Marks our files; /save overwrites no other file."""
-
-Message = dict[str, str]
 
 
 class NotKept(MiniSGLError):
@@ -45,18 +44,14 @@ class Conversation:
     def body(self, model: str, question: str, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return the request that asks *question* after *turns*."""
         head = [_message("system", self.system)] if self.system else []
-        messages = [*head, *_messages(turns), _message("user", question)]
+        pairs = [(_message("user", turn.question), _message("assistant", turn.answer)) for turn in turns]
+        messages = [*head, *itertools.chain(*pairs), _message("user", question)]
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         return {"model": model, "messages": messages, **stream, **self.params}
 
 
-def _message(role: str, content: str) -> Message:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _messages(turns: Sequence[Turn]) -> list[Message]:
-    pairs = [(_message("user", turn.question), _message("assistant", turn.answer)) for turn in turns]
-    return [message for pair in pairs for message in pair]
 
 
 def save(conversation: Conversation, path: Path) -> None:
@@ -114,17 +109,13 @@ def load(path: Path) -> Conversation:
     except OSError as error:
         raise NotKept(f"{path} cannot be read: {error.strerror}") from error
     try:
-        document = json.loads(content.decode("utf-8", "surrogatepass"), parse_constant=_no_number)
+        document = json.loads(content.decode("utf-8", "surrogatepass"), parse_constant=no_constant)
     except (ValueError, RecursionError):
         raise NotKept(f"{path} is not a conversation: it is not JSON") from None
     if wrong := _what_is_wrong(document):
         raise NotKept(f"{path} is not a conversation: {wrong}")
     turns = [Turn(turn["question"], turn["answer"], turn.get("cut", False)) for turn in document["turns"]]
     return Conversation(document["system"], document["params"], turns)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _what_is_wrong(document: object) -> str:

@@ -21,41 +21,34 @@ class Figures:
     def ttft_s(self) -> float | None:
         return None if self.first_s is None else self.first_s - self.sent_s
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        return _count(self.usage, "prompt_tokens")
-
-    @property
-    def output_tokens(self) -> int | None:
-        return _count(self.usage, "completion_tokens")
-
-    @property
-    def cached_tokens(self) -> int | None:
+    def tokens(self, kind: str) -> int | None:
+        """Return the number of "prompt", "cached" or "output" tokens, if the server said it."""
         details = self.usage.get("prompt_tokens_details")
-        return _count(details, "cached_tokens") if isinstance(details, Mapping) else None
+        value = {
+            "prompt": self.usage.get("prompt_tokens"),
+            "cached": details.get("cached_tokens") if isinstance(details, Mapping) else None,
+            "output": self.usage.get("completion_tokens"),
+        }[kind]
+        return value if isinstance(value, int) else None
 
     @property
     def decode(self) -> tuple[int, float] | None:
         """The number of tokens after the first one, and their seconds."""
-        if self.first_s is None or (self.output_tokens or 0) < 2 or self.ended_s <= self.first_s:
+        num = self.tokens("output") or 0
+        if self.first_s is None or num < 2 or self.ended_s <= self.first_s:
             return None
-        return (self.output_tokens or 0) - 1, self.ended_s - self.first_s
-
-
-def _count(usage: Mapping[str, Any], name: str) -> int | None:
-    value = usage.get(name)
-    return value if isinstance(value, int) else None
+        return num - 1, self.ended_s - self.first_s
 
 
 def table(answers: Sequence[Figures]) -> list[tuple[str, str, str]]:
     """Return rows of (name, last answer, session)."""
     last = answers[-1:]
-    rows = [("answers", str(len(last)), str(len(answers)))]
-    rows.append(("time to first token", _mean_ttft(last), _mean_ttft(answers)))
-    rows.append(("tokens per second", _speed(last), _speed(answers)))
-    for name in ("prompt", "cached", "output"):
-        rows.append((f"{name} tokens", _sum(last, f"{name}_tokens"), _sum(answers, f"{name}_tokens")))
-    return rows
+    return [
+        ("answers", str(len(last)), str(len(answers))),
+        ("time to first token", _mean_ttft(last), _mean_ttft(answers)),
+        ("tokens per second", _speed(last), _speed(answers)),
+        *((f"{kind} tokens", _sum(last, kind), _sum(answers, kind)) for kind in ("prompt", "cached", "output")),
+    ]
 
 
 def _mean_ttft(answers: Sequence[Figures]) -> str:
@@ -72,11 +65,8 @@ def _speed(answers: Sequence[Figures]) -> str:
     return f"{sum(num for num, _ in decodes) / sum(seconds for _, seconds in decodes):,.1f}"
 
 
-def _sum(answers: Sequence[Figures], name: str) -> str:
+def _sum(answers: Sequence[Figures], kind: str) -> str:
     """Add up the known counts; a stopped answer has none."""
-    counts = [getattr(each, name) for each in answers]
-    known = [count for count in counts if count is not None]
-    if not known:
-        return "-"
-    missing = len(counts) - len(known)
-    return f"{sum(known):,}" + (f" (+ {missing} unknown)" if missing else "")
+    known = [count for each in answers if (count := each.tokens(kind)) is not None]
+    missing = len(answers) - len(known)
+    return f"{sum(known):,}{f' (+ {missing} unknown)' if missing else ''}" if known else "-"

@@ -71,7 +71,7 @@ def read_settings(text: str) -> Settings:
 def _value(text: str, start: int) -> tuple[Any, int]:
     """Return the value at *start*, and its end."""
     try:
-        value, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text, start)
+        value, end = json.JSONDecoder(parse_constant=no_constant).raw_decode(text, start)
         if end == len(text) or text[end].isspace():
             return value, end
     except (ValueError, RecursionError):
@@ -81,5 +81,6 @@ def _value(text: str, start: int) -> tuple[Any, int]:
     return word[0], word.end()
 
 
-def _no_constant(text: str) -> float:
+def no_constant(text: str) -> float:
+    """Refuse NaN and Infinity, which Python's json takes."""
     raise ValueError(f"{text} is not JSON")

@@ -115,7 +115,10 @@ class Server:
             if reply.uid and not reply.is_done and reply.refusal is None:
                 async for piece in self._go_on(session, reply, trouble):
                     yield piece
-            _check(reply, trouble)
+            if reply.refusal is not None:
+                raise Unanswered(reply.refusal)
+            if not reply.has_ended:
+                raise Unanswered(Refusal(f"the stream broke: {trouble}"))
 
     async def _go_on(self, session: aiohttp.ClientSession, reply: Reply, trouble: str) -> AsyncIterator[Piece]:
         """Read the rest of the answer from a MiniSGL server, as often as the stream breaks."""
@@ -165,14 +168,6 @@ async def _pieces(response: aiohttp.ClientResponse, reply: Reply) -> AsyncIterat
                 yield piece
             if reply.is_done or reply.refusal is not None:
                 return
-
-
-def _check(reply: Reply, trouble: str) -> None:
-    """Raise Unanswered if the answer is incomplete."""
-    if reply.refusal is not None:
-        raise Unanswered(reply.refusal)
-    if not reply.has_ended:
-        raise Unanswered(Refusal(f"the stream broke: {trouble}"))
 
 
 def _said(error: BaseException) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -17,7 +16,6 @@ from ops.top.config import TopConfig
 from ops.top.reader import Reader
 from ops.top.screen import as_json, lines_of
 from ops.top.terminal import show
-from pipeline.errors import LogError
 from pipeline.flags import parse_flags
 from pipeline.views.pipeline import PipelineView, view_of
 
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         with running_log(connect) as log:
             reader = Reader(log)
-            first = view_of(reader.read())
+            view = view_of(reader.read())
             console = Console(highlight=False)
             has_screen = console.is_terminal and not console.is_dumb_terminal
             if top.once or not (prints.as_json or has_screen):
@@ -47,10 +45,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 view = view_of(reader.read())
                 _print_json(view) if prints.as_json else _print_text(view, console, environment)
             elif prints.as_json:
-                for view in _snapshots(reader, first, top.interval_s):
+                while True:
+                    time.sleep(top.interval_s)
+                    view = reader.view_after(view)
                     _print_json(view)
             else:
-                show(reader, top.interval_s, first, console)
+                show(reader, top.interval_s, view, console)
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:  # who read it has seen enough; at its exit, Python writes what is left
@@ -68,14 +68,3 @@ def _print_text(view: PipelineView, console: Console, environment: Mapping[str, 
 def _print_json(view: PipelineView) -> None:
     sys.stdout.write(as_json(view).decode())
     sys.stdout.flush()
-
-
-def _snapshots(reader: Reader, last: PipelineView, interval_s: float) -> Iterator[PipelineView]:
-    """Yield a view after each interval. While the log cannot be read, the last one with the reason."""
-    while True:
-        time.sleep(interval_s)
-        try:
-            last = view_of(reader.read())
-        except LogError as error:
-            last = replace(last, error=str(error) or type(error).__name__)
-        yield last

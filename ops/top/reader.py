@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
+from pipeline.errors import LogError
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds
-from pipeline.views.pipeline import Observed, observe, queries_for
+from pipeline.views.pipeline import Observed, PipelineView, observe, queries_for, view_of
 
 SCANNED_AT_START: Final = 10_000
 """Keys scanned at the start for requests that ended before."""
@@ -38,6 +40,13 @@ class Reader:
             peeks |= self._log.peek(dict(asks[first : first + PEEKED_AT_ONCE]))
         self._reading = observe(self._reading, snapshot, peeks)
         return self._reading
+
+    def view_after(self, last: PipelineView) -> PipelineView:
+        """Return the view of one more read; while the log cannot be read, *last* with the reason."""
+        try:
+            return view_of(self.read())
+        except LogError as error:
+            return replace(last, error=str(error) or type(error).__name__)
 
     def _search(self, max_keys: int) -> list[str]:
         """Return the requests among the next keys of an endless scan."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, repeat
 from typing import Final, TypeAlias
 
 import orjson
@@ -105,12 +106,7 @@ def lines_of(
 ) -> list[Text]:
     """Return *view* as lines, the head first; width or height 0 means no limit."""
     is_wide = not width or width >= WIDE
-    sections = [
-        _slots(view),
-        _streams(view),
-        _engines(view.engines, is_wide),
-        _requests(view.requests, width),
-    ]
+    sections = [_slots(view), _streams(view), _engines(view.engines, is_wide), _requests(view.requests, width)]
     num_free = len(sections) if not height or height >= ROOMY else 0
     rooms = [len(section.rows) or 1 for section in sections]
     if height:
@@ -141,7 +137,8 @@ def _table(section: Section, width: int, room: int) -> Iterator[Text]:
     if len(rows) > room:
         by_worth = sorted(range(len(rows)), key=lambda index: index in section.lesser)
         rows = [rows[index] for index in sorted(by_worth[: max(room - 1, 0)])]
-    columns = zip(section.names, *_texts(rows), strict=True)
+    rows = [[(one_line(text), style) for text, style in row] for row in rows]
+    columns = zip(section.names, *([text for text, _ in row] for row in rows), strict=True)
     widths = [max(least, *map(cell_len, column)) for least, column in zip(section.widths, columns, strict=True)]
     stiff = sum(section.widths[index] if index in section.yields else width for index, width in enumerate(widths))
     gap = GAP if not width or stiff + len(GAP) * (len(widths) - 1) <= width else GAP[:1]
@@ -161,14 +158,10 @@ def _table(section: Section, width: int, room: int) -> Iterator[Text]:
         yield _fit(Text(f"{ELLIPSIS} {left_out}", "dim"), width)
 
 
-def _texts(rows: Sequence[Sequence[Cell]]) -> list[list[str]]:
-    return [[one_line(text) for text, _ in row] for row in rows]
-
-
 def _row(cells: Sequence[Cell], aligns: str, widths: Sequence[int], gap: str) -> Text:
     line = Text()
     for index, ((text, style), align, width) in enumerate(zip(cells, aligns, widths, strict=True)):
-        shown = _cut(one_line(text), width)
+        shown = _cut(text, width)
         free = " " * (width - cell_len(shown))
         line.append(gap if index else "")
         line.append(free if align == ">" else "")
@@ -253,16 +246,12 @@ def _slot(slot: SlotView) -> list[Cell]:
 
 
 def _streams(view: PipelineView) -> Section:
-    rows: list[list[Cell]] = [
-        [(each.stream, ""), (f"{each.length:,}", ""), (f"{each.pending:,}", ""), (f"{each.lag:,}", ""), ("", "")]
-        for each in view.streams
+    live = (f"live requests {view.num_live:,}", "")
+    dead = (f"dead letters {view.num_dead:,}", "bold red" if view.num_dead else "")
+    rows = [
+        [(each.stream, ""), (f"{each.length:,}", ""), (f"{each.pending:,}", ""), (f"{each.lag:,}", ""), total]
+        for each, total in zip(view.streams, chain((live, dead), repeat(("", ""))), strict=False)
     ]
-    totals = [
-        (f"live requests {view.num_live:,}", ""),
-        (f"dead letters {view.num_dead:,}", "bold red" if view.num_dead else ""),
-    ]
-    for row, total in zip(rows, totals, strict=False):
-        row[-1] = total
     return Section(("stream", "length", "pending", "lag", ""), (16, 6, 7, 5, 0), "<>>><", (4, 0), rows)
 
 

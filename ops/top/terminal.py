@@ -19,8 +19,7 @@ from rich.live import Live
 
 from ops.top.reader import Reader
 from ops.top.screen import Screenful
-from pipeline.errors import LogError
-from pipeline.views.pipeline import PipelineView, view_of
+from pipeline.views.pipeline import PipelineView
 
 LEAVE: Final = frozenset(b"qQ\x03")
 """q and Ctrl-C."""
@@ -47,7 +46,7 @@ class Watch:
         """An unexpected error of the thread, which `show` raises."""
         self.wakes, self._wake = os.pipe()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pictures", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -63,11 +62,9 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._stopped.wait(self._interval_s):
-                try:
-                    self.view = view_of(self._reader.read())
+                self.view = self._reader.view_after(self.view)
+                if not self.view.error:
                     self.made_s = time.monotonic()
-                except LogError as error:
-                    self.view = replace(self.view, error=str(error) or type(error).__name__)
                 os.write(self._wake, b".")
         except BaseException as error:
             self.broke = error

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from measured import Scrape
 from servers import MEASURED_CONTEXT as CONTEXT
 from servers import ROOT, Server, eventually
 from streams import Stream, body
-from terminal import on_a_screen
+from terminal import on_a_terminal
 
 from pipeline.names import GENERATE
 from pipeline.views.history import story
@@ -30,7 +31,7 @@ def server(measured_server: Server) -> Server:
 
 
 def view(server: Server) -> dict[str, Any]:
-    """Run it for one picture, over two statuses of each worker."""
+    """Run it for one snapshot, over two statuses of each worker."""
     words = ("top", "--once", "--json", "--redis-url", server.redis_url, "--interval", "1.2")
     done = subprocess.run([sys.executable, str(ROOT / "minisgl.py"), *words], capture_output=True, check=True)
     assert done.stderr == b""
@@ -127,8 +128,8 @@ def test_while_requests_run_it_shows_how_fast(server: Server) -> None:
     eventually(shows_how_fast, "it shows how fast they are", timeout_s=60)
 
 
-def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server) -> None:
-    with on_a_screen("top", "--redis-url", server.redis_url, "--interval", "0.1", columns=100, lines=30) as screen:
+def test_an_engine_that_is_killed_is_seen_to_go_and_to_come_back(server: Server, tmp_path: Path) -> None:
+    with on_a_terminal(("top", "--redis-url", server.redis_url, "--interval", "0.1"), tmp_path) as screen:
         row = re.compile(r"^generate-0 +(\S+) .* (\d+) +(nobody|[\d,]+ ms) ", re.MULTILINE)
 
         def seen() -> tuple[str, int]:

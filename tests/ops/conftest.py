@@ -1,4 +1,4 @@
-"""How a process logs is set up once; the tests here do it like programs of their own, and undo it."""
+"""A log to look into; and how a process logs, which the tests here set up like programs of their own, and undo."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from lived_requests import LivedRequests
+
+from pipeline.log.protocol import RequestLimits
+from pipeline.log.redis import RedisLog
+from pipeline.names import Names
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,3 +22,16 @@ def logs_as_in_a_new_process() -> Iterator[None]:
     structlog.reset_defaults()
     if was_configured:
         structlog.configure(**before)
+
+
+@pytest.fixture
+def log(redis_url: str) -> Iterator[RedisLog]:
+    log = RedisLog(redis_url, Names(), RequestLimits(timeout_s=60))
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def lived(log: RedisLog) -> LivedRequests:
+    """A log in which requests can be made."""
+    return LivedRequests(log)

@@ -2,71 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from lived_requests import LivedRequests
 from redis_servers import command
+from tool import Tool
 
-from minisgl import main
 from pipeline.events import Submitted, decode
 from pipeline.log.protocol import Inbox
-from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.views.history import copied_history, story
 
-ACTIONS = ("show", "requeue", "drop")
-
 
 @pytest.fixture
-def lived(redis_url: str) -> Iterator[LivedRequests]:
-    """A log in which requests can be made."""
-    log = RedisLog(redis_url, Names())
-    yield LivedRequests(log)
-    log.close()
-
-
-class Dead:
-    """The command on one Redis, and what it said."""
-
-    def __init__(self, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.url = url
-        self._capsys = capsys
-
-    def __call__(self, *arguments: str) -> list[str]:
-        """Run what works; return the lines that it prints."""
-        code = main(["dead", *arguments, "--redis-url", self.url])
-        said = self._capsys.readouterr()
-        assert (code, said.err) == (0, "")
-        return said.out.splitlines()
-
-    def failure(self, *arguments: str) -> str:
-        """Run what fails; return the one line that it says."""
-        code = main(["dead", *arguments, "--redis-url", self.url])
-        said = self._capsys.readouterr()
-        assert code == 1 and said.out == "" and len(said.err.splitlines()) == 1
-        return said.err
-
-
-@pytest.fixture
-def dead(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Dead:
-    return Dead(redis_url, capsys)
+def dead(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("dead", redis_url, capsys)
 
 
 def letter_ids(lived: LivedRequests) -> list[str]:
     return [letter.id for letter in lived.log.dead_letters(999)]
 
 
-def expire(dead: Dead, uid: str) -> None:
+def expire(dead: Tool, uid: str) -> None:
     command(dead.url, "DEL", Names().request(uid))
 
 
 # ls
 
 
-def test_ls_is_a_table_with_the_newest_first(lived: LivedRequests, dead: Dead) -> None:
+def test_ls_is_a_table_with_the_newest_first(lived: LivedRequests, dead: Tool) -> None:
     first, second = lived.dead(error="exit code -11"), lived.dead(error="a\nlong error")
     lines = dead("ls")
     assert lines[0].split() == ["when", "uid", "stage", "deaths", "error"]
@@ -77,20 +40,20 @@ def test_ls_is_a_table_with_the_newest_first(lived: LivedRequests, dead: Dead) -
     assert lines[1].startswith("20") and lines[1].split()[2] == "UTC"
 
 
-def test_ls_shows_all_letters_also_past_the_first_page(lived: LivedRequests, dead: Dead) -> None:
+def test_ls_shows_all_letters_also_past_the_first_page(lived: LivedRequests, dead: Tool) -> None:
     for number in range(230):
         command(dead.url, "XADD", Names().dead, f"{number + 1}-0", "uid", f"u{number}", "ms", number)
     assert [line.split()[3] for line in dead("ls")[1:]] == [f"u{number}" for number in reversed(range(230))]
 
 
-def test_ls_of_none_says_so(lived: LivedRequests, dead: Dead) -> None:
+def test_ls_of_none_says_so(lived: LivedRequests, dead: Tool) -> None:
     assert dead("ls") == ["no dead letters"]
     assert dead("ls", "--json") == ["[]"]
 
 
-def test_ls_as_json_has_every_field_but_the_history(lived: LivedRequests, dead: Dead) -> None:
+def test_ls_as_json_has_every_field_but_the_history(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead()
-    (letter,) = json.loads("\n".join(dead("ls", "--json")))
+    (letter,) = dead.json("ls")
     (written,) = lived.log.dead_letters(9)
     assert letter == {
         "id": written.id,
@@ -107,7 +70,7 @@ def test_ls_as_json_has_every_field_but_the_history(lived: LivedRequests, dead: 
 
 
 def test_show_says_what_killed_whom_and_tells_the_story_also_when_the_history_has_expired(
-    lived: LivedRequests, dead: Dead
+    lived: LivedRequests, dead: Tool
 ) -> None:
     uid = lived.dead()
     expire(dead, uid)
@@ -120,22 +83,22 @@ def test_show_says_what_killed_whom_and_tells_the_story_also_when_the_history_ha
     assert lines[-1] == "text: He"
 
 
-def test_show_as_json_is_the_letter_and_the_story(lived: LivedRequests, dead: Dead) -> None:
+def test_show_as_json_is_the_letter_and_the_story(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead()
-    said = json.loads("\n".join(dead("show", uid, "--json")))
+    said = dead.json("show", uid)
     (written,) = lived.log.dead_letters(9)
     assert said["story"] == story(uid, copied_history(written))
     assert (said["letter"]["uid"], said["letter"]["id"]) == (uid, written.id)
 
 
-def test_show_says_when_the_copy_of_the_history_was_cut(lived: LivedRequests, dead: Dead) -> None:
+def test_show_says_when_the_copy_of_the_history_was_cut(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead(prompt="x" * 70_000)
     lines = dead("show", uid)
     assert lines[3].endswith("; entries left out there: 1")
     assert f"request {uid}: failed" in lines
 
 
-def test_a_letter_is_found_by_its_id_too(lived: LivedRequests, dead: Dead) -> None:
+def test_a_letter_is_found_by_its_id_too(lived: LivedRequests, dead: Tool) -> None:
     first, second = lived.dead(), lived.dead()
     newest, oldest = letter_ids(lived)
     assert f"request {first}: failed" in dead("show", oldest)
@@ -143,8 +106,8 @@ def test_a_letter_is_found_by_its_id_too(lived: LivedRequests, dead: Dead) -> No
     assert f"request {first}: failed" in dead("show", f"chatcmpl-{first}")
 
 
-def test_a_damaged_letter_is_one_line_can_be_seen_and_dropped(lived: LivedRequests, dead: Dead, redis_url: str) -> None:
-    command(redis_url, "XADD", lived.log.names.dead, "5-0", "uid", "u", "deaths", "many")
+def test_a_damaged_letter_is_one_line_can_be_seen_and_dropped(lived: LivedRequests, dead: Tool) -> None:
+    command(dead.url, "XADD", lived.log.names.dead, "5-0", "uid", "u", "deaths", "many")
     assert "5-0 does not decode" in dead.failure("show", "u")
     assert dead("ls")[1].split() == ["?", "u", "?", "many", "?"]
     dead("drop", "5-0")
@@ -154,7 +117,7 @@ def test_a_damaged_letter_is_one_line_can_be_seen_and_dropped(lived: LivedReques
 # requeue
 
 
-def test_requeue_sends_the_request_again_to_nobody_and_drops_the_letter(lived: LivedRequests, dead: Dead) -> None:
+def test_requeue_sends_the_request_again_to_nobody_and_drops_the_letter(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead(prompt="Again")
     before = decode(lived.log.histories([uid])[0][0].fields)
     (new,) = dead("requeue", uid, "--request-timeout", "7", "--retention", "9")
@@ -173,31 +136,26 @@ def test_requeue_sends_the_request_again_to_nobody_and_drops_the_letter(lived: L
     assert 10_000 < left_ms <= 16_000
 
 
-def test_a_requeued_request_goes_its_whole_way_though_nobody_listens(lived: LivedRequests, dead: Dead) -> None:
-    (new,) = dead("requeue", lived.dead())
+def test_a_requeued_request_goes_its_whole_way_though_nobody_listens(lived: LivedRequests, dead: Tool) -> None:
+    uid = lived.dead()
+    said = dead.json("requeue", uid)
+    assert said["requeued_from"] == uid
     lived.frontend = ""
-    lived.taken_in(new)
-    lived.tokens(new, "Hello")
-    lived.finished(new, 1)
-    told = story(new, lived.log.histories([new])[0])
+    lived.taken_in(said["uid"])
+    lived.tokens(said["uid"], "Hello")
+    lived.finished(said["uid"], 1)
+    told = story(said["uid"], lived.log.histories([said["uid"]])[0])
     assert (told["state"], told["text"]) == ("finished", "Hello")
 
 
-def test_requeue_as_json_names_both_requests(lived: LivedRequests, dead: Dead) -> None:
-    uid = lived.dead()
-    said = json.loads("\n".join(dead("requeue", uid, "--json")))
-    assert said["requeued_from"] == uid
-    assert lived.log.alive([said["uid"]]) == {said["uid"]}
-
-
-def test_requeue_says_so_when_the_history_is_gone_and_keeps_the_letter(lived: LivedRequests, dead: Dead) -> None:
+def test_requeue_says_so_when_the_history_is_gone_and_keeps_the_letter(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead(prompt="Again")
     expire(dead, uid)
     assert f"{uid}: its history is gone" in dead.failure("requeue", uid)
     assert len(letter_ids(lived)) == 1
 
 
-def test_requeue_into_a_full_backlog_keeps_the_letter(lived: LivedRequests, dead: Dead) -> None:
+def test_requeue_into_a_full_backlog_keeps_the_letter(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead()
     lived.submitted()
     said = dead.failure("requeue", uid, "--max-queued-requests", "1")
@@ -205,9 +163,9 @@ def test_requeue_into_a_full_backlog_keeps_the_letter(lived: LivedRequests, dead
     assert len(letter_ids(lived)) == 1
 
 
-def test_requeue_into_a_full_redis_keeps_the_letter(lived: LivedRequests, dead: Dead, redis_url: str) -> None:
+def test_requeue_into_a_full_redis_keeps_the_letter(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead()
-    command(redis_url, "CONFIG", "SET", "maxmemory", 1)
+    command(dead.url, "CONFIG", "SET", "maxmemory", 1)
     assert "takes no new work" in dead.failure("requeue", uid)
     assert len(letter_ids(lived)) == 1
 
@@ -215,68 +173,22 @@ def test_requeue_into_a_full_redis_keeps_the_letter(lived: LivedRequests, dead: 
 # drop
 
 
-def test_drop_removes_one_letter_and_leaves_the_history(lived: LivedRequests, dead: Dead) -> None:
+def test_drop_removes_one_letter_and_leaves_the_history(lived: LivedRequests, dead: Tool) -> None:
     first, second = lived.dead(), lived.dead()
     newest, oldest = letter_ids(lived)
     assert dead("drop", first) == [f"dropped {oldest}, {first}"]
     assert letter_ids(lived) == [newest]
     assert lived.log.histories([first])[0] != []
-    assert json.loads("\n".join(dead("drop", newest, "--json"))) == {"id": newest, "uid": second}
+    assert dead.json("drop", newest) == {"id": newest, "uid": second}
     assert letter_ids(lived) == []
 
 
 # what cannot work
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("action", ["show", "requeue", "drop"])
 @pytest.mark.parametrize("named", ["nobody", "1-0", "18446744073709551615-18446744073709551615", "0" * 32])
-def test_a_letter_that_is_not_there_is_one_line(lived: LivedRequests, dead: Dead, action: str, named: str) -> None:
+def test_a_letter_that_is_not_there_is_one_line(lived: LivedRequests, dead: Tool, action: str, named: str) -> None:
     lived.dead()
     assert f"{named}: no such dead letter" in dead.failure(action, named)
     assert len(letter_ids(lived)) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["bury"], "minisgl dead: bury given, expected one of ls, show, requeue, drop"),
-        (["show"], "minisgl dead show: nothing given, expected the id or uid of a dead letter first"),
-        (["ls", "ab"], "ab"),
-        (["ls", "--request-timeout", "7"], "--request-timeout"),
-        (["drop", "ab", "--retention", "7"], "--retention"),
-        (["requeue", "ab", "--request-timeout", "soon"], "--request-timeout"),
-    ],
-)
-def test_a_command_line_that_cannot_work_ends_with_2(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["dead", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and len(said.err.splitlines()) == 1
-    assert expected in said.err
-
-
-@pytest.mark.parametrize("arguments", [["ls"], *([action, "ab"] for action in ACTIONS)], ids=str)
-def test_without_a_server_every_action_says_so_in_one_line(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["dead", *arguments, "--data-dir", str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"minisgl: no server runs in {tmp_path};")
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"]], ids=str)
-def test_help_names_the_actions(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dead", *arguments]) == 0
-    said = capsys.readouterr().out
-    assert all(f"minisgl dead {action}" in said for action in ("ls", *ACTIONS))
-
-
-@pytest.mark.parametrize("action", ["ls", *ACTIONS])
-def test_help_of_an_action_names_its_flags(action: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["dead", action, "--help"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"usage: minisgl dead {action}") and "--data-dir" in said
-    assert ("--request-timeout" in said) is (action == "requeue")

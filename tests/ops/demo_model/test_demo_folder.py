@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from selection import by_night
+from tokenizers import Tokenizer
 
 from ops.demo_model.corpus import VERSION
 from ops.demo_model.network import Shape
@@ -24,14 +23,6 @@ from stages.generate.model.recommended import read_recommended
 def record() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((DEMO_FOLDER / RECORD_FILE).read_text())
     return found
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_it_can_be_served_and_is_small() -> None:
@@ -51,14 +42,17 @@ def test_it_answers_greedily_where_a_request_does_not_say_otherwise() -> None:
     assert read_recommended(DEMO_FOLDER).sampling == {"temperature": 0.0}
 
 
-def test_its_training_is_that_of_this_code_and_went_to_the_end(record: dict[str, Any]) -> None:
-    assert record["plan"] == asdict(Plan()) and record["shape"] == asdict(Shape(make_tokenizer().get_vocab_size()))
+def test_its_training_is_that_of_this_code_and_went_to_the_end(record: dict[str, Any], tokenizer: Tokenizer) -> None:
+    assert record["plan"] == asdict(Plan()) and record["shape"] == asdict(Shape(tokenizer.get_vocab_size()))
     assert record["step"] == record["plan"]["steps"] and len(record["first_losses"]) == NUM_RECORDED
 
 
 @pytest.mark.slow
-def test_the_recorded_seed_gives_the_recorded_losses_on_one_thread(record: dict[str, Any], one_thread: None) -> None:
-    training = Training(Plan(**record["plan"]), Shape(**record["shape"]), make_tokenizer())
+@pytest.mark.usefixtures("one_thread")
+def test_the_recorded_seed_gives_the_recorded_losses_on_one_thread(
+    record: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    training = Training(Plan(**record["plan"]), Shape(**record["shape"]), tokenizer)
     recorded: list[float] = record["first_losses"][: by_night(3, None)]
     losses = [training.advance() for _ in recorded]
     assert losses == pytest.approx(recorded, abs=1e-3)

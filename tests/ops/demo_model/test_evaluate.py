@@ -7,21 +7,19 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
 
 from ops.demo_model.corpus import frame_words
 from ops.demo_model.evaluate import FAMILIES, REACHES, Examiner, main
 from ops.demo_model.network import Shape
-from ops.demo_model.tokens import make_tokenizer
 from ops.demo_model.train import Plan, Training
 from ops.demo_model.wordings import is_held_out
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that has learnt little more than which letters there are."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = make_tokenizer()
     shape = Shape(tokenizer.get_vocab_size(), hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=128)
     training = Training(Plan(steps=80, first_tokens=512, warmup_steps=5), shape, tokenizer)
     for _ in range(60):
@@ -52,23 +50,20 @@ def test_its_values_are_held_out(examiner: Examiner, family: str) -> None:
 
 @pytest.mark.parametrize("family", REACHES)
 def test_what_is_to_be_recalled_is_as_far_away_as_the_family_says(
-    examiner: Examiner, folder: Path, family: str
+    examiner: Examiner, tokenizer: Tokenizer, family: str
 ) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     least, most = REACHES[family]
     told = [each for each in examiner.questions(family, 10) if "have not told" not in each.expected]
     assert len(told) > 5
     for each in told:
         value = each.expected.rstrip(".").split()[-1]
         _, found, rest = each.prompt.lower().partition(value.lower())
-        assert found and least <= len(tokenizer(rest)["input_ids"]) <= most + len(tokenizer(value)["input_ids"]) + 20
+        assert found and least <= len(tokenizer.encode(rest).ids) <= most + len(tokenizer.encode(value).ids) + 20
 
 
-def test_a_counting_list_of_200_tokens_has_them(examiner: Examiner, folder: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    assert all(
-        len(tokenizer(each.expected)["input_ids"]) >= 200 for each in examiner.questions("count, 200 tokens", 10)
-    )
+def test_a_counting_list_of_200_tokens_has_them(examiner: Examiner, tokenizer: Tokenizer) -> None:
+    questions = examiner.questions("count, 200 tokens", 10)
+    assert all(len(tokenizer.encode(each.expected).ids) >= 200 for each in questions)
 
 
 def test_many_questions_at_once_are_answered_like_each_alone(examiner: Examiner) -> None:

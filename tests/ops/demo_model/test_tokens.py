@@ -13,23 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from ops.demo_model import wordings
 from ops.demo_model.corpus import Maker, conversations
 from ops.demo_model.messages import Conversation
-from ops.demo_model.tokens import (
-    MARKS,
-    SPECIAL_TOKENS,
-    STOP,
-    Encoder,
-    answer_of,
-    make_tokenizer,
-    render,
-    write_tokenizer,
-)
+from ops.demo_model.tokens import MARKS, SPECIAL_TOKENS, STOP, Encoder, answer_of, render, write_tokenizer
 from pipeline.spelling import Spelling
 from stages.generate.model.checkpoint import check_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")

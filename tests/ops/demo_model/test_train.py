@@ -15,40 +15,31 @@ from transformers import Qwen3ForCausalLM
 
 from ops.demo_model.corpus import VERSION, conversations
 from ops.demo_model.network import Qwen3, Shape
-from ops.demo_model.tokens import Encoder, make_tokenizer
+from ops.demo_model.tokens import Encoder
 from ops.demo_model.train import STATE_FILE, Plan, Training, main, pack
 from stages.generate.model.checkpoint import check_folder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 128}
 PLAN = Plan(steps=70, first_tokens=512, tokens=1024, small_steps=20, second_phase=30, third_phase=60, warmup_steps=10)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return make_tokenizer()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def training(tokenizer: Tokenizer, plan: Plan = PLAN) -> Training:
-    return Training(plan, Shape(tokenizer.get_vocab_size(), **SMALL), tokenizer)
+def training(tokenizer: Tokenizer, plan: Plan = PLAN, *, steps: int = 0) -> Training:
+    """Return a small training after so many steps."""
+    begun = Training(plan, Shape(tokenizer.get_vocab_size(), **SMALL), tokenizer)
+    for _ in range(steps):
+        begun.advance()
+    return begun
 
 
 def test_it_is_the_network_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    trained = training(tokenizer)
-    for _ in range(3):
-        trained.advance()
+    trained = training(tokenizer, steps=3)
     trained.write_checkpoint(tmp_path)
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = Qwen3(trained.model.shape, dtype=torch.float32)
-    for name, weight in ours.weights().items():
-        weight.data.copy_(trained.model.weights()[name].data.bfloat16())
+    for name, weight in ours.weights.items():
+        weight.data.copy_(trained.model.weights[name].data.bfloat16())
     batch = Encoder(tokenizer).encode(list(itertools.islice(conversations("network"), 6)))
     with torch.no_grad():
         for packed in pack(batch):
@@ -86,7 +77,7 @@ def test_a_conversation_is_computed_as_if_it_were_alone(tokenizer: Tokenizer) ->
     batch = Encoder(tokenizer).encode(list(itertools.islice(conversations("alone"), 12)))
     model = Qwen3(Shape(tokenizer.get_vocab_size(), **SMALL), dtype=torch.float32)
     with torch.no_grad():
-        for name, weight in model.weights().items():
+        for name, weight in model.weights.items():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
         together = sum(model.loss(packed).item() for packed in pack(batch))
@@ -94,21 +85,19 @@ def test_a_conversation_is_computed_as_if_it_were_alone(tokenizer: Tokenizer) ->
     assert together == pytest.approx(alone, rel=1e-5)
 
 
-def test_an_interrupted_training_goes_on_as_if_nothing_had_been(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    whole = training(tokenizer)
-    for _ in range(12):
-        whole.advance()
-    first = training(tokenizer)
-    for _ in range(7):
-        first.advance()
-    first.save(tmp_path / STATE_FILE)
-    second = training(tokenizer)
-    second.load(tmp_path / STATE_FILE)
+def test_an_interrupted_training_goes_on_as_if_nothing_had_been_also_to_a_later_end(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    whole = training(tokenizer, steps=12)
+    training(tokenizer, steps=7).save(tmp_path / STATE_FILE)
+    longer = training(tokenizer, replace(PLAN, steps=PLAN.steps + 10))
+    longer.load(tmp_path / STATE_FILE)
+    assert longer.plan.steps == PLAN.steps + 10
     for _ in range(5):
-        second.advance()
-    assert second.losses == whole.losses and second.num_tokens == whole.num_tokens
-    for name, weight in whole.model.weights().items():
-        assert torch.equal(weight, second.model.weights()[name]), name
+        longer.advance()
+    assert longer.losses == whole.losses and longer.num_tokens == whole.num_tokens
+    for name, weight in whole.model.weights.items():
+        assert torch.equal(weight, longer.model.weights[name]), name
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"rate": 1e-3}, {"third_phase": 50}])
@@ -116,13 +105,6 @@ def test_a_state_of_another_plan_is_refused(tokenizer: Tokenizer, tmp_path: Path
     training(tokenizer).save(tmp_path / STATE_FILE)
     with pytest.raises(ValueError, match="plan"):
         training(tokenizer, replace(PLAN, **change)).load(tmp_path / STATE_FILE)
-
-
-def test_a_state_goes_on_with_more_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    training(tokenizer).save(tmp_path / STATE_FILE)
-    longer = training(tokenizer, replace(PLAN, steps=PLAN.steps + 10))
-    longer.load(tmp_path / STATE_FILE)
-    assert longer.plan.steps == PLAN.steps + 10
 
 
 def test_the_rate_rises_stays_and_falls_to_nothing_and_once_more_for_the_last_phase() -> None:

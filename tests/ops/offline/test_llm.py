@@ -105,11 +105,8 @@ def test_text_messages_and_token_ids_give_what_transformers_gives(tmp_path: Path
     with LLM(folder, threads=1, num_pages=64) as llm:
         prompts: list[Prompt] = ["The log is", messages, ids]
         completions = llm.generate(prompts, GREEDY)
-    assert [list(completion.prompt_token_ids) for completion in completions] == [
-        tokenizer("The log is")["input_ids"],
-        templated,
-        ids,
-    ]
+    prompt_ids = [list(completion.prompt_token_ids) for completion in completions]
+    assert prompt_ids == [tokenizer("The log is")["input_ids"], templated, ids]
     for completion in completions:
         expected, gap = reference_tokens(folder, completion.prompt_token_ids, 8)
         assert gap > 1e-3
@@ -132,9 +129,8 @@ def test_each_prompt_has_its_own_parameters_and_results_are_in_order(shared: Wat
     several = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (9, 1, 5)]
     completions = shared.generate(["a", "b", "c"], several)
     assert [len(completion.token_ids) for completion in completions] == [9, 1, 5]
-    assert [completion.prompt_token_ids for completion in completions] == [
-        completion.prompt_token_ids for completion in shared.generate(["a", "b", "c"], GREEDY)
-    ]
+    again = shared.generate(["a", "b", "c"], GREEDY)
+    assert [each.prompt_token_ids for each in completions] == [each.prompt_token_ids for each in again]
 
 
 def test_a_seed_repeats_an_answer_and_without_one_answers_differ(shared: WatchedLLM) -> None:
@@ -318,11 +314,8 @@ def test_what_fails_while_running_is_named_after_the_others_have_ended(llm: Watc
         llm.generate([[1, 2], [3, POISON], [4, 5]], GREEDY)
     assert set(raised.value.failures) == {1}
     good = llm.generate([[1, 2], [4, 5]], GREEDY)
-    assert [completion and completion.text for completion in raised.value.completions] == [
-        good[0].text,
-        None,
-        good[1].text,
-    ]
+    texts = [completion and completion.text for completion in raised.value.completions]
+    assert texts == [good[0].text, None, good[1].text]
 
 
 def test_an_engine_that_breaks_leaves_nobody_waiting(folder: Path) -> None:
@@ -382,29 +375,18 @@ def test_a_model_that_nobody_holds_any_more_ends_its_threads(folder: Path) -> No
 # how it looks
 
 
-class Screen(io.StringIO):
-    def __init__(self, is_terminal: bool) -> None:
-        super().__init__()
-        self.is_terminal = is_terminal
-
-    def isatty(self) -> bool:
-        return self.is_terminal
-
-
 @pytest.mark.parametrize(("is_terminal", "wanted"), [(True, True), (True, False), (False, True)])
 def test_a_terminal_sees_how_many_are_done_and_how_fast_and_nobody_else_does(
     shared: WatchedLLM, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, wanted: bool
 ) -> None:
-    screen = Screen(is_terminal)
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     shared.generate(["a", "b", "c"], GREEDY, progress=wanted)
     shown = screen.getvalue()
-    if is_terminal and wanted:
-        assert "3/3" in shown and "tokens/s" in shown
-    else:
-        assert shown == ""
+    assert ("3/3" in shown and "tokens/s" in shown) if is_terminal and wanted else shown == ""
 
 
 def test_the_example_of_the_readme_runs_as_printed_and_prints_the_texts_alone(tmp_path: Path) -> None:

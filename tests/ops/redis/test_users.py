@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ RIGHTS: Mapping[str, frozenset[str]] = {
     words[1]: frozenset(words[2:]) for words in map(str.split, ACL.splitlines()) if words[0] == "user"
 }
 ROLES = tuple(role for role in RIGHTS if role != "default")
-PASSWORD = "a secret"
+PASSWORD = "secret"
 COMMITS = ROOT / "pipeline" / "log" / "commits"
 NAMES = Names()
 
@@ -39,14 +40,11 @@ SCRIPTS: Mapping[str, tuple[str, ...]] = {
 """Which commits each role may call. An operator calls one, `submit`, with neither key nor quota: see below."""
 
 
-def users_with_password(folder: Path, password: str = PASSWORD) -> Path:
+def users_with_password(folder: Path) -> Path:
     """Write the users as an operator does, each with the same password, and one who may do anything."""
     file = folder / "users.acl"
-    lines = [
-        line if line.startswith("user default ") else f"{line} >{password.replace(' ', '')}"
-        for line in ACL.splitlines()
-    ]
-    file.write_text("\n".join([*lines, f"user admin reset on >{password.replace(' ', '')} ~* &* +@all\n"]))
+    lines = [line if line.startswith("user default ") else f"{line} >{PASSWORD}" for line in ACL.splitlines()]
+    file.write_text("\n".join([*lines, f"user admin reset on >{PASSWORD} ~* &* +@all\n"]))
     return file
 
 
@@ -56,14 +54,13 @@ def guarded(
 ) -> Iterator[str]:
     """The address of a server with these users, without any."""
     folder = tmp_path_factory.mktemp("guarded")
-    with running_server(
-        redis_servers.binary(request.param), folder, "--aclfile", users_with_password(folder)
-    ) as server:
+    binary = redis_servers.binary(request.param)
+    with running_server(binary, folder, "--aclfile", users_with_password(folder)) as server:
         yield server.url
 
 
 def as_user(url: str, user: str) -> str:
-    return url.replace("unix://", f"unix://{user}:{PASSWORD.replace(' ', '')}@")
+    return url.replace("unix://", f"unix://{user}:{PASSWORD}@")
 
 
 def test_there_is_a_user_for_each_stage_one_for_all_and_one_for_people() -> None:
@@ -168,11 +165,8 @@ def test_no_role_does_the_work_of_another(guarded: str, case: tuple[str, ...]) -
 
 
 def test_an_operator_looks_and_deals_with_dead_letters(guarded: str, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RedisLog(as_user(guarded, "minisgl"), NAMES)
-    try:
+    with contextlib.closing(RedisLog(as_user(guarded, "minisgl"), NAMES)) as log:
         uid = LivedRequests(log).dead()
-    finally:
-        log.close()
     where = ["--redis-url", as_user(guarded, "operator")]
     for line in (["trace", uid], ["top", "--once"], ["dead", "ls"], ["dead", "show", uid], ["dead", "requeue", uid]):
         assert main([*line, *where]) == 0, capsys.readouterr().err
@@ -182,17 +176,9 @@ def test_an_operator_looks_and_deals_with_dead_letters(guarded: str, capsys: pyt
 
 
 def test_a_log_that_may_not_do_its_work_says_which_rights_are_missing(guarded: str) -> None:
-    log = RedisLog(as_user(guarded, "operator"), NAMES)
-    try:
-        with pytest.raises(LogUnavailable, match=r"give the user the rights that ops/redis/users\.acl has"):
-            log.prepare(Inbox.submitted(NAMES))
-    finally:
-        log.close()
     with connect(as_user(guarded, "admin")) as client:
-        client.execute_command("ACL", "SETUSER", "crippled", "reset", "on", ">pw", "~*", "+@all", "-xgroup")
-    log = RedisLog(guarded.replace("unix://", "unix://crippled:pw@"), NAMES)
-    try:
-        with pytest.raises(LogUnavailable, match=r"give the user the rights that ops/redis/users\.acl has"):
+        client.execute_command("ACL", "SETUSER", "crippled", "reset", "on", f">{PASSWORD}", "~*", "+@all", "-xgroup")
+    for user in ("operator", "crippled"):
+        refused = pytest.raises(LogUnavailable, match=r"give the user the rights that ops/redis/users\.acl has")
+        with contextlib.closing(RedisLog(as_user(guarded, user), NAMES)) as log, refused:
             log.prepare(Inbox.submitted(NAMES))
-    finally:
-        log.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,6 @@ from ops.top import command as top
 from pipeline.errors import ConfigError
 from pipeline.flags import build_parser, flags_of, owners_of, parse_flags, secrets_of
 
-OWNERS = {command: owners_of(config) for command, config in COMMANDS.items()}
 TOOLS = {
     "trace": trace.FLAGS,
     "top": top.FLAGS,
@@ -32,6 +33,7 @@ TOOLS = {
     "dead drop": dead.FLAGS,
     "shell": (ShellConfig,),
 }
+OWNERS = {command: owners_of(config) for command, config in COMMANDS.items()} | TOOLS
 MODEL = {("--model", "--model-path")}
 DATA = {("--data-dir",), ("--repair",)}
 NAMES = {("--served-model-name",)}
@@ -60,29 +62,25 @@ ENGINE = {
 SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count"), ("--shell", "--shell-mode")}
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
-FLAGS = {
-    "serve": frozenset(MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS),
-    "stage tokenize": frozenset(MODEL | WORKER | LOG),
-    "stage generate": frozenset(MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG),
-    "stage detokenize": frozenset(MODEL | WORKER | LOG),
-    "stage web": frozenset(WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | KEYS),
-}
 CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
 RETENTION = {("--retention",)}
 JSON = {("--json",)}
-TOP = {("--interval",), ("--once",)}
-TOOL_FLAGS = {
-    "trace": frozenset(CONNECT | RETENTION | JSON),
-    "top": frozenset(CONNECT | TOP | JSON),
-    "dead ls": frozenset(CONNECT | JSON),
-    "dead show": frozenset(CONNECT | JSON),
-    "dead requeue": frozenset(CONNECT | REQUESTS | RETENTION | JSON),
-    "dead drop": frozenset(CONNECT | JSON),
-    "shell": frozenset({("--url",), ("--model",), ("--api-key",), ("--system",), ("--set",), ("--prompt", "-q")}),
+FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
+    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS,
+    "stage tokenize": MODEL | WORKER | LOG,
+    "stage generate": MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG,
+    "stage detokenize": MODEL | WORKER | LOG,
+    "stage web": WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | KEYS,
+    "trace": CONNECT | RETENTION | JSON,
+    "top": CONNECT | JSON | {("--interval",), ("--once",)},
+    "dead ls": CONNECT | JSON,
+    "dead show": CONNECT | JSON,
+    "dead requeue": CONNECT | REQUESTS | RETENTION | JSON,
+    "dead drop": CONNECT | JSON,
+    "shell": {("--url",), ("--model",), ("--api-key",), ("--system",), ("--set",), ("--prompt", "-q")},
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
-REPEATED = ("--served-model-name", "--api-key", "--set")
 SECRET = ("--redis-url", "--api-key")
 VALUES: dict[str, tuple[str, object]] = {
     "--model": ("/m o d e l", "/m o d e l"),
@@ -128,9 +126,9 @@ VALUES: dict[str, tuple[str, object]] = {
     "--set": ("seed=1", ("seed=1",)),
     "--prompt": ("Hi", "Hi"),
 }
-"""A value for each flag, and what it becomes."""
-TOOL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
-"""The same of the tools: the shell sends one key of those that a server has."""
+"""A value for each flag, and what it becomes; a tuple is of a flag that takes several words."""
+SHELL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
+"""The shell sends one key of those that a server has."""
 
 BAD_VALUES = [
     ("--port", "eighty", "at least 1"),
@@ -180,11 +178,19 @@ def parse_serve(*arguments: str, **environment: str) -> ServerConfig:
 
 def value_of(config: ServerConfig | StageConfig, flag: str) -> object:
     """Return what *flag* became."""
-    for owner in (getattr(config, item.name) for item in dataclasses.fields(config)):
-        for item in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
-            if item.metadata["flags"][0] == flag:
-                return getattr(owner, item.name)
-    raise AssertionError(f"no config object has {flag}")
+    return values_in(getattr(config, item.name) for item in dataclasses.fields(config))[flag]
+
+
+def values_in(owners: Iterable[Any]) -> dict[str, object]:
+    """Return flag -> value."""
+    return {
+        item.metadata["flags"][0]: getattr(owner, item.name) for owner in owners for item in dataclasses.fields(owner)
+    }
+
+
+def words_of(flag: str, values: Mapping[str, tuple[str, object]] = VALUES) -> list[str]:
+    text, value = values[flag]
+    return text.split() if isinstance(value, tuple) else [text]
 
 
 def variable(flag: str) -> str:
@@ -198,8 +204,7 @@ def test_the_flags_and_aliases_are_these(command: str) -> None:
 
 def test_the_commands_are_these_and_every_flag_is_tried_here() -> None:
     assert set(OWNERS) == set(FLAGS)
-    assert set(TOOLS) == set(TOOL_FLAGS)
-    assert {names[0] for flags in (FLAGS | TOOL_FLAGS).values() for names in flags} == set(VALUES)
+    assert {names[0] for flags in FLAGS.values() for names in flags} == set(VALUES)
     assert {flag for flag, *_ in BAD_VALUES} <= set(VALUES)
 
 
@@ -218,19 +223,17 @@ def test_help_names_every_flag(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_every_flag_and_alias_sets_its_value(command: str) -> None:
-    for names in FLAGS[command]:
-        text, value = VALUES[names[0]]
-        words = text.split() if names[0] in REPEATED else [text]
-        for name in names:
-            assert value_of(parse(*command.split(), name, *words), names[0]) == value
+def test_every_flag_and_alias_and_the_environment_set_its_value(command: str) -> None:
+    values = SHELL_VALUES if command == "shell" else VALUES
+    for flag, *aliases in FLAGS[command]:
+        text, value = values[flag]
+        for name in (flag, *aliases):
+            configs = parse_flags(command, OWNERS[command], [name, *words_of(flag, values)], {})
+            assert values_in(configs)[flag] == value
+        assert values_in(parse_flags(command, OWNERS[command], [], {variable(flag): text}))[flag] == value
 
 
-@pytest.mark.parametrize("command", FLAGS)
-def test_the_environment_sets_every_flag_and_the_command_line_wins(command: str) -> None:
-    for flag, *_ in FLAGS[command]:
-        text, value = VALUES[flag]
-        assert value_of(parse(*command.split(), **{variable(flag): text}), flag) == value
+def test_the_command_line_wins_over_the_environment() -> None:
     assert parse_serve("--port", "1", MINISGL_PORT="2").web.port == 1
     assert parse_serve("--served-model-name", "c", MINISGL_SERVED_MODEL_NAME="a b").names.served_model_name == ("c",)
     assert parse_serve("--device", "cpu", MINISGL_DEVICE="cuda").engine.device == "cpu"
@@ -239,17 +242,6 @@ def test_the_environment_sets_every_flag_and_the_command_line_wins(command: str)
 def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_PORT", "2")
     assert parse_serve().web.port == 1919
-
-
-@pytest.mark.parametrize("tool", TOOL_FLAGS)
-def test_the_flags_of_a_tool_are_these_and_each_sets_its_value(tool: str) -> None:
-    flags = {item.metadata["flags"]: item.name for item in flags_of(TOOLS[tool])}
-    assert set(flags) == TOOL_FLAGS[tool]
-    for names, field in flags.items():
-        text, value = TOOL_VALUES[names[0]]
-        for arguments, environment in (*(([name, text], {}) for name in names), ([], {variable(names[0]): text})):
-            configs = parse_flags(tool, TOOLS[tool], arguments, environment)
-            assert value in [getattr(config, field, None) for config in configs]
 
 
 def test_a_flag_that_a_tool_shares_with_serve_has_the_same_default() -> None:
@@ -311,22 +303,16 @@ def test_a_flag_that_is_yes_or_no_may_stand_alone(flags: list[str], expected: bo
     assert (config.engine.dummy_weight, config.web.port) == (expected, 8000)
 
 
-def test_auto_is_zero_where_the_machine_decides() -> None:
-    flags = [
-        "--threads",
-        "--max-prefill-length",
-        "--mixed-prefill-length",
-        "--page-size",
-        "--num-pages",
-        "--max-seq-len",
-    ]
-    for flag in flags:
-        assert value_of(parse_serve(flag, "auto"), flag) == 0
+@pytest.mark.parametrize(
+    "name", ["threads", "max-prefill-length", "mixed-prefill-length", "page-size", "num-pages", "max-seq-len"]
+)
+def test_auto_is_zero_where_the_machine_decides(name: str) -> None:
+    assert value_of(parse_serve(f"--{name}", "auto"), f"--{name}") == 0
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])
 def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
-    for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *_words(flag))]):
+    for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *words_of(flag))]):
         serve = parse_serve(*flags)
         again = parse("stage", stage, *stage_flags(serve, stage), **secrets_of(serve))
         accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN}
@@ -336,10 +322,8 @@ def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
 
 def test_the_flags_for_a_stage_leave_out_defaults_and_which_worker_it_is() -> None:
     assert stage_flags(parse_serve(), "generate") == []
-    assert stage_flags(parse("stage", "generate", "--slot", "2", "--page-size", "16"), "generate") == [
-        "--page-size",
-        "16",
-    ]
+    config = parse("stage", "generate", "--slot", "2", "--page-size", "16")
+    assert stage_flags(config, "generate") == ["--page-size", "16"]
 
 
 def test_what_is_secret_is_in_no_command_line_and_in_no_text_of_the_config() -> None:
@@ -366,11 +350,6 @@ def test_no_keys_in_the_environment_is_an_empty_key_which_is_refused_later(text:
     assert parse_serve("--api-key", "k", MINISGL_API_KEY=text).keys.api_key == ("k",)
 
 
-def _words(flag: str) -> list[str]:
-    text, _ = VALUES[flag]
-    return text.split() if flag in REPEATED else [text]
-
-
 def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert str(parse_serve("--port", "8000").data_dir) == "/state/minisgl/8000"
@@ -380,25 +359,22 @@ def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("line", "kept", "variables"),
+    ("line", "kept", "secret"),
     [
+        ("serve --redis-url redis://me:pw@box --port 80", "serve --port 80", "REDIS_URL=redis://me:pw@box"),
+        ("trace u --redis-url=redis://:pw@box --json", "trace u --json", "REDIS_URL=redis://:pw@box"),
+        ("serve --api-key a b --port 80", "serve --port 80", "API_KEY=a b"),
+        ("serve --api-key a", "serve", "API_KEY=a"),
         (
-            "serve --redis-url redis://me:pw@box --port 80",
-            "serve --port 80",
-            {"MINISGL_REDIS_URL": "redis://me:pw@box"},
-        ),
-        ("trace u --redis-url=redis://:pw@box --json", "trace u --json", {"MINISGL_REDIS_URL": "redis://:pw@box"}),
-        ("serve --api-key a b --port 80", "serve --port 80", {"MINISGL_API_KEY": "a b"}),
-        ("serve --api-key a", "serve", {"MINISGL_API_KEY": "a"}),
-        (
-            "top --redis-url redis+sentinel://h/m?sentinel_password=pw",
+            "top --redis-url redis+sentinel://h?sentinel_password=p",
             "top",
-            {"MINISGL_REDIS_URL": "redis+sentinel://h/m?sentinel_password=pw"},
+            "REDIS_URL=redis+sentinel://h?sentinel_password=p",
         ),
     ],
 )
-def test_a_secret_on_the_command_line_is_taken_out_of_it(line: str, kept: str, variables: dict[str, str]) -> None:
-    assert without_secrets(line.split()) == (kept.split(), variables)
+def test_a_secret_on_the_command_line_is_taken_out_of_it(line: str, kept: str, secret: str) -> None:
+    name, _, value = secret.partition("=")
+    assert without_secrets(line.split()) == (kept.split(), {f"MINISGL_{name}": value})
 
 
 @pytest.mark.parametrize(

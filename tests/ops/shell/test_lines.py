@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ops.shell.lines import Command, Say, Unknown, read_line
+from ops.shell.chat import Chat
+from ops.shell.lines import COMMANDS, Command, Say, Unknown, read_line
 
 
 @pytest.mark.parametrize("line", ["Hello", "  indented\ncode", "1/2", "a /reset", "C:\\"])
@@ -49,3 +50,9 @@ def test_two_slashes_say_a_text_that_begins_with_one(line: str, said: str) -> No
 )
 def test_an_unknown_command_names_what_may_have_been_meant(line: str, name: str, near: tuple[str, ...]) -> None:
     assert read_line(line) == Unknown(name, near)
+
+
+def test_every_command_but_exit_is_a_method_of_the_chat() -> None:
+    assert {name for name in dir(Chat) if name.startswith("do_")} == {f"do_{name[1:]}" for name in COMMANDS} - {
+        "do_exit"
+    }

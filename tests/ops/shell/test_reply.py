@@ -53,13 +53,7 @@ def test_an_answer_that_does_not_stream_is_one_piece() -> None:
 @pytest.mark.parametrize("torn_again", range(4))
 def test_a_stream_that_goes_on_after_an_id_says_nothing_twice(num_before: int, torn_again: int) -> None:
     """The server says an event in several frames, of which the last has its id; the stream breaks anywhere."""
-    frames = [
-        chunk("Hel"),
-        chunk("lo"),
-        chunk(", ", "1-0"),
-        chunk(reasoning="so"),
-        chunk("you", "2-0"),
-    ]
+    frames = [chunk("Hel"), chunk("lo"), chunk(", ", "1-0"), chunk(reasoning="so"), chunk("you", "2-0")]
     reply = Reply()
     shown = taken(reply, *frames[:num_before])
     for num in (torn_again, None):

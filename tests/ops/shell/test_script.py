@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from openai_stand_in import DONE, FINISH, Body, Frames, OpenAIStandIn, data, listening, text_chunk
+from openai_stand_in import DONE, FINISH, Body, Frames, Hold, OpenAIStandIn, data, listening, text_chunk
 from servers import ROOT, free_port
 
 NASTY = "a\x1b[2J\r\n\tü\x00"
@@ -125,14 +123,8 @@ def test_a_stream_that_ends_without_an_end_broke(server: OpenAIStandIn) -> None:
 
 def test_a_stream_that_broke_goes_on_and_nothing_comes_twice(server: OpenAIStandIn) -> None:
     """An event may be several frames, of which the last has its id."""
-    whole = [
-        text_chunk("a"),
-        b"id: 1-0\n" + text_chunk("b"),
-        text_chunk("c"),
-        b"id: 2-0\n" + text_chunk("d"),
-        FINISH,
-        DONE,
-    ]
+    a, b, c, d = map(text_chunk, "abcd")
+    whole = [a, b"id: 1-0\n" + b, c, b"id: 2-0\n" + d, FINISH, DONE]
     breaks: Iterator[Frames | tuple[int, object]] = iter([[b"id: 1-0\ndata: {torn"], (503, {}), whole[2:3], whole[2:]])
     after: list[str] = []
 
@@ -186,20 +178,14 @@ def test_flags_that_cannot_work_are_refused(server: OpenAIStandIn, flags: tuple[
 
 
 def test_ctrl_c_ends_with_130(server: OpenAIStandIn) -> None:
-    has_come, has_left = threading.Event(), threading.Event()
-
-    async def gate() -> None:
-        has_come.set()
-        await asyncio.to_thread(has_left.wait, 60)
-
-    server.gate = gate
+    server.gate = hold = Hold()
     process = start("-q", "Hi", url=server.url)
     assert process.stdin is not None
     process.stdin.close()
-    assert has_come.wait(30)
+    assert hold.has_come.wait(30)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
-    has_left.set()
+    hold.may_go_on.set()
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.read() + process.stderr.read() == b""
     process.stdout.close()

@@ -1,0 +1,71 @@
+"""What the commands that look into a running server have in common: their flags, and what they say without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minisgl import main
+
+COMMANDS = ("top", "trace u", "dead ls", "dead show u", "dead requeue u", "dead drop u")
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_no_server_is_one_line_that_says_where_it_was_looked_for(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*line.split(), "--data-dir", str(tmp_path)]) == 1
+    assert main([*line.split(), "--redis-url", f"unix://{tmp_path}/none.sock"]) == 1
+    out, err = capsys.readouterr()
+    no_folder, no_redis = err.splitlines()
+    assert out == "" and no_folder.startswith(f"minisgl: no server runs in {tmp_path}; name it with --port")
+    assert no_redis.startswith("minisgl: the Redis of --redis-url cannot be used: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("top now", "now"),
+        ("top --interval 0", "seconds above 0"),
+        ("top --redis-url http://here", "--redis-url: "),
+        ("trace", "minisgl trace: nothing given, expected the uid of a request first"),
+        ("trace --port 8000", "minisgl trace: --port given, expected the uid of a request first"),
+        ("trace ab cd", "cd"),
+        ("trace ab --lease 3", "--lease"),
+        ("trace ab --redis-url http://here", "--redis-url: "),
+        ("dead bury", "minisgl dead: bury given, expected one of ls, show, requeue, drop"),
+        ("dead show", "minisgl dead show: nothing given, expected the id or uid of a dead letter first"),
+        ("dead ls ab", "ab"),
+        ("dead ls --request-timeout 7", "--request-timeout"),
+        ("dead drop ab --retention 7", "--retention"),
+        ("dead requeue ab --request-timeout soon", "--request-timeout"),
+    ],
+)
+def test_a_command_line_that_cannot_work_ends_with_2(
+    line: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and expected in err
+
+
+@pytest.mark.parametrize(
+    ("line", "usage"),
+    [("trace", "trace UID"), ("trace ab", "trace UID")]
+    + [(f"dead {action}", f"dead {action}") for action in ("ls", "show", "requeue", "drop")],
+)
+def test_help_names_the_flags(line: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*line.split(), "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: minisgl {usage}") and "--data-dir" in said
+    assert ("--request-timeout" in said) is (line == "dead requeue")
+
+
+@pytest.mark.parametrize("line", ["dead", "dead --help"])
+def test_help_of_dead_names_the_actions(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 0
+    said = capsys.readouterr().out
+    assert all(f"minisgl dead {action}" in said for action in ("ls", "show", "requeue", "drop"))
