@@ -7,14 +7,17 @@ in the environment sets any flag; the command line wins. Abbreviations are off.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, Final, NoReturn, TypeVar, get_type_hints
 
 from pipeline.errors import ConfigError
 
 C = TypeVar("C")
+N = TypeVar("N", int, float)
 
 
 def flag(
@@ -40,60 +43,31 @@ def flag(
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers that refuses what is below *lowest*."""
-
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {lowest}")
-        return value
-
-    return number
+    """Return a parser of whole numbers that refuses numbers below *lowest*."""
+    return _number(int, lambda value: value >= lowest, f"a whole number of at least {lowest}")
 
 
 def auto_or(lowest: int) -> Callable[[str], int]:
     """As `at_least`, and `auto` is 0."""
+    return lambda text: 0 if text == "auto" else at_least(lowest)(text)
 
-    def number(text: str) -> int:
-        return 0 if text == "auto" else at_least(lowest)(text)
+
+def _number(kind: Callable[[str], N], is_allowed: Callable[[N], bool], expected: str) -> Callable[[str], N]:
+    """Return a parser of numbers. Text that is no number, or none that is allowed, gets an error with *expected*."""
+
+    def number(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if is_allowed(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {expected}")
 
     return number
 
 
-def seconds(text: str) -> float:
-    """Parse a number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
-    return value
-
-
-def seconds_or_0(text: str) -> float:
-    """Parse a number of seconds, at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds, at least 0")
-    return value
-
-
-def share(text: str) -> float:
-    """Parse a share above 0 and up to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a share above 0 and up to 1")
-    return value
+seconds: Final = _number(float, lambda value: 0 < value < math.inf, "a number of seconds above 0")
+seconds_or_0: Final = _number(float, lambda value: 0 <= value < math.inf, "a number of seconds, at least 0")
+share: Final = _number(float, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
 
 
 def port_number(text: str) -> int:
