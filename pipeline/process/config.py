@@ -41,9 +41,7 @@ class DataConfig:
     """Where files are kept."""
 
     data_dir: str = flag(
-        "--data-dir",
-        default="",
-        help="folder for the data of the embedded server [~/.local/state/minisgl/<port>]",
+        "--data-dir", default="", help="folder for the data of the embedded server [~/.local/state/minisgl/<port>]"
     )
 
 

@@ -41,18 +41,7 @@ from pipeline.metrics.families import (
     STREAMS_OPEN,
     Family,
 )
-from pipeline.names import (
-    DETOKENIZE,
-    GENERATE,
-    JANITOR,
-    SEAL,
-    STAGES,
-    TOKENIZE,
-    WEB,
-    slot_index,
-    slot_name,
-    slot_stage,
-)
+from pipeline.names import DETOKENIZE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZE, WEB, slot_index, slot_name, slot_stage
 from pipeline.slots import Status, parse_status
 from pipeline.walk import Moment, walk
 
