@@ -33,13 +33,11 @@ class Ground(Protocol):
 
     def begin(self) -> None:
         """Empty the log."""
-        ...
 
     def observe(self) -> State: ...
 
     def expire(self, key: str) -> None:
         """Lose a key, as when its time is over."""
-        ...
 
     def trim(self, key: str, keep: int) -> None: ...
 
@@ -47,11 +45,9 @@ class Ground(Protocol):
 
     def restart(self) -> None:
         """Kill the server and start it again on what it has written."""
-        ...
 
     def lasting_keys(self) -> list[str]:
         """Return the keys that have no time to live."""
-        ...
 
 
 OBSERVE: Final = """

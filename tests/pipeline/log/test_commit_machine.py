@@ -272,15 +272,7 @@ class Story(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def requests_come(
-        self,
-        frontend: str,
-        copies: int,
-        siblings: int,
-        key: str,
-        insists: bool,
-        limited: bool,
-        which: int,
-        twice: bool,
+        self, frontend: str, copies: int, siblings: int, key: str, insists: bool, limited: bool, which: int, twice: bool
     ) -> None:
         """New ones, alone or with siblings; one is sent again; some are under an idempotency key, whose holder one may
         not want any more."""
@@ -608,12 +600,7 @@ class Story(RuleBasedStateMachine):
         engine.owed = None
         done: StepCommitted = self.say(
             lambda log: log.step(
-                engine.owner,
-                step.number,
-                step.event,
-                ended=step.ended,
-                control_cursor=engine.cursor,
-                lease_ms=LONG_MS,
+                engine.owner, step.number, step.event, ended=step.ended, control_cursor=engine.cursor, lease_ms=LONG_MS
             )
         )
         if lost:
