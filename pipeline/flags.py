@@ -1,4 +1,4 @@
-"""How a flag is declared and parsed. Knows no flag: each is declared beside the code that it is for.
+"""How flags are declared and parsed. Each flag is declared beside the code that uses it, and none here.
 
 A flag is a field of a frozen dataclass, its owner. The config of a command is a dataclass of owners. `MINISGL_<FLAG>`
 in the environment sets any flag; the command line wins. Abbreviations are off.
@@ -30,7 +30,7 @@ def flag(
     repeated: bool = False,
     secret: bool = False,
 ) -> Any:
-    """Declare a dataclass field that a flag fills; *repeated* ones take several values, *secret* ones are not shown."""
+    """Declare a dataclass field that a flag fills. *repeated*: it takes several values. *secret*: it is never shown."""
     metadata = {
         "flags": (name, *aliases),
         "help": help,
@@ -79,14 +79,14 @@ def port_number(text: str) -> int:
 
 
 def yes_or_no(text: str) -> bool:
-    """Parse what a flag that may stand alone is set to."""
+    """Parse the value of a flag that may also stand without one."""
     if text.lower() not in ("yes", "true", "1", "no", "false", "0"):
         raise argparse.ArgumentTypeError(f"{text!r}: must be yes or no")
     return text.lower() in ("yes", "true", "1")
 
 
 def first_word(text: str) -> str:
-    """Parse one of several words: a server may have many keys, and a client sends one."""
+    """Parse the first word: a server may have many API keys, and a client sends one."""
     return next(iter(text.split()), "")
 
 
@@ -99,7 +99,7 @@ def page_size(text: str) -> int:
 
 
 def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """As *parse*, and refuse what is not among *choices*."""
+    """As *parse*, and refuse values that are not among *choices*."""
 
     def choice(text: str) -> Any:
         value = parse(text)
@@ -122,7 +122,7 @@ def flags_of(owners: Sequence[type[Any]]) -> list[dataclasses.Field[Any]]:
 
 
 def variable(item: dataclasses.Field[Any]) -> str:
-    """Return the name in the environment that sets a flag."""
+    """Return the environment variable that sets a flag."""
     name: str = item.metadata["flags"][0]
     return "MINISGL_" + name.lstrip("-").replace("-", "_").upper()
 
@@ -150,16 +150,16 @@ def build_parser(
             options |= {"nargs": "+"}
         if isinstance(item.default, bool):
             options |= {"nargs": "?", "const": "yes", "metavar": "yes|no"}
-        if item.metadata["choices"] is not None:  # not argparse's own, which does not look at defaults
+        if item.metadata["choices"] is not None:  # argparse's own choices do not check defaults
             choices = item.metadata["choices"]
             options |= {"type": one_of(choices, parse), "metavar": "{" + ",".join(map(str, choices)) + "}"}
         else:
             options.setdefault("metavar", names[0].lstrip("-").rsplit("-", 1)[-1].upper())
         text = environment.get(variable(item))
-        if text is not None:  # argparse parses a default that is text, so a bad value gets the flag's own error
+        if text is not None:  # argparse parses text defaults, so a bad value gets the flag's own error
             options["default"] = text.split() if item.metadata["repeated"] else text
             if item.metadata["repeated"] and item.metadata["secret"] and not text.split():
-                options["default"] = [text]  # no keys would let everybody in: an empty one is refused
+                options["default"] = [text]  # no keys would let everybody in, so an empty variable is an error
         parser.add_argument(*names, **options)
     return parser
 
@@ -196,8 +196,9 @@ def _fill(owner: type[C], parsed: argparse.Namespace) -> C:
 
 
 def flags_for(owners: Iterable[Any]) -> list[str]:
-    """Return the flags that fill another process's config like *owners*. Defaults are left out, and so are secrets,
-    because everybody can read a command line: `secrets_of` has those.
+    """Return the flags that give another process the config *owners*, without defaults and secrets.
+
+    Everybody can read a command line, so secrets go into the environment: `secrets_of` has them.
     """
     arguments: list[str] = []
     for owner in owners:
@@ -211,7 +212,7 @@ def flags_for(owners: Iterable[Any]) -> list[str]:
 
 
 def secrets_of(config: Any) -> dict[str, str]:
-    """Return the variables that tell another process the secrets in *config*, a dataclass of owners."""
+    """Return the environment variables that give another process the secrets in *config*, a dataclass of owners."""
     secrets: dict[str, str] = {}
     for owner in (getattr(config, item.name) for item in dataclasses.fields(config)):
         for item in dataclasses.fields(owner):
@@ -222,10 +223,10 @@ def secrets_of(config: Any) -> dict[str, str]:
 
 
 def concealed(arguments: Sequence[str], owners: Iterable[type[Any]]) -> tuple[list[str], dict[str, str]]:
-    """Return a command line without the secrets in it, and the variables that carry them instead.
+    """Return the command line without secrets, and the environment variables that hold them instead.
 
-    Everybody can read a command line, so a process that finds secrets in its own starts again without them. A URL
-    without a password is no secret. Where two *owners* share a flag, the first one decides how many values it takes.
+    Everybody can read a command line, so a process with secrets in its own starts again without them. A URL without a
+    password is no secret. If two *owners* share a flag, the first one decides how many values the flag takes.
     """
     secrets: dict[str, dataclasses.Field[Any]] = {}
     for item in flags_of(tuple(owners)):
