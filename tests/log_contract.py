@@ -87,8 +87,8 @@ def say_tokens(uid: str, n: int, *, frontend: str = "web-0", text: str = "x") ->
     return Produced(uid, tokens_id(n), n, event, frontend)
 
 
-def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False) -> Produced:
-    return Produced(uid, SEAL, n, event, "web-0", tell_engine)
+def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False, frontend: str = "web-0") -> Produced:
+    return Produced(uid, SEAL, n, event, frontend, tell_engine)
 
 
 def in_one_minute(act: Callable[[str], T]) -> T:
@@ -120,10 +120,12 @@ class Scene:
 
     def __init__(self, log: StreamLog) -> None:
         self.log = log
+        self.submitted = Inbox.submitted(log.names)
+        self.steps = Inbox.steps(log.names, "generate-0")
 
     def prepare(self) -> None:
         """Make the groups that a server makes at its start."""
-        for inbox in (SUBMITTED, TOKENIZED, STEPS):
+        for inbox in (self.submitted, Inbox.tokenized(self.log.names), self.steps):
             self.log.prepare(inbox)
 
     def another(self) -> Scene:
@@ -200,7 +202,7 @@ class Scene:
         """Bring requests as far as the engines."""
         for uid in uids:
             assert self.submit(uid, frontend=frontend) is ACCEPTED
-            assert self.tokenize(self.read_one(SUBMITTED, "tokenize-0"))
+            assert self.tokenize(self.read_one(self.submitted, "tokenize-0"))
 
     def take_all(self, owner: Owner, *uids: str) -> list[Entry]:
         """Bring requests as far as an engine that has them in hand."""
@@ -217,9 +219,9 @@ class Scene:
     def end(self, uid: str = "a", event: End = CANCELLED, *, consume: Entry | None = None) -> bool:
         return self.log.end(uid, event, frontend="web-0", consume=consume)
 
-    def bury(self, uid: str = "a", *, deaths: int = 3, error: str = "exit code -11") -> bool:
-        letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": "web-0"}, deaths=deaths, error=error)
-        return self.log.end(uid, KILLED, frontend="web-0", dead=letter)
+    def bury(self, uid: str = "a", *, error: str = "exit code -11", frontend: str = "web-0") -> bool:
+        letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": frontend}, deaths=3, error=error)
+        return self.log.end(uid, KILLED, frontend=frontend, dead=letter)
 
     def abandon(self, uid: str = "a", *, once: Once | None = None, attached: bool = False) -> bool:
         return self.log.abandon(uid, CANCELLED, frontend="web-0", once=once, attached=attached)
@@ -278,7 +280,7 @@ class Detokenizer:
 
     def read_step(self) -> Entry:
         self.scene.step(self.engine, next(self._numbers))
-        return self.scene.read_one(STEPS, self.owner.slot)
+        return self.scene.read_one(self.scene.steps, self.owner.slot)
 
     def commit(self, entry: Entry, *events: Produced) -> bool:
         return self.scene.log.produced(self.owner, entry, "generate-0", events)

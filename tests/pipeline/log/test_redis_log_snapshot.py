@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from lived_requests import KILLED, MINUTE_MS, LivedRequests
+from lived_requests import LivedRequests
+from log_contract import KILLED, LONG_MS
 from redis_servers import command
 
 from pipeline.errors import LogError
@@ -36,14 +37,14 @@ def lived(log: RedisLog) -> LivedRequests:
 
 
 def own(log: RedisLog, slot: str, nonce: str = "n") -> Owner:
-    owner = log.acquire(slot, nonce, MINUTE_MS)
+    owner = log.acquire(slot, nonce, LONG_MS)
     assert owner is not None
     return owner
 
 
 def speak(log: RedisLog, owner: Owner) -> str:
     text = Status(slot=owner.slot, owner=str(owner), pid=7, host="h", phase="ready").model_dump_json()
-    assert log.renew(owner, MINUTE_MS, text)
+    assert log.renew(owner, LONG_MS, text)
     return text
 
 
@@ -70,7 +71,7 @@ def test_a_slot_is_seen_with_its_owner_its_lease_and_what_it_said_and_when(log: 
     command(log.url, "PEXPIRE", NAMES.status("generate-1"), 4000)
     slot = log.snapshot().slots["generate-1"]
     assert (slot.owner, slot.lease.holder, slot.status) == (str(owner), str(owner), said)
-    assert MINUTE_MS - 5000 < slot.lease.ttl_ms <= MINUTE_MS
+    assert LONG_MS - 5000 < slot.lease.ttl_ms <= LONG_MS
     assert abs(before_ms - 6000 - slot.said_ms) < 5000
 
 
