@@ -52,15 +52,6 @@ def fill(log: RedisLog) -> None:
     command(log.url, "CONFIG", "SET", "maxmemory", 1)
 
 
-def test_at_maxmemory_submit_is_refused_and_leaves_nothing(log: RedisLog, scene: Scene) -> None:
-    fill(log)
-    with pytest.raises(LogFull):
-        scene.submit()
-    assert log.histories(["a"]) == [[]]
-    assert log.alive(["a"]) == set()
-    assert log.backlog(SUBMITTED) == 0
-
-
 def test_at_maxmemory_a_request_in_flight_goes_its_whole_way(log: RedisLog, scene: Scene) -> None:
     scene.submit()
     fill(log)
@@ -354,22 +345,15 @@ def test_a_broken_claim_is_not_repeated_and_its_entries_are_found_by_pending(
     assert shaky.log.claim(SUBMITTED, owner, 8) == []
 
 
-def test_pending_forgets_entries_that_were_deleted(log: RedisLog, scene: Scene) -> None:
-    scene.submit("a")
-    scene.submit("b")
-    first, second = log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=0)
-    command(log.url, "XDEL", SUBMITTED.stream, first.id)
-    assert log.pending(SUBMITTED, "tokenize-0") == [second]
-    assert command(log.url, "XPENDING", SUBMITTED.stream, SUBMITTED.group)[0] == 1
-
-
-def test_claim_forgets_entries_that_were_deleted(log: RedisLog, scene: Scene) -> None:
+@pytest.mark.parametrize("how", ["pending", "claim"])
+def test_entries_that_were_deleted_are_forgotten(log: RedisLog, scene: Scene, how: str) -> None:
     scene.submit("a")
     scene.submit("b")
     first, second = log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=0)
     command(log.url, "XDEL", SUBMITTED.stream, first.id)
     owner = scene.own("tokenize-1")
-    assert log.claim(SUBMITTED, owner, 8) == [second]
+    found = log.pending(SUBMITTED, "tokenize-0") if how == "pending" else log.claim(SUBMITTED, owner, 8)
+    assert found == [second]
     assert command(log.url, "XPENDING", SUBMITTED.stream, SUBMITTED.group)[0] == 1
 
 
