@@ -77,7 +77,10 @@ class Loop:
 
 
 @pytest.fixture
-def loop(another_log: Callable[[], StreamLog]) -> Loop:
+def loop(another_log: Callable[[], StreamLog], monkeypatch: pytest.MonkeyPatch) -> Loop:
+    """A loop that waits for nothing long."""
+    for name, value in (("BACKOFF_S", 0.001), ("BLOCK_MS", 50), ("CLAIM_EVERY_S", 0.05)):
+        monkeypatch.setattr(worker, name, value)
     return Loop(another_log)
 
 
@@ -261,9 +264,8 @@ def test_what_another_died_of_is_counted_before_it_is_tried(loop: Loop) -> None:
     assert tries.times == [2, 3, 2]
 
 
-def test_an_entry_whose_commit_fails_again_and_again_is_not_buried(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_whose_commit_fails_again_and_again_is_not_buried(loop: Loop) -> None:
     """That the log is away is nobody's death."""
-    monkeypatch.setattr(worker, "BACKOFF_S", 0.001)
     loop.read_by_the_dead(MOST_DELIVERIES - 1)
     loop.submit(1)
     failures: list[list[str]] = []
