@@ -158,8 +158,8 @@ class Scene:
         thread.start()
         act()
         thread.join(1.5)
-        (found,) = brought
-        return found
+        assert len(brought) == 1, "it waits on"
+        return brought[0]
 
     # requests
 
@@ -192,8 +192,9 @@ class Scene:
         return [entry.fields["uid"] for entry in self.log.read(SUBMITTED, "tokenize-0", max_entries=2000, block_ms=0)]
 
     def read_one(self, inbox: Inbox, consumer: str) -> Entry:
-        (entry,) = self.log.read(inbox, consumer, max_entries=1, block_ms=0)
-        return entry
+        entries = self.log.read(inbox, consumer, max_entries=1, block_ms=0)
+        assert len(entries) == 1
+        return entries[0]
 
     def tokenize(self, entry: Entry) -> bool:
         return self.log.tokenized(entry, Tokenized(token_ids=(5, 6, 7), fingerprint="t", by="tokenize-0"))
