@@ -1,4 +1,4 @@
-"""How a flag is declared and parsed. Knows no flag: each is declared beside the code that it is for.
+"""How flags are declared and parsed. Each flag is declared beside the code that uses it, and none here.
 
 A flag is a field of a frozen dataclass, its owner. The config of a command is a dataclass of owners. `MINISGL_<FLAG>`
 in the environment sets any flag; the command line wins. Abbreviations are off.
@@ -7,14 +7,17 @@ in the environment sets any flag; the command line wins. Abbreviations are off.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, Final, NoReturn, TypeVar, get_type_hints
 
 from pipeline.errors import ConfigError
 
 C = TypeVar("C")
+N = TypeVar("N", int, float)
 
 
 def flag(
@@ -27,7 +30,7 @@ def flag(
     repeated: bool = False,
     secret: bool = False,
 ) -> Any:
-    """Declare a dataclass field that a flag fills; *repeated* ones take several values, *secret* ones are not shown."""
+    """Declare a dataclass field that a flag fills. *repeated*: it takes several values. *secret*: it is never shown."""
     metadata = {
         "flags": (name, *aliases),
         "help": help,
@@ -40,60 +43,31 @@ def flag(
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers that refuses what is below *lowest*."""
-
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = lowest - 1
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {lowest}")
-        return value
-
-    return number
+    """Return a parser of whole numbers that refuses numbers below *lowest*."""
+    return _number(int, lambda value: value >= lowest, f"a whole number of at least {lowest}")
 
 
 def auto_or(lowest: int) -> Callable[[str], int]:
     """As `at_least`, and `auto` is 0."""
+    return lambda text: 0 if text == "auto" else at_least(lowest)(text)
 
-    def number(text: str) -> int:
-        return 0 if text == "auto" else at_least(lowest)(text)
+
+def _number(kind: Callable[[str], N], is_allowed: Callable[[N], bool], expected: str) -> Callable[[str], N]:
+    """Return a parser of numbers. Text that is no number, or none that is allowed, gets an error with *expected*."""
+
+    def number(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if is_allowed(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {expected}")
 
     return number
 
 
-def seconds(text: str) -> float:
-    """Parse a number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds above 0")
-    return value
-
-
-def seconds_or_0(text: str) -> float:
-    """Parse a number of seconds, at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds, at least 0")
-    return value
-
-
-def share(text: str) -> float:
-    """Parse a share above 0 and up to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a share above 0 and up to 1")
-    return value
+seconds: Final = _number(float, lambda value: 0 < value < math.inf, "a number of seconds above 0")
+seconds_or_0: Final = _number(float, lambda value: 0 <= value < math.inf, "a number of seconds, at least 0")
+share: Final = _number(float, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
 
 
 def port_number(text: str) -> int:
@@ -105,14 +79,14 @@ def port_number(text: str) -> int:
 
 
 def yes_or_no(text: str) -> bool:
-    """Parse what a flag that may stand alone is set to."""
+    """Parse the value of a flag that may also stand without one."""
     if text.lower() not in ("yes", "true", "1", "no", "false", "0"):
         raise argparse.ArgumentTypeError(f"{text!r}: must be yes or no")
     return text.lower() in ("yes", "true", "1")
 
 
 def first_word(text: str) -> str:
-    """Parse one of several words: a server may have many keys, and a client sends one."""
+    """Parse the first word: a server may have many API keys, and a client sends one."""
     return next(iter(text.split()), "")
 
 
@@ -125,7 +99,7 @@ def page_size(text: str) -> int:
 
 
 def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """As *parse*, and refuse what is not among *choices*."""
+    """As *parse*, and refuse values that are not among *choices*."""
 
     def choice(text: str) -> Any:
         value = parse(text)
@@ -148,7 +122,7 @@ def flags_of(owners: Sequence[type[Any]]) -> list[dataclasses.Field[Any]]:
 
 
 def variable(item: dataclasses.Field[Any]) -> str:
-    """Return the name in the environment that sets a flag."""
+    """Return the environment variable that sets a flag."""
     name: str = item.metadata["flags"][0]
     return "MINISGL_" + name.lstrip("-").replace("-", "_").upper()
 
@@ -176,16 +150,16 @@ def build_parser(
             options |= {"nargs": "+"}
         if isinstance(item.default, bool):
             options |= {"nargs": "?", "const": "yes", "metavar": "yes|no"}
-        if item.metadata["choices"] is not None:  # not argparse's own, which does not look at defaults
+        if item.metadata["choices"] is not None:  # argparse's own choices do not check defaults
             choices = item.metadata["choices"]
             options |= {"type": one_of(choices, parse), "metavar": "{" + ",".join(map(str, choices)) + "}"}
         else:
             options.setdefault("metavar", names[0].lstrip("-").rsplit("-", 1)[-1].upper())
         text = environment.get(variable(item))
-        if text is not None:  # argparse parses a default that is text, so a bad value gets the flag's own error
+        if text is not None:  # argparse parses text defaults, so a bad value gets the flag's own error
             options["default"] = text.split() if item.metadata["repeated"] else text
             if item.metadata["repeated"] and item.metadata["secret"] and not text.split():
-                options["default"] = [text]  # no keys would let everybody in: an empty one is refused
+                options["default"] = [text]  # no keys would let everybody in, so an empty variable is an error
         parser.add_argument(*names, **options)
     return parser
 
@@ -222,8 +196,9 @@ def _fill(owner: type[C], parsed: argparse.Namespace) -> C:
 
 
 def flags_for(owners: Iterable[Any]) -> list[str]:
-    """Return the flags that fill another process's config like *owners*. Defaults are left out, and so are secrets,
-    because everybody can read a command line: `secrets_of` has those.
+    """Return the flags that give another process the config *owners*, without defaults and secrets.
+
+    Everybody can read a command line, so secrets go into the environment: `secrets_of` has them.
     """
     arguments: list[str] = []
     for owner in owners:
@@ -237,7 +212,7 @@ def flags_for(owners: Iterable[Any]) -> list[str]:
 
 
 def secrets_of(config: Any) -> dict[str, str]:
-    """Return the variables that tell another process the secrets in *config*, a dataclass of owners."""
+    """Return the environment variables that give another process the secrets in *config*, a dataclass of owners."""
     secrets: dict[str, str] = {}
     for owner in (getattr(config, item.name) for item in dataclasses.fields(config)):
         for item in dataclasses.fields(owner):
@@ -248,10 +223,10 @@ def secrets_of(config: Any) -> dict[str, str]:
 
 
 def concealed(arguments: Sequence[str], owners: Iterable[type[Any]]) -> tuple[list[str], dict[str, str]]:
-    """Return a command line without the secrets in it, and the variables that carry them instead.
+    """Return the command line without secrets, and the environment variables that hold them instead.
 
-    Everybody can read a command line, so a process that finds secrets in its own starts again without them. A URL
-    without a password is no secret. Where two *owners* share a flag, the first one decides how many values it takes.
+    Everybody can read a command line, so a process with secrets in its own starts again without them. A URL without a
+    password is no secret. If two *owners* share a flag, the first one decides how many values the flag takes.
     """
     secrets: dict[str, dataclasses.Field[Any]] = {}
     for item in flags_of(tuple(owners)):

@@ -1,9 +1,9 @@
-"""The place of a worker: its slot, its lease and who owns it, and what it says of itself to everybody else.
+"""The slot of a worker: its lease, its owner, and the status that it publishes.
 
-A lease says who may take over, the owner who may write. A worker asks for a slot when it is ready to serve; until then
-it only announces itself there. A thread of its own keeps the lease, publishes the status, and ends the process when the
-worker's loop has stopped coming round (the watchdog). Who lost its slot, by a pause or because Redis lost its data,
-forgets what it had in hand and asks for one again, in the same process.
+The lease decides whether another worker may take over, the owner who may write. A worker asks for a slot when it is
+ready to serve; before that it only announces itself. A thread renews the lease, publishes the status, and ends the
+process if the worker's loop is stuck (the watchdog). A worker that loses its slot, by a pause or because Redis lost its
+data, drops its work and asks for a slot again, in the same process.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = structlog.get_logger()
 Phase = Literal["starting", "waiting", "loading", "ready", "draining"]
 
 WATCHDOG_S = 10.0
-"""A loop that has not come round for so long is stuck, and its process ends. An error from Redis counts as progress."""
+"""A loop without a sign of life for so long is stuck, and its process ends. An error from Redis counts as progress."""
 PAUSED_S = 8.0
-"""A round of the watchdog's own that took longer than any time-out of the log: its process was stopped."""
+"""If a round of the watchdog takes longer than this, its process was stopped: no timeout of the log is so long."""
 EXIT_STUCK = 3
-"""Exit code of a process that its watchdog ended."""
+"""Exit code when the watchdog ends the process."""
 AGAIN_S = 0.2
-"""Pause before a slot is asked for again, while the log cannot be reached."""
+"""Pause between two requests for a slot while the log cannot be reached."""
 
 
 class Ends(Protocol):
-    """`worker.Stop`: whether this process is to end."""
+    """`worker.Stop`: true once this process should end."""
 
     def __bool__(self) -> bool: ...
 
@@ -49,19 +49,19 @@ class Ends(Protocol):
 
 
 class Status(Value):
-    """What a worker says of itself: what /ready, /metrics, /v1/models, the supervisor and discovery read."""
+    """What a worker publishes about itself. /ready, /metrics, /v1/models, the supervisor and discovery read it."""
 
     slot: str
     owner: str
     pid: int
     host: str
     run: str = ""
-    """Which run of a supervisor started it: in a container that starts again hosts and pids are what they were."""
+    """The run of the supervisor that started it. Host and pid do not tell: a restarted container has the same ones."""
     phase: Phase = "starting"
     detail: str = ""
-    """What it waits for or loads."""
+    """What the worker waits for or loads."""
     progress: float = 0.0
-    """Of the phase `loading`, 0 to 1."""
+    """Progress of the phase `loading`, 0 to 1."""
     address: str = ""
     """Where a frontend listens: http://host:port."""
     models: tuple[str, ...] = ()
@@ -69,19 +69,18 @@ class Status(Value):
     context: int = 0
     """The served context of an engine: prompt + output tokens of one request."""
     sampling_defaults: dict[str, int | float] = Field(default_factory=dict)
-    """What an engine's model is recommended to be sampled with, by the names of SamplingParams: where a request does
-    not say it."""
+    """Sampling that an engine's model recommends, by the names of SamplingParams. It applies where a request has no
+    value of its own."""
     fingerprint: str = ""
-    """Of an engine's weights, or of a tokenizer."""
+    """Identifies an engine's weights, or a tokenizer."""
     flushed: str = ""
-    """Id of the last flush that an engine has done."""
+    """Id of the last flush that the engine has done."""
     flushed_pages: int = 0
-    """How many pages its flushes have freed since it started."""
+    """Pages that flushes have freed since the engine started."""
     books_wrong: int = 0
-    """How often an engine found that its books of pages do not add up: a bug of ours."""
+    """How often the engine found an error in its counts of pages, which is a bug of ours."""
     metrics: str = ""
-    """What its process has measured: `Measures.snapshot`, a text within the text, because many read statuses and few
-    read this."""
+    """The metrics of its process (`Measures.snapshot`), as text in the text: few readers of a status need them."""
 
 
 def parse_status(text: str) -> Status:
@@ -97,12 +96,12 @@ def parse_status(text: str) -> Status:
 
 
 def read_statuses(log: StreamLog, stage: str) -> list[Status]:
-    """Return what the live workers of *stage* say, by slot."""
+    """Return the statuses of the live workers of *stage*, by slot."""
     return known_statuses(log.statuses(stage))
 
 
 def known_statuses(texts: Mapping[str, str]) -> list[Status]:
-    """Return the statuses in *texts* (slot -> JSON); one that a worker of another version wrote is left out."""
+    """Return the statuses in *texts* (slot -> JSON) without those of workers of another version."""
     found = []
     for slot, text in texts.items():
         try:
@@ -113,7 +112,7 @@ def known_statuses(texts: Mapping[str, str]) -> list[Status]:
 
 
 def acquire_guest(log: StreamLog, slot: str, lease_ms: int) -> Owner | None:
-    """Look after *slot* while its worker is away: from now on that one cannot write. None when somebody holds it."""
+    """Look after *slot* while its worker is away, which can no longer write. None if somebody holds the slot."""
     return log.acquire(slot, GUEST + secrets.token_hex(4), lease_ms)
 
 
@@ -127,9 +126,9 @@ def slot_leases(
     stop: Ends,
     measures: Measures | None = None,
 ) -> Generator[SlotLease, None, None]:
-    """Give a held slot, and after each loss another one, until *stop*; the one before is left by then.
+    """Yield a held slot, and another one after each loss, until *stop*. Each slot is given back before the next.
 
-    While the log cannot be reached it is tried again: a process that is ready waits, it does not end.
+    While the log cannot be reached, this waits and tries again: a process that is ready does not end.
     """
     while not stop:
         try:
@@ -208,7 +207,7 @@ class Voice:
             self._changed.notify()
 
     def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
-        """Tell the watchdog that the loop is alive; *patience_s* is how long the next round may take."""
+        """Tell the watchdog that the loop is alive. The next round may take *patience_s*."""
         self._came_round_s = time.monotonic()
         self._patience_s = patience_s
 
@@ -232,7 +231,7 @@ class Voice:
                     self._changed.wait(self._lease_ms / 3000)
             if time.monotonic() - began_s < PAUSED_S:
                 self._watch()
-            else:  # the whole process stood still, or the log was slow: that says nothing of the loop
+            else:  # the process was stopped, or the log was slow: the loop may be well
                 self.came_round(patience_s=self._patience_s)
 
     def _watch(self) -> None:
@@ -243,7 +242,7 @@ class Voice:
 
 
 class Announcement(Voice):
-    """What a worker without a slot says of itself: under the lowest one that nobody holds, from *preferred* on."""
+    """The status of a worker without a slot. It stands under the lowest free slot from *preferred* on."""
 
     def __init__(self, log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> None:
         self._stage = stage
@@ -262,13 +261,13 @@ class Announcement(Voice):
 
 
 class SlotLease(Voice):
-    """A held slot: renews the lease, publishes the status, watches the loop."""
+    """Holds a slot: renews the lease, publishes the status, watches the loop."""
 
     def __init__(self, log: StreamLog, owner: Owner, lease_ms: int, measures: Measures | None = None) -> None:
-        """*measures*, of this process, are published with the status."""
+        """Publish the *measures* of this process with the status."""
         self.owner = owner
         self.lost = threading.Event()
-        """Set once another owner holds the slot, or nobody, because Redis lost its data."""
+        """Set once this owner has lost the slot: another one took it, or Redis lost its data."""
         self._measures = measures
         super().__init__(log, owner.slot, str(owner), lease_ms)
 
@@ -283,14 +282,14 @@ class SlotLease(Voice):
     def _speak(self, status: Status) -> None:
         if self._measures is not None:
             status = status.model_copy(update={"metrics": self._measures.snapshot()})
-        # A guest is no worker of this slot: it holds the lease, and says how it is in its own.
+        # A guest is no worker of this slot. It holds the lease, and has its status in its own slot.
         said = "" if self.owner.is_guest else status.model_dump_json()
         if not self._log.renew(self.owner, self._lease_ms, said):
             self.lost.set()
 
 
 def progress_reporter(slot_lease: Voice, detail: str) -> Callable[[float], None]:
-    """Return a function that publishes how far a load is, in steps of 5 %."""
+    """Return a function that publishes the progress of a load, in steps of 5 %."""
     said = -1.0
 
     def report(progress: float) -> None:

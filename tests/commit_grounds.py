@@ -6,16 +6,16 @@ trimmed, scripts that are forgotten.
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import redis
 from commit_oracle import State
-from redis_servers import until
+from redis_servers import running_server
 
-from pipeline.log.protocol import Entry, RequestLimits, StreamLog
+from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
@@ -23,35 +23,6 @@ NAMES: Final = Names("story")
 LIMITS: Final = RequestLimits(timeout_s=600, retention_s=600, max_queued=20)
 NUM_SLOTS: Final = 2
 """Of each stage."""
-
-
-class Ground(Protocol):
-    """A log, what can be seen of it from outside, and what can happen to it without a commit."""
-
-    @property
-    def log(self) -> StreamLog: ...
-
-    def begin(self) -> None:
-        """Empty the log."""
-        ...
-
-    def observe(self) -> State: ...
-
-    def expire(self, key: str) -> None:
-        """Lose a key, as when its time is over."""
-        ...
-
-    def trim(self, key: str, keep: int) -> None: ...
-
-    def forget_scripts(self) -> None: ...
-
-    def restart(self) -> None:
-        """Kill the server and start it again on what it has written."""
-        ...
-
-    def lasting_keys(self) -> list[str]:
-        """Return the keys that have no time to live."""
-        ...
 
 
 OBSERVE: Final = """
@@ -77,11 +48,13 @@ return found
 
 
 class RedisGround:
-    """RedisLog on a running server, looked at through a connection of its own."""
+    """RedisLog on a running server, what can be seen of it through another connection, and what happens to it without a
+    commit."""
 
     def __init__(self, url: str) -> None:
         self._connect(url)
-        self._lasting: list[str] = []
+        self.lasting: list[str] = []
+        """Keys that had no time to live when they were observed."""
         self._read: dict[str, tuple[object, list[Entry]]] = {}
         """Of each stream, as it was read last: a long one is not taken apart again when nothing has changed."""
 
@@ -90,6 +63,7 @@ class RedisGround:
         self.log.close()
 
     def begin(self) -> None:
+        """Empty the log."""
         self._redis.execute_command("FLUSHALL")
 
     def observe(self) -> State:
@@ -97,11 +71,11 @@ class RedisGround:
         pending: dict[str, list[tuple[str, str, int]]] = {}
         sets: dict[str, frozenset[str]] = {}
         strings: dict[str, str] = {}
-        self._lasting = []
+        self.lasting = []
         for raw_key, kind, content, groups, ttl_ms in self._redis.execute_command("EVAL", OBSERVE, 0):
             key = raw_key.decode()
             if ttl_ms < 0:
-                self._lasting.append(key)
+                self.lasting.append(key)
             if kind == b"stream":
                 if key not in self._read or self._read[key][0] != content:
                     self._read[key] = (content, [_entry(*raw) for raw in content])
@@ -116,6 +90,7 @@ class RedisGround:
         return State(streams, pending, sets, strings)
 
     def expire(self, key: str) -> None:
+        """Lose a key, as when its time is over."""
         self._redis.execute_command("DEL", key)
 
     def trim(self, key: str, keep: int) -> None:
@@ -125,10 +100,8 @@ class RedisGround:
         self._redis.execute_command("SCRIPT", "FLUSH")
 
     def restart(self) -> None:
+        """Kill the server and start it again on what it has written."""
         raise AssertionError("other tests use this server")
-
-    def lasting_keys(self) -> list[str]:
-        return self._lasting
 
     def _connect(self, url: str) -> None:
         self._redis = redis.Redis.from_url(url, protocol=2)
@@ -146,44 +119,22 @@ class DurableGround(RedisGround):
     def __init__(self, binary: Path, folder: Path) -> None:
         self._binary = binary
         self._folder = folder
-        self._start()
-        super().__init__(self._url)
+        super().__init__(self._start())
 
     def close(self) -> None:
         super().close()
-        self._kill()
+        self._server.process.kill()
+        self._stack.close()
 
     def restart(self) -> None:
-        super().close()
-        self._kill()
-        self._start()
-        self._connect(self._url)
+        self.close()
+        self._connect(self._start())
 
-    @property
-    def _url(self) -> str:
-        return f"unix://{self._folder / 'redis.sock'}"
-
-    def _start(self) -> None:
-        where = f"--port 0 --unixsocket {self._folder / 'redis.sock'} --dir {self._folder} --save"
-        options = [*where.split(), "", "--appendonly", "yes", "--appendfsync", "no"]
-        self._output = (self._folder / "redis.log").open("ab")
-        self._process = subprocess.Popen(
-            [self._binary, *options], stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
-        )
-        until(self._answers)
-
-    def _kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._output.close()
-
-    def _answers(self) -> bool:
-        assert self._process.poll() is None, (self._folder / "redis.log").read_text()
-        try:
-            with redis.Redis.from_url(self._url, protocol=2) as client:
-                return bool(client.execute_command("PING"))
-        except redis.ConnectionError:  # also while it loads
-            return False
+    def _start(self) -> str:
+        self._stack = contextlib.ExitStack()
+        options = ("--appendonly", "yes", "--appendfsync", "no")
+        self._server = self._stack.enter_context(running_server(self._binary, self._folder, *options))
+        return self._server.url
 
 
 def _entry(entry_id: bytes, parts: Sequence[bytes]) -> Entry:

@@ -6,27 +6,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.events import (
-    Admitted,
-    End,
-    Failed,
-    Finished,
-    Mark,
-    SamplingParams,
-    StepCompleted,
-    Submitted,
-    TakenOver,
-    Timings,
-    Tokenized,
-    TokensProduced,
-    Usage,
-    new_uid,
-)
-from pipeline.log.protocol import DeadLetter, Inbox, Produced, StreamLog, Submission
-from pipeline.names import SEAL, tokens_id
+from log_contract import FINISHED, Detokenizer, Scene, say_end, say_tokens
 
-MINUTE_MS = 60_000
-KILLED = Failed(status=500, code="killed_its_worker", message="It killed its worker three times.")
+from pipeline.events import Admitted, End, Mark, SamplingParams, Submitted, TakenOver, Usage, new_uid
+from pipeline.log.protocol import DeadLetter, Produced, StreamLog, Submission
 
 
 class LivedRequests:
@@ -35,17 +18,10 @@ class LivedRequests:
     def __init__(self, log: StreamLog) -> None:
         self.log = log
         self.frontend = "web-0"
-        self._steps = itertools.count(1)
+        self._scene = Scene(log)
+        self._scene.prepare()
+        self._detokenizer = Detokenizer(self._scene)
         self._marks = itertools.count(3)
-        for inbox in self._inboxes():
-            log.prepare(inbox)
-        engine, detokenizer = (log.acquire(slot, "n", MINUTE_MS) for slot in ("generate-0", "detokenize-0"))
-        assert engine is not None and detokenizer is not None
-        self._engine, self._detokenizer = engine, detokenizer
-
-    def _inboxes(self) -> tuple[Inbox, Inbox, Inbox]:
-        names = self.log.names
-        return Inbox.submitted(names), Inbox.tokenized(names), Inbox.steps(names, "generate-0")
 
     def submitted(self, uid: str = "", *, prompt: str = "Hi", labels: Mapping[str, Any] | None = None) -> str:
         """Begin a request; return its uid."""
@@ -58,8 +34,7 @@ class LivedRequests:
             sampling=SamplingParams(temperature=0.5, seed=7, max_tokens=20),
             labels=dict(labels or {}),
         )
-        outcome = self.log.submit(uid, [event]).submission
-        assert outcome is Submission.ACCEPTED
+        assert self.log.submit(uid, [event]).submission is Submission.ACCEPTED
         return uid
 
     def running(self, uid: str = "", *, prompt: str = "Hi", labels: Mapping[str, Any] | None = None) -> str:
@@ -70,29 +45,23 @@ class LivedRequests:
 
     def taken_in(self, uid: str) -> None:
         """Bring the one request that waits to an engine."""
-        (entry,) = self.log.read(self._inboxes()[0], "tokenize-0", max_entries=1, block_ms=0)
-        assert self.log.tokenized(entry, Tokenized(token_ids=(5, 6, 7), fingerprint="t1", by="tokenize-0"))
+        assert self._scene.tokenize(self._scene.read_one(self._scene.submitted, "tokenize-0"))
         self.mark(uid, 0, Admitted(engine="generate-0", epoch=1, step=1, fingerprint="w1", cached_tokens=2))
 
     def mark(self, uid: str, n: int, event: Mark) -> None:
         """Say something of a request when it had *n* tokens."""
-        self._say(Produced(uid, f"{n}-{next(self._marks)}", n, event, self.frontend))
+        assert self._detokenizer.say(Produced(uid, f"{n}-{next(self._marks)}", n, event, self.frontend))
 
     def tokens(self, uid: str, *texts: str, after: int = 0) -> None:
         """Give a request a token for each text, after the *after* that it has."""
         for n, text in enumerate(texts, after + 1):
-            event = TokensProduced(count=1, tokens=(40 + n,), text=text, step=f"1-{n}")
-            self._say(Produced(uid, tokens_id(n), n, event, self.frontend))
+            assert self._detokenizer.say(say_tokens(uid, n, frontend=self.frontend, text=text))
 
     def finished(self, uid: str, n: int) -> None:
         """End a request that has *n* tokens."""
-        event = Finished(
-            n=n,
-            reason="stop",
-            usage=Usage(prompt_tokens=3, completion_tokens=n, cached_tokens=2),
-            timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3),
-        )
-        self._say(Produced(uid, SEAL, n, event, self.frontend))
+        usage = Usage(prompt_tokens=3, completion_tokens=n, cached_tokens=2)
+        end = FINISHED.model_copy(update={"n": n, "usage": usage})
+        assert self._detokenizer.say(say_end(uid, end, n=n, frontend=self.frontend))
 
     def ended(self, uid: str, event: End, *, dead: DeadLetter | None = None) -> None:
         """End a request from outside its engine."""
@@ -104,14 +73,5 @@ class LivedRequests:
         self.tokens(uid, "He")
         for epoch in (2, 3, 4):
             self.mark(uid, 1, TakenOver(engine="generate-0", epoch=epoch))
-        letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": self.frontend}, deaths=3, error=error)
-        self.ended(uid, KILLED, dead=letter)
+        assert self._scene.bury(uid, error=error, frontend=self.frontend)
         return uid
-
-    def _say(self, *events: Produced) -> None:
-        """Commit a step and what follows from it."""
-        _, _, steps = self._inboxes()
-        step = StepCompleted(rows=())
-        self.log.step(self._engine, next(self._steps), step, ended=(), control_cursor="0-0", lease_ms=MINUTE_MS)
-        (entry,) = self.log.read(steps, "detokenize-0", max_entries=1, block_ms=0)
-        assert self.log.produced(self._detokenizer, entry, "generate-0", events)

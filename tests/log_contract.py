@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
 from pipeline.events import (
     Cancelled,
@@ -25,6 +27,7 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import (
     GUEST,
+    DeadLetter,
     Entry,
     Inbox,
     Once,
@@ -38,7 +41,7 @@ from pipeline.log.protocol import (
     Submission,
     SubmitResult,
 )
-from pipeline.log.redis import RedisLog
+from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import SEAL, Names, tokens_id
 
 T = TypeVar("T")
@@ -59,69 +62,24 @@ FINISHED = Finished(
 )
 CANCELLED = Cancelled(by="client")
 FAILED = Failed(status=400, code="invalid_value", message="No.")
+KILLED = Failed(status=500, code="killed_its_worker", message="It killed its worker three times.")
 ONCE = Once("key", "body")
 ATTACHED_TO_A = SubmitResult(Submission.ATTACH, "a")
-ACCEPTED, TOO_FAST, TOO_MANY = Submission.ACCEPTED, Submission.TOO_FAST, Submission.TOO_MANY
-
-
-def another(log: StreamLog) -> StreamLog:
-    """Return the same log for another thread."""
-    return log.another() if isinstance(log, RedisLog) else log
+ACCEPTED, DUPLICATE, BUSY = Submission.ACCEPTED, Submission.DUPLICATE, Submission.BUSY
+TOO_FAST, TOO_MANY = Submission.TOO_FAST, Submission.TOO_MANY
 
 
 def limits(*, timeout_ms: int = LONG_MS, retention_ms: int = LONG_MS, max_queued: int = 100) -> RequestLimits:
     return RequestLimits(timeout_ms / 1000, retention_ms / 1000, max_queued)
 
 
-def submit(
-    log: StreamLog,
-    uid: str = "a",
-    *,
-    frontend: str = "web-0",
-    timeout_ms: int = LONG_MS,
-    retention_ms: int = LONG_MS,
-    max_queued: int = 100,
-) -> Submission:
-    event = Submitted(endpoint="/v1/completions", frontend=frontend, prompt="Hi", sampling=SamplingParams(seed=1))
-    log.limits = limits(timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
-    return log.submit(uid, [event]).submission
-
-
-def read_one(log: StreamLog, inbox: Inbox, consumer: str) -> Entry:
-    entries = log.read(inbox, consumer, max_entries=1, block_ms=0)
-    assert len(entries) == 1
-    return entries[0]
-
-
-def tokenize(log: StreamLog, entry: Entry) -> bool:
-    return log.tokenized(entry, Tokenized(token_ids=(5, 6, 7), fingerprint="t", by="tokenize-0"))
-
-
-def accept(log: StreamLog, *uids: str, frontend: str = "web-0") -> None:
-    """Bring requests as far as the engines."""
-    for uid in uids:
-        assert submit(log, uid, frontend=frontend) is Submission.ACCEPTED
-        assert tokenize(log, read_one(log, SUBMITTED, "tokenize-0"))
-
-
-def own(log: StreamLog, slot: str, *, nonce: str = "n", lease_ms: int = LONG_MS) -> Owner:
-    owner = log.acquire(slot, nonce, lease_ms)
-    assert owner is not None
-    return owner
-
-
-def own_after(log: StreamLog, before: Owner) -> Owner:
-    """Take the slot over from *before*."""
-    log.release(before)
-    return own(log, before.slot, nonce="later")
+def submitted(frontend: str = "web-0", *, number: int = 0, prompt: str = "Hi") -> Submitted:
+    sampling = SamplingParams(seed=number)
+    return Submitted(endpoint="e", frontend=frontend, prompt=f"{prompt} {number}", sampling=sampling)
 
 
 def step_of(uid: str = "a", n: int = 1) -> StepCompleted:
     return StepCompleted(rows=(TokenRow(uid=uid, n=n, token=40 + n),))
-
-
-def step(log: StreamLog, owner: Owner, number: int, *ended: str, cursor: str = "0-0") -> StepCommitted:
-    return log.step(owner, number, step_of(n=number), ended=ended, control_cursor=cursor, lease_ms=LONG_MS)
 
 
 def say_tokens(uid: str, n: int, *, frontend: str = "web-0", text: str = "x") -> Produced:
@@ -129,78 +87,8 @@ def say_tokens(uid: str, n: int, *, frontend: str = "web-0", text: str = "x") ->
     return Produced(uid, tokens_id(n), n, event, frontend)
 
 
-def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False) -> Produced:
-    return Produced(uid, SEAL, n, event, "web-0", tell_engine)
-
-
-class Detokenizer:
-    """Commits what follows from the steps of generate-0, one step for each call."""
-
-    def __init__(self, log: StreamLog) -> None:
-        self.log = log
-        self.engine = own(log, "generate-0")
-        self.owner = own(log, "detokenize-0")
-        self._numbers = itertools.count(1)
-
-    def read_step(self) -> Entry:
-        step(self.log, self.engine, next(self._numbers))
-        return read_one(self.log, STEPS, self.owner.slot)
-
-    def commit(self, entry: Entry, *events: Produced) -> bool:
-        return self.log.produced(self.owner, entry, "generate-0", events)
-
-    def say(self, *events: Produced) -> bool:
-        return self.commit(self.read_step(), *events)
-
-
-def end(log: StreamLog, uid: str, event: End, *, consume: Entry | None = None) -> bool:
-    return log.end(uid, event, frontend="web-0", consume=consume)
-
-
-def history(log: StreamLog, uid: str = "a") -> list[Entry]:
-    return log.histories([uid])[0]
-
-
-def ids(log: StreamLog, uid: str = "a") -> list[str]:
-    return [entry.id for entry in history(log, uid)]
-
-
-def events(log: StreamLog, uid: str = "a") -> list[Event]:
-    """Return the events of a history, without the moment of their commit."""
-    return [decode(entry.fields).model_copy(update={"ms": 0}) for entry in history(log, uid)]
-
-
-def replies_after(log: StreamLog, cursor: str, frontend: str = "web-0") -> list[Reply]:
-    found: list[Reply] = []
-    while True:
-        cursor, replies = log.read_replies(frontend, cursor, block_ms=0)
-        if not replies:
-            return found
-        found += replies
-
-
-def told(log: StreamLog, cursor: str = "0-0") -> tuple[str, ...]:
-    """Return which ends `control` told the engines."""
-    watcher = own(log, "generate-9")
-    taken = log.take(watcher, 0, control_cursor=cursor)
-    log.release(watcher)
-    return taken.ended
-
-
-def submit_once(
-    log: StreamLog, uid: str, once: Once = ONCE, *, timeout_ms: int = LONG_MS, max_queued: int = 100
-) -> SubmitResult:
-    event = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
-    log.limits = limits(timeout_ms=timeout_ms, retention_ms=timeout_ms, max_queued=max_queued)
-    return log.submit(uid, [event], once)
-
-
-def submit_as(
-    log: StreamLog, uid: str, quota: Quota, once: Once | None = None, *, max_queued: int = 100
-) -> SubmitResult:
-    event = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
-    log.limits = limits(max_queued=max_queued)
-    return log.submit(uid, [event], once, quota=quota)
+def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False, frontend: str = "web-0") -> Produced:
+    return Produced(uid, SEAL, n, event, frontend, tell_engine)
 
 
 def in_one_minute(act: Callable[[str], T]) -> T:
@@ -213,34 +101,190 @@ def in_one_minute(act: Callable[[str], T]) -> T:
     raise AssertionError
 
 
-def submit_all(
-    log: StreamLog,
-    uid: str,
-    count: int,
-    once: Once | None = None,
-    quota: Quota | None = None,
-    *,
-    timeout_ms: int = LONG_MS,
-    max_queued: int = 100,
-) -> SubmitResult:
-    events = [
-        Submitted(endpoint="e", frontend="web-0", prompt=f"prompt {i}", sampling=SamplingParams(seed=i))
-        for i in range(count)
-    ]
-    log.limits = limits(timeout_ms=timeout_ms, max_queued=max_queued)
-    return log.submit(uid, events, once, quota=quota)
+def with_front(url: str, act: Callable[[AsyncRedisLog], Awaitable[T]], limits: RequestLimits = LIMITS) -> T:
+    """Return what *act* brings with the log of a frontend."""
+
+    async def run() -> T:
+        front = AsyncRedisLog(url, NAMES, limits)
+        try:
+            async with asyncio.timeout(20):
+                return await act(front)
+        finally:
+            await front.close()
+
+    return asyncio.run(run())
 
 
-def waiting(log: StreamLog) -> list[str]:
-    """Return whom the tokenizers are handed, in order."""
-    return [entry.fields["uid"] for entry in log.read(SUBMITTED, "tokenize-0", max_entries=2000, block_ms=0)]
+class Scene:
+    """A log, and what tests have the stages do with it."""
+
+    def __init__(self, log: StreamLog) -> None:
+        self.log = log
+        self.submitted = Inbox.submitted(log.names)
+        self.steps = Inbox.steps(log.names, "generate-0")
+
+    def prepare(self) -> None:
+        """Make the groups that a server makes at its start."""
+        for inbox in (self.submitted, Inbox.tokenized(self.log.names), self.steps):
+            self.log.prepare(inbox)
+
+    def another(self) -> Scene:
+        """Return the same log for another thread."""
+        return Scene(self.log.another() if isinstance(self.log, RedisLog) else self.log)
+
+    def at_once(self, act: Callable[[Scene, str], T], uids: Iterable[str] = "abcdefgh") -> list[T]:
+        """Return what *act* brings for each uid, all at the same time, each in a thread with a log of its own."""
+        scenes = {uid: self.another() for uid in uids}
+        start, brought = threading.Barrier(len(scenes)), list[T]()
+
+        def begin(uid: str) -> None:
+            start.wait()
+            brought.append(act(scenes[uid], uid))
+
+        threads = [threading.Thread(target=begin, args=(uid,)) for uid in scenes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for scene in scenes.values():
+            if isinstance(scene.log, RedisLog):
+                scene.log.close()
+        return brought
+
+    def meanwhile(self, wait: Callable[[StreamLog], T], act: Callable[[], object] = lambda: None) -> T:
+        """Return what *wait* brings in a thread of its own, while *act* is done: sooner than the longest block."""
+        log, brought = self.another().log, list[T]()
+        thread = threading.Thread(target=lambda: brought.append(wait(log)))
+        thread.start()
+        act()
+        thread.join(1.5)
+        assert len(brought) == 1, "it waits on"
+        return brought[0]
+
+    # requests
+
+    def submit_all(
+        self,
+        uid: str,
+        count: int,
+        once: Once | None = None,
+        quota: Quota | None = None,
+        *,
+        frontend: str = "web-0",
+        timeout_ms: int = LONG_MS,
+        retention_ms: int = LONG_MS,
+        max_queued: int = 100,
+    ) -> SubmitResult:
+        self.log.limits = limits(timeout_ms=timeout_ms, retention_ms=retention_ms, max_queued=max_queued)
+        return self.log.submit(uid, [submitted(frontend, number=i) for i in range(count)], once, quota=quota)
+
+    def submit(self, uid: str = "a", **how: Any) -> Submission:
+        return self.submit_all(uid, 1, **how).submission
+
+    def submit_once(self, uid: str, once: Once = ONCE, **how: Any) -> SubmitResult:
+        return self.submit_all(uid, 1, once, **how)
+
+    def submit_as(self, uid: str, quota: Quota, once: Once | None = None, **how: Any) -> SubmitResult:
+        return self.submit_all(uid, 1, once, quota, **how)
+
+    def waiting(self) -> list[str]:
+        """Return whom the tokenizers are handed, in order."""
+        return [entry.fields["uid"] for entry in self.log.read(SUBMITTED, "tokenize-0", max_entries=2000, block_ms=0)]
+
+    def read_one(self, inbox: Inbox, consumer: str) -> Entry:
+        entries = self.log.read(inbox, consumer, max_entries=1, block_ms=0)
+        assert len(entries) == 1
+        return entries[0]
+
+    def tokenize(self, entry: Entry) -> bool:
+        return self.log.tokenized(entry, Tokenized(token_ids=(5, 6, 7), fingerprint="t", by="tokenize-0"))
+
+    def accept(self, *uids: str, frontend: str = "web-0") -> None:
+        """Bring requests as far as the engines."""
+        for uid in uids:
+            assert self.submit(uid, frontend=frontend) is ACCEPTED
+            assert self.tokenize(self.read_one(self.submitted, "tokenize-0"))
+
+    def take_all(self, owner: Owner, *uids: str) -> list[Entry]:
+        """Bring requests as far as an engine that has them in hand."""
+        self.accept(*uids)
+        return self.take(owner)
+
+    def take(self, owner: Owner, max_entries: int = 8) -> list[Entry]:
+        return list(self.log.take(owner, max_entries, control_cursor="0-0").entries)
+
+    def step(self, owner: Owner, number: int, *ended: str, cursor: str = "0-0") -> StepCommitted:
+        event = step_of(n=number)
+        return self.log.step(owner, number, event, ended=ended, control_cursor=cursor, lease_ms=LONG_MS)
+
+    def end(self, uid: str = "a", event: End = CANCELLED, *, consume: Entry | None = None) -> bool:
+        return self.log.end(uid, event, frontend="web-0", consume=consume)
+
+    def bury(self, uid: str = "a", *, error: str = "exit code -11", frontend: str = "web-0") -> bool:
+        letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": frontend}, deaths=3, error=error)
+        return self.log.end(uid, KILLED, frontend=frontend, dead=letter)
+
+    def abandon(self, uid: str = "a", *, once: Once | None = None, attached: bool = False) -> bool:
+        return self.log.abandon(uid, CANCELLED, frontend="web-0", once=once, attached=attached)
+
+    # slots
+
+    def own(self, slot: str, *, nonce: str = "n", lease_ms: int = LONG_MS) -> Owner:
+        owner = self.log.acquire(slot, nonce, lease_ms)
+        assert owner is not None
+        return owner
+
+    def own_after(self, before: Owner) -> Owner:
+        """Take the slot over from *before*."""
+        self.log.release(before)
+        return self.own(before.slot, nonce="later")
+
+    def be_guest(self, slot: str, *, nonce: str = "x") -> Owner:
+        return self.own(slot, nonce=GUEST + nonce)
+
+    # what is there
+
+    def history(self, uid: str = "a") -> list[Entry]:
+        return self.log.histories([uid])[0]
+
+    def ids(self, uid: str = "a") -> list[str]:
+        return [entry.id for entry in self.history(uid)]
+
+    def events(self, uid: str = "a") -> list[Event]:
+        """Return the events of a history, without the moment of their commit."""
+        return [decode(entry.fields).model_copy(update={"ms": 0}) for entry in self.history(uid)]
+
+    def replies_after(self, cursor: str, frontend: str = "web-0") -> list[Reply]:
+        found: list[Reply] = []
+        while True:
+            cursor, replies = self.log.read_replies(frontend, cursor, block_ms=0)
+            if not replies:
+                return found
+            found += replies
+
+    def told(self, cursor: str = "0-0") -> tuple[str, ...]:
+        """Return which ends `control` told the engines."""
+        watcher = self.own("generate-9")
+        taken = self.log.take(watcher, 0, control_cursor=cursor)
+        self.log.release(watcher)
+        return taken.ended
 
 
-def be_guest(log: StreamLog, slot: str, *, nonce: str = "x") -> Owner:
-    return own(log, slot, nonce=GUEST + nonce)
+class Detokenizer:
+    """Commits what follows from the steps of generate-0, one step for each call."""
 
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.engine = scene.own("generate-0")
+        self.owner = scene.own("detokenize-0")
+        self._numbers = itertools.count(1)
 
-def take_all(log: StreamLog, owner: Owner, *uids: str) -> list[Entry]:
-    """Bring requests as far as an engine that has them in hand."""
-    accept(log, *uids)
-    return list(log.take(owner, 8, control_cursor="0-0").entries)
+    def read_step(self) -> Entry:
+        self.scene.step(self.engine, next(self._numbers))
+        return self.scene.read_one(self.scene.steps, self.owner.slot)
+
+    def commit(self, entry: Entry, *events: Produced) -> bool:
+        return self.scene.log.produced(self.owner, entry, "generate-0", events)
+
+    def say(self, *events: Produced) -> bool:
+        return self.commit(self.read_step(), *events)

@@ -102,6 +102,7 @@ class RunningServer:
 def running_server(binary: Path, folder: Path, *more: str | Path | int) -> Iterator[RunningServer]:
     """Run *binary* with nothing persisted, on a socket in *folder*, with *more* options."""
     path = folder / "redis.sock"
+    url = f"unix://{path}"
     options = f"--port 0 --unixsocket {path} --dir {folder} --save '' --appendonly no --maxmemory-policy noeviction"
     words = [word.strip("'") for word in options.split(" ")]
     with (folder / "redis.log").open("wb") as output:
@@ -109,9 +110,9 @@ def running_server(binary: Path, folder: Path, *more: str | Path | int) -> Itera
             [binary, *words, *map(str, more)], stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
     try:
-        until(lambda: process.poll() is not None or _answers(path))
+        until(lambda: process.poll() is not None or _replies(url, "PING"))
         assert process.poll() is None, (folder / "redis.log").read_text()
-        yield RunningServer(f"unix://{path}", process)
+        yield RunningServer(url, process)
     finally:
         process.terminate()
         try:
@@ -121,12 +122,13 @@ def running_server(binary: Path, folder: Path, *more: str | Path | int) -> Itera
             process.wait()
 
 
-def _answers(path: Path) -> bool:
+def _replies(url: str, *words: str) -> bool:
+    """Return whether the server has something to say to a command, if only that it needs a password."""
     try:
-        return bool(command(f"unix://{path}", "PING"))
+        return bool(command(url, *words))
     except redis.AuthenticationError:
         return True
-    except redis.ConnectionError:
+    except redis.ConnectionError:  # also while it loads
         return False
 
 
@@ -154,18 +156,8 @@ def watched(binary: Path, folder: Path) -> Iterator[Watched]:
     quick = ["--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1", "--bind", "127.0.0.1"]
     with contextlib.ExitStack() as stack:
         master = stack.enter_context(running_server(binary, folder / "master", "--port", ports["master"], *quick))
-        replica = stack.enter_context(
-            running_server(
-                binary,
-                folder / "replica",
-                "--port",
-                ports["replica"],
-                "--replicaof",
-                "127.0.0.1",
-                ports["master"],
-                *quick,
-            )
-        )
+        follows: list[str | int] = ["--port", ports["replica"], "--replicaof", "127.0.0.1", ports["master"], *quick]
+        replica = stack.enter_context(running_server(binary, folder / "replica", *follows))
         until(lambda: b"master_link_status:up" in command(replica.url, "INFO", "replication"), timeout_s=20)
         with (folder / "sentinel" / "log").open("wb") as output:
             sentinel = subprocess.Popen(
@@ -174,15 +166,8 @@ def watched(binary: Path, folder: Path) -> Iterator[Watched]:
         stack.callback(sentinel.wait, 10)
         stack.callback(sentinel.terminate)
         asked = f"redis://127.0.0.1:{ports['sentinel']}"
-        until(lambda: _knows_a_replica(asked), timeout_s=30)
+        until(lambda: _replies(asked, "SENTINEL", "REPLICAS", "main"), timeout_s=30)
         yield Watched(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{ports['sentinel']}/main/0", master, replica)
-
-
-def _knows_a_replica(url: str) -> bool:
-    try:
-        return bool(command(url, "SENTINEL", "REPLICAS", "main"))
-    except redis.ConnectionError:
-        return False
 
 
 class Servers:

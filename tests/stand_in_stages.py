@@ -17,29 +17,27 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from log_contract import FINISHED, LONG_MS, Scene, submitted
+
 from pipeline.events import (
     Answered,
     End,
     Failed,
     Finished,
-    SamplingParams,
-    StepCompleted,
     Submitted,
-    Timings,
     Tokenized,
     TokensProduced,
     ToldPrompt,
     Usage,
     decode,
 )
-from pipeline.log.protocol import Entry, Inbox, Owner, Produced
+from pipeline.log.protocol import Entry, Produced
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, Names, slot_name, tokens_id
 from pipeline.slots import Phase, Status
 
 MODELS = ("org/demo", "demo")
 CONTEXT = 128
-LEASE_MS = 60_000
 RENEW_S = 3.0
 
 Script = Iterator[tuple[int, TokensProduced | End] | None]
@@ -48,7 +46,7 @@ Script = Iterator[tuple[int, TokensProduced | End] | None]
 
 def finished(n: int) -> Finished:
     usage = Usage(prompt_tokens=5, completion_tokens=n, cached_tokens=2)
-    return Finished(n=n, reason="stop", usage=usage, timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3))
+    return FINISHED.model_copy(update={"n": n, "usage": usage})
 
 
 def tokens(n: int, text: str = "x", *, count: int = 1) -> TokensProduced:
@@ -62,12 +60,9 @@ class Stages:
         """*sampling_defaults*: what the engine's model recommends."""
         self.sampling_defaults = dict(sampling_defaults or {})
         self.log = RedisLog(url, Names())
-        self._owners = {stage: self._acquire(stage) for stage in (TOKENIZE, GENERATE, DETOKENIZE)}
-        self._engine = slot_name(GENERATE, 0)
-        self._submitted = Inbox.submitted(self.log.names)
-        self._steps = Inbox.steps(self.log.names, self._engine)
-        for inbox in (self._submitted, Inbox.tokenized(self.log.names), self._steps):
-            self.log.prepare(inbox)
+        self._scene = Scene(self.log)
+        self._scene.prepare()
+        self._owners = {stage: self._scene.own(slot_name(stage, 0)) for stage in (TOKENIZE, GENERATE, DETOKENIZE)}
         self._numbers = itertools.count(1)
         self._control = "0-0"
         self._entries: dict[str, str] = {}
@@ -76,27 +71,20 @@ class Stages:
     def close(self) -> None:
         self.log.close()
 
-    def _acquire(self, stage: str) -> Owner:
-        owner = self.log.acquire(slot_name(stage, 0), "test", LEASE_MS)
-        assert owner is not None
-        return owner
-
     def say_phase(self, phase: Phase, *stages: str) -> None:
         """Publish a status, for 10 s."""
         for stage in stages or tuple(self._owners):
-            served: dict[str, object] = {}
+            owner = self._owners[stage]
+            status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase)
             if stage == GENERATE:
                 served = {"models": MODELS, "context": CONTEXT, "sampling_defaults": self.sampling_defaults}
-            owner = self._owners[stage]
-            status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase).model_copy(
-                update=served
-            )
-            assert self.log.renew(owner, LEASE_MS, status.model_dump_json())
+                status = status.model_copy(update=served)
+            assert self.log.renew(owner, LONG_MS, status.model_dump_json())
 
     def take_in(self) -> list[tuple[str, Submitted]]:
         """Tokenize and take what was submitted; what is for the tokenizer alone waits for `answer`."""
         came = []
-        for entry in self.log.read(self._submitted, slot_name(TOKENIZE, 0), max_entries=8, block_ms=0):
+        for entry in self.log.read(self._scene.submitted, "tokenize-0", max_entries=8, block_ms=0):
             uid = entry.fields["uid"]
             event = decode(self.log.histories([uid])[0][0].fields)
             assert isinstance(event, Submitted)
@@ -119,29 +107,21 @@ class Stages:
 
     def begin(self, uid: str, frontend: str) -> None:
         """Submit a request as a frontend would, and take it in."""
-        event = Submitted(endpoint="test", frontend=frontend, prompt="p", sampling=SamplingParams())
-        self.log.submit(uid, [event])
+        self.log.submit(uid, [submitted(frontend)])
         self.take_in()
 
     def say(self, uid: str, n: int, *events: TokensProduced | End, frontend: str) -> tuple[str, ...]:
         """Commit events of one step, tokens up to number *n*; return who was ended by others."""
         ends = any(not isinstance(event, TokensProduced) for event in events)
         entries = [self._entries[uid]] if ends and uid in self._entries else []
-        committed = self.log.step(
-            self._owners[GENERATE],
-            next(self._numbers),
-            StepCompleted(rows=()),
-            ended=entries,
-            control_cursor=self._control,
-            lease_ms=LEASE_MS,
-        )
+        committed = self._scene.step(self._owners[GENERATE], next(self._numbers), *entries, cursor=self._control)
         self._control = committed.control_cursor
-        (entry,) = self.log.read(self._steps, slot_name(DETOKENIZE, 0), max_entries=1, block_ms=100)
+        entry = self._scene.read_one(self._scene.steps, "detokenize-0")
         produced = [
             Produced(uid, tokens_id(n) if isinstance(event, TokensProduced) else SEAL, n, event, frontend)
             for event in events
         ]
-        assert self.log.produced(self._owners[DETOKENIZE], entry, self._engine, produced)
+        assert self.log.produced(self._owners[DETOKENIZE], entry, "generate-0", produced)
         return committed.ended
 
     def ends(self, uid: str) -> End | None:

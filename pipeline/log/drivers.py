@@ -52,12 +52,10 @@ class Driver:
 
     def run(self, asked: Operation[T] | Steps[T]) -> T:
         """Return what the reply to an operation means, or what several operations come to. Raises as the log does."""
-        if isinstance(asked, Script | Command | Batch):
-            return asked.parse(self._send(asked))
-        reply = None
+        steps, reply = iter(asked), None
         while True:
             try:
-                operation = asked.send(reply)
+                operation = steps.send(reply)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]  # typeshed leaves the value open
             reply = self._send(operation)
@@ -114,12 +112,10 @@ class AsyncDriver:
 
     async def run(self, asked: Operation[T] | Steps[T]) -> T:
         """As Driver.run."""
-        if isinstance(asked, Script | Command | Batch):
-            return asked.parse(await self._send(asked))
-        reply = None
+        steps, reply = iter(asked), None
         while True:
             try:
-                operation = asked.send(reply)
+                operation = steps.send(reply)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]  # as in Driver.run
             reply = await self._send(operation)

@@ -146,13 +146,7 @@ class MemoryLog:
             return self._streams.append(self.names.tokenized, None, fields, make=True) is not None
 
     def end(
-        self,
-        uid: str,
-        event: End,
-        *,
-        frontend: str,
-        consume: Entry | None = None,
-        dead: DeadLetter | None = None,
+        self, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None
     ) -> bool:
         with self._changed:
             self._live.pop(uid, None)
@@ -173,15 +167,7 @@ class MemoryLog:
                 self._streams.append(self.names.dead, None, said, make=True, cap=DEAD_CAP)
             return True
 
-    def abandon(
-        self,
-        uid: str,
-        event: End,
-        *,
-        frontend: str,
-        once: Once | None = None,
-        attached: bool = False,
-    ) -> bool:
+    def abandon(self, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False) -> bool:
         with self._changed:
             base = base_uid(uid)
             if attached and base not in self._left:

@@ -93,13 +93,7 @@ class Streams:
             self._sweep_at = max(1000, 2 * len(self.by_key))
 
     def append(
-        self,
-        key: str,
-        entry_id: str | None,
-        fields: Mapping[str, str],
-        *,
-        make: bool = False,
-        cap: int | None = None,
+        self, key: str, entry_id: str | None, fields: Mapping[str, str], *, make: bool = False, cap: int | None = None
     ) -> Stream | None:
         """Append under *entry_id*, or under the next id by the clock; return the stream.
 

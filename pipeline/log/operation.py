@@ -10,11 +10,21 @@ import hashlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from pipeline.log.protocol import RequestLimits
+from pipeline.names import Names
 
 T = TypeVar("T")
 
 Words: TypeAlias = Sequence[str | int]
+
+
+class Place(Protocol):
+    """The log that an operation is for."""
+
+    names: Names
+    limits: RequestLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,77 +273,51 @@ class StreamLog(Protocol):
         changes nothing and counts for no quota. An accepted submit takes the idempotency key *once*. Raises LogFull
         when Redis is at its maxmemory.
         """
-        ...
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         """Consume *entry* of `submitted`, write the prompt's tokens to its history, hand it to the engines."""
-        ...
 
     def end(
-        self,
-        uid: str,
-        event: End,
-        *,
-        frontend: str,
-        consume: Entry | None = None,
-        dead: DeadLetter | None = None,
+        self, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None
     ) -> bool:
         """Seal the history of *uid*, once. Consume *consume*, the entry of `submitted` that this end answers.
 
         If this seal is the first, keep *dead* with a copy of the sealed history, of at most 64 KB.
         """
-        ...
 
-    def abandon(
-        self,
-        uid: str,
-        event: End,
-        *,
-        frontend: str,
-        once: Once | None = None,
-        attached: bool = False,
-    ) -> bool:
+    def abandon(self, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False) -> bool:
         """End a request whose client left, as `end` does. False also if another client reads it.
 
         *once* is the idempotency key of the client. *attached*: the client did not send the request; the key led it
         there. Such a client ends the request only after the sender has left. A sender that leaves one of several
         siblings to its readers has left them all; abandon each of them all the same.
         """
-        ...
 
     def reading(self, uids: Sequence[str], who: str) -> None:
         """Note for 60 s that the process *who* reads requests of others: those of *uids* that have not ended."""
-        ...
 
     def stop_reading(self, uid: str, who: str) -> None:
         """Take back what `reading` noted."""
-        ...
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
         """Return the entries of each history, from its start or after the id *after*; none if there is no history."""
-        ...
 
     def alive(self, uids: Sequence[str]) -> set[str]:
         """Return which of *uids* have not ended."""
-        ...
 
     # the janitor
 
     def overdue(self, max_uids: int) -> list[str]:
         """Return requests that are past their deadline and have not ended, by Redis' clock."""
-        ...
 
     def living(self) -> list[str]:
         """Return all requests that have not ended."""
-        ...
 
     def frontends_of(self, uids: Sequence[str]) -> dict[str, str]:
         """Return uid -> the frontend that submitted it; "" if nobody listens or the history is gone."""
-        ...
 
     def read_by_others(self, uids: Sequence[str]) -> set[str]:
         """Return which of *uids* are read by another client than the one that sent them."""
-        ...
 
     # dead letters
 
@@ -353,11 +327,9 @@ class StreamLog(Protocol):
         Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see history.copied_history) and, if the
         history was cut, history_cut: how many entries it lacks.
         """
-        ...
 
     def drop_dead(self, entry_id: str) -> bool:
         """Remove a letter; False if it is not there."""
-        ...
 
     # after a time in which the log could not be reached
 
@@ -367,7 +339,6 @@ class StreamLog(Protocol):
         A new process may know less than the old one had confirmed: the last second before a crash is lost, or what a
         replica had not received.
         """
-        ...
 
     # engines
 
@@ -376,11 +347,9 @@ class StreamLog(Protocol):
 
         Raises Fenced.
         """
-        ...
 
     def wait(self, cursor: str, control_cursor: str, *, block_ms: int) -> None:
         """Wait up to *block_ms* until `tokenized` or `control` has something after the cursors."""
-        ...
 
     def step(
         self,
@@ -393,61 +362,49 @@ class StreamLog(Protocol):
         lease_ms: int,
     ) -> StepCommitted:
         """Append step `<epoch>-<number>` of an engine and consume the `tokenized` entries *ended*. Raises Fenced."""
-        ...
 
     def flush(self, by: str) -> str:
         """Ask all engines to forget the prefixes that no request uses; return an id, which `take` and `step` give them.
 
         The message may be lost, so a caller that waits for the engines' answer asks again.
         """
-        ...
 
     # detokenizers
 
     def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
         """Consume a step and write what follows from it to the histories and the replies. Raises Fenced."""
-        ...
 
     # consumer groups
 
     def backlog(self, inbox: Inbox) -> int:
         """Return how many entries the stream holds: unread ones and those that are being worked on."""
-        ...
 
     def prepare(self, inbox: Inbox) -> None:
         """Create the stream and its group where they are missing. The group also reads what was appended before."""
-        ...
 
     def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
         """Read new entries for *consumer*, waiting up to *block_ms*."""
-        ...
 
     def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
         """Return what *consumer* has read and not consumed, in order. This does not count as a try."""
-        ...
 
     def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
         """Take over pending entries of consumers whose slots nobody holds. Raises Fenced if there is one to claim."""
-        ...
 
     def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
         """Take over pending entries of the slot that *guest* owns; none if it has another owner. Raises Fenced."""
-        ...
 
     def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
         """Count one more try of a pending entry, before the work on it begins; return the number of tries.
 
         The read that brought the entry is the first try. 0: the entry is not pending for this slot. Raises Fenced.
         """
-        ...
 
     def num_pending(self, inbox: Inbox, consumer: str) -> int:
         """Return how many entries *consumer* has read and not consumed."""
-        ...
 
     def forsaken(self, inbox: Inbox) -> list[str]:
         """Return the consumers that have entries pending and whose slots no worker holds."""
-        ...
 
     # slots
 
@@ -456,41 +413,32 @@ class StreamLog(Protocol):
 
         A slot that a guest holds is free for a worker. The nonce of a guest begins with GUEST.
         """
-        ...
 
     def announce(self, slot: str, status: str) -> bool:
         """Publish the *status* (JSON) of a worker that will ask for *slot*; False if somebody holds the slot."""
-        ...
 
     def unattended(self) -> list[str]:
         """Return the engines that live or have steps waiting, and whose detokenizer is away."""
-        ...
 
     def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
         """Keep the lease, or take it again if it expired, and publish *status* (JSON) unless that is empty.
 
         False: the slot has another owner.
         """
-        ...
 
     def release(self, owner: Owner) -> bool:
         """Give the lease back and drop the status; False if the lease is somebody else's."""
-        ...
 
     def lease(self, slot: str) -> Lease:
         """Say who holds a slot, and for how long."""
-        ...
 
     def statuses(self, stage: str) -> dict[str, str]:
         """Return slot -> status (JSON) of the workers of *stage* that published one in the last 10 s."""
-        ...
 
     # frontends
 
     def open_replies(self, frontend: str) -> str:
         """Create the replies stream, or keep it for 60 s more; return its last id."""
-        ...
 
     def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
         """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call."""
-        ...

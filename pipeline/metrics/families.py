@@ -64,162 +64,87 @@ _COMMIT_S: Final = (
 )
 _BATCH_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
+
+def _of_engine(name: str, kind: Kind, help: str, buckets: tuple[float, ...] = ()) -> Family:
+    return Family(name, kind, help, (GENERATE,), buckets=buckets, of_model=True)
+
+
+def _of_request(name: str, help: str, buckets: tuple[float, ...]) -> Family:
+    return Family(name, "histogram", help, (DETOKENIZE,), buckets=buckets, of_model=True)
+
+
 # An engine: what it holds and does.
 
-NUM_RUNNING: Final = Family(
-    "num_requests_running", "gauge", "Requests that an engine computes.", (GENERATE,), of_model=True
-)
-NUM_WAITING: Final = Family(
+NUM_RUNNING: Final = _of_engine("num_requests_running", "gauge", "Requests that an engine computes.")
+NUM_WAITING: Final = _of_engine(
     "num_requests_waiting",
     "gauge",
     f"Requests that wait to be computed: in an engine for pages or, as the slot `{LOG_SLOT}`, in the log for an engine "
     "or a tokenizer.",
-    (GENERATE,),
-    of_model=True,
 )
-KV_CACHE_USAGE: Final = Family(
-    "kv_cache_usage_perc", "gauge", "Share of the pages that requests hold; 1 is all.", (GENERATE,), of_model=True
-)
-PREFIX_QUERIES: Final = Family(
+KV_CACHE_USAGE: Final = _of_engine("kv_cache_usage_perc", "gauge", "Share of the pages that requests hold; 1 is all.")
+PREFIX_QUERIES: Final = _of_engine(
     "prefix_cache_queries_total",
     "counter",
     "Prompt tokens that were looked up in the prefix cache, once for each request.",
-    (GENERATE,),
-    of_model=True,
 )
-PREFIX_HITS: Final = Family(
-    "prefix_cache_hits_total",
-    "counter",
-    "Prompt tokens that were found there and not computed.",
-    (GENERATE,),
-    of_model=True,
+PREFIX_HITS: Final = _of_engine(
+    "prefix_cache_hits_total", "counter", "Prompt tokens that were found there and not computed."
 )
-PROMPT_TOKENS: Final = Family(
+PROMPT_TOKENS: Final = _of_engine(
     "prompt_tokens_total",
     "counter",
     "Tokens of the prompts that were computed to their end, those from the prefix cache included.",
-    (GENERATE,),
-    of_model=True,
 )
-GENERATION_TOKENS: Final = Family(
-    "generation_tokens_total",
-    "counter",
-    "Tokens that an engine made. Tokens after a stop string count, too.",
-    (GENERATE,),
-    of_model=True,
+GENERATION_TOKENS: Final = _of_engine(
+    "generation_tokens_total", "counter", "Tokens that an engine made. Tokens after a stop string count, too."
 )
-NUM_PREEMPTIONS: Final = Family(
-    "num_preemptions_total",
-    "counter",
-    "How often a request gave its pages back for another one.",
-    (GENERATE,),
-    of_model=True,
+NUM_PREEMPTIONS: Final = _of_engine(
+    "num_preemptions_total", "counter", "How often a request gave its pages back for another one."
 )
-STEP_TOKENS: Final = Family(
-    "iteration_tokens_total",
-    "histogram",
-    "Prompt and output tokens that one step computed.",
-    (GENERATE,),
-    buckets=_STEP_TOKENS,
-    of_model=True,
+STEP_TOKENS: Final = _of_engine(
+    "iteration_tokens_total", "histogram", "Prompt and output tokens that one step computed.", _STEP_TOKENS
 )
-STEP_SECONDS: Final = Family(
-    "step_time_seconds",
-    "histogram",
-    "A step's forward pass, until its tokens are there.",
-    (GENERATE,),
-    buckets=_TOKEN_S,
-    of_model=True,
+STEP_SECONDS: Final = _of_engine(
+    "step_time_seconds", "histogram", "A step's forward pass, until its tokens are there.", _TOKEN_S
 )
-TAKEOVERS: Final = Family(
-    "takeovers_total",
-    "counter",
-    "Requests that an engine went on with which another owner of a slot had begun.",
-    (GENERATE,),
-    of_model=True,
+TAKEOVERS: Final = _of_engine(
+    "takeovers_total", "counter", "Requests that an engine went on with which another owner of a slot had begun."
 )
 
 # A request, by Redis' clock, as its detokenizer sees it.
 
-FIRST_TOKEN_SECONDS: Final = Family(
-    "time_to_first_token_seconds",
-    "histogram",
-    "From the submit of a request to its first token.",
-    (DETOKENIZE,),
-    buckets=_FIRST_TOKEN_S,
-    of_model=True,
+FIRST_TOKEN_SECONDS: Final = _of_request(
+    "time_to_first_token_seconds", "From the submit of a request to its first token.", _FIRST_TOKEN_S
 )
-BETWEEN_TOKENS_SECONDS: Final = Family(
-    "inter_token_latency_seconds",
-    "histogram",
-    "From one token of a request to the next, in whole milliseconds.",
-    (DETOKENIZE,),
-    buckets=_TOKEN_S,
-    of_model=True,
+BETWEEN_TOKENS_SECONDS: Final = _of_request(
+    "inter_token_latency_seconds", "From one token of a request to the next, in whole milliseconds.", _TOKEN_S
 )
-PER_TOKEN_SECONDS: Final = Family(
+PER_TOKEN_SECONDS: Final = _of_request(
     "request_time_per_output_token_seconds",
-    "histogram",
     "A finished request's mean time between two tokens, where it has two.",
-    (DETOKENIZE,),
-    buckets=_TOKEN_S,
-    of_model=True,
+    _TOKEN_S,
 )
-REQUEST_SECONDS: Final = Family(
-    "e2e_request_latency_seconds",
-    "histogram",
-    "From the submit of a finished request to its last token.",
-    (DETOKENIZE,),
-    buckets=_REQUEST_S,
-    of_model=True,
+REQUEST_SECONDS: Final = _of_request(
+    "e2e_request_latency_seconds", "From the submit of a finished request to its last token.", _REQUEST_S
 )
-QUEUE_SECONDS: Final = Family(
+QUEUE_SECONDS: Final = _of_request(
     "request_queue_time_seconds",
-    "histogram",
     "From the submit of a finished request to its first admission by an engine.",
-    (DETOKENIZE,),
-    buckets=_REQUEST_S,
-    of_model=True,
+    _REQUEST_S,
 )
-PREFILL_SECONDS: Final = Family(
-    "request_prefill_time_seconds",
-    "histogram",
-    "From the admission of a finished request to its first token.",
-    (DETOKENIZE,),
-    buckets=_REQUEST_S,
-    of_model=True,
+PREFILL_SECONDS: Final = _of_request(
+    "request_prefill_time_seconds", "From the admission of a finished request to its first token.", _REQUEST_S
 )
-DECODE_SECONDS: Final = Family(
-    "request_decode_time_seconds",
-    "histogram",
-    "From the first token of a finished request to its last.",
-    (DETOKENIZE,),
-    buckets=_REQUEST_S,
-    of_model=True,
+DECODE_SECONDS: Final = _of_request(
+    "request_decode_time_seconds", "From the first token of a finished request to its last.", _REQUEST_S
 )
-INFERENCE_SECONDS: Final = Family(
-    "request_inference_time_seconds",
-    "histogram",
-    "From the admission of a finished request to its last token.",
-    (DETOKENIZE,),
-    buckets=_REQUEST_S,
-    of_model=True,
+INFERENCE_SECONDS: Final = _of_request(
+    "request_inference_time_seconds", "From the admission of a finished request to its last token.", _REQUEST_S
 )
-REQUEST_PROMPT_TOKENS: Final = Family(
-    "request_prompt_tokens",
-    "histogram",
-    "Prompt tokens of a finished request.",
-    (DETOKENIZE,),
-    buckets=_TOKENS,
-    of_model=True,
-)
-REQUEST_GENERATION_TOKENS: Final = Family(
-    "request_generation_tokens",
-    "histogram",
-    "Tokens of a finished request's answer.",
-    (DETOKENIZE,),
-    buckets=_TOKENS,
-    of_model=True,
+REQUEST_PROMPT_TOKENS: Final = _of_request("request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS)
+REQUEST_GENERATION_TOKENS: Final = _of_request(
+    "request_generation_tokens", "Tokens of a finished request's answer.", _TOKENS
 )
 REQUEST_SUCCESS: Final = Family(
     "request_success_total",

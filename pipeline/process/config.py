@@ -1,4 +1,4 @@
-"""Flags of processes: which model a worker serves, how many workers there are, and where a server keeps its files."""
+"""Flags of processes: the model of a worker, the number of workers, and the folder for a server's files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.flags import at_least, flag, yes_or_no
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model is served."""
+    """The model that is served."""
 
     model: str = flag(
         "--model",
@@ -23,7 +23,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """How many workers `stage` starts, or which one it is."""
+    """How many workers `stage` starts, or the slot of a single one."""
 
     replicas: int = flag(
         "--replicas", default=1, parse=at_least(1), help="number of workers of this stage to start here"
@@ -41,9 +41,7 @@ class DataConfig:
     """Where files are kept, and what may be lost of them."""
 
     data_dir: str = flag(
-        "--data-dir",
-        default="",
-        help="folder for the data of the embedded server [~/.local/state/minisgl/<port>]",
+        "--data-dir", default="", help="folder for the data of the embedded server [~/.local/state/minisgl/<port>]"
     )
     repair: bool = flag(
         "--repair",
@@ -54,11 +52,11 @@ class DataConfig:
 
 
 def data_folder(data_dir: str, port: int) -> Path:
-    """Return the folder that --data-dir names, or the one of the server at *port* in the user's state folder."""
+    """Return the folder of --data-dir, or the default folder of the server at *port*."""
     return Path(data_dir).expanduser().absolute() if data_dir else state_folder() / str(port)
 
 
 def state_folder() -> Path:
-    """Return our folder among those where the user's programs keep their state."""
+    """Return our folder in the user's folder for the state of programs (XDG_STATE_HOME)."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "minisgl"

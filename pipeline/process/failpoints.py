@@ -1,4 +1,4 @@
-"""Named places at which a test makes a process die, stand still or lose a reply. Off unless its environment names one.
+"""Named places where a test makes a process die, stop, or lose a reply. They do nothing unless the environment asks.
 
 MINISGL_FAILPOINT="name=action[*count][@passing];..."  with the action exit, stop:SECONDS, raise or drop
 MINISGL_FAILPOINT_DIR=folder                           remembers what fired, for all processes of a server
@@ -51,7 +51,7 @@ POINTS: Final[Mapping[str, str]] = MappingProxyType(
         "detokenize.mid_character": "a step is committed, and text is held back inside a character or a stop string",
     }
 )
-"""Every fail point: what has happened when it is passed, and what has not."""
+"""Every fail point: what has happened at that place, and what has not."""
 
 LOSES_A_REPLY: Final = frozenset(
     {
@@ -68,43 +68,43 @@ LOSES_A_REPLY: Final = frozenset(
         "detokenize.mid_character",
     }
 )
-"""The points right after a command that changed something in Redis: `drop` makes its caller believe that it failed."""
+"""The points right after a command that changed something in Redis. `drop` makes the caller believe that it failed."""
 
 _SPEC = re.compile(r"(?P<name>[^=]+)=(?P<action>\w+)(:(?P<seconds>[^*@]*))?(\*(?P<count>[1-9]\d*))?(@(?P<k>[1-9]\d*))?")
 
 
 @dataclass(slots=True)
 class _Armed:
-    """A fail point that the environment names."""
+    """A fail point that the environment asks for."""
 
     name: str
     action: str
     seconds: float
     count: int
-    """How often it fires, in all processes together."""
+    """How often the point fires, in all processes together."""
     first: int
-    """The passing, in each process, from which on it may fire."""
+    """The point may fire from this passing on, counted in each process."""
     folder: Path
     num_passed: int = 0
 
 
-# Module state, which this project has nowhere else: handing it to every place would put a test's tool into each
-# signature. `arm` fills it before a process has threads; a server that is not tested has it empty.
+# The only module state of the project: as an argument, a test's tool would be in every signature. `arm` fills it before
+# a process has threads. In production it is empty.
 _ARMED: Final[dict[str, _Armed]] = {}
 
 
 def failpoint(name: str) -> None:
-    """Do what the environment asks for at this place; nothing unless it names it."""
+    """Do what the environment asks for at this place, if anything."""
     armed = _ARMED.get(name)
     if armed is not None:
         _pass(armed)
 
 
 def arm(environment: Mapping[str, str]) -> None:
-    """Prepare the fail points that *environment* names, and forget all others; for the start of a process.
+    """Prepare the fail points that *environment* names, and no others. Call it at the start of a process.
 
     Raises:
-        ConfigError: It names a point or an action that there is not, or no folder that remembers what fired.
+        ConfigError: A point or an action does not exist, or there is no folder to remember what fired.
     """
     _ARMED.clear()
     texts = [text.strip() for text in environment.get(VARIABLE, "").split(";") if text.strip()]
@@ -148,7 +148,7 @@ def _pass(armed: _Armed) -> None:
     if armed.num_passed < armed.first:
         return
     if not _is_first_to_fire(armed):
-        _ARMED.pop(armed.name, None)  # it has fired as often as it should, here or in another process
+        _ARMED.pop(armed.name, None)  # it has fired often enough, here or in other processes
         return
     logger.warning("failpoint", name=armed.name, action=armed.action, passing=armed.num_passed)
     match armed.action:
@@ -163,7 +163,7 @@ def _pass(armed: _Armed) -> None:
 
 
 def _is_first_to_fire(armed: _Armed) -> bool:
-    """Take one of the firings that are left, of which the folder has a file each."""
+    """Take one of the firings that are left. The folder has a file for each firing so far."""
     for number in range(1, armed.count + 1):
         file = armed.folder / (armed.name if number == 1 else f"{armed.name}.{number}")
         try:
@@ -175,9 +175,9 @@ def _is_first_to_fire(armed: _Armed) -> bool:
 
 
 def _stand_still(seconds: float) -> None:
-    """Stop this process and let another one, which has lost its parent by then, wake it up.
+    """Stop this process, and start another one that wakes it up.
 
-    That other one stops it, too: if this process did, it might be woken before it had stopped, and never again.
+    The other one does both: if this process stopped itself, the wake-up could come before the stop.
     """
     stop_and_wake = f"kill -STOP {os.getpid()}; (sleep {seconds}; kill -CONT {os.getpid()}) &"
     subprocess.run(

@@ -1,8 +1,8 @@
-"""How a process logs: structlog on stderr, for people on a terminal, as JSON lines otherwise.
+"""How a process logs: structlog on stderr, as text on a terminal and as JSON lines elsewhere.
 
-Events are snake_case facts and values are fields; a request gets one canonical line, at its end, by the frontend.
+Events are snake_case facts, values are fields. The frontend logs one line for each request, at its end.
 
-A process imports this before anything else that logs: elsewhere the first import of structlog brings rich with it.
+Import this before anything that logs: any other first import of structlog also imports rich.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import orjson
 
 sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
 try:
-    import structlog  # takes rich along, for tracebacks that we do not use: a tenth of what a detokenizer imports
+    import structlog  # it would import rich, a tenth of a detokenizer's imports, for tracebacks that we do not use
 finally:
     if sys.modules["rich"] is None:
         del sys.modules["rich"]
 
 
 def configure_logging(to: BinaryIO | None = None, **bound: object) -> None:
-    """Set structlog up for this process, on stderr or as JSON *to* a file; *bound* is in every line."""
+    """Set up structlog for this process, on stderr or as JSON *to* a file. Every line has the fields *bound*."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

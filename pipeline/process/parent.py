@@ -1,4 +1,4 @@
-"""What a process has from the one that started it: its variables, and the wish to end with it. Imports nothing slow."""
+"""What a worker gets from its supervisor: variables, and death with the supervisor. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import time
 from collections.abc import Mapping
 
 SUPERVISOR_VARIABLE = "MINISGL_SUPERVISOR"
-"""In a worker's environment: the process id of the supervisor that started it."""
+"""A worker's environment has here the process id of its supervisor."""
 RUN_VARIABLE = "MINISGL_RUN"
-"""In a worker's environment: the name that its supervisor has given to itself."""
+"""A worker's environment has here the name of its supervisor's run."""
 
 
 def die_with_supervisor(environment: Mapping[str, str]) -> None:
-    """Make a supervised process end when its supervisor does, however that ends.
+    """Make this process end when its supervisor ends, even by SIGKILL. Without a supervisor, do nothing.
 
-    Where there is no prctl(2), a thread looks who the parent is.
+    Linux does it (prctl(2)); on other systems a thread watches the parent.
     """
     supervisor = int(environment.get(SUPERVISOR_VARIABLE, "0"))
     if not supervisor:

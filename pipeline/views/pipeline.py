@@ -26,33 +26,10 @@ from pipeline.events import (
     TokensProduced,
 )
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
+from pipeline.metrics import families
 from pipeline.metrics.counters import Counts, Readings, read_snapshot
-from pipeline.metrics.families import (
-    BETWEEN_TOKENS_SECONDS,
-    FIRST_TOKEN_SECONDS,
-    GENERATION_TOKENS,
-    KV_CACHE_USAGE,
-    NUM_PREEMPTIONS,
-    NUM_RUNNING,
-    NUM_WAITING,
-    PREFIX_HITS,
-    PREFIX_QUERIES,
-    PROMPT_TOKENS,
-    STREAMS_OPEN,
-    Family,
-)
-from pipeline.names import (
-    DETOKENIZE,
-    GENERATE,
-    JANITOR,
-    SEAL,
-    STAGES,
-    TOKENIZE,
-    WEB,
-    slot_index,
-    slot_name,
-    slot_stage,
-)
+from pipeline.metrics.families import Family
+from pipeline.names import DETOKENIZE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZE, WEB, slot_index, slot_name, slot_stage
 from pipeline.slots import Status, parse_status
 from pipeline.walk import Moment, walk
 
@@ -386,7 +363,7 @@ def _slot(slot: str, reading: Observed) -> SlotView:
         lease_ms=lease.ttl_ms,
         pending=reading.snapshot.pending.get(slot, 0),
         address=status.address if status is not None else "",
-        streams_open=int(_number(_latest(slot, reading), STREAMS_OPEN)) if shown is not None else 0,
+        streams_open=int(_number(_latest(slot, reading), families.STREAMS_OPEN)) if shown is not None else 0,
     )
 
 
@@ -398,20 +375,20 @@ def _engine(slot: str, reading: Observed) -> EngineView:
         return EngineView(slot, model, context)
     latest = _latest(slot, reading)
     detokenizer = slot_name(DETOKENIZE, slot_index(slot))
-    queries = _number(latest, PREFIX_QUERIES)
+    queries = _number(latest, families.PREFIX_QUERIES)
     return EngineView(
         engine=slot,
         model=model,
         context=context,
-        running=int(_number(latest, NUM_RUNNING)),
-        waiting=int(_number(latest, NUM_WAITING)),
-        preemptions=int(_number(latest, NUM_PREEMPTIONS)),
-        cache_used=_number(latest, KV_CACHE_USAGE),
-        prefix_hits=_number(latest, PREFIX_HITS) / queries if queries else None,
-        prompt_tokens_per_s=_rate(slot, reading, PROMPT_TOKENS),
-        output_tokens_per_s=_rate(slot, reading, GENERATION_TOKENS),
-        first_token_p50_s=_median(detokenizer, reading, FIRST_TOKEN_SECONDS),
-        between_tokens_p50_s=_median(detokenizer, reading, BETWEEN_TOKENS_SECONDS),
+        running=int(_number(latest, families.NUM_RUNNING)),
+        waiting=int(_number(latest, families.NUM_WAITING)),
+        preemptions=int(_number(latest, families.NUM_PREEMPTIONS)),
+        cache_used=_number(latest, families.KV_CACHE_USAGE),
+        prefix_hits=_number(latest, families.PREFIX_HITS) / queries if queries else None,
+        prompt_tokens_per_s=_rate(slot, reading, families.PROMPT_TOKENS),
+        output_tokens_per_s=_rate(slot, reading, families.GENERATION_TOKENS),
+        first_token_p50_s=_median(detokenizer, reading, families.FIRST_TOKEN_SECONDS),
+        between_tokens_p50_s=_median(detokenizer, reading, families.BETWEEN_TOKENS_SECONDS),
     )
 
 

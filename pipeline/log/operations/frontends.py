@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, replies_of
-from pipeline.log.operation import Batch, Command, Script, Steps, Words, blocking
+from pipeline.log.operation import Batch, Command, Place, Script, Steps, Words, blocking
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
 from pipeline.log.protocol import Depth, Entry, Inbox, Occupancy, Reply
 from pipeline.log.replies import (
@@ -33,16 +33,16 @@ HEAD_ENTRIES = 8
 """A peek brings no more of what happened to a request before its first token."""
 
 
-def open_replies(names: Names, frontend: str) -> Script[str]:
-    return Script("open_replies", [names.replies(frontend)], [REPLIES_TTL_MS], as_text)
+def open_replies(log: Place, frontend: str) -> Script[str]:
+    return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS], as_text)
 
 
-def read_replies(names: Names, frontend: str, after: str, block_ms: int) -> Command[tuple[str, list[Reply]]]:
+def read_replies(log: Place, frontend: str, after: str, *, block_ms: int) -> Command[tuple[str, list[Reply]]]:
     def parse(raw: Any) -> tuple[str, list[Reply]]:
         entries = first_stream(raw)
         return (entries[-1].id if entries else after), replies_of(entries)
 
-    words = ["XREAD", "COUNT", 100, *blocking(block_ms), "STREAMS", names.replies(frontend), after]
+    words = ["XREAD", "COUNT", 100, *blocking(block_ms), "STREAMS", log.names.replies(frontend), after]
     return Command(words, parse, once=True)
 
 
@@ -68,43 +68,46 @@ def _depths_there(engines: Sequence[str], replies: Sequence[Any]) -> dict[str, D
     return {engine: depth for engine, depth in depths if depth is not None}
 
 
-def occupancy(names: Names) -> Steps[Occupancy]:
-    depths = [words for inbox in _shared(names) for words in _depth(inbox)]
-    num_dead, num_live, *replies = yield from Batch([["XLEN", names.dead], ["ZCARD", names.live], *depths], list)
+def occupancy(log: Place) -> Steps[Occupancy]:
+    """Return how much the log holds."""
+    depths = [words for inbox in _shared(log.names) for words in _depth(inbox)]
+    num_dead, num_live, *replies = yield from Batch(
+        [["XLEN", log.names.dead], ["ZCARD", log.names.live], *depths], list
+    )
     submitted, tokenized = (depth or Depth(0, 0) for depth in depths_of(replies))
     steps: dict[str, Depth] = {}
     for first in count(0, SLOTS_PER_LOOK):
         engines = slots_of(GENERATE, first)
-        found = _depths_there(engines, (yield from Batch(_steps_depths(names, engines), list)))
+        found = _depths_there(engines, (yield from Batch(_steps_depths(log.names, engines), list)))
         steps |= found
         if not found:
             break
     return Occupancy(submitted, tokenized, steps, num_dead, num_live)
 
 
-def server() -> Command[tuple[str, str]]:
-    """Read the name and version of the server."""
+def server(_: Place) -> Command[tuple[str, str]]:
+    """Return the name and version of the server."""
     return Command(["INFO", "server"], lambda reply: server_of(info_of(reply)))
 
 
-def snapshot(names: Names) -> Steps[LogSnapshot]:
-    """Read how the whole log stands now; the work does not grow with what it holds, but with the workers."""
-    shared = _shared(names)
+def snapshot(log: Place) -> Steps[LogSnapshot]:
+    """Return how the whole log stands now. The work grows with the number of workers, not with what the log holds."""
+    shared = _shared(log.names)
     newest: list[Words] = [["XREVRANGE", inbox.stream, "+", "-", "COUNT", HELD_PER_LOOK] for inbox in shared]
     commands: list[Words] = [
         ["TIME"],
         ["INFO", "server"],
         ["INFO", "memory"],
-        ["XLEN", names.dead],
-        ["ZCARD", names.live],
-        ["ZREVRANGE", names.live, 0, LIVING_PER_LOOK - 1],
+        ["XLEN", log.names.dead],
+        ["ZCARD", log.names.live],
+        ["ZREVRANGE", log.names.live, 0, LIVING_PER_LOOK - 1],
         *newest,
         *(words for inbox in shared for words in _depth(inbox)),
     ]
     now, server, memory, num_dead, num_live, living, *more = yield from Batch(commands, list)
     entries, depths = [entries_of(raw) for raw in more[:2]], more[2:]
     submitted, tokenized = (depth or Depth(0, 0) for depth in depths_of(depths))
-    slots, steps, pending = yield from _slots(names)
+    slots, steps, pending = yield from _slots(log.names)
     for reply in depths[1::2]:
         pending |= pending_of(reply)
     asked = [(inbox, some) for inbox, some in zip(shared, entries, strict=True) if some]
@@ -195,9 +198,9 @@ def _slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotS
     return seen
 
 
-def peek(names: Names, queries: Mapping[str, HistoryQuery]) -> Batch[dict[str, HistoryEnds]]:
-    """Look at the ends of the histories uid -> query."""
-    commands = [words for uid, query in queries.items() for words in _peek(names.request(uid), query)]
+def peek(log: Place, queries: Mapping[str, HistoryQuery]) -> Batch[dict[str, HistoryEnds]]:
+    """Return the ends of the histories uid -> query."""
+    commands = [words for uid, query in queries.items() for words in _peek(log.names.request(uid), query)]
 
     def parse(replies: list[Any]) -> dict[str, HistoryEnds]:
         return {uid: _ends_of(*replies[3 * index : 3 * index + 3]) for index, uid in enumerate(queries)}
@@ -226,9 +229,12 @@ def _ends_of(exists: int, head: Sequence[Any], last: Sequence[Any]) -> HistoryEn
         return HistoryEnds(bool(exists), (Entry("0-0", {}),))
 
 
-def scan_requests(names: Names, cursor: str, max_keys: int) -> Command[tuple[str, list[str]]]:
-    """Look for histories among the next *max_keys* keys of the server."""
-    prefix = names.request("")
+def requests(log: Place, cursor: str, max_keys: int) -> Command[tuple[str, list[str]]]:
+    """Return the next cursor, and the uids of the histories among the next *max_keys* or so keys of the server.
+
+    To get all, begin with the cursor `0` and go on until `0` comes back.
+    """
+    prefix = log.names.request("")
     literal = re.sub(r"([*?\[\]\\^-])", r"\\\1", prefix)
 
     def parse(reply: Any) -> tuple[str, list[str]]:

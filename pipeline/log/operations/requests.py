@@ -18,8 +18,8 @@ from pipeline.log.entries import (
     letter_fields,
     submitted_fields,
 )
-from pipeline.log.operation import Batch, Command, Script, Steps, Words, blocking
-from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, RequestLimits, Submission, SubmitResult
+from pipeline.log.operation import Batch, Command, Place, Script, Steps, Words, blocking
+from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
 from pipeline.log.replies import as_text, clock_ms, entries_of, is_ok, nothing, streams_of, texts
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
@@ -46,26 +46,20 @@ def flat(fields: Mapping[str, str]) -> list[str]:
 
 
 def submit(
-    names: Names, limits: RequestLimits, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None
+    log: Place, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
 ) -> Steps[SubmitResult]:
     """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock."""
     try:
-        return (yield from _submit(names, limits, uid, events, once, quota, this_minute()))
+        return (yield from _submit(log, uid, events, once, quota, this_minute()))
     except OtherMinute as other:
-        return (yield from _submit(names, limits, uid, events, once, quota, other.minute))
+        return (yield from _submit(log, uid, events, once, quota, other.minute))
 
 
 def _submit(
-    names: Names,
-    limits: RequestLimits,
-    uid: str,
-    events: Sequence[Submitted],
-    once: Once | None,
-    quota: Quota | None,
-    minute: int,
+    log: Place, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None, minute: int
 ) -> Script[SubmitResult]:
     """Redis' clock decides in which minute a quota counts: *minute*, or the one before or after. Raises OtherMinute."""
-    uids = sibling_uids(uid, len(events))
+    names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
     digest, instead_of = (once.digest, once.instead_of) if once else ("", "")
     key = [names.idempotency(once.key)] if once else []
     counted: list[str] = []
@@ -90,9 +84,9 @@ def _submit(
     return Script("submit", keys, args, parse)
 
 
-def tokenized(names: Names, entry: Entry, event: Tokenized) -> Script[bool]:
+def tokenized(log: Place, entry: Entry, event: Tokenized) -> Script[bool]:
     uid = entry.fields["uid"]
-    keys = [names.submitted, names.request(uid), names.tokenized]
+    keys = [log.names.submitted, log.names.request(uid), log.names.tokenized]
     return Script("tokenized", keys, [entry.id, uid, entry.fields["frontend"], *flat(encode(event))], is_ok)
 
 
@@ -102,37 +96,33 @@ def _end_fields(event: End) -> list[str]:
 
 
 def end(
-    names: Names,
-    limits: RequestLimits,
-    uid: str,
-    event: End,
-    frontend: str,
-    consume: Entry | None = None,
-    dead: DeadLetter | None = None,
+    log: Place, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None
 ) -> Script[bool]:
+    names = log.names
     letter = flat(letter_fields(dead)) if dead else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
-    args: list[str | int] = [uid, limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
+    args: list[str | int] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
     args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *_end_fields(event)]
     return Script("end", keys, args, is_ok)
 
 
 def abandon(
-    names: Names, limits: RequestLimits, uid: str, event: End, frontend: str, once: Once | None, attached: bool
+    log: Place, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False
 ) -> Script[bool]:
+    names = log.names
     key = [names.idempotency(once.key)] if once else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key]
-    args: list[str | int] = [uid, base_uid(uid), limits.retention_ms, REPLY_CAP, int(attached), *_end_fields(event)]
+    args: list[str | int] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached), *_end_fields(event)]
     return Script("abandon", keys, args, is_ok)
 
 
-def reading(names: Names, uids: Sequence[str], who: str) -> Script[None]:
-    keys = [key for uid in uids for key in (names.reader(uid), names.request(uid))]
+def reading(log: Place, uids: Sequence[str], who: str) -> Script[None]:
+    keys = [key for uid in uids for key in (log.names.reader(uid), log.names.request(uid))]
     return Script("reading", keys, [who, READER_TTL_MS], nothing)
 
 
-def stop_reading(names: Names, uid: str, who: str) -> Command[None]:
-    return Command(["SREM", names.reader(uid), who], nothing)
+def stop_reading(log: Place, uid: str, who: str) -> Command[None]:
+    return Command(["SREM", log.names.reader(uid), who], nothing)
 
 
 # Histories
@@ -146,16 +136,20 @@ def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
     return ["XRANGE", names.request(uid), f"({after}" if after else "-", "+", *count]
 
 
-def histories(names: Names, uids: Sequence[str], after: str) -> Batch[list[list[Entry]]]:
-    commands = [_history(names, uid, after) for uid in uids]
+def histories(log: Place, uids: Sequence[str], *, after: str = "") -> Batch[list[list[Entry]]]:
+    commands = [_history(log.names, uid, after) for uid in uids]
     return Batch(commands, lambda replies: [entries_of(raw) for raw in replies])
 
 
-def histories_there(names: Names, cursors: Mapping[str, str], max_entries: int) -> Batch[dict[str, list[Entry] | None]]:
-    """Read what each history uid -> id has after the id; None where there is no history."""
+def histories_there(
+    log: Place, cursors: Mapping[str, str], *, max_entries: int = 0
+) -> Batch[dict[str, list[Entry] | None]]:
+    """Return what each history uid -> id has after the id, the first *max_entries* unless that is 0; None where
+    there is no history any more.
+    """
     commands: list[Words] = []
     for uid, after in cursors.items():
-        commands += [["EXISTS", names.request(uid)], _history(names, uid, after, max_entries)]
+        commands += [["EXISTS", log.names.request(uid)], _history(log.names, uid, after, max_entries)]
 
     def parse(replies: list[Any]) -> dict[str, list[Entry] | None]:
         found = zip(cursors, replies[::2], replies[1::2], strict=True)
@@ -164,63 +158,68 @@ def histories_there(names: Names, cursors: Mapping[str, str], max_entries: int) 
     return Batch(commands, parse)
 
 
-def entries(names: Names, uid: str, ids: Sequence[str]) -> Batch[dict[str, Entry]]:
-    commands = [["XRANGE", names.request(uid), entry_id, entry_id] for entry_id in ids]
+def entries(log: Place, uid: str, ids: Sequence[str]) -> Batch[dict[str, Entry]]:
+    """Return those of the entries *ids* that the history of *uid* has."""
+    commands = [["XRANGE", log.names.request(uid), entry_id, entry_id] for entry_id in ids]
     return Batch(commands, lambda replies: {entry.id: entry for raw in replies for entry in entries_of(raw)})
 
 
-def read_histories(names: Names, cursors: Mapping[str, str], block_ms: int) -> Command[dict[str, list[Entry]]]:
-    """Wait for what comes after the ids in any of the histories uid -> id."""
-    uids = {names.request(uid): uid for uid in cursors}
+def read_histories(log: Place, cursors: Mapping[str, str], *, block_ms: int) -> Command[dict[str, list[Entry]]]:
+    """Wait up to *block_ms* until one of the histories uid -> id has something after the id; return what they have.
+    A history that is gone is waited for like one to come.
+    """
+    uids = {log.names.request(uid): uid for uid in cursors}
     words = ["XREAD", "COUNT", HISTORY_ENTRIES, *blocking(block_ms), "STREAMS", *uids, *cursors.values()]
     return Command(words, lambda raw: {uids[key]: found for key, found in streams_of(raw).items()}, once=True)
 
 
-def frontends_of(names: Names, uids: Sequence[str]) -> Batch[dict[str, str]]:
+def frontends_of(log: Place, uids: Sequence[str]) -> Batch[dict[str, str]]:
     def parse(replies: list[Any]) -> dict[str, str]:
         firsts = ((uid, entries_of(raw)) for uid, raw in zip(uids, replies, strict=True))
         return {uid: first[0].fields.get("frontend", "") if first else "" for uid, first in firsts}
 
-    return Batch([["XRANGE", names.request(uid), "-", "+", "COUNT", 1] for uid in uids], parse)
+    return Batch([["XRANGE", log.names.request(uid), "-", "+", "COUNT", 1] for uid in uids], parse)
 
 
 # Which requests live, and who reads them
 
 
-def alive(names: Names, uids: Sequence[str]) -> Batch[set[str]]:
+def alive(log: Place, uids: Sequence[str]) -> Batch[set[str]]:
     def parse(replies: list[Any]) -> set[str]:
         return {uid for scores in replies for uid, score in zip(uids, scores, strict=True) if score is not None}
 
-    return Batch([["ZMSCORE", names.live, *uids]] if uids else [], parse)
+    return Batch([["ZMSCORE", log.names.live, *uids]] if uids else [], parse)
 
 
-def living(names: Names) -> Command[list[str]]:
-    return Command(["ZRANGE", names.live, 0, -1], lambda uids: list(texts(uids)))
+def living(log: Place) -> Command[list[str]]:
+    return Command(["ZRANGE", log.names.live, 0, -1], lambda uids: list(texts(uids)))
 
 
-def overdue(names: Names, max_uids: int) -> Steps[list[str]]:
+def overdue(log: Place, max_uids: int) -> Steps[list[str]]:
     now_ms = yield from Command(["TIME"], clock_ms)
-    words: Words = ["ZRANGEBYSCORE", names.live, "-inf", now_ms, "LIMIT", 0, max_uids]
+    words: Words = ["ZRANGEBYSCORE", log.names.live, "-inf", now_ms, "LIMIT", 0, max_uids]
     return (yield from Command(words, lambda uids: list(texts(uids))))
 
 
-def read_by_others(names: Names, uids: Sequence[str]) -> Batch[set[str]]:
-    commands = [["EXISTS", names.reader(uid)] for uid in uids]
+def read_by_others(log: Place, uids: Sequence[str]) -> Batch[set[str]]:
+    commands = [["EXISTS", log.names.reader(uid)] for uid in uids]
     return Batch(commands, lambda replies: {uid for uid, exists in zip(uids, replies, strict=True) if exists})
 
 
 # Dead letters
 
 
-def dead_letters(names: Names, max_entries: int, before: str) -> Command[list[Entry]]:
-    return Command(["XREVRANGE", names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], entries_of)
+def dead_letters(log: Place, max_entries: int, *, before: str = "") -> Command[list[Entry]]:
+    return Command(
+        ["XREVRANGE", log.names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], entries_of
+    )
 
 
-def drop_dead(names: Names, entry_id: str) -> Command[bool]:
-    return Command(["XDEL", names.dead, entry_id], bool)
+def drop_dead(log: Place, entry_id: str) -> Command[bool]:
+    return Command(["XDEL", log.names.dead, entry_id], bool)
 
 
-def incarnation() -> Command[str]:
+def incarnation(_: Place) -> Command[str]:
     def parse(info: bytes) -> str:
         found = re.search(r"^run_id:(\w+)", as_text(info), re.MULTILINE)
         return found[1] if found else ""

@@ -9,9 +9,9 @@ from typing import Any
 from pipeline.errors import Fenced
 from pipeline.events import StepCompleted, encode
 from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_fields
-from pipeline.log.operation import Batch, Command, Script, Steps, Words, blocking
+from pipeline.log.operation import Batch, Command, Place, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import flat
-from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, RequestLimits, StepCommitted, Taken
+from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
     entries_of,
@@ -39,25 +39,26 @@ def _unless_fenced(owner: Owner, reply: Any) -> Any:
 # Engines
 
 
-def take(names: Names, owner: Owner, max_entries: int, control_cursor: str) -> Script[Taken]:
+def take(log: Place, owner: Owner, max_entries: int, *, control_cursor: str) -> Script[Taken]:
     def parse(reply: Any) -> Taken:
         entries, cursor, ended, control, flush = _unless_fenced(owner, reply)
         return Taken(tuple(entries_of(entries)), as_text(cursor), texts(ended), as_text(control), as_text(flush))
 
-    keys = [names.owner(owner.slot), names.tokenized, names.control]
+    keys = [log.names.owner(owner.slot), log.names.tokenized, log.names.control]
     return Script("take", keys, [str(owner), owner.slot, max_entries, control_cursor], parse, once=True)
 
 
-def wait(names: Names, cursor: str, control_cursor: str, block_ms: int) -> Command[None]:
-    streams = [names.tokenized, names.control, cursor, control_cursor]
+def wait(log: Place, cursor: str, control_cursor: str, *, block_ms: int) -> Command[None]:
+    streams = [log.names.tokenized, log.names.control, cursor, control_cursor]
     return Command(["XREAD", "COUNT", 1, *blocking(block_ms), "STREAMS", *streams], nothing, once=True)
 
 
 def step(
-    names: Names,
+    log: Place,
     owner: Owner,
     number: int,
     event: StepCompleted,
+    *,
     ended: Sequence[str],
     control_cursor: str,
     lease_ms: int,
@@ -66,23 +67,21 @@ def step(
         length, newest, uids, cursor, flush = _unless_fenced(owner, reply)
         return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush))
 
-    slot = owner.slot
+    slot, names = owner.slot, log.names
     keys = [names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control]
     args: list[str | int] = [str(owner), lease_ms, f"{owner.epoch}-{number}", control_cursor, len(ended), *ended]
     return Script("step", keys, [*args, *flat(encode(event))], parse, once=True)
 
 
-def flush(names: Names, by: str) -> Script[str]:
-    return Script("flush", [names.control], [by], as_text)
+def flush(log: Place, by: str) -> Script[str]:
+    return Script("flush", [log.names.control], [by], as_text)
 
 
 # Detokenizers
 
 
-def produced(
-    names: Names, limits: RequestLimits, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]
-) -> Script[bool]:
-    keys = [names.owner(owner.slot), names.steps(engine), names.live, names.control]
+def produced(log: Place, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> Script[bool]:
+    keys = [log.names.owner(owner.slot), log.names.steps(engine), log.names.live, log.names.control]
     index: dict[str, int] = {}
 
     def key_index(key: str) -> int:
@@ -94,32 +93,32 @@ def produced(
     histories, replies = produced_fields(events)
     writes: list[str | int] = []
     for item, fields in zip(events, histories, strict=True):
-        history = key_index(names.request(item.uid))
+        history = key_index(log.names.request(item.uid))
         writes += [history, item.entry_id, item.uid, int(item.tell_engine), 2 * len(fields), *flat(fields)]
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
-        payloads += [key_index(names.replies(frontend)), payload]
-    args = [str(owner), entry.id, limits.retention_ms, REPLY_CAP, len(replies), *payloads, *writes]
+        payloads += [key_index(log.names.replies(frontend)), payload]
+    args = [str(owner), entry.id, log.limits.retention_ms, REPLY_CAP, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(_unless_fenced(owner, reply)), once=True)
 
 
 # Consumer groups
 
 
-def prepare(inbox: Inbox) -> Script[None]:
+def prepare(_: Place, inbox: Inbox) -> Script[None]:
     return Script("prepare", [inbox.stream], [inbox.group], nothing)
 
 
-def backlog(inbox: Inbox) -> Command[int]:
+def backlog(_: Place, inbox: Inbox) -> Command[int]:
     return Command(["XLEN", inbox.stream], int)
 
 
-def read(inbox: Inbox, consumer: str, max_entries: int, block_ms: int) -> Command[list[Entry]]:
+def read(_: Place, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> Command[list[Entry]]:
     group = ["XREADGROUP", "GROUP", inbox.group, consumer, "COUNT", max_entries, *blocking(block_ms)]
     return Command([*group, "STREAMS", inbox.stream, ">"], first_stream, once=True)
 
 
-def pending(inbox: Inbox, consumer: str) -> Steps[list[Entry]]:
+def pending(_: Place, inbox: Inbox, consumer: str) -> Steps[list[Entry]]:
     entries: list[Entry] = []
     first = "-"
     while True:
@@ -139,20 +138,28 @@ def _pending_ids(inbox: Inbox, consumer: str, first: str) -> Command[list[str]]:
     return Command(words, lambda items: [as_text(item[0]) for item in items])
 
 
-def holdings(inbox: Inbox) -> Command[dict[str, int]]:
+def _holdings(inbox: Inbox) -> Command[dict[str, int]]:
     """Read how many entries each consumer has pending."""
     return Command(["XPENDING", inbox.stream, inbox.group], pending_of)
 
 
-def claim(names: Names, inbox: Inbox, owner: Owner, max_entries: int) -> Steps[list[Entry]]:
+def num_pending(_: Place, inbox: Inbox, consumer: str) -> Steps[int]:
+    return (yield from _holdings(inbox)).get(consumer, 0)
+
+
+def claim(log: Place, inbox: Inbox, owner: Owner, max_entries: int) -> Steps[list[Entry]]:
     entries: list[Entry] = []
-    for other in (yield from holdings(inbox)):
+    for other in (yield from _holdings(inbox)):
         if other != owner.slot and len(entries) < max_entries:
-            entries += yield from claim_from(names, inbox, owner, other, max_entries - len(entries))
+            entries += yield from _claim(log.names, inbox, owner, other, max_entries - len(entries))
     return entries
 
 
-def claim_from(
+def claim_from(log: Place, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> Script[list[Entry]]:
+    return _claim(log.names, inbox, owner, guest.slot, max_entries, guest)
+
+
+def _claim(
     names: Names, inbox: Inbox, owner: Owner, other: str, max_entries: int, guest: Owner | None = None
 ) -> Script[list[Entry]]:
     """Claim from the slot *other*, which nobody holds, or which *guest* looks after."""
@@ -161,52 +168,52 @@ def claim_from(
     return Script("claim", keys, args, lambda reply: entries_of(_unless_fenced(owner, reply)), once=True)
 
 
-def retry(names: Names, inbox: Inbox, owner: Owner, entry: Entry) -> Script[int]:
-    keys = [names.owner(owner.slot), inbox.stream]
+def retry(log: Place, inbox: Inbox, owner: Owner, entry: Entry) -> Script[int]:
+    keys = [log.names.owner(owner.slot), inbox.stream]
     args = [str(owner), inbox.group, owner.slot, entry.id]
     return Script("retry", keys, args, lambda reply: int(_unless_fenced(owner, reply)), once=True)
 
 
-def forsaken(names: Names, inbox: Inbox) -> Steps[list[str]]:
-    slots = yield from holdings(inbox)
-    leases = yield from Batch([["GET", names.lease(slot)] for slot in slots], list)
+def forsaken(log: Place, inbox: Inbox) -> Steps[list[str]]:
+    slots = yield from _holdings(inbox)
+    leases = yield from Batch([["GET", log.names.lease(slot)] for slot in slots], list)
     return [slot for slot, holder in zip(slots, leases, strict=True) if lease_of(holder, 0).is_free]
 
 
 # Slots
 
 
-def acquire(names: Names, slot: str, nonce: str, lease_ms: int) -> Script[Owner | None]:
-    keys = [names.lease(slot), names.owner(slot)]
+def acquire(log: Place, slot: str, nonce: str, lease_ms: int) -> Script[Owner | None]:
+    keys = [log.names.lease(slot), log.names.owner(slot)]
     return Script("acquire", keys, [nonce, lease_ms], lambda epoch: Owner(slot, epoch, nonce) if epoch else None)
 
 
-def announce(names: Names, slot: str, status: str) -> Script[bool]:
-    return Script("announce", [names.lease(slot), names.status(slot)], [status, STATUS_TTL_MS], bool)
+def announce(log: Place, slot: str, status: str) -> Script[bool]:
+    return Script("announce", [log.names.lease(slot), log.names.status(slot)], [status, STATUS_TTL_MS], bool)
 
 
-def renew(names: Names, owner: Owner, lease_ms: int, status: str) -> Script[bool]:
-    slot = owner.slot
+def renew(log: Place, owner: Owner, lease_ms: int, status: str) -> Script[bool]:
+    slot, names = owner.slot, log.names
     keys = [names.lease(slot), names.owner(slot), names.status(slot)]
     return Script("renew", keys, [str(owner), lease_ms, status, STATUS_TTL_MS], bool)
 
 
-def release(names: Names, owner: Owner) -> Script[bool]:
-    return Script("release", [names.lease(owner.slot), names.status(owner.slot)], [str(owner)], bool)
+def release(log: Place, owner: Owner) -> Script[bool]:
+    return Script("release", [log.names.lease(owner.slot), log.names.status(owner.slot)], [str(owner)], bool)
 
 
-def lease(names: Names, slot: str) -> Batch[Lease]:
-    key = names.lease(slot)
+def lease(log: Place, slot: str) -> Batch[Lease]:
+    key = log.names.lease(slot)
     return Batch([["GET", key], ["PTTL", key]], lambda replies: lease_of(*replies))
 
 
-def unattended(names: Names) -> Steps[list[str]]:
+def unattended(log: Place) -> Steps[list[str]]:
     found: list[str] = []
     for first in count(0, SLOTS_PER_LOOK):
         engines = slots_of(GENERATE, first)
         detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
-        lengths: list[Words] = [["XLEN", names.steps(engine)] for engine in engines]
-        leases = ["MGET", *map(names.lease, (*engines, *detokenizers))]
+        lengths: list[Words] = [["XLEN", log.names.steps(engine)] for engine in engines]
+        leases = ["MGET", *map(log.names.lease, (*engines, *detokenizers))]
         *waiting, holders = yield from Batch([*lengths, leases], list)
         living, attending = holders[: len(engines)], holders[len(engines) :]
         for engine, length, lives, attends in zip(engines, waiting, living, attending, strict=True):
@@ -217,10 +224,10 @@ def unattended(names: Names) -> Steps[list[str]]:
     return found
 
 
-def statuses(names: Names, stage: str) -> Steps[dict[str, str]]:
+def statuses(log: Place, stage: str) -> Steps[dict[str, str]]:
     found: dict[str, str] = {}
     for first in count(0, SLOTS_PER_LOOK):
-        there = yield from _statuses(names, stage, first)
+        there = yield from _statuses(log.names, stage, first)
         found |= there
         if not there:
             break

@@ -13,15 +13,16 @@ import fnmatch
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import pytest
 from certified_histories import certified_token, history_problems
-from commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, Ground, RedisGround
+from commit_grounds import LIMITS, NAMES, NUM_SLOTS, DurableGround, RedisGround
 from commit_oracle import CommitOracle, State, who_lives, without_clock
+from histories import entries_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -30,9 +31,9 @@ from selection import by_night
 
 from pipeline.errors import Fenced, LogError
 from pipeline.events import (
+    AnyEvent,
     Cancelled,
     End,
-    Event,
     EventRow,
     Failed,
     Finished,
@@ -47,7 +48,6 @@ from pipeline.events import (
     TokensProduced,
     Usage,
     decode,
-    encode,
 )
 from pipeline.log.entries import replies_of
 from pipeline.log.protocol import (
@@ -216,7 +216,7 @@ class Story(RuleBasedStateMachine):
     waits_for_steps = True
     """An engine that takes over waits until no step of the former owner is left to be detokenized."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: RedisGround) -> None:
         super().__init__()
         ground.begin()
         self.ground = ground
@@ -272,15 +272,7 @@ class Story(RuleBasedStateMachine):
         twice=st.booleans(),
     )
     def requests_come(
-        self,
-        frontend: str,
-        copies: int,
-        siblings: int,
-        key: str,
-        insists: bool,
-        limited: bool,
-        which: int,
-        twice: bool,
+        self, frontend: str, copies: int, siblings: int, key: str, insists: bool, limited: bool, which: int, twice: bool
     ) -> None:
         """New ones, alone or with siblings; one is sent again; some are under an idempotency key, whose holder one may
         not want any more."""
@@ -608,12 +600,7 @@ class Story(RuleBasedStateMachine):
         engine.owed = None
         done: StepCommitted = self.say(
             lambda log: log.step(
-                engine.owner,
-                step.number,
-                step.event,
-                ended=step.ended,
-                control_cursor=engine.cursor,
-                lease_ms=LONG_MS,
+                engine.owner, step.number, step.event, ended=step.ended, control_cursor=engine.cursor, lease_ms=LONG_MS
             )
         )
         if lost:
@@ -824,9 +811,10 @@ class Story(RuleBasedStateMachine):
         said, expected = _outcome(call, self.ground.log), _outcome(call, self.oracle.log)
         if said != expected:
             self.fail(f"the log says {said}, expected {expected}")
-        if not isinstance(said, Answer):
-            raise said("as expected")
-        return said.value
+        answer, error = said
+        if error is not None:
+            raise error("as expected")
+        return answer  # type: ignore[no-any-return]
 
     def lose(self, key: str) -> None:
         self.ground.expire(key)
@@ -877,7 +865,7 @@ class Story(RuleBasedStateMachine):
             self.num_letters += 1
             if copied_history(letter) != self.seen.streams[NAMES.request(letter.fields["uid"])]:
                 self.fail(f"{letter} holds another history")
-        for key in self.ground.lasting_keys():
+        for key in self.ground.lasting:
             if not may_last(key):
                 self.fail(f"{key} has no time to live")
 
@@ -982,17 +970,12 @@ class HastyStory(Story):
     waits_for_steps = False
 
 
-@dataclass(frozen=True)
-class Answer(Generic[T]):
-    value: T
-
-
-def _outcome(call: Callable[[StreamLog], T], log: StreamLog) -> Answer[T] | type[LogError]:
-    """Return what *log* answers, without what a clock makes, or the exception that it raises."""
+def _outcome(call: Callable[[StreamLog], Any], log: StreamLog) -> tuple[Any, type[LogError] | None]:
+    """Return what *log* answers, without what a clock makes, and the exception that it raises."""
     try:
-        return Answer(_plain(call(log)))
+        return _plain(call(log)), None
     except LogError as error:
-        return type(error)
+        return None, type(error)
 
 
 def _plain(value: Any) -> Any:
@@ -1003,19 +986,14 @@ def _plain(value: Any) -> Any:
 
 def differences(seen: State, expected: State) -> dict[str, tuple[object, object]]:
     """Return key -> what the log holds and what the oracle does, where that differs."""
-    found: dict[str, tuple[object, object]] = {}
-    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [
-        (seen.streams, expected.streams),
-        (seen.strings, expected.strings),
-        ({f"pending of {key}": items for key, items in seen.pending.items()},
-         {f"pending of {key}": items for key, items in expected.pending.items()}),
-        (seen.sets, expected.sets),
-    ]  # fmt: skip
-    for one, other in pairs:
-        for key in sorted(one.keys() | other.keys()):
-            if one.get(key) != other.get(key):
-                found[key] = (one.get(key), other.get(key))
-    return found
+
+    def by_key(state: State) -> dict[str, object]:
+        pending = {f"pending of {key}": items for key, items in state.pending.items()}
+        return {**state.streams, **state.strings, **pending, **state.sets}
+
+    one, other = by_key(seen), by_key(expected)
+    keys = sorted(one.keys() | other.keys())
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
 
 
 @functools.cache
@@ -1038,17 +1016,15 @@ def nothing_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=PLACES)
-def ground(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[Ground]:
-    on_server = RedisGround(redis_servers.url(request.param))
-    yield on_server
-    on_server.close()
+def ground(request: pytest.FixtureRequest, redis_servers: Servers) -> Iterator[RedisGround]:
+    with contextlib.closing(RedisGround(redis_servers.url(request.param))) as on_server:
+        yield on_server
 
 
 @pytest.fixture(params=PLACES)
-def durable_ground(request: pytest.FixtureRequest, redis_servers: Servers, tmp_path: Path) -> Iterator[Ground]:
-    on_server = DurableGround(redis_servers.binary(request.param), tmp_path)
-    yield on_server
-    on_server.close()
+def durable_ground(request: pytest.FixtureRequest, redis_servers: Servers, tmp_path: Path) -> Iterator[DurableGround]:
+    with contextlib.closing(DurableGround(redis_servers.binary(request.param), tmp_path)) as on_server:
+        yield on_server
 
 
 def tell(begin: Callable[[], Story], stories: settings) -> None:
@@ -1056,12 +1032,12 @@ def tell(begin: Callable[[], Story], stories: settings) -> None:
 
 
 @pytest.mark.timeout(900)  # a story that fails is shortened for five minutes
-def test_whatever_workers_do_every_request_ends_once_and_as_the_model_says(ground: Ground) -> None:
+def test_whatever_workers_do_every_request_ends_once_and_as_the_model_says(ground: RedisGround) -> None:
     tell(lambda: Story(ground), STORIES)
 
 
 @pytest.mark.timeout(900)
-def test_whatever_workers_do_while_redis_dies_every_request_ends_once(durable_ground: Ground) -> None:
+def test_whatever_workers_do_while_redis_dies_every_request_ends_once(durable_ground: DurableGround) -> None:
     tell(lambda: StoryWithRestarts(durable_ground), STORIES_WITH_RESTARTS)
 
 
@@ -1076,7 +1052,7 @@ def begin(story: Story) -> tuple[Engine, Detokenizer]:
     return engine, detokenizer
 
 
-def test_a_zombie_that_writes_between_the_fold_and_the_next_step_breaks_no_chain(ground: Ground) -> None:
+def test_a_zombie_that_writes_between_the_fold_and_the_next_step_breaks_no_chain(ground: RedisGround) -> None:
     story = Story(ground)
     zombie, detokenizer = begin(story)
     story.expire_lease(zombie.owner.slot)
@@ -1094,7 +1070,7 @@ def test_a_zombie_that_writes_between_the_fold_and_the_next_step_breaks_no_chain
     story.finish()
 
 
-def test_the_story_of_a_takeover_that_does_not_wait_for_the_last_steps_fails(ground: Ground) -> None:
+def test_the_story_of_a_takeover_that_does_not_wait_for_the_last_steps_fails(ground: RedisGround) -> None:
     story = HastyStory(ground)
     engine, _ = begin(story)
     story.expire_lease(engine.owner.slot)
@@ -1102,10 +1078,6 @@ def test_the_story_of_a_takeover_that_does_not_wait_for_the_last_steps_fails(gro
     story.engine_acts(story.engines[-1], "adopt")
     with pytest.raises(AssertionError, match="was computed from others"):
         story.all_work_for_a_while([None, None], False)
-
-
-def entries_of(*events: tuple[str, Event]) -> list[Entry]:
-    return [Entry(entry_id, encode(event)) for entry_id, event in events]
 
 
 PROMPT: Final = (3, 4)
@@ -1125,8 +1097,8 @@ def test_a_true_history_has_no_problems() -> None:
     mark = TakenOver(engine="generate-0", epoch=2)
     end = Cancelled(n=2, by="client")
     assert history_problems([]) == []
-    assert history_problems(entries_of(*BEGUN, tokens(1, FIRST), ("1-1", mark), tokens(2, SECOND), (SEAL, end))) == []
-    assert history_problems(entries_of(*BEGUN, tokens(2, FIRST, SECOND))) == []
+    assert history_problems(entries_of([*BEGUN, tokens(1, FIRST), ("1-1", mark), tokens(2, SECOND), (SEAL, end)])) == []
+    assert history_problems(entries_of([*BEGUN, tokens(2, FIRST, SECOND)])) == []
 
 
 @pytest.mark.parametrize(
@@ -1146,5 +1118,5 @@ def test_a_true_history_has_no_problems() -> None:
         ([BEGUN[1]], "expected one after the start"),
     ],
 )
-def test_a_history_that_breaks_a_promise_is_found_out(rest: list[tuple[str, Event]], problem: str) -> None:
-    assert any(problem in found for found in history_problems(entries_of(*BEGUN, *rest)))
+def test_a_history_that_breaks_a_promise_is_found_out(rest: list[tuple[str, AnyEvent]], problem: str) -> None:
+    assert any(problem in found for found in history_problems(entries_of([*BEGUN, *rest])))

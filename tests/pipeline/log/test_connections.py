@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 import trustme
+from log_contract import NAMES, SUBMITTED, with_front
 from redis_servers import RunningServer, Servers, command, running_server, until, watched
 from selection import rest_at_night
 from servers import free_port
@@ -19,30 +20,22 @@ from servers import free_port
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log.address import connect
 from pipeline.log.check import check_server
-from pipeline.log.protocol import Inbox
 from pipeline.log.redis import AsyncRedisLog, RedisLog
-from pipeline.names import Names
-
-NAMES = Names()
 
 
 def use(url: str) -> None:
     """Use the Redis at *url* as the stages and as a frontend do."""
     check_server(url)
     with closing(RedisLog(url, NAMES)) as log:
-        log.prepare(Inbox.submitted(NAMES))
-        assert log.read(Inbox.submitted(NAMES), "tokenize-0", max_entries=1, block_ms=1) == []
+        log.prepare(SUBMITTED)
+        assert log.read(SUBMITTED, "tokenize-0", max_entries=1, block_ms=1) == []
 
-    async def as_frontend() -> None:
-        front = AsyncRedisLog(url, NAMES)
-        try:
-            cursor = await front.open_replies("web-0")
-            assert await front.read_replies("web-0", cursor, block_ms=1) == (cursor, [])
-            assert (await front.occupancy()).submitted.length == 0
-        finally:
-            await front.close()
+    async def as_frontend(front: AsyncRedisLog) -> None:
+        cursor = await front.open_replies("web-0")
+        assert await front.read_replies("web-0", cursor, block_ms=1) == (cursor, [])
+        assert (await front.occupancy()).submitted.length == 0
 
-    asyncio.run(as_frontend())
+    with_front(url, as_frontend)
 
 
 # TLS
@@ -111,17 +104,13 @@ def test_a_certificate_of_another_ca_is_refused(certificates: Certificates, tls_
     ):
         check_server(url)
     with closing(RedisLog(url, NAMES)) as log, pytest.raises(LogUnavailable, match="certificate verify failed"):
-        log.backlog(Inbox.submitted(NAMES))
+        log.backlog(SUBMITTED)
 
-    async def as_frontend() -> None:
-        front = AsyncRedisLog(url, NAMES)
-        try:
-            with pytest.raises(LogUnavailable, match="certificate verify failed"):
-                await front.occupancy()
-        finally:
-            await front.close()
+    async def as_frontend(front: AsyncRedisLog) -> None:
+        with pytest.raises(LogUnavailable, match="certificate verify failed"):
+            await front.occupancy()
 
-    asyncio.run(as_frontend())
+    with_front(url, as_frontend)
 
 
 def test_a_certificate_for_another_name_is_refused(certificates: Certificates, tls_port: int) -> None:
@@ -171,19 +160,19 @@ def test_a_password_comes_from_a_file_and_may_change(redis_servers: Servers, tmp
         url = f"{server.url}?password_file={file}"
         use(url)
         with closing(RedisLog(url, NAMES)) as log:
-            assert log.backlog(Inbox.submitted(NAMES)) == 0
+            assert log.backlog(SUBMITTED) == 0
             with connect(url) as client:
                 client.execute_command("CONFIG", "SET", "requirepass", "second")
                 file.write_text("second\n")
                 client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-            assert log.backlog(Inbox.submitted(NAMES)) == 0
+            assert log.backlog(SUBMITTED) == 0
             file.unlink()
             with connect(f"{server.url.replace('unix://', 'unix://:second@')}") as client:
                 client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             with pytest.raises(LogUnavailable, match=f"password_file={file}: .*No such file"):
-                log.backlog(Inbox.submitted(NAMES))
+                log.backlog(SUBMITTED)
             file.write_text("second\n")
-            assert log.backlog(Inbox.submitted(NAMES)) == 0
+            assert log.backlog(SUBMITTED) == 0
 
 
 @pytest.mark.parametrize("user", ["", ":wrong@", "nobody:wrong@"])
@@ -202,7 +191,6 @@ def test_who_is_not_let_in_is_told_how(redis_servers: Servers, tmp_path: Path, u
 @pytest.mark.slow
 @pytest.mark.parametrize("place", rest_at_night(["embedded", "oldest"]))
 def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Servers, place: str, tmp_path: Path) -> None:
-    inbox = Inbox.submitted(NAMES)
     with watched(redis_servers.binary(place), tmp_path) as group, closing(RedisLog(group.url, NAMES)) as log:
         use(group.url)
         before = log.incarnation()
@@ -226,7 +214,7 @@ def test_after_a_failover_the_sentinels_name_the_new_server(redis_servers: Serve
 
         def _answers(log: RedisLog) -> bool:
             try:
-                log.prepare(inbox)
+                log.prepare(SUBMITTED)
             except LogUnavailable:
                 return False
             return True

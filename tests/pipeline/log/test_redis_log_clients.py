@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
+from log_contract import CANCELLED, LONG_MS, NAMES, ONCE, SUBMITTED, Scene, submitted, with_front
 from redis_servers import command
 
-from pipeline.errors import LogError, LogUnavailable
-from pipeline.events import Cancelled, Failed, SamplingParams, StepCompleted, Submitted, Tokenized
+from pipeline.errors import LogError
 from pipeline.log.operations.requests import HISTORY_ENTRIES
 from pipeline.log.operations.workers import SLOTS_PER_LOOK
-from pipeline.log.protocol import DeadLetter, Depth, Inbox, Occupancy, Once, RequestLimits, Submission, SubmitResult
+from pipeline.log.protocol import Depth, Inbox, Occupancy, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
-from pipeline.names import SEAL, SUBMITTED_ID, Names
+from pipeline.names import SEAL, SUBMITTED_ID
 
-NAMES = Names("test")
-LONG_MS = 60_000
-CANCELLED = Cancelled(by="client")
-ONCE = Once("key", "body")
-EVENT = Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
-LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=100)
-
-
-@pytest.fixture
-def log(each_redis_url: str) -> Iterator[RedisLog]:
-    log = RedisLog(each_redis_url, NAMES, LIMITS)
-    log.prepare(Inbox.submitted(NAMES))
-    yield log
-    log.close()
-
-
-def with_front(log: RedisLog, act: Callable[[AsyncRedisLog], Awaitable[None]]) -> None:
-    """Run *act* with the log of a frontend."""
-
-    async def run() -> None:
-        front = AsyncRedisLog(log.url, NAMES, LIMITS)
-        try:
-            async with asyncio.timeout(20):
-                await act(front)
-        finally:
-            await front.close()
-
-    asyncio.run(run())
+EVENT = submitted()
 
 
 def append(log: RedisLog, uid: str, *ids: str) -> None:
@@ -109,7 +80,7 @@ def test_a_frontend_submits_once_and_abandons_as_the_stages_do(log: RedisLog) ->
         assert await front.abandon("a", CANCELLED, once=ONCE, attached=True, frontend="web-0")
         assert [entry.id for entry in log.histories(["a"])[0]] == [SUBMITTED_ID, SEAL]
 
-    with_front(log, act)
+    with_front(log.url, act)
 
 
 def test_entries_are_found_by_their_ids(log: RedisLog) -> None:
@@ -120,7 +91,7 @@ def test_entries_are_found_by_their_ids(log: RedisLog) -> None:
         assert {entry_id: entry.id for entry_id, entry in found.items()} == {SUBMITTED_ID: SUBMITTED_ID, "2-0": "2-0"}
         assert await front.entries("nobody", [SUBMITTED_ID]) == {}
 
-    with_front(log, act)
+    with_front(log.url, act)
 
 
 def test_histories_are_read_up_to_a_number_of_entries(log: RedisLog) -> None:
@@ -131,7 +102,7 @@ def test_histories_are_read_up_to_a_number_of_entries(log: RedisLog) -> None:
         assert found["nobody"] is None
         assert await front.histories({"a": SEAL}, max_entries=3) == {"a": []}
 
-    with_front(log, act)
+    with_front(log.url, act)
 
 
 def test_one_read_waits_for_many_histories(log: RedisLog) -> None:
@@ -150,7 +121,7 @@ def test_one_read_waits_for_many_histories(log: RedisLog) -> None:
         assert list(await waiting) == ["to come"]
         assert await front.read_histories({"a": "2-0"}, block_ms=1) == {}
 
-    with_front(log, act)
+    with_front(log.url, act)
 
 
 def test_a_cancelled_read_of_histories_loses_nothing(log: RedisLog) -> None:
@@ -165,44 +136,18 @@ def test_a_cancelled_read_of_histories_loses_nothing(log: RedisLog) -> None:
         found = await front.read_histories({"a": "0-0"}, block_ms=LONG_MS)
         assert [entry.id for entry in found["a"]] == ["1-0"]
 
-    with_front(log, act)
+    with_front(log.url, act)
 
 
-def test_without_a_server_none_of_it_is_there(tmp_path: Path) -> None:
-    async def ask() -> None:
-        front = AsyncRedisLog(f"unix://{tmp_path / 'nobody.sock'}", NAMES)
-        questions = (
-            front.submit("a", [EVENT], ONCE),
-            front.abandon("a", CANCELLED, frontend="web-0"),
-            front.reading(["a"], "web-1"),
-            front.stop_reading("a", "web-1"),
-            front.entries("a", [SEAL]),
-            front.read_histories({"a": "0-0"}, block_ms=1),
-        )
-        try:
-            for question in questions:
-                with pytest.raises(LogUnavailable):
-                    await question
-        finally:
-            await front.close()
-
-    asyncio.run(ask())
-
-
-def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog) -> None:
-    log.prepare(Inbox.tokenized(NAMES))
-    for engine in ("generate-0", "generate-2"):
-        log.prepare(Inbox.steps(NAMES, engine))
-    owner = log.acquire("generate-2", "n", LONG_MS)
-    assert owner is not None
+def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog, scene: Scene) -> None:
+    log.prepare(Inbox.steps(NAMES, "generate-2"))
+    owner = scene.own("generate-2")
 
     def looks(occupancy: Occupancy) -> list[tuple[int, int, int]]:
-        depths = (
-            occupancy.submitted,
-            occupancy.tokenized,
-            *(occupancy.steps[each] for each in sorted(occupancy.steps)),
-        )
-        return [(depth.length, depth.pending, depth.lag) for depth in depths]
+        steps = [occupancy.steps[each] for each in sorted(occupancy.steps)]
+        return [
+            (depth.length, depth.pending, depth.lag) for depth in (occupancy.submitted, occupancy.tokenized, *steps)
+        ]
 
     async def act(front: AsyncRedisLog) -> None:
         nothing = (0, 0, 0)
@@ -210,35 +155,30 @@ def test_occupancy_says_what_waits_and_what_is_worked_on(log: RedisLog) -> None:
         assert looks(before) == [nothing] * 4 and (before.num_live, before.num_dead) == (0, 0)
         assert set(before.steps) == {"generate-0", "generate-2"}
         for uid in "abcde":
-            log.submit(uid, [EVENT])
-        entries = log.read(Inbox.submitted(NAMES), "tokenize-0", max_entries=4, block_ms=0)
+            scene.submit(uid)
+        entries = log.read(SUBMITTED, "tokenize-0", max_entries=4, block_ms=0)
         assert looks(await front.occupancy())[0] == (5, 4, 1)
         for entry in entries[:3]:  # consumed ones are gone, and the rest is as it was: Redis 7 knows no lag then
-            log.tokenized(entry, Tokenized(token_ids=(1,), fingerprint="f", by="tokenize-0"))
-        log.end("d", CANCELLED, consume=entries[3], frontend="web-0")
-        taken = log.take(owner, 2, control_cursor="0-0").entries
+            scene.tokenize(entry)
+        scene.end("d", consume=entries[3])
+        (first, _) = scene.take(owner, 2)
         assert looks(await front.occupancy())[:2] == [(1, 0, 1), (3, 2, 1)]
         for number in (1, 2, 3):
-            ended = [taken[0].id] if number == 1 else []
-            step = StepCompleted(rows=())
-            log.step(owner, number, step, ended=ended, control_cursor="0-0", lease_ms=LONG_MS)
+            scene.step(owner, number, *([first.id] if number == 1 else []))
         log.read(Inbox.steps(NAMES, "generate-2"), "detokenize-2", max_entries=2, block_ms=0)
-        letter = DeadLetter("generate", {}, 3, "It died.")
-        log.end("a", Failed(status=500, code="poisonous", message="It died."), dead=letter, frontend="web-0")
+        scene.bury("a")
         after = await front.occupancy()
         assert looks(after) == [(1, 0, 1), (2, 1, 1), nothing, (3, 2, 1)]
         assert (after.num_live, after.num_dead) == (3, 1)
 
-    with_front(log, act)
+    with_front(log.url, act)
 
 
-def test_occupancy_of_a_log_that_nobody_has_prepared_is_nothing(each_redis_url: str) -> None:
-    async def act() -> None:
-        front = AsyncRedisLog(each_redis_url, NAMES, LIMITS)
+def test_occupancy_of_a_log_that_nobody_has_prepared_is_nothing(log: RedisLog) -> None:
+    async def act(front: AsyncRedisLog) -> None:
         assert await front.occupancy() == Occupancy(Depth(0, 0), Depth(0, 0), {}, 0, 0)
-        await front.close()
 
-    asyncio.run(act())
+    with_front(log.url, act)
 
 
 def test_occupancy_knows_engines_beyond_the_first_look(log: RedisLog) -> None:
@@ -247,7 +187,7 @@ def test_occupancy_knows_engines_beyond_the_first_look(log: RedisLog) -> None:
 
     for index in range(SLOTS_PER_LOOK + 2):
         log.prepare(Inbox.steps(NAMES, f"generate-{index}"))
-    with_front(log, act)
+    with_front(log.url, act)
 
 
 def test_occupancy_of_a_log_that_does_not_answer_so_raises(log: RedisLog) -> None:
@@ -256,4 +196,4 @@ def test_occupancy_of_a_log_that_does_not_answer_so_raises(log: RedisLog) -> Non
         with pytest.raises(LogError, match="WRONGTYPE"):
             await front.occupancy()
 
-    with_front(log, act)
+    with_front(log.url, act)

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 import fnmatch
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commit_grounds import DurableGround
+from log_contract import (
+    ACCEPTED,
+    BUSY,
+    CANCELLED,
+    DUPLICATE,
+    LONG_MS,
+    NAMES,
+    ONCE,
+    Scene,
+    limits,
+    submitted,
+    with_front,
+)
 from redis_servers import PLACES, LossyProxy, Servers, command
 
 from pipeline.errors import LogFull
-from pipeline.events import Cancelled, SamplingParams, Submitted, decode
+from pipeline.events import Submitted, decode
 from pipeline.log.operation import script_text
-from pipeline.log.protocol import Inbox, Once, Quota, RequestLimits, Submission, SubmitResult
+from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
-from pipeline.names import LASTING, Names, sibling_uids
+from pipeline.names import LASTING, sibling_uids
 
-NAMES = Names("test")
-LONG_MS = 60_000
-ONCE = Once("key", "body")
 QUOTA = Quota("ann", requests_per_minute=100, concurrent_requests=3)
-LIMITS = RequestLimits(timeout_s=60, retention_s=60, max_queued=10_000)
-ACCEPTED, DUPLICATE = Submission.ACCEPTED, Submission.DUPLICATE
+LIMITS = limits(max_queued=10_000)
 
 
-@pytest.fixture
-def log(each_redis_url: str) -> Iterator[RedisLog]:
-    with closing(RedisLog(each_redis_url, NAMES, LIMITS)) as log:
-        log.prepare(Inbox.submitted(NAMES))
-        yield log
+@pytest.fixture(autouse=True)
+def _without_a_limit(scene: Scene) -> None:
+    scene.log.limits = LIMITS
 
 
 def events(count: int, prompt: str = "Hi") -> list[Submitted]:
-    return [
-        Submitted(endpoint="e", frontend="web-0", prompt=f"{prompt} {i}", sampling=SamplingParams(seed=i))
-        for i in range(count)
-    ]
+    return [submitted(number=i, prompt=prompt) for i in range(count)]
 
 
 def snapshot(log: RedisLog) -> dict[bytes, bytes]:
@@ -76,7 +78,7 @@ def test_siblings_that_are_refused_leave_nothing(log: RedisLog) -> None:
         log.limits = replace(LIMITS, max_queued=max_queued)
         return log.submit("a", events(3), once, quota=quota).submission
 
-    assert submit(QUOTA, max_queued=4) is Submission.BUSY
+    assert submit(QUOTA, max_queued=4) is BUSY
     assert submit(Quota("bob", requests_per_minute=5)) is Submission.TOO_FAST
     assert submit(Quota("ann", concurrent_requests=2)) is Submission.TOO_MANY
     assert submit(QUOTA, Once("held", "body")) is Submission.ATTACH
@@ -88,7 +90,7 @@ def test_siblings_that_are_refused_leave_nothing(log: RedisLog) -> None:
 def test_at_maxmemory_siblings_are_refused_and_leave_nothing(log: RedisLog) -> None:
     for uid in ("a", "b", "c"):
         log.submit(uid, events(1), quota=QUOTA)
-        log.end(uid, Cancelled(by="client"), frontend="web-0")  # their places may be had
+        log.end(uid, CANCELLED, frontend="web-0")  # their places may be had
     before = snapshot(log)
     command(log.url, "SCRIPT", "FLUSH")
     command(log.url, "CONFIG", "SET", "maxmemory", 1)
@@ -120,12 +122,8 @@ def test_siblings_that_cross_maxmemory_are_written_all_or_none(log: RedisLog) ->
 
 
 def test_siblings_whose_answer_was_lost_are_submitted_once(log: RedisLog, tmp_path: Path) -> None:
-    async def from_a_frontend(url: str) -> SubmitResult:
-        front = AsyncRedisLog(url, NAMES, LIMITS)
-        try:
-            return await front.submit("b", events(3), quota=QUOTA)
-        finally:
-            await front.close()
+    async def from_a_frontend(front: AsyncRedisLog) -> SubmitResult:
+        return await front.submit("b", events(3), quota=QUOTA)
 
     command(log.url, "SCRIPT", "LOAD", script_text("submit"))
     with closing(LossyProxy(log.url, tmp_path)) as proxy, closing(RedisLog(proxy.url, NAMES, LIMITS)) as shaky:
@@ -133,7 +131,7 @@ def test_siblings_whose_answer_was_lost_are_submitted_once(log: RedisLog, tmp_pa
         assert shaky.submit("a", events(2), ONCE, quota=QUOTA) == SubmitResult(DUPLICATE, "a")
         assert proxy.lost
         proxy.lose_a_reply()
-        assert asyncio.run(from_a_frontend(proxy.url)) == SubmitResult(DUPLICATE, "b")
+        assert with_front(proxy.url, from_a_frontend) == SubmitResult(DUPLICATE, "b")
         assert proxy.lost
     uids = ["a.0", "a.1", "b.0", "b.1", "b.2"]
     assert uids_in(log, NAMES.submitted) == uids
@@ -180,10 +178,10 @@ def test_siblings_that_ran_before_redis_lost_them_run_again(log: RedisLog) -> No
 def test_of_siblings_every_key_has_a_time_to_live(log: RedisLog) -> None:
     log.submit("a", events(5), ONCE, quota=QUOTA)
     log.reading(["a.1", "a.2"], "web-1")
-    assert not log.abandon("a.1", Cancelled(by="client"), frontend="web-0", once=ONCE)
+    assert not log.abandon("a.1", CANCELLED, frontend="web-0", once=ONCE)
     assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
     for uid in ("a.2", "a.1"):
-        log.abandon(uid, Cancelled(by="client"), frontend="web-0", once=ONCE)
+        log.abandon(uid, CANCELLED, frontend="web-0", once=ONCE)
     assert command(log.url, "GET", NAMES.idempotency("key")) == b"a:body:left"
     times = {key.decode(): command(log.url, "PTTL", key) for key in command(log.url, "KEYS", "*")}
     lasting = {key for key in times if any(fnmatch.fnmatchcase(key.partition(":0}:")[2], name) for name in LASTING)}
@@ -198,7 +196,7 @@ def test_many_and_large_siblings_are_submitted_as_well(log: RedisLog, count: int
     command(log.url, "EVAL", fill_up, 1, NAMES.running("ann"))
     together, uids = events(count, prompt), sibling_uids("a", count)
     log.limits = replace(LIMITS, max_queued=count - 1)
-    assert log.submit("a", together, ONCE, quota=QUOTA).submission is Submission.BUSY
+    assert log.submit("a", together, ONCE, quota=QUOTA).submission is BUSY
     log.limits = replace(LIMITS, max_queued=count)
     assert log.submit("a", together, ONCE, quota=QUOTA) == SubmitResult(ACCEPTED, "a")
     assert log.submit("a", together, ONCE, quota=QUOTA) == SubmitResult(DUPLICATE, "a")

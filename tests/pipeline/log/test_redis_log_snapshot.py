@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-from lived_requests import KILLED, MINUTE_MS, LivedRequests
+from lived_requests import LivedRequests
+from log_contract import KILLED, LONG_MS, Scene
 from redis_servers import command
 
 from pipeline.errors import LogError
 from pipeline.events import Cancelled, Preempted, Submitted, decode
 from pipeline.log.operations.frontends import HEAD_ENTRIES, LIVING_PER_LOOK
 from pipeline.log.operations.workers import SLOTS_PER_LOOK
-from pipeline.log.protocol import GUEST, Depth, Inbox, Occupancy, Owner
+from pipeline.log.protocol import Depth, Inbox, Occupancy, Owner
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
 from pipeline.names import JANITOR, SEAL, Names, slot_name
@@ -25,9 +27,8 @@ ALL = HistoryQuery("", last=True)
 
 @pytest.fixture
 def log(each_redis_url: str) -> Iterator[RedisLog]:
-    log = RedisLog(each_redis_url, NAMES)
-    yield log
-    log.close()
+    with closing(RedisLog(each_redis_url, NAMES)) as log:
+        yield log
 
 
 @pytest.fixture
@@ -35,15 +36,9 @@ def lived(log: RedisLog) -> LivedRequests:
     return LivedRequests(log)
 
 
-def own(log: RedisLog, slot: str, nonce: str = "n") -> Owner:
-    owner = log.acquire(slot, nonce, MINUTE_MS)
-    assert owner is not None
-    return owner
-
-
 def speak(log: RedisLog, owner: Owner) -> str:
     text = Status(slot=owner.slot, owner=str(owner), pid=7, host="h", phase="ready").model_dump_json()
-    assert log.renew(owner, MINUTE_MS, text)
+    assert log.renew(owner, LONG_MS, text)
     return text
 
 
@@ -63,19 +58,21 @@ def test_a_log_that_nobody_used_has_nothing_to_see_but_redis(log: RedisLog) -> N
     assert log.requests("0", 100) == ("0", [])
 
 
-def test_a_slot_is_seen_with_its_owner_its_lease_and_what_it_said_and_when(log: RedisLog) -> None:
-    owner = own(log, "generate-1")
+def test_a_slot_is_seen_with_its_owner_its_lease_and_what_it_said_and_when(log: RedisLog, scene: Scene) -> None:
+    owner = scene.own("generate-1")
     said = speak(log, owner)
     before_ms = log.snapshot().now_ms
     command(log.url, "PEXPIRE", NAMES.status("generate-1"), 4000)
     slot = log.snapshot().slots["generate-1"]
     assert (slot.owner, slot.lease.holder, slot.status) == (str(owner), str(owner), said)
-    assert MINUTE_MS - 5000 < slot.lease.ttl_ms <= MINUTE_MS
+    assert LONG_MS - 5000 < slot.lease.ttl_ms <= LONG_MS
     assert abs(before_ms - 6000 - slot.said_ms) < 5000
 
 
-def test_a_slot_that_nobody_has_any_more_is_seen_and_one_that_nobody_ever_had_is_not(log: RedisLog) -> None:
-    owner = own(log, "tokenize-0")
+def test_a_slot_that_nobody_has_any_more_is_seen_and_one_that_nobody_ever_had_is_not(
+    log: RedisLog, scene: Scene
+) -> None:
+    owner = scene.own("tokenize-0")
     speak(log, owner)
     assert log.release(owner)
     assert log.announce("detokenize-2", "{}")
@@ -86,22 +83,22 @@ def test_a_slot_that_nobody_has_any_more_is_seen_and_one_that_nobody_ever_had_is
     assert (slots["detokenize-2"].owner, slots["detokenize-2"].status) == ("", "{}")
 
 
-def test_slots_beyond_the_first_look_the_janitor_and_guests_are_seen(log: RedisLog) -> None:
+def test_slots_beyond_the_first_look_the_janitor_and_guests_are_seen(log: RedisLog, scene: Scene) -> None:
     for index in range(SLOTS_PER_LOOK + 2):
-        own(log, slot_name("tokenize", index))
+        scene.own(slot_name("tokenize", index))
         log.prepare(Inbox.steps(NAMES, slot_name("generate", index)))
-    own(log, slot_name(JANITOR, 0))
-    guest = own(log, "detokenize-0", GUEST + "1")
+    scene.own(slot_name(JANITOR, 0))
+    guest = scene.be_guest("detokenize-0")
     snapshot = log.snapshot()
     assert len(snapshot.slots) == SLOTS_PER_LOOK + 4
     assert snapshot.slots["detokenize-0"].lease.holder == str(guest)
     assert set(snapshot.occupancy.steps) == {slot_name("generate", index) for index in range(SLOTS_PER_LOOK + 2)}
 
 
-def test_what_each_worker_has_pending_and_who_has_a_request_are_seen(lived: LivedRequests) -> None:
-    log = lived.log
-    assert isinstance(log, RedisLog)
-    engine = own(log, "generate-3")
+def test_what_each_worker_has_pending_and_who_has_a_request_are_seen(
+    log: RedisLog, scene: Scene, lived: LivedRequests
+) -> None:
+    engine = scene.own("generate-3")
     running = lived.running()
     assert [entry.fields["uid"] for entry in log.take(engine, 1, control_cursor="0-0").entries] == [running]
     read, waiting = lived.submitted(), lived.submitted()
@@ -121,10 +118,9 @@ def test_of_many_that_live_the_latest_are_seen_and_all_are_counted(log: RedisLog
     assert snapshot.living[0] == f"uid{LIVING_PER_LOOK + 4}" and snapshot.living[-1] == "uid5"
 
 
-def test_dead_letters_are_counted(lived: LivedRequests) -> None:
-    assert isinstance(lived.log, RedisLog)
+def test_dead_letters_are_counted(log: RedisLog, lived: LivedRequests) -> None:
     lived.dead()
-    assert lived.log.snapshot().occupancy.num_dead == 1
+    assert log.snapshot().occupancy.num_dead == 1
 
 
 def test_a_key_of_another_type_is_an_error(log: RedisLog) -> None:
@@ -137,9 +133,7 @@ def kinds(peek: HistoryEnds) -> list[str]:
     return [entry.fields["kind"] for entry in (*peek.head, *((peek.last,) if peek.last is not None else ()))]
 
 
-def test_a_peek_brings_the_beginning_and_the_last_entry_alone(lived: LivedRequests) -> None:
-    log = lived.log
-    assert isinstance(log, RedisLog)
+def test_a_peek_brings_the_beginning_and_the_last_entry_alone(log: RedisLog, lived: LivedRequests) -> None:
     queued, uid, ended = lived.submitted(), lived.submitted(), lived.submitted()
     (entry,) = log.read(Inbox.submitted(log.names), "tokenize-9", max_entries=1, block_ms=0)
     assert entry.fields["uid"] == queued
@@ -159,9 +153,7 @@ def test_a_peek_brings_the_beginning_and_the_last_entry_alone(lived: LivedReques
     assert isinstance(decode(seen[queued].head[0].fields), Submitted)
 
 
-def test_a_peek_brings_what_is_asked_for_and_nothing_twice(lived: LivedRequests) -> None:
-    log = lived.log
-    assert isinstance(log, RedisLog)
+def test_a_peek_brings_what_is_asked_for_and_nothing_twice(log: RedisLog, lived: LivedRequests) -> None:
     uid = lived.running()
     for _ in range(HEAD_ENTRIES):
         lived.mark(uid, 0, Preempted(engine="generate-0", epoch=1, step=3))
@@ -172,9 +164,7 @@ def test_a_peek_brings_what_is_asked_for_and_nothing_twice(lived: LivedRequests)
     assert log.peek({uid: HistoryQuery(SEAL, last=False)})[uid] == HistoryEnds(True)
 
 
-def test_a_history_that_is_no_text_costs_no_other_one(lived: LivedRequests) -> None:
-    log = lived.log
-    assert isinstance(log, RedisLog)
+def test_a_history_that_is_no_text_costs_no_other_one(log: RedisLog, lived: LivedRequests) -> None:
     broken, sound = lived.submitted(), lived.submitted()
     command(log.url, "XADD", log.names.request(broken), "0-2", "kind", b"\xff")
     seen = log.peek({broken: ALL, sound: ALL})
@@ -182,9 +172,9 @@ def test_a_history_that_is_no_text_costs_no_other_one(lived: LivedRequests) -> N
     assert kinds(seen[sound]) == ["submitted"]
 
 
-def test_requests_are_found_in_pieces_and_those_of_another_namespace_are_not(lived: LivedRequests) -> None:
-    log = lived.log
-    assert isinstance(log, RedisLog)
+def test_requests_are_found_in_pieces_and_those_of_another_namespace_are_not(
+    log: RedisLog, lived: LivedRequests
+) -> None:
     uids = {lived.submitted() for _ in range(60)}
     lived.ended(min(uids), KILLED)
     command(log.url, "SET", Names("aX[b]-^c\\").request("other"), "x")

@@ -10,16 +10,8 @@ import orjson
 import pytest
 from measured import count_of, total_of
 
+from pipeline.metrics import families
 from pipeline.metrics.counters import Counts, Measures, read_snapshot
-from pipeline.metrics.families import (
-    COMMIT_SECONDS,
-    HTTP_RESPONSES,
-    NUM_RUNNING,
-    PROMPT_TOKENS,
-    REQUEST_SUCCESS,
-    STEP_SECONDS,
-    STREAMS_OPEN,
-)
 
 
 @pytest.fixture
@@ -42,52 +34,52 @@ def changed(measures: Measures, **series: object) -> str:
 
 
 def test_a_snapshot_comes_back_as_it_was_measured(measures: Measures) -> None:
-    measures.add(PROMPT_TOKENS, amount=7)
-    measures.add(PROMPT_TOKENS)
-    measures.add(REQUEST_SUCCESS, "stop")
-    measures.add(REQUEST_SUCCESS, "length", amount=2)
-    measures.add(HTTP_RESPONSES, "/v1/requests/<name>", "GET", "200")
-    measures.set(NUM_RUNNING, 5)
-    measures.set(NUM_RUNNING, 3)
+    measures.add(families.PROMPT_TOKENS, amount=7)
+    measures.add(families.PROMPT_TOKENS)
+    measures.add(families.REQUEST_SUCCESS, "stop")
+    measures.add(families.REQUEST_SUCCESS, "length", amount=2)
+    measures.add(families.HTTP_RESPONSES, "/v1/requests/<name>", "GET", "200")
+    measures.set(families.NUM_RUNNING, 5)
+    measures.set(families.NUM_RUNNING, 3)
     assert read_snapshot(measures.snapshot()) == {
-        PROMPT_TOKENS: {(): 8},
-        REQUEST_SUCCESS: {("stop",): 1, ("length",): 2},
-        HTTP_RESPONSES: {("/v1/requests/<name>", "GET", "200"): 1},
-        NUM_RUNNING: {(): 3},
+        families.PROMPT_TOKENS: {(): 8},
+        families.REQUEST_SUCCESS: {("stop",): 1, ("length",): 2},
+        families.HTTP_RESPONSES: {("/v1/requests/<name>", "GET", "200"): 1},
+        families.NUM_RUNNING: {(): 3},
     }
 
 
 def test_a_value_is_counted_in_the_first_bucket_that_is_not_below_it(measures: Measures) -> None:
     for value in (0.0, 0.0005, 0.00051, 0.001, 80.0, 80.1):
-        measures.observe(STEP_SECONDS, value)
-    reading = read_snapshot(measures.snapshot())[STEP_SECONDS][()]
+        measures.observe(families.STEP_SECONDS, value)
+    reading = read_snapshot(measures.snapshot())[families.STEP_SECONDS][()]
     assert isinstance(reading, Counts)
     assert (reading.counts[:3], reading.counts[-2:]) == ((2, 2, 0), (1, 1))
-    assert len(reading.counts) == len(STEP_SECONDS.buckets) + 1 and sum(reading.counts) == 6
+    assert len(reading.counts) == len(families.STEP_SECONDS.buckets) + 1 and sum(reading.counts) == 6
     assert reading.total == pytest.approx(160.10201)
 
 
 def test_a_value_that_was_seen_several_times_counts_as_often(measures: Measures) -> None:
-    measures.observe(COMMIT_SECONDS, 0.002, "step", times=3)
-    assert count_of(measures, COMMIT_SECONDS, "step") == 3
-    assert total_of(measures, COMMIT_SECONDS, "step") == 0.006
+    measures.observe(families.COMMIT_SECONDS, 0.002, "step", times=3)
+    assert count_of(measures, families.COMMIT_SECONDS, "step") == 3
+    assert total_of(measures, families.COMMIT_SECONDS, "step") == 0.006
 
 
 def test_a_snapshot_has_no_zeros_and_no_counts_beyond_the_last(measures: Measures) -> None:
     before = measures.snapshot()
-    measures.set(NUM_RUNNING, 4)
-    measures.set(NUM_RUNNING, 0)
-    measures.add(STREAMS_OPEN)
-    measures.add(STREAMS_OPEN, amount=-1)
+    measures.set(families.NUM_RUNNING, 4)
+    measures.set(families.NUM_RUNNING, 0)
+    measures.add(families.STREAMS_OPEN)
+    measures.add(families.STREAMS_OPEN, amount=-1)
     assert measures.snapshot() == before
-    measures.observe(STEP_SECONDS, 0.0007)
-    assert orjson.loads(measures.snapshot())[STEP_SECONDS.name] == [[[0.0007, 0, 1]]]
+    measures.observe(families.STEP_SECONDS, 0.0007)
+    assert orjson.loads(measures.snapshot())[families.STEP_SECONDS.name] == [[[0.0007, 0, 1]]]
 
 
 def test_what_another_version_measured_is_passed_over(measures: Measures) -> None:
-    measures.add(PROMPT_TOKENS, amount=2)
+    measures.add(families.PROMPT_TOKENS, amount=2)
     text = changed(measures, tomorrow_total=[[1]], tomorrow_seconds=[["a", [1, 2]]], renamed={"a": 1}, other=3)
-    assert read_snapshot(text) == {PROMPT_TOKENS: {(): 2}}
+    assert read_snapshot(text) == {families.PROMPT_TOKENS: {(): 2}}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"text"'])
@@ -113,31 +105,33 @@ def test_a_text_that_is_no_snapshot_says_nothing(text: str) -> None:
     ids=repr,
 )
 def test_a_series_that_does_not_read_is_passed_over(measures: Measures, series: object) -> None:
-    measures.add(PROMPT_TOKENS)
-    assert read_snapshot(changed(measures, **{REQUEST_SUCCESS.name: series})) == {PROMPT_TOKENS: {(): 1}}
+    measures.add(families.PROMPT_TOKENS)
+    assert read_snapshot(changed(measures, **{families.REQUEST_SUCCESS.name: series})) == {
+        families.PROMPT_TOKENS: {(): 1}
+    }
 
 
 @pytest.mark.parametrize("value", [1, [], [0.1, "2"], [0.1, None], [0.1, *[1] * 30], {}, "1,2"], ids=repr)
 def test_a_histogram_that_does_not_read_is_passed_over(measures: Measures, value: object) -> None:
-    assert len(STEP_SECONDS.buckets) + 2 < 31
-    assert read_snapshot(changed(measures, **{STEP_SECONDS.name: [[value]]})) == {}
+    assert len(families.STEP_SECONDS.buckets) + 2 < 31
+    assert read_snapshot(changed(measures, **{families.STEP_SECONDS.name: [[value]]})) == {}
 
 
 def test_a_histogram_with_other_buckets_is_passed_over_but_no_number(measures: Measures) -> None:
-    measures.observe(STEP_SECONDS, 0.1)
-    measures.add(PROMPT_TOKENS)
+    measures.observe(families.STEP_SECONDS, 0.1)
+    measures.add(families.PROMPT_TOKENS)
     text = changed(measures, **{"": 1})
-    assert set(read_snapshot(measures.snapshot())) == {STEP_SECONDS, PROMPT_TOKENS}
-    assert set(read_snapshot(text)) == {PROMPT_TOKENS}
+    assert set(read_snapshot(measures.snapshot())) == {families.STEP_SECONDS, families.PROMPT_TOKENS}
+    assert set(read_snapshot(text)) == {families.PROMPT_TOKENS}
 
 
 def test_labels_that_a_family_does_not_have_are_a_bug_of_ours(measures: Measures) -> None:
     with pytest.raises(AssertionError, match="request_success_total"):
-        measures.add(REQUEST_SUCCESS)
+        measures.add(families.REQUEST_SUCCESS)
     with pytest.raises(AssertionError, match="step_time_seconds"):
-        measures.observe(STEP_SECONDS, 1, "generate-0")
+        measures.observe(families.STEP_SECONDS, 1, "generate-0")
     with pytest.raises(AssertionError, match="prompt_tokens_total"):
-        measures.observe(PROMPT_TOKENS, 1)
+        measures.observe(families.PROMPT_TOKENS, 1)
 
 
 @pytest.mark.usefixtures("_eager_threads")
@@ -149,9 +143,9 @@ def test_threads_lose_none_of_what_they_count_while_another_looks(measures: Meas
 
     def count(number: int) -> None:
         for turn in range(each):
-            measures.add(PROMPT_TOKENS)
-            measures.observe(STEP_SECONDS, 0.001)
-            measures.add(HTTP_RESPONSES, f"/{number}", "GET", str(turn))  # a new series each time
+            measures.add(families.PROMPT_TOKENS)
+            measures.observe(families.STEP_SECONDS, 0.001)
+            measures.add(families.HTTP_RESPONSES, f"/{number}", "GET", str(turn))  # a new series each time
 
     def look() -> None:
         while not done.is_set():
@@ -169,7 +163,7 @@ def test_threads_lose_none_of_what_they_count_while_another_looks(measures: Meas
     done.set()
     looking.join()
     readings = read_snapshot(measures.snapshot())
-    assert readings[PROMPT_TOKENS] == {(): each * threads}
-    assert count_of(measures, STEP_SECONDS) == each * threads
-    assert sum(float(str(value)) for value in readings[HTTP_RESPONSES].values()) == each * threads
-    assert errors == [] and PROMPT_TOKENS in read_snapshot(texts[0])
+    assert readings[families.PROMPT_TOKENS] == {(): each * threads}
+    assert count_of(measures, families.STEP_SECONDS) == each * threads
+    assert sum(float(str(value)) for value in readings[families.HTTP_RESPONSES].values()) == each * threads
+    assert errors == [] and families.PROMPT_TOKENS in read_snapshot(texts[0])

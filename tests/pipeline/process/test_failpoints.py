@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,6 @@ from redis_servers import until
 import minisgl
 from ops.serve.processes import worker_environment
 from pipeline.errors import ConfigError, LogUnavailable
-from pipeline.process import failpoints
 from pipeline.process.failpoints import FOLDER_VARIABLE, LOSES_A_REPLY, POINTS, VARIABLE, arm, failpoint
 
 ROOT = Path(minisgl.__file__).parent
@@ -44,16 +43,15 @@ def asked(folder: Path, text: str) -> dict[str, str]:
     return {VARIABLE: text, FOLDER_VARIABLE: str(folder)}
 
 
+def python(*arguments: str, folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **asked(folder, text)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def run(folder: Path, text: str) -> tuple[int, list[str]]:
     """Pass a point twice in a process of its own; return its exit code and what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", PASS_TWICE],
-        env={**os.environ, **asked(folder, text)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", PASS_TWICE, folder=folder, text=text)
     return done.returncode, done.stdout.splitlines()
 
 
@@ -157,12 +155,8 @@ def test_it_is_refused_without_a_folder_that_remembers_what_fired(tmp_path: Path
 
 
 def test_importing_the_module_arms_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"from pipeline.process.failpoints import failpoint; failpoint({POINT!r})"],
-        env={**os.environ, **asked(tmp_path, f"{POINT}=exit")},
-        cwd=ROOT,
-        check=False,
-    )
+    program = f"from pipeline.process.failpoints import failpoint; failpoint({POINT!r})"
+    done = python("-c", program, folder=tmp_path, text=f"{POINT}=exit")
     assert done.returncode == 0
 
 
@@ -175,13 +169,8 @@ def test_workers_get_both_variables_and_no_other_of_ours() -> None:
 
 
 def test_a_worker_ends_with_the_code_for_configuration_when_a_point_is_unknown(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "minisgl.py"), "stage", "tokenize", "--slot", "0", "--redis-url", "unix:///none"],
-        env={**os.environ, **asked(tmp_path, "nowhere=exit")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ("minisgl.py", "stage", "tokenize", "--slot", "0", "--redis-url", "unix:///none")
+    done = python(*arguments, folder=tmp_path, text="nowhere=exit")
     assert done.returncode == minisgl.EXIT_CONFIG
     assert "nowhere: no fail point" in done.stderr
 
@@ -201,18 +190,6 @@ def test_shipped_code_passes_every_registered_point_and_no_other() -> None:
     assert sorted(placed()) == sorted(POINTS)
 
 
-def test_only_registered_points_can_lose_a_reply() -> None:
+def test_a_name_says_its_stage_first_and_only_names_of_points_lose_replies() -> None:
+    assert {name.partition(".")[0] for name in POINTS} == {"web", "janitor", "tokenize", "generate", "detokenize"}
     assert set(POINTS) > LOSES_A_REPLY
-
-
-def test_the_table_of_armed_points_is_empty_when_none_is_named() -> None:
-    arm({})
-    assert not failpoints._ARMED
-
-
-def _names(points: Mapping[str, str]) -> Sequence[str]:
-    return [name.partition(".")[0] for name in points]
-
-
-def test_a_name_says_its_stage_first() -> None:
-    assert set(_names(POINTS)) == {"web", "janitor", "tokenize", "generate", "detokenize"}

@@ -27,20 +27,8 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import GUEST, Depth, Entry, Lease, Occupancy
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
+from pipeline.metrics import families
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import (
-    BETWEEN_TOKENS_SECONDS,
-    FIRST_TOKEN_SECONDS,
-    GENERATION_TOKENS,
-    KV_CACHE_USAGE,
-    NUM_PREEMPTIONS,
-    NUM_RUNNING,
-    NUM_WAITING,
-    PREFIX_HITS,
-    PREFIX_QUERIES,
-    PROMPT_TOKENS,
-    STREAMS_OPEN,
-)
 from pipeline.names import SEAL
 from pipeline.slots import Status
 from pipeline.views.pipeline import (
@@ -151,7 +139,7 @@ def test_slots_are_in_the_order_of_a_requests_way() -> None:
 
 def test_a_frontend_says_how_many_clients_it_streams_to() -> None:
     measures = Measures()
-    measures.set(STREAMS_OPEN, 4)
+    measures.set(families.STREAMS_OPEN, 4)
     seen = a_slot("web-0", 0, measures, address="http://h:1")
     (shown,) = view_of(after(a_look(slots={"web-0": seen}))).slots
     assert (shown.address, shown.streams_open) == ("http://h:1", 4)
@@ -182,8 +170,8 @@ def engine_after(*looks: LogSnapshot) -> EngineView:
 
 def counted(prompt: int, output: int) -> Measures:
     measures = Measures()
-    measures.add(PROMPT_TOKENS, amount=prompt)
-    measures.add(GENERATION_TOKENS, amount=output)
+    measures.add(families.PROMPT_TOKENS, amount=prompt)
+    measures.add(families.GENERATION_TOKENS, amount=output)
     return measures
 
 
@@ -198,9 +186,9 @@ def rates(engine: EngineView) -> tuple[float | None, float | None]:
 
 def test_an_engine_is_shown_with_what_it_holds_and_serves() -> None:
     measures = Measures()
-    for gauge, value in ((NUM_RUNNING, 3), (NUM_WAITING, 2), (KV_CACHE_USAGE, 0.25)):
+    for gauge, value in ((families.NUM_RUNNING, 3), (families.NUM_WAITING, 2), (families.KV_CACHE_USAGE, 0.25)):
         measures.set(gauge, value)
-    for counter, amount in ((NUM_PREEMPTIONS, 4), (PREFIX_QUERIES, 200), (PREFIX_HITS, 50)):
+    for counter, amount in ((families.NUM_PREEMPTIONS, 4), (families.PREFIX_QUERIES, 200), (families.PREFIX_HITS, 50)):
         measures.add(counter, amount=amount)
     seen = a_slot("generate-0", 0, measures, models=("m", "n"), context=128)
     assert engine_after(a_look(slots={"generate-0": seen})) == EngineView(
@@ -242,9 +230,9 @@ def test_latencies_are_the_medians_of_what_its_detokenizer_saw_between_two_times
     def snapshot(ms: int, first_s: list[float], between_s: list[float]) -> LogSnapshot:
         measures = Measures()
         for value in first_s:
-            measures.observe(FIRST_TOKEN_SECONDS, value)
+            measures.observe(families.FIRST_TOKEN_SECONDS, value)
         for value in between_s:
-            measures.observe(BETWEEN_TOKENS_SECONDS, value)
+            measures.observe(families.BETWEEN_TOKENS_SECONDS, value)
         engine = a_slot("generate-1", ms, counted(0, 0))
         return a_look(ms, slots={"generate-1": engine, "detokenize-1": a_slot("detokenize-1", ms, measures)})
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-from log_contract import LIMITS, NAMES, STEPS, SUBMITTED, TOKENIZED, Detokenizer
+from log_contract import LIMITS, NAMES, Detokenizer, Scene
 from redis_servers import PLACES, Servers
 
 from pipeline.log.memory import MemoryLog
@@ -15,20 +16,14 @@ from pipeline.log.redis import RedisLog
 
 @pytest.fixture(params=["memory", *PLACES])
 def log(request: pytest.FixtureRequest) -> Iterator[StreamLog]:
-    """An empty log with the groups that a server makes at its start."""
-    log: StreamLog
     if request.param == "memory":
-        log = MemoryLog(NAMES, LIMITS)
-    else:
-        servers: Servers = request.getfixturevalue("redis_servers")
-        log = RedisLog(servers.url(request.param), NAMES, LIMITS)
-    for inbox in (SUBMITTED, TOKENIZED, STEPS):
-        log.prepare(inbox)
-    yield log
-    if isinstance(log, RedisLog):
-        log.close()
+        yield MemoryLog(NAMES, LIMITS)
+        return
+    servers: Servers = request.getfixturevalue("redis_servers")
+    with closing(RedisLog(servers.url(request.param), NAMES, LIMITS)) as log:
+        yield log
 
 
 @pytest.fixture
-def detokenizer(log: StreamLog) -> Detokenizer:
-    return Detokenizer(log)
+def detokenizer(scene: Scene) -> Detokenizer:
+    return Detokenizer(scene)

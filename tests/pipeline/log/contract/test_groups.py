@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-from log_contract import (
-    LONG_MS,
-    NAMES,
-    SUBMITTED,
-    TOKENIZED,
-    accept,
-    another,
-    be_guest,
-    own,
-    own_after,
-    read_one,
-    step,
-    submit,
-    take_all,
-    tokenize,
-)
+from log_contract import LONG_MS, NAMES, SUBMITTED, TOKENIZED, Scene
 
 from pipeline.errors import Fenced, GroupLost
-from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.names import slot_name
 
 # groups
 
 
-def test_backlog_counts_what_is_unread_and_what_is_worked_on(log: StreamLog) -> None:
+def test_backlog_counts_what_is_unread_and_what_is_worked_on(log: StreamLog, scene: Scene) -> None:
     assert log.backlog(SUBMITTED) == 0
-    submit(log, "a")
-    submit(log, "b")
-    entry = read_one(log, SUBMITTED, "tokenize-0")
+    scene.submit("a")
+    scene.submit("b")
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
     assert log.backlog(SUBMITTED) == 2
-    tokenize(log, entry)
+    scene.tokenize(entry)
     assert (log.backlog(SUBMITTED), log.backlog(TOKENIZED)) == (1, 1)
     assert log.backlog(Inbox.steps(NAMES, "generate-7")) == 0
 
 
-def test_a_group_created_after_the_first_append_reads_it(log: StreamLog) -> None:
-    engine = own(log, "generate-5")
-    step(log, engine, 1)
+def test_a_group_created_after_the_first_append_reads_it(log: StreamLog, scene: Scene) -> None:
+    engine = scene.own("generate-5")
+    scene.step(engine, 1)
     inbox = Inbox.steps(NAMES, "generate-5")
     log.prepare(inbox)
-    assert read_one(log, inbox, "detokenize-5").id == "1-1"
+    assert scene.read_one(inbox, "detokenize-5").id == "1-1"
 
 
-def test_prepare_again_changes_nothing(log: StreamLog) -> None:
-    submit(log)
-    entry = read_one(log, SUBMITTED, "tokenize-0")
+def test_prepare_again_changes_nothing(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
     log.prepare(SUBMITTED)
     assert log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0) == []
     assert log.pending(SUBMITTED, "tokenize-0") == [entry]
 
 
-def test_a_read_without_a_group_says_that_the_group_is_lost(log: StreamLog) -> None:
+def test_a_read_without_a_group_says_that_the_group_is_lost(log: StreamLog, scene: Scene) -> None:
     inbox = Inbox.steps(NAMES, "generate-7")
-    owner = own(log, "detokenize-7")
+    owner = scene.own("detokenize-7")
     with pytest.raises(GroupLost):
         log.read(inbox, "detokenize-7", max_entries=1, block_ms=0)
     with pytest.raises(GroupLost):
@@ -68,35 +51,29 @@ def test_a_read_without_a_group_says_that_the_group_is_lost(log: StreamLog) -> N
 
 
 @pytest.mark.parametrize("block_ms", [0, 1])
-def test_read_returns_nothing_when_its_time_is_over(log: StreamLog, block_ms: int) -> None:
-    assert log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=block_ms) == []
+def test_read_returns_nothing_when_its_time_is_over(scene: Scene, block_ms: int) -> None:
+    assert scene.log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=block_ms) == []
 
 
-def test_a_waiting_read_gets_what_is_appended(log: StreamLog) -> None:
-    reader, found = another(log), []
+def test_a_waiting_read_gets_what_is_appended(scene: Scene) -> None:
+    def read(log: StreamLog) -> list[Entry]:
+        return log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=LONG_MS)
 
-    def read() -> None:
-        found.extend(reader.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=LONG_MS))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    submit(log)
-    thread.join(1.5)
-    assert [entry.fields["uid"] for entry in found] == ["a"]
+    assert [entry.fields["uid"] for entry in scene.meanwhile(read, scene.submit)] == ["a"]
 
 
-def test_two_consumers_never_read_the_same_entry(log: StreamLog) -> None:
-    submit(log, "a")
-    submit(log, "b")
-    assert read_one(log, SUBMITTED, "tokenize-0").fields["uid"] == "a"
-    assert read_one(log, SUBMITTED, "tokenize-1").fields["uid"] == "b"
+def test_two_consumers_never_read_the_same_entry(log: StreamLog, scene: Scene) -> None:
+    scene.submit("a")
+    scene.submit("b")
+    assert scene.read_one(SUBMITTED, "tokenize-0").fields["uid"] == "a"
+    assert scene.read_one(SUBMITTED, "tokenize-1").fields["uid"] == "b"
     assert log.read(SUBMITTED, "tokenize-0", max_entries=8, block_ms=0) == []
 
 
-def test_pending_is_in_order_and_no_delivery(log: StreamLog) -> None:
+def test_pending_is_in_order_and_no_delivery(log: StreamLog, scene: Scene) -> None:
     uids = [f"r{i}" for i in range(120)]  # more than one page of XPENDING
     for uid in uids:
-        submit(log, uid, max_queued=1000)
+        scene.submit(uid, max_queued=1000)
     entries = log.read(SUBMITTED, "tokenize-0", max_entries=1000, block_ms=0)
     assert log.pending(SUBMITTED, "tokenize-0") == entries
     assert log.pending(SUBMITTED, "tokenize-0") == entries
@@ -107,14 +84,14 @@ def test_pending_is_in_order_and_no_delivery(log: StreamLog) -> None:
 # claim
 
 
-def test_claim_takes_from_slots_without_a_lease_only(log: StreamLog) -> None:
+def test_claim_takes_from_slots_without_a_lease_only(log: StreamLog, scene: Scene) -> None:
     for uid in ("a", "b", "c"):
-        submit(log, uid)
-    own(log, "tokenize-0")
-    me = own(log, "tokenize-2")
-    living = read_one(log, SUBMITTED, "tokenize-0")
-    left = read_one(log, SUBMITTED, "tokenize-1")
-    mine = read_one(log, SUBMITTED, "tokenize-2")
+        scene.submit(uid)
+    scene.own("tokenize-0")
+    me = scene.own("tokenize-2")
+    living = scene.read_one(SUBMITTED, "tokenize-0")
+    left = scene.read_one(SUBMITTED, "tokenize-1")
+    mine = scene.read_one(SUBMITTED, "tokenize-2")
     assert log.claim(SUBMITTED, me, 8) == [left]
     assert log.claim(SUBMITTED, me, 8) == []
     assert log.pending(SUBMITTED, "tokenize-0") == [living]
@@ -122,73 +99,75 @@ def test_claim_takes_from_slots_without_a_lease_only(log: StreamLog) -> None:
     assert log.pending(SUBMITTED, "tokenize-2") == [left, mine]
 
 
-def test_claim_takes_at_most_so_many_and_from_several_slots(log: StreamLog) -> None:
+def test_claim_takes_at_most_so_many_and_from_several_slots(log: StreamLog, scene: Scene) -> None:
     uids = ["a", "b", "c", "d"]
     for uid in uids:
-        submit(log, uid)
+        scene.submit(uid)
     for slot in ("tokenize-0", "tokenize-0", "tokenize-1", "tokenize-1"):
-        read_one(log, SUBMITTED, slot)
-    me = own(log, "tokenize-2")
+        scene.read_one(SUBMITTED, slot)
+    me = scene.own("tokenize-2")
     assert [entry.fields["uid"] for entry in log.claim(SUBMITTED, me, 3)] == ["a", "b", "c"]
     assert [entry.fields["uid"] for entry in log.claim(SUBMITTED, me, 3)] == ["d"]
 
 
-def test_claim_is_fenced(log: StreamLog) -> None:
-    submit(log)
-    entry = read_one(log, SUBMITTED, "tokenize-0")
-    zombie = own(log, "tokenize-1")
-    own_after(log, zombie)
+def test_claim_is_fenced(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
+    zombie = scene.own("tokenize-1")
+    scene.own_after(zombie)
     with pytest.raises(Fenced):
         log.claim(SUBMITTED, zombie, 8)
     assert log.pending(SUBMITTED, "tokenize-0") == [entry]
 
 
-def test_a_claimed_entry_is_committed_once(log: StreamLog) -> None:
-    submit(log)
-    entry = read_one(log, SUBMITTED, "tokenize-0")
-    (claimed,) = log.claim(SUBMITTED, own(log, "tokenize-1"), 8)
-    assert tokenize(log, claimed)
-    assert not tokenize(log, entry)
+def test_a_claimed_entry_is_committed_once(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
+    (claimed,) = log.claim(SUBMITTED, scene.own("tokenize-1"), 8)
+    assert scene.tokenize(claimed)
+    assert not scene.tokenize(entry)
 
 
-def test_claim_takes_nothing_from_a_slot_that_a_guest_looks_after(log: StreamLog) -> None:
-    submit(log)
-    entry = read_one(log, SUBMITTED, "tokenize-0")
-    be_guest(log, "tokenize-0")
-    assert log.claim(SUBMITTED, own(log, "tokenize-1"), 8) == []
+def test_claim_takes_nothing_from_a_slot_that_a_guest_looks_after(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
+    scene.be_guest("tokenize-0")
+    assert log.claim(SUBMITTED, scene.own("tokenize-1"), 8) == []
     assert log.pending(SUBMITTED, "tokenize-0") == [entry]
 
 
 # claim_from and forsaken
 
 
-def test_forsaken_slots_have_entries_pending_and_no_worker(log: StreamLog) -> None:
-    owners = [own(log, slot_name("generate", index)) for index in range(4)]
+def test_forsaken_slots_have_entries_pending_and_no_worker(log: StreamLog, scene: Scene) -> None:
+    owners = [scene.own(slot_name("generate", index)) for index in range(4)]
     for owner, uid in zip(owners, "abcd", strict=True):
-        (entry,) = take_all(log, owner, uid)
-    step(log, owners[3], 1, entry.id)
+        (entry,) = scene.take_all(owner, uid)
+    scene.step(owners[3], 1, entry.id)
     assert log.forsaken(TOKENIZED) == []
     for owner in (owners[0], owners[2], owners[3]):  # the last has nothing in hand
         log.release(owner)
-    be_guest(log, "generate-2")
+    scene.be_guest("generate-2")
     assert sorted(log.forsaken(TOKENIZED)) == ["generate-0", "generate-2"]
 
 
-def test_how_much_a_slot_has_in_hand_is_counted_without_reading_it(log: StreamLog) -> None:
-    owner, other = own(log, "generate-0"), own(log, "generate-1")
-    (entry, *_) = take_all(log, owner, "a", "b")
-    take_all(log, other, "c")
+def test_how_much_a_slot_has_in_hand_is_counted_without_reading_it(log: StreamLog, scene: Scene) -> None:
+    owner, other = scene.own("generate-0"), scene.own("generate-1")
+    (entry, *_) = scene.take_all(owner, "a", "b")
+    scene.take_all(other, "c")
     assert [log.num_pending(TOKENIZED, slot) for slot in ("generate-0", "generate-1", "generate-2")] == [2, 1, 0]
-    step(log, owner, 1, entry.id)
+    scene.step(owner, 1, entry.id)
     assert log.num_pending(TOKENIZED, "generate-0") == 1
 
 
-def test_the_owner_of_a_guest_claims_what_the_slot_had_in_hand_in_order_and_at_most_so_many(log: StreamLog) -> None:
-    dead, me = own(log, "generate-0"), own(log, "generate-1")
-    entries = take_all(log, dead, "a", "b", "c")
-    (mine,) = take_all(log, me, "d")
+def test_the_owner_of_a_guest_claims_what_the_slot_had_in_hand_in_order_and_at_most_so_many(
+    log: StreamLog, scene: Scene
+) -> None:
+    dead, me = scene.own("generate-0"), scene.own("generate-1")
+    entries = scene.take_all(dead, "a", "b", "c")
+    (mine,) = scene.take_all(me, "d")
     log.release(dead)
-    guest = be_guest(log, "generate-0")
+    guest = scene.be_guest("generate-0")
     assert log.claim_from(TOKENIZED, me, guest, 2) == entries[:2]
     assert log.claim_from(TOKENIZED, me, guest, 2) == entries[2:]
     assert log.claim_from(TOKENIZED, me, guest, 2) == []
@@ -196,22 +175,22 @@ def test_the_owner_of_a_guest_claims_what_the_slot_had_in_hand_in_order_and_at_m
     assert log.pending(TOKENIZED, "generate-1") == [*entries, mine]
 
 
-def test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it(log: StreamLog) -> None:
-    dead, me = own(log, "generate-0"), own(log, "generate-1")
-    entries = take_all(log, dead, "a")
+def test_nothing_is_claimed_from_a_slot_once_its_guest_has_lost_it(log: StreamLog, scene: Scene) -> None:
+    dead, me = scene.own("generate-0"), scene.own("generate-1")
+    entries = scene.take_all(dead, "a")
     log.release(dead)
-    guest = be_guest(log, "generate-0")
-    own(log, "generate-0", nonce="worker")
+    guest = scene.be_guest("generate-0")
+    scene.own("generate-0", nonce="worker")
     assert log.claim_from(TOKENIZED, me, guest, 8) == []
     assert log.pending(TOKENIZED, "generate-0") == entries
 
 
-def test_who_lost_the_own_slot_claims_nothing_as_a_guest(log: StreamLog) -> None:
-    dead, zombie = own(log, "generate-0"), own(log, "generate-1")
-    entries = take_all(log, dead, "a")
+def test_who_lost_the_own_slot_claims_nothing_as_a_guest(log: StreamLog, scene: Scene) -> None:
+    dead, zombie = scene.own("generate-0"), scene.own("generate-1")
+    entries = scene.take_all(dead, "a")
     log.release(dead)
-    guest = be_guest(log, "generate-0")
-    own_after(log, zombie)
+    guest = scene.be_guest("generate-0")
+    scene.own_after(zombie)
     with pytest.raises(Fenced):
         log.claim_from(TOKENIZED, zombie, guest, 8)
     assert log.pending(TOKENIZED, "generate-0") == entries
@@ -220,46 +199,48 @@ def test_who_lost_the_own_slot_claims_nothing_as_a_guest(log: StreamLog) -> None
 # retry
 
 
-def test_retry_counts_how_often_an_entry_was_worked_on_and_the_read_is_the_first_time(log: StreamLog) -> None:
-    submit(log, "a")
-    submit(log, "b")
-    owner = own(log, "tokenize-0")
+def test_retry_counts_how_often_an_entry_was_worked_on_and_the_read_is_the_first_time(
+    log: StreamLog, scene: Scene
+) -> None:
+    scene.submit("a")
+    scene.submit("b")
+    owner = scene.own("tokenize-0")
     first, second = log.read(SUBMITTED, "tokenize-0", max_entries=2, block_ms=0)
     log.pending(SUBMITTED, "tokenize-0")
     assert [log.retry(SUBMITTED, owner, first) for _ in range(3)] == [2, 3, 4]
     assert log.retry(SUBMITTED, owner, second) == 2
 
 
-def test_a_claim_counts_as_no_try(log: StreamLog) -> None:
-    accept(log, "a")
-    submit(log, "b")
-    read_one(log, SUBMITTED, "tokenize-1")
-    tokenizer = own(log, "tokenize-0")
+def test_a_claim_counts_as_no_try(log: StreamLog, scene: Scene) -> None:
+    scene.accept("a")
+    scene.submit("b")
+    scene.read_one(SUBMITTED, "tokenize-1")
+    tokenizer = scene.own("tokenize-0")
     (claimed,) = log.claim(SUBMITTED, tokenizer, 8)
     assert log.retry(SUBMITTED, tokenizer, claimed) == 2
-    dead, me = own(log, "generate-0"), own(log, "generate-1")
+    dead, me = scene.own("generate-0"), scene.own("generate-1")
     log.take(dead, 8, control_cursor="0-0")
     log.release(dead)
-    (taken_over,) = log.claim_from(TOKENIZED, me, be_guest(log, "generate-0"), 8)
+    (taken_over,) = log.claim_from(TOKENIZED, me, scene.be_guest("generate-0"), 8)
     assert log.retry(TOKENIZED, me, taken_over) == 2
 
 
-def test_who_does_not_hold_an_entry_counts_nothing(log: StreamLog) -> None:
-    submit(log)
-    owner, other = own(log, "tokenize-0"), own(log, "tokenize-1")
-    entry = read_one(log, SUBMITTED, "tokenize-0")
+def test_who_does_not_hold_an_entry_counts_nothing(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    owner, other = scene.own("tokenize-0"), scene.own("tokenize-1")
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
     assert log.retry(SUBMITTED, other, entry) == 0
     assert log.pending(SUBMITTED, "tokenize-0") == [entry]
     assert log.retry(SUBMITTED, owner, entry) == 2
-    assert tokenize(log, entry)
+    assert scene.tokenize(entry)
     assert log.retry(SUBMITTED, owner, entry) == 0
 
 
-def test_retry_is_fenced(log: StreamLog) -> None:
-    submit(log)
-    zombie = own(log, "tokenize-0")
-    entry = read_one(log, SUBMITTED, "tokenize-0")
-    owner = own_after(log, zombie)
+def test_retry_is_fenced(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    zombie = scene.own("tokenize-0")
+    entry = scene.read_one(SUBMITTED, "tokenize-0")
+    owner = scene.own_after(zombie)
     with pytest.raises(Fenced):
         log.retry(SUBMITTED, zombie, entry)
     assert log.retry(SUBMITTED, owner, entry) == 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
-from log_contract import CANCELLED, LONG_MS, Detokenizer, accept, another, end, history, say_tokens, submit
+from log_contract import LONG_MS, Detokenizer, Scene, say_tokens
 
 from pipeline.events import decode, encode
 from pipeline.log.protocol import StreamLog
@@ -13,8 +11,10 @@ from pipeline.names import SEAL, TOKENIZED_ID
 # histories and alive
 
 
-def test_histories_are_read_side_by_side_and_after_an_id(log: StreamLog, detokenizer: Detokenizer) -> None:
-    accept(log, "a", "b")
+def test_histories_are_read_side_by_side_and_after_an_id(
+    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+) -> None:
+    scene.accept("a", "b")
     detokenizer.say(say_tokens("a", 1))
     found = log.histories(["b", "nobody", "a"])
     assert [len(entries) for entries in found] == [2, 0, 3]
@@ -22,24 +22,24 @@ def test_histories_are_read_side_by_side_and_after_an_id(log: StreamLog, detoken
     assert log.histories([]) == []
 
 
-def test_after_the_seal_a_history_has_nothing(log: StreamLog) -> None:
-    submit(log)
-    end(log, "a", CANCELLED)
+def test_after_the_seal_a_history_has_nothing(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    scene.end()
     assert log.histories(["a"], after=SEAL) == [[]]
 
 
-def test_entries_have_text_fields_and_begin_with_their_moment(log: StreamLog) -> None:
-    submit(log)
-    fields = history(log)[0].fields
+def test_entries_have_text_fields_and_begin_with_their_moment(scene: Scene) -> None:
+    scene.submit()
+    fields = scene.history()[0].fields
     assert all(isinstance(name, str) and isinstance(value, str) for name, value in fields.items())
     assert next(iter(fields)) == "ms"
     assert encode(decode(fields)).items() <= fields.items()
 
 
-def test_alive_says_who_has_not_ended(log: StreamLog) -> None:
-    submit(log, "a")
-    submit(log, "b")
-    end(log, "b", CANCELLED)
+def test_alive_says_who_has_not_ended(log: StreamLog, scene: Scene) -> None:
+    scene.submit("a")
+    scene.submit("b")
+    scene.end("b")
     assert log.alive(["a", "b", "nobody"]) == {"a"}
     assert log.alive([]) == set()
 
@@ -48,9 +48,9 @@ def test_alive_says_who_has_not_ended(log: StreamLog) -> None:
 
 
 def test_open_replies_makes_the_stream_once_and_returns_where_to_go_on(
-    log: StreamLog, detokenizer: Detokenizer
+    log: StreamLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
-    accept(log, "a")
+    scene.accept("a")
     start = log.open_replies("web-0")
     assert log.open_replies("web-0") == start
     assert log.read_replies("web-0", start, block_ms=0) == (start, [])
@@ -61,16 +61,8 @@ def test_open_replies_makes_the_stream_once_and_returns_where_to_go_on(
     assert log.read_replies("web-0", cursor, block_ms=1) == (cursor, [])
 
 
-def test_a_waiting_frontend_hears_what_is_said(log: StreamLog) -> None:
-    submit(log)
+def test_a_waiting_frontend_hears_what_is_said(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
     start = log.open_replies("web-0")
-    reader, found = another(log), []
-
-    def read() -> None:
-        found.extend(reader.read_replies("web-0", start, block_ms=LONG_MS)[1])
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    end(log, "a", CANCELLED)
-    thread.join(1.5)
+    _, found = scene.meanwhile(lambda log: log.read_replies("web-0", start, block_ms=LONG_MS), scene.end)
     assert [reply.uid for reply in found] == ["a"]

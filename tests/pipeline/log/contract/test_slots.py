@@ -3,21 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from log_contract import (
-    LONG_MS,
-    NAMES,
-    SHORT_MS,
-    STEPS,
-    TOKENIZED,
-    Detokenizer,
-    accept,
-    be_guest,
-    ids,
-    own,
-    own_after,
-    say_tokens,
-    step,
-)
+from log_contract import LONG_MS, NAMES, SHORT_MS, STEPS, TOKENIZED, Detokenizer, Scene, say_tokens
 from redis_servers import until
 
 from pipeline.errors import Fenced
@@ -27,47 +13,47 @@ from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, slot_name
 # slots
 
 
-def test_acquire_gives_rising_epochs_and_refuses_a_held_slot(log: StreamLog) -> None:
-    first = own(log, "generate-0", nonce="x")
+def test_acquire_gives_rising_epochs_and_refuses_a_held_slot(log: StreamLog, scene: Scene) -> None:
+    first = scene.own("generate-0", nonce="x")
     assert (first.slot, first.epoch, first.nonce) == ("generate-0", 1, "x")
     assert log.acquire("generate-0", "y", LONG_MS) is None
     assert log.release(first)
-    second = own(log, "generate-0", nonce="y")
+    second = scene.own("generate-0", nonce="y")
     assert second == Owner("generate-0", 2, "y")
-    assert own(log, "generate-1", nonce="y").epoch == 1
+    assert scene.own("generate-1", nonce="y").epoch == 1
 
 
-def test_acquire_repeated_by_the_same_process_answers_the_same(log: StreamLog) -> None:
-    owner = own(log, "generate-0", nonce="x")
+def test_acquire_repeated_by_the_same_process_answers_the_same(log: StreamLog, scene: Scene) -> None:
+    owner = scene.own("generate-0", nonce="x")
     assert log.acquire("generate-0", "x", LONG_MS) == owner
 
 
-def test_a_slot_is_free_when_its_lease_ran_out(log: StreamLog) -> None:
-    own(log, "generate-0", lease_ms=SHORT_MS)
+def test_a_slot_is_free_when_its_lease_ran_out(log: StreamLog, scene: Scene) -> None:
+    scene.own("generate-0", lease_ms=SHORT_MS)
     until(lambda: log.lease("generate-0").holder == "")
-    assert own(log, "generate-0", nonce="y").epoch == 2
+    assert scene.own("generate-0", nonce="y").epoch == 2
 
 
-def test_renew_after_the_lease_ran_out_takes_it_again_under_the_same_epoch(log: StreamLog) -> None:
-    owner = own(log, "generate-0", lease_ms=SHORT_MS)
+def test_renew_after_the_lease_ran_out_takes_it_again_under_the_same_epoch(log: StreamLog, scene: Scene) -> None:
+    owner = scene.own("generate-0", lease_ms=SHORT_MS)
     until(lambda: log.lease("generate-0").holder == "")
     assert log.renew(owner, LONG_MS, "{}")
     assert log.lease("generate-0").holder == str(owner)
-    assert step(log, owner, 1).steps_length == 1
+    assert scene.step(owner, 1).steps_length == 1
 
 
-def test_renew_after_the_acquire_of_another_is_refused(log: StreamLog) -> None:
-    zombie = own(log, "generate-0", lease_ms=SHORT_MS)
+def test_renew_after_the_acquire_of_another_is_refused(log: StreamLog, scene: Scene) -> None:
+    zombie = scene.own("generate-0", lease_ms=SHORT_MS)
     until(lambda: log.lease("generate-0").holder == "")
-    owner = own(log, "generate-0", nonce="y")
+    owner = scene.own("generate-0", nonce="y")
     assert not log.renew(zombie, LONG_MS, "zombie")
     assert log.lease("generate-0").holder == str(owner)
     assert log.statuses("generate") == {}
 
 
-def test_release_is_the_owners_alone(log: StreamLog) -> None:
-    zombie = own(log, "generate-0")
-    owner = own_after(log, zombie)
+def test_release_is_the_owners_alone(log: StreamLog, scene: Scene) -> None:
+    zombie = scene.own("generate-0")
+    owner = scene.own_after(zombie)
     log.renew(owner, LONG_MS, "mine")
     assert not log.release(zombie)
     assert log.lease("generate-0").holder == str(owner)
@@ -78,18 +64,18 @@ def test_release_is_the_owners_alone(log: StreamLog) -> None:
     assert log.statuses("generate") == {}
 
 
-def test_lease_says_who_holds_a_slot_and_for_how_long(log: StreamLog) -> None:
+def test_lease_says_who_holds_a_slot_and_for_how_long(log: StreamLog, scene: Scene) -> None:
     assert (log.lease("generate-0").holder, log.lease("generate-0").ttl_ms) == ("", 0)
-    owner = own(log, "generate-0")
+    owner = scene.own("generate-0")
     lease = log.lease("generate-0")
     assert lease.holder == str(owner) == f"1:{owner.nonce}"
     assert LONG_MS / 2 < lease.ttl_ms <= LONG_MS
 
 
-def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: StreamLog) -> None:
+def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: StreamLog, scene: Scene) -> None:
     for index in range(20):
-        log.renew(own(log, slot_name("generate", index)), LONG_MS, f"{{{index}}}")
-    log.renew(own(log, "tokenize-0"), LONG_MS, "another stage")
+        log.renew(scene.own(slot_name("generate", index)), LONG_MS, f"{{{index}}}")
+    log.renew(scene.own("tokenize-0"), LONG_MS, "another stage")
     assert list(log.statuses("generate").items()) == [(f"generate-{i}", f"{{{i}}}") for i in range(20)]
     assert log.statuses("detokenize") == {}
 
@@ -97,21 +83,21 @@ def test_statuses_are_by_slot_of_one_stage_also_past_the_first_sixteen(log: Stre
 # guests, who look after a slot while its worker is away
 
 
-def test_a_guest_gets_no_slot_that_a_worker_or_another_guest_holds(log: StreamLog) -> None:
-    worker = own(log, "generate-0")
+def test_a_guest_gets_no_slot_that_a_worker_or_another_guest_holds(log: StreamLog, scene: Scene) -> None:
+    worker = scene.own("generate-0")
     assert log.acquire("generate-0", f"{GUEST}x", LONG_MS) is None
     assert log.lease("generate-0").holder == str(worker)
     log.release(worker)
-    guest = be_guest(log, "generate-0", nonce="x")
+    guest = scene.be_guest("generate-0", nonce="x")
     assert (guest.epoch, guest.is_guest, worker.is_guest) == (2, True, False)
     assert log.acquire("generate-0", f"{GUEST}y", LONG_MS) is None
-    assert be_guest(log, "generate-0", nonce="x") == guest
+    assert scene.be_guest("generate-0", nonce="x") == guest
 
 
-def test_for_a_worker_a_slot_is_free_while_a_guest_looks_after_it(log: StreamLog) -> None:
-    guest = be_guest(log, "generate-0")
+def test_for_a_worker_a_slot_is_free_while_a_guest_looks_after_it(log: StreamLog, scene: Scene) -> None:
+    guest = scene.be_guest("generate-0")
     assert log.lease("generate-0").is_free and log.lease("generate-0").holder == str(guest)
-    worker = own(log, "generate-0", nonce="worker")
+    worker = scene.own("generate-0", nonce="worker")
     assert worker.epoch == guest.epoch + 1
     assert not log.lease("generate-0").is_free
     assert not log.renew(guest, LONG_MS, "")
@@ -120,17 +106,17 @@ def test_for_a_worker_a_slot_is_free_while_a_guest_looks_after_it(log: StreamLog
 
 
 def test_once_a_slot_has_a_guest_its_former_worker_writes_and_takes_nothing(
-    log: StreamLog, detokenizer: Detokenizer
+    log: StreamLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:
-    accept(log, "a", "b")
+    scene.accept("a", "b")
     engine = detokenizer.engine
-    (entry,) = log.take(engine, 1, control_cursor="0-0").entries
+    (entry,) = scene.take(engine, 1)
     unsaid = detokenizer.read_step()
     for slot in (engine, detokenizer.owner):
         log.release(slot)
-        be_guest(log, slot.slot)
+        scene.be_guest(slot.slot)
     with pytest.raises(Fenced):
-        step(log, engine, 2, entry.id)
+        scene.step(engine, 2, entry.id)
     with pytest.raises(Fenced):
         log.take(engine, 8, control_cursor="0-0")
     with pytest.raises(Fenced):
@@ -138,39 +124,41 @@ def test_once_a_slot_has_a_guest_its_former_worker_writes_and_takes_nothing(
     assert not log.renew(engine, LONG_MS, "zombie")
     assert log.pending(TOKENIZED, "generate-0") == [entry]
     assert log.backlog(STEPS) == 1
-    assert ids(log, "a") == [SUBMITTED_ID, TOKENIZED_ID]
-    (other,) = log.take(own(log, "generate-1"), 8, control_cursor="0-0").entries
+    assert scene.ids("a") == [SUBMITTED_ID, TOKENIZED_ID]
+    (other,) = scene.take(scene.own("generate-1"))
     assert other.fields["uid"] == "b"
 
 
-def test_a_guest_writes_for_the_slot_until_a_worker_has_it(log: StreamLog, detokenizer: Detokenizer) -> None:
-    accept(log, "a")
+def test_a_guest_writes_for_the_slot_until_a_worker_has_it(
+    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+) -> None:
+    scene.accept("a")
     log.release(detokenizer.owner)
-    detokenizer.owner = be_guest(log, "detokenize-0")
+    detokenizer.owner = scene.be_guest("detokenize-0")
     assert detokenizer.say(say_tokens("a", 1))
     unsaid = detokenizer.read_step()
-    own(log, "detokenize-0", nonce="worker")
+    scene.own("detokenize-0", nonce="worker")
     with pytest.raises(Fenced):
         detokenizer.commit(unsaid, say_tokens("a", 2))
-    assert ids(log, "a") == [SUBMITTED_ID, TOKENIZED_ID, "1-0"]
+    assert scene.ids("a") == [SUBMITTED_ID, TOKENIZED_ID, "1-0"]
 
 
-def test_renew_without_a_status_keeps_the_lease_and_publishes_nothing(log: StreamLog) -> None:
-    guest = own(log, "generate-0", nonce=f"{GUEST}x", lease_ms=SHORT_MS)
+def test_renew_without_a_status_keeps_the_lease_and_publishes_nothing(log: StreamLog, scene: Scene) -> None:
+    guest = scene.own("generate-0", nonce=f"{GUEST}x", lease_ms=SHORT_MS)
     assert log.renew(guest, LONG_MS, "")
     assert log.lease("generate-0").ttl_ms > SHORT_MS
     assert log.statuses("generate") == {}
-    worker = own(log, "generate-0")
+    worker = scene.own("generate-0")
     log.renew(worker, LONG_MS, "said")
     assert log.renew(worker, LONG_MS, "")
     assert log.statuses("generate") == {"generate-0": "said"}
 
 
-def test_who_waits_for_a_slot_announces_itself_there_unless_somebody_holds_it(log: StreamLog) -> None:
+def test_who_waits_for_a_slot_announces_itself_there_unless_somebody_holds_it(log: StreamLog, scene: Scene) -> None:
     assert log.announce("generate-0", "first")
     assert log.announce("generate-0", "second")
     assert log.statuses("generate") == {"generate-0": "second"}
-    owner = own(log, "generate-0")
+    owner = scene.own("generate-0")
     log.renew(owner, LONG_MS, "holder")
     assert not log.announce("generate-0", "third")
     assert log.statuses("generate") == {"generate-0": "holder"}
@@ -179,34 +167,36 @@ def test_who_waits_for_a_slot_announces_itself_there_unless_somebody_holds_it(lo
     assert log.statuses("generate") == {"generate-0": "third"}
 
 
-def test_an_announcement_takes_no_slot(log: StreamLog) -> None:
+def test_an_announcement_takes_no_slot(log: StreamLog, scene: Scene) -> None:
     log.announce("generate-0", "coming")
     assert log.lease("generate-0").holder == ""
-    assert own(log, "generate-0").epoch == 1
+    assert scene.own("generate-0").epoch == 1
 
 
 # engines without a detokenizer
 
 
-def test_unattended_engines_live_or_have_steps_waiting_and_no_worker_listens_to_them(log: StreamLog) -> None:
-    engines = [own(log, slot_name("generate", index)) for index in range(4)]
+def test_unattended_engines_live_or_have_steps_waiting_and_no_worker_listens_to_them(
+    log: StreamLog, scene: Scene
+) -> None:
+    engines = [scene.own(slot_name("generate", index)) for index in range(4)]
     for engine in engines[1:]:
         log.prepare(Inbox.steps(NAMES, engine.slot))
-    step(log, engines[2], 1)
-    step(log, engines[3], 1)
+    scene.step(engines[2], 1)
+    scene.step(engines[3], 1)
     log.release(engines[1])  # nobody lives there, and nothing waits
     log.release(engines[2])  # nobody lives there, but a step waits
-    own(log, "detokenize-3")
-    be_guest(log, "detokenize-2")
+    scene.own("detokenize-3")
+    scene.be_guest("detokenize-2")
     assert log.unattended() == ["generate-0", "generate-2"]
-    own(log, "detokenize-0")
-    own(log, "detokenize-2")
+    scene.own("detokenize-0")
+    scene.own("detokenize-2")
     assert log.unattended() == []
 
 
-def test_unattended_engines_are_found_also_past_the_first_sixteen(log: StreamLog) -> None:
+def test_unattended_engines_are_found_also_past_the_first_sixteen(log: StreamLog, scene: Scene) -> None:
     for index in range(18):
-        own(log, slot_name("generate", index))
+        scene.own(slot_name("generate", index))
         if index != 17:
-            own(log, slot_name("detokenize", index))
+            scene.own(slot_name("detokenize", index))
     assert log.unattended() == ["generate-17"]
