@@ -321,6 +321,7 @@ class Machine(RuleBasedStateMachine):
         for row in prefills:
             life = self._holder(row)
             assert not life.decodes and row.start >= life.computed
+            assert life.chunks == 0 or row.new_pages == (), "the first chunk said all pages"
             life.chunks += 1
             life.stands_still = life.stands_still and row.sample is None
             assert (row.sample is not None) == (row.start + len(row.token_ids) == len(life.tokens))
