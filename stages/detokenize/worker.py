@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -172,12 +173,10 @@ def load_decoder(folder: Path) -> Decoder:
     except Exception as error:  # the library raises plain Exception for a broken file
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again") from error
 
-    def plain(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def text_of(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def special(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
+    plain, special = (functools.partial(text_of, skip_special_tokens=skip) for skip in (True, False))
     return Decoder(plain, special, token_text_of(tokenizer))
 
 

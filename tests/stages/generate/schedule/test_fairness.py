@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import schedules
@@ -31,7 +32,7 @@ def make_schedule(cache: str, *, num_pages: int = 1000, page_size: int = 64, run
     )
 
 
-def add(schedule: Schedule, uid: str, length: int, *, max_tokens: int = 1000, **more: int) -> None:
+def add(schedule: Schedule, uid: str, length: int, *, max_tokens: int = 1000, **more: Any) -> None:
     assert schedule.add(request(uid, length, max_tokens=max_tokens, **more)) is None
 
 

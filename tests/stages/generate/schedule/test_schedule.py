@@ -110,7 +110,8 @@ def test_the_position_of_a_sample_counts_prompt_and_output() -> None:
 def test_a_penalty_sees_prompt_and_output_also_those_that_another_engine_made(penalty: str) -> None:
     is_none = penalty == "logit_bias"
     schedule = make_schedule()
-    schedule.add(request("a", length=3, output=(9, 8), **{penalty: ((3, 1.0),) if is_none else 1.5}))
+    asked: dict[str, Any] = {penalty: ((3, 1.0),) if is_none else 1.5}
+    schedule.add(request("a", length=3, output=(9, 8), **asked))
     for made in ([], [7], [7, 7]):
         planned = schedule.plan()
         assert planned is not None
@@ -212,7 +213,7 @@ def test_the_lowest_priority_is_admitted_first_and_of_equals_the_first_that_came
 
 
 @pytest.mark.parametrize("limits", [{"running": 1}, {"num_pages": 4, "context": 16}], ids=["no table", "no pages"])
-def test_who_waits_pushes_nobody_out_however_important_it_is(limits: dict[str, int]) -> None:
+def test_who_waits_pushes_nobody_out_however_important_it_is(limits: dict[str, Any]) -> None:
     schedule = make_schedule(**limits)
     schedule.add(request("runs", length=8, max_tokens=8, priority=9))
     step(schedule)
