@@ -40,12 +40,7 @@ class DetokenizeWorker:
     """Feeds the fold with steps and with the histories that it asks for, and commits its results."""
 
     def __init__(
-        self,
-        log: StreamLog,
-        slot_lease: SlotLease,
-        fold: DetokenizeFold,
-        engine: str,
-        measures: Measures | None = None,
+        self, log: StreamLog, slot_lease: SlotLease, fold: DetokenizeFold, engine: str, measures: Measures | None = None
     ) -> None:
         self._log = log
         self._slot_lease = slot_lease
@@ -181,11 +176,7 @@ def load_decoder(folder: Path) -> Decoder:
 
 
 def serve(
-    log: StreamLog,
-    slot_lease: SlotLease,
-    decoder: Decoder,
-    stop: Stop,
-    measures: Measures | None = None,
+    log: StreamLog, slot_lease: SlotLease, decoder: Decoder, stop: Stop, measures: Measures | None = None
 ) -> None:
     """Serve the engine of the slot that *slot_lease* holds, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
@@ -223,11 +214,7 @@ def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
 
 
 def look_after_others(
-    open_log: Callable[[], StreamLog],
-    decoder: Decoder,
-    lease_ms: int,
-    stop: Stop,
-    measures: Measures | None = None,
+    open_log: Callable[[], StreamLog], decoder: Decoder, lease_ms: int, stop: Stop, measures: Measures | None = None
 ) -> None:
     """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back.
 

@@ -247,13 +247,7 @@ class GenerateWorker:
         return failed is None
 
     def _commit(
-        self,
-        number: int,
-        rows: Sequence[StepRow],
-        ended: Sequence[str],
-        figures: Figures,
-        *,
-        settled: bool = False,
+        self, number: int, rows: Sequence[StepRow], ended: Sequence[str], figures: Figures, *, settled: bool = False
     ) -> None:
         schedule = self._schedule
         event = StepCompleted(

@@ -63,11 +63,7 @@ class TokenizeWorker:
     """The fold of the stage, between two commits of the log."""
 
     def __init__(
-        self,
-        log: StreamLog,
-        slot_lease: Voice,
-        encoder: PromptEncoder,
-        measures: Measures | None = None,
+        self, log: StreamLog, slot_lease: Voice, encoder: PromptEncoder, measures: Measures | None = None
     ) -> None:
         self._log = log
         self.slot_lease = slot_lease

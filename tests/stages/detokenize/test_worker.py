@@ -25,12 +25,7 @@ from pipeline.events import (
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import (
-    BETWEEN_TOKENS_SECONDS,
-    COMMIT_SECONDS,
-    FIRST_TOKEN_SECONDS,
-    REQUEST_SUCCESS,
-)
+from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, COMMIT_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.slots import SlotLease
 from stages.detokenize.fold import DetokenizeFold

@@ -236,10 +236,7 @@ def test_an_engine_that_was_stopped_for_long_wakes_up_to_find_its_requests_elsew
     monkeypatch.setattr("pipeline.slots.SlotLease._speak", unless_stopped)
     engine = CountingEngine()
     engine.closes_after = 3
-    with (
-        detokenizing(scene, 0),
-        scene.running(slot=0, engine=engine, heard=False, lease_ms=SHORT_MS) as stopped,
-    ):
+    with detokenizing(scene, 0), scene.running(slot=0, engine=engine, heard=False, lease_ms=SHORT_MS) as stopped:
         uid = scene.send(10, max_tokens=30)
         until(lambda: len(scene.tokens(uid)) >= 1)
         until(lambda: not stopped.slot_lease.lost.is_set() and scene.log.lease("generate-0").holder == "")

@@ -70,6 +70,18 @@ def rename(folder: Path, old: str, new: str) -> None:
     (folder / old).rename(folder / new)
 
 
+def norm_is(**fields: object) -> Callable[[Path], None]:
+    """Return the damage that the header says this of one tensor."""
+    return lambda folder: edit_header(folder, lambda header: header[NORM].update(fields))
+
+
+def weights_are(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: overwrite(folder, WEIGHTS_FILE, content)
+
+
+NO_HEADER = "model.safetensors: its header is not that of a safetensors file"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -82,53 +94,23 @@ def rename(folder: Path, old: str, new: str) -> None:
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: not found"),
         (lambda f: (f / WEIGHTS_FILE).unlink(), "model.safetensors: not found, and no model.safetensors.index.json"),
         (lambda f: rename(f, WEIGHTS_FILE, INDEX_FILE), "model.safetensors.index.json: is not JSON"),
-        (
-            lambda f: overwrite(f, WEIGHTS_FILE, b""),
-            "model.safetensors: corrupt: its header says 0 bytes, the file has 0",
-        ),
-        (
-            lambda f: overwrite(f, WEIGHTS_FILE, b"version https://git-lfs.github.com/spec/v1\n"),
-            "model.safetensors: corrupt: its header says",
-        ),
-        (
-            lambda f: overwrite(f, WEIGHTS_FILE, (9).to_bytes(8, "little") + b"{not json"),
-            "model.safetensors: its header is not that of a safetensors file",
-        ),
-        (
-            lambda f: overwrite(f, WEIGHTS_FILE, (2).to_bytes(8, "little") + b"[]"),
-            "model.safetensors: its header is not that of a safetensors file",
-        ),
-        (
-            lambda f: edit_header(f, lambda header: header[NORM].pop("shape")),
-            "model.safetensors: its header is not that of a safetensors file",
-        ),
+        (weights_are(b""), "model.safetensors: corrupt: its header says 0 bytes, the file has 0"),
+        (weights_are(b"version https://git-lfs.github.com/spec/v1\n"), "model.safetensors: corrupt: its header says"),
+        (weights_are((9).to_bytes(8, "little") + b"{not json"), NO_HEADER),
+        (weights_are((2).to_bytes(8, "little") + b"[]"), NO_HEADER),
+        (lambda f: edit_header(f, lambda header: header[NORM].pop("shape")), NO_HEADER),
         (lambda f: truncate(f, 100), "model.safetensors: corrupt: its header says"),
         (lambda f: truncate(f, -1), "model.safetensors: truncated: "),
         (lambda f: edit_header(f, lambda header: None, b"more"), "model.safetensors: corrupt: its tensors end at byte"),
-        (
-            lambda f: edit_header(f, lambda header: header[NORM].update(data_offsets=[0, 10**9])),
-            f"model.safetensors: truncated: {NORM} ends at byte 10000",
-        ),
-        (
-            lambda f: edit_header(f, lambda header: header[NORM].update(data_offsets=[0, 320])),
-            ", expected to begin at ",
-        ),
+        (norm_is(data_offsets=[0, 10**9]), f"model.safetensors: truncated: {NORM} ends at byte 10000"),
+        (norm_is(data_offsets=[0, 320]), ", expected to begin at "),
         (
             lambda f: edit_header(f, lambda header: header.update(other=header.pop(NORM))),
             f"model.safetensors: {NORM} is missing; Qwen3ForCausalLM needs it",
         ),
-        (
-            lambda f: edit_header(f, lambda header: header[NORM].update(shape=[8, 10])),
-            f"model.safetensors: {NORM} has shape (8, 10); config.json means (80,)",
-        ),
-        (
-            lambda f: edit_header(f, lambda header: header[NORM].update(dtype="F8_E4M3")),
-            f"model.safetensors: {NORM} is F8_E4M3; supported: F32, BF16, F16",
-        ),
-        (
-            lambda f: edit_header(f, lambda header: header[NORM].update(dtype="BF16")),
-            f"model.safetensors: corrupt: {NORM} has 320 bytes for shape (80,)",
-        ),
+        (norm_is(shape=[8, 10]), f"model.safetensors: {NORM} has shape (8, 10); config.json means (80,)"),
+        (norm_is(dtype="F8_E4M3"), f"model.safetensors: {NORM} is F8_E4M3; supported: F32, BF16, F16"),
+        (norm_is(dtype="BF16"), f"model.safetensors: corrupt: {NORM} has 320 bytes for shape (80,)"),
         (
             lambda f: add_tensor(f, "model.layers.0.self_attn.q_proj.bias"),
             "model.safetensors: model.layers.0.self_attn.q_proj.bias is not part of Qwen3ForCausalLM",

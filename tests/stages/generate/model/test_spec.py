@@ -24,12 +24,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "eos_token_id": 7,
 }
-SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -93,10 +93,11 @@ def test_a_stop_token_ends_with_stop_even_when_the_end_of_sequence_is_ignored() 
     assert step(schedule, EOS)[2][0].end is None
 
 
-def test_until_min_tokens_nothing_that_would_end_it_can_come_out() -> None:
+@pytest.mark.parametrize(("ignore_eos", "ends"), [(False, (EOS, 55)), (True, (55,))])
+def test_until_min_tokens_nothing_that_would_end_it_can_come_out(ignore_eos: bool, ends: tuple[int, ...]) -> None:
     schedule = make_schedule()
-    schedule.add(request("a", min_tokens=2, stop_token_ids=[55]))
-    assert [sampled(schedule).forbidden for _ in range(3)] == [(EOS, 55), (EOS, 55), ()]
+    schedule.add(request("a", min_tokens=2, stop_token_ids=[55], ignore_eos=ignore_eos))
+    assert [sampled(schedule).forbidden for _ in range(3)] == [ends, ends, ()]
 
 
 def test_the_position_of_a_sample_counts_prompt_and_output() -> None:
