@@ -125,7 +125,7 @@ def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[
         names = list(parts)
         rows = [shapes[name][0] for name in names]
         weights[fused] = torch.empty((sum(rows), *shapes[names[0]][1:]), dtype=dtype, device=device)
-        places |= zip(names, weights[fused].split(rows), strict=True)
+        places |= zip(names, torch.split(weights[fused], rows), strict=True)
     return weights, places
 
 

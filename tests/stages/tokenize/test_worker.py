@@ -260,7 +260,7 @@ def test_bad_words_go_on_as_tokens(rig: Rig) -> None:
 def test_tasks_of_the_tokenizer_are_answered_and_reach_no_engine(rig: Rig) -> None:
     start = rig.log.open_replies("web-0")
     long = "x" * (CONTEXT + 5)  # no context is a bound here
-    expected = {
+    expected: dict[str, dict[str, Any]] = {
         rig.ask("tokenize", prompt=long): {"token_ids": (ord("x"),) * len(long)},
         rig.ask("tokenize", prompt="ab", return_pieces=True): {"token_ids": (97, 98), "pieces": ("a", "b")},
         rig.ask("tokenize", prompt=""): {},

@@ -21,14 +21,15 @@ from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 REACH, PAGE_SIZE = 40, 4
 TOKENS = random.Random(5).choices(range(4, 480), k=96)
+PLAIN: dict[str, Any] = {}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 MSCALE = {"mscale": 1.4, "mscale_all_dim": 0.6, "beta_fast": 16, "beta_slow": 2, "truncate": False}
 ROPES: dict[str, dict[str, Any]] = {
     name: {"rope_type": name.partition(",")[0], "rope_theta": 1000.0, "factor": 4.0, **more}
     for name, more in {
-        "default": {},
-        "linear": {},
-        "dynamic": {},
+        "default": PLAIN,
+        "linear": PLAIN,
+        "dynamic": PLAIN,
         "llama3": LLAMA3,
         "yarn": {"original_max_position_embeddings": REACH},
         "yarn, mscale": {"original_max_position_embeddings": 16, **MSCALE},
