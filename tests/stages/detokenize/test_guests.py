@@ -148,6 +148,11 @@ class Scene:
     def engine(self, index: int = 0) -> Engine:
         return Engine(self.another_log, index)
 
+    def request(self, index: int = 0, **sampling: object) -> tuple[Engine, str]:
+        """Return an engine, and the uid of a request in its hand."""
+        engine = self.engine(index)
+        return engine, engine.send(**sampling)
+
     def detokenizer(self, engine: Engine, *, guest: bool = False) -> Detokenizer:
         """Return one that a test drives by hand; it leaves its slot when the test ends."""
         detokenizer = Detokenizer(self.another_log, engine, guest=guest)
@@ -201,8 +206,7 @@ def guests() -> list[str]:
 
 
 def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(scene: Scene) -> None:
-    engine = scene.engine(1)
-    uid = engine.send()
+    engine, uid = scene.request(1)
     with scene.looking_after_others():
         engine.says(uid, "abc")
         until(lambda: engine.text(uid) == "abc")
@@ -236,8 +240,7 @@ def test_several_engines_have_a_guest_each_and_its_process_measures_what_they_do
 
 def test_steps_that_a_dead_engine_left_are_written_by_a_guest(scene: Scene) -> None:
     """Who takes its requests over waits for that."""
-    engine = scene.engine(1)
-    uid = engine.send()
+    engine, uid = scene.request(1)
     engine.says(uid, "abc")
     engine.log.release(engine.owner)
     with scene.looking_after_others():
@@ -314,8 +317,7 @@ def test_no_token_is_lost_or_doubled_however_often_a_detokenizer_comes_and_goes(
 
 
 def test_characters_and_stop_strings_go_on_where_the_one_before_stopped(scene: Scene) -> None:
-    engine = scene.engine()
-    uid = engine.send(stop=["xyz"])
+    engine, uid = scene.request(stop=["xyz"])
     first = scene.detokenizer(engine)
     engine.says(uid, "aé".encode()[:-1])  # half of the character is still to come
     first.handle()
@@ -337,8 +339,7 @@ def test_characters_and_stop_strings_go_on_where_the_one_before_stopped(scene: S
 
 
 def test_a_guest_whose_worker_is_back_can_write_no_more_of_what_it_has_read(scene: Scene) -> None:
-    engine = scene.engine()
-    uid = engine.send()
+    engine, uid = scene.request()
     guest = scene.detokenizer(engine, guest=True)
     engine.says(uid, "ab")
     entries = guest.read()
@@ -382,8 +383,7 @@ def test_a_step_that_a_former_owner_of_the_slot_has_read_is_folded_before_the_ne
 
 
 def test_what_was_read_before_is_folded_first_also_by_who_is_new(scene: Scene) -> None:
-    engine = scene.engine()
-    uid = engine.send()
+    engine, uid = scene.request()
     zombie = scene.detokenizer(engine)
     engine.says(uid, "ab")
     zombie.read()
@@ -395,8 +395,7 @@ def test_what_was_read_before_is_folded_first_also_by_who_is_new(scene: Scene) -
 
 
 def test_steps_that_follow_each_other_cost_no_look(scene: Scene) -> None:
-    engine = scene.engine()
-    uid = engine.send()
+    engine, uid = scene.request()
     worker = scene.detokenizer(engine)
     pending, looks = worker.log.pending, []
 
@@ -497,8 +496,7 @@ def test_a_step_that_killed_its_detokenizers_ends_its_requests_and_no_other(scen
 
 
 def test_a_step_that_was_tried_less_often_is_folded(scene: Scene) -> None:
-    engine = scene.engine()
-    uid = engine.send()
+    engine, uid = scene.request()
     engine.says(uid, "a", last=True)
     killed_by(engine, MOST_DELIVERIES - 1)
     with scene.serving(0):
@@ -507,8 +505,7 @@ def test_a_step_that_was_tried_less_often_is_folded(scene: Scene) -> None:
 
 
 def test_a_burial_of_what_is_no_step_consumes_it_unless_the_slot_is_lost(scene: Scene) -> None:
-    engine = scene.engine()
-    uid = engine.send()
+    engine, uid = scene.request()
     engine.says(uid, "a")
     zombie = scene.detokenizer(engine)
     (entry,) = zombie.read()
