@@ -1,9 +1,10 @@
-"""Small random checkpoints, and what transformers generates from them."""
+"""Small random checkpoints, engines with their weights, and what transformers generates from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, NoBadWordsLogitsProcessor
@@ -21,6 +22,9 @@ from ops.bench.checkpoints import (
     make_checkpoint,
     train_tokenizer,
 )
+from stages.generate.forward.engine import Engine
+from stages.generate.model.checkpoint import check_folder
+from stages.generate.resolve import resolve_dtype
 
 __all__ = [
     "BOS",
@@ -33,9 +37,26 @@ __all__ = [
     "WINDOW",
     "Family",
     "make_checkpoint",
+    "make_engine",
+    "reference_model",
     "reference_tokens",
     "train_tokenizer",
 ]
+
+
+def make_engine(folder: Path, dtype: str = "auto", *, dummy: bool = False, **more: Any) -> Engine:
+    """Return an engine on the CPU whose unused memory is NaN, so that whoever reads it is found out."""
+    spec = check_folder(folder, dummy=dummy)
+    sizes = {"num_pages": 128, "page_size": 4, "max_running_requests": 4, "max_seq_len": 160}
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": resolve_dtype(spec, dtype), **sizes, **more}
+    engine = Engine(spec, folder, dummy=dummy, **options)
+    engine.kv_L2PKSD.fill_(float("nan"))
+    return engine
+
+
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the model as transformers computes it, in eager mode."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 def reference_tokens(
@@ -52,7 +73,7 @@ def reference_tokens(
     *ignore_eos* the tokens end with the end-of-sequence token, if one comes. No sequence of *bad_words* comes out; its
     processor is shown the output alone, because with vLLM and us the prompt begins none of them.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = reference_model(folder)
     eos_ids = () if ignore_eos else model.generation_config.eos_token_id
     forbid = NoBadWordsLogitsProcessor([list(word) for word in bad_words]) if bad_words else None
     tokens: list[int] = []

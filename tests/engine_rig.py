@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.events import SamplingParams, Submitted, Tokenized, new_uid
+from pipeline.events import AnyEvent, SamplingParams, Submitted, TakenOver, Tokenized, TokensProduced, decode, new_uid
 from pipeline.log.protocol import Inbox, StreamLog
 from pipeline.metrics.counters import Measures
-from pipeline.names import slot_index, slot_name
+from pipeline.names import SEAL, parse_id, slot_index, slot_name
 from pipeline.slots import SlotLease, acquire_slot
 from pipeline.worker import Stop
 from stages.generate.kvcache.base import PrefixCache
@@ -25,11 +25,7 @@ CONTEXT = 64
 POISON = 150
 """A token on which the engine raises."""
 LIMITS = ScheduleLimits(
-    context=CONTEXT,
-    max_prefill_length=64,
-    mixed_prefill_length=16,
-    max_running_requests=8,
-    vocab_size=200,
+    context=CONTEXT, max_prefill_length=64, mixed_prefill_length=16, max_running_requests=8, vocab_size=200
 )
 
 
@@ -78,65 +74,96 @@ class Running:
             self.log_thread.stop()
 
 
-@contextlib.contextmanager
-def running(
-    another_log: Callable[[], StreamLog],
-    *,
-    slot: int = 0,
-    engine: CountingEngine | None = None,
-    limits: ScheduleLimits = LIMITS,
-    num_pages: int = 64,
-    pace_s: float = 0.0,
-    heard: bool = True,
-    broken: bool = False,
-    cache: PrefixCache | None = None,
-    lease_ms: int = LEASE_MS,
-    thread_log: StreamLog | None = None,
-) -> Iterator[Running]:
-    """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends."""
-    log = another_log()
-    owner = acquire_slot(log, "generate", lease_ms, preferred=slot)
-    slot_lease = SlotLease(another_log(), owner, lease_ms)
-    log.prepare(Inbox.steps(log.names, owner.slot))
-    if heard:
-        log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)
-    identity = Identity(owner.slot, owner.epoch, "counting")
-    schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
-    measures = Measures()
-    log_thread = LogThread(
-        thread_log or another_log(),
-        owner,
-        lease_ms=lease_ms,
-        came_round=slot_lease.came_round,
-        measures=measures,
-    )
-    engine = engine or CountingEngine(pace_s)
-    engine.broken = broken
-    worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures)
-    item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
-    thread = threading.Thread(target=item.run)
-    log_thread.start()
-    thread.start()
-    try:
-        yield item
-    finally:
-        item.engine.gate.set()
-        item.stop.set()
-        thread.join(30)
-        slot_lease.leave()
-        assert not thread.is_alive()
+class Scene:
+    """A log, requests in it, and engines that serve them."""
 
+    def __init__(self, another_log: Callable[[], StreamLog]) -> None:
+        self.another_log = another_log
+        self.log = another_log()
+        self.submitted, self.tokenized = Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names)
 
-def send(
-    log: StreamLog, *prompt: int, priority: int = 0, bad_words: Sequence[tuple[int, ...]] = (), **sampling: object
-) -> str:
-    """Bring a request as far as `tokenized`, and return its uid."""
-    uid = new_uid()
-    log.prepare(Inbox.submitted(log.names))
-    params = SamplingParams.model_validate(sampling)
-    event = Submitted(endpoint="chat", frontend="web-0", sampling=params, priority=priority)
-    log.submit(uid, [event])
-    (entry,) = log.read(Inbox.submitted(log.names), "tokenize-0", max_entries=1, block_ms=1000)
-    tokenized = Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words))
-    assert log.tokenized(entry, tokenized)
-    return uid
+    def send(
+        self, *prompt: int, priority: int = 0, bad_words: Sequence[tuple[int, ...]] = (), **sampling: object
+    ) -> str:
+        """Bring a request as far as `tokenized`, and return its uid."""
+        uid = new_uid()
+        self.log.prepare(self.submitted)
+        params = SamplingParams.model_validate(sampling)
+        self.log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", sampling=params, priority=priority)])
+        (entry,) = self.log.read(self.submitted, "tokenize-0", max_entries=1, block_ms=1000)
+        tokenized = Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words))
+        assert self.log.tokenized(entry, tokenized)
+        return uid
+
+    @contextlib.contextmanager
+    def running(
+        self,
+        *,
+        slot: int = 0,
+        engine: CountingEngine | None = None,
+        limits: ScheduleLimits = LIMITS,
+        num_pages: int = 64,
+        pace_s: float = 0.0,
+        heard: bool = True,
+        cache: PrefixCache | None = None,
+        lease_ms: int = LEASE_MS,
+        thread_log: StreamLog | None = None,
+    ) -> Iterator[Running]:
+        """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends.
+
+        *heard*: its detokenizer's slot is held, too.
+        """
+        log = self.another_log()
+        owner = acquire_slot(log, "generate", lease_ms, preferred=slot)
+        slot_lease = SlotLease(self.another_log(), owner, lease_ms)
+        log.prepare(Inbox.steps(log.names, owner.slot))
+        if heard:
+            log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)
+        identity = Identity(owner.slot, owner.epoch, "counting")
+        schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
+        measures = Measures()
+        log_thread = LogThread(
+            thread_log or self.another_log(),
+            owner,
+            lease_ms=lease_ms,
+            came_round=slot_lease.came_round,
+            measures=measures,
+        )
+        engine = engine or CountingEngine(pace_s)
+        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures)
+        item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
+        thread = threading.Thread(target=item.run)
+        log_thread.start()
+        thread.start()
+        try:
+            yield item
+        finally:
+            engine.gate.set()
+            item.stop.set()
+            thread.join(30)
+            slot_lease.leave()
+            assert not thread.is_alive()
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether no request waits for an engine, or is in the hand of one."""
+        return self.log.backlog(self.tokenized) == 0
+
+    def in_hand(self, slot: str = "generate-0") -> list[str]:
+        """Return the uids that the log delivered to an engine and that it has not consumed."""
+        return [entry.fields["uid"] for entry in self.log.pending(self.tokenized, slot)]
+
+    def history(self, uid: str) -> list[AnyEvent]:
+        return [decode(entry.fields) for entry in self.log.histories([uid])[0]]
+
+    def tokens(self, uid: str) -> list[int]:
+        return [token for event in self.history(uid) if isinstance(event, TokensProduced) for token in event.tokens]
+
+    def takeovers(self, uid: str) -> list[tuple[int, TakenOver]]:
+        """Return who took a request over, and how many tokens it had then."""
+        entries = self.log.histories([uid])[0]
+        found = ((parse_id(entry.id)[0], decode(entry.fields)) for entry in entries)
+        return [(n, event) for n, event in found if isinstance(event, TakenOver)]
+
+    def have_ended(self, *uids: str) -> bool:
+        return all(entries[-1].id == SEAL for entries in self.log.histories(uids))

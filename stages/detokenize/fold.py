@@ -267,9 +267,7 @@ def _finished(request: _Request, reason: FinishReason, now_ms: int, *, stop_stri
         reason=reason,
         stop_string=stop_string,
         usage=Usage(
-            prompt_tokens=request.prompt_tokens,
-            completion_tokens=request.n,
-            cached_tokens=request.cached_tokens,
+            prompt_tokens=request.prompt_tokens, completion_tokens=request.n, cached_tokens=request.cached_tokens
         ),
         timings=Timings(
             admitted_ms=request.admitted_ms - began_ms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -39,12 +40,7 @@ class DetokenizeWorker:
     """Feeds the fold with steps and with the histories that it asks for, and commits its results."""
 
     def __init__(
-        self,
-        log: StreamLog,
-        slot_lease: SlotLease,
-        fold: DetokenizeFold,
-        engine: str,
-        measures: Measures | None = None,
+        self, log: StreamLog, slot_lease: SlotLease, fold: DetokenizeFold, engine: str, measures: Measures | None = None
     ) -> None:
         self._log = log
         self._slot_lease = slot_lease
@@ -172,21 +168,15 @@ def load_decoder(folder: Path) -> Decoder:
     except Exception as error:  # the library raises plain Exception for a broken file
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again") from error
 
-    def plain(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def text_of(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def special(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
+    plain, special = (functools.partial(text_of, skip_special_tokens=skip) for skip in (True, False))
     return Decoder(plain, special, token_text_of(tokenizer))
 
 
 def serve(
-    log: StreamLog,
-    slot_lease: SlotLease,
-    decoder: Decoder,
-    stop: Stop,
-    measures: Measures | None = None,
+    log: StreamLog, slot_lease: SlotLease, decoder: Decoder, stop: Stop, measures: Measures | None = None
 ) -> None:
     """Serve the engine of the slot that *slot_lease* holds, until *stop* or until the slot has another owner."""
     engine = slot_name(GENERATE, slot_index(slot_lease.owner.slot))
@@ -224,11 +214,7 @@ def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
 
 
 def look_after_others(
-    open_log: Callable[[], StreamLog],
-    decoder: Decoder,
-    lease_ms: int,
-    stop: Stop,
-    measures: Measures | None = None,
+    open_log: Callable[[], StreamLog], decoder: Decoder, lease_ms: int, stop: Stop, measures: Measures | None = None
 ) -> None:
     """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back.
 

@@ -68,8 +68,6 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
                 takeovers.append((n, event.alone))
             case Admitted():
                 had_begun = True
-            case _:
-                pass
     if submitted is None or tokenized is None:
         return None
     request = NewRequest(

@@ -37,12 +37,8 @@ class Suspects:
 
     def __init__(self) -> None:
         self._waiting: deque[NewRequest] = deque()
-        self._trial: Trial | None = None
-
-    @property
-    def trial(self) -> Trial | None:
+        self.trial: Trial | None = None
         """The trial that is on, if one is."""
-        return self._trial
 
     def add(self, request: NewRequest) -> None:
         """Let a request wait for its trial."""
@@ -54,13 +50,13 @@ class Suspects:
 
     def begin(self) -> NewRequest | None:
         """Begin the trial of the suspect that waits longest and return it; None when no suspect waits."""
-        assert self._trial is None, "one trial at a time"
+        assert self.trial is None, "one trial at a time"
         if not self._waiting:
             return None
         request = self._waiting.popleft()
-        self._trial = Trial(request.uid, len(request.output_ids))
+        self.trial = Trial(request.uid, len(request.output_ids))
         return request
 
     def end(self) -> None:
         """End the trial that is on."""
-        self._trial = None
+        self.trial = None

@@ -178,11 +178,6 @@ class GenerateWorker:
             logger.error("books_wrong", problems=problems, times=times)
             self._slot_lease.say(books_wrong=times)
 
-    def _flush(self, control_id: str) -> None:
-        pages = self._schedule.flush()
-        logger.info("flushed", pages=pages)
-        self._slot_lease.say(flushed=control_id, flushed_pages=self._slot_lease.status.flushed_pages + pages)
-
     def _fold(self, news: News) -> None:
         match news:
             case Arrived(request, resumed, suspect):
@@ -198,7 +193,9 @@ class GenerateWorker:
                 self._suspects.drop(uid)
                 self._let_go.append(uid)
             case Flush(control_id):
-                self._flush(control_id)
+                pages = self._schedule.flush()
+                logger.info("flushed", pages=pages)
+                self._slot_lease.say(flushed=control_id, flushed_pages=self._slot_lease.status.flushed_pages + pages)
             case Lost(error):
                 raise error
 
@@ -250,13 +247,7 @@ class GenerateWorker:
         return failed is None
 
     def _commit(
-        self,
-        number: int,
-        rows: Sequence[StepRow],
-        ended: Sequence[str],
-        figures: Figures,
-        *,
-        settled: bool = False,
+        self, number: int, rows: Sequence[StepRow], ended: Sequence[str], figures: Figures, *, settled: bool = False
     ) -> None:
         schedule = self._schedule
         event = StepCompleted(

@@ -17,7 +17,7 @@ import orjson
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ConfigError, RequestError
-from pipeline.events import SamplingParams, Submitted
+from pipeline.events import Submitted
 from pipeline.spelling import Spelling, text_of
 from stages.tokenize.description import description
 from stages.tokenize.templates import conversation_text
@@ -77,8 +77,11 @@ class PromptEncoder:
             RequestError: There is no chat template, or it refuses the conversation (the message quotes it), or the
                 request names an unknown token or sets a variable that clients cannot set.
         """
-        self._refuse_unknown_tokens(event.sampling)
-        bad_words = self._bad_words(event.sampling.bad_words)
+        sampling = event.sampling
+        # Who names a token that this tokenizer does not have means another model.
+        self._refuse_unknown("logit_bias", [token for token, _ in sampling.logit_bias], self._num_tokens)
+        self._refuse_unknown("allowed_token_ids", sampling.allowed_token_ids, self._num_tokens)
+        bad_words = self._bad_words(sampling.bad_words)
         if event.prompt_ids:
             self._refuse_unknown("prompt", event.prompt_ids, self._num_embeddings)
             return Rendered("", False, "prompt", event.prompt_ids, bad_words=bad_words)
@@ -197,19 +200,6 @@ class PromptEncoder:
                 raise self._unknown(param, token, self._num_tokens)
             found[token] = self._spelling.bytes_of(piece)
         return found
-
-    def _refuse_unknown_tokens(self, sampling: SamplingParams) -> None:
-        """Refuse parameters that name a token which this tokenizer does not have: they are meant for another model.
-
-        Raises:
-            RequestError: There is such a token.
-        """
-        named = {
-            "logit_bias": [token for token, _ in sampling.logit_bias],
-            "allowed_token_ids": sampling.allowed_token_ids,
-        }
-        for param, token_ids in named.items():
-            self._refuse_unknown(param, token_ids, self._num_tokens)
 
     def _refuse_unknown(self, param: str, token_ids: Iterable[int], num_tokens: int) -> None:
         unknown = next((token for token in token_ids if not 0 <= token < num_tokens), None)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -38,6 +40,8 @@ OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
 """Errors that end the process. All others fail one request, even if they are no Exception: a panic in the tokenizer's
 Rust code is none."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class _Work:
@@ -59,11 +63,7 @@ class TokenizeWorker:
     """The fold of the stage, between two commits of the log."""
 
     def __init__(
-        self,
-        log: StreamLog,
-        slot_lease: Voice,
-        encoder: PromptEncoder,
-        measures: Measures | None = None,
+        self, log: StreamLog, slot_lease: Voice, encoder: PromptEncoder, measures: Measures | None = None
     ) -> None:
         self._log = log
         self.slot_lease = slot_lease
@@ -81,7 +81,7 @@ class TokenizeWorker:
         self.learn_context()
         work: list[_Work] = []
         for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
-            prepared = self._prepare(entry, history)
+            prepared = _attempt("render_failed", partial(self._prepare, entry, history), uid=entry.fields["uid"])
             if isinstance(prepared, RequestError):
                 self._fail(entry, prepared)
             else:
@@ -92,7 +92,7 @@ class TokenizeWorker:
                 continue
             self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
             if each.prompt is None:
-                self._answer_without_prompt(each)
+                self._answer(each)
             else:
                 self._encode_all([each])
         self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
@@ -121,31 +121,27 @@ class TokenizeWorker:
         if contexts:
             self.context = min(contexts)
 
-    def _prepare(self, entry: Entry, history: Sequence[Entry]) -> _Work | RequestError:
-        """Return the work for a request, with its prompt rendered, or the error that ends it."""
+    def _prepare(self, entry: Entry, history: Sequence[Entry]) -> _Work:
+        """Return the work for a request, with its prompt rendered.
+
+        Raises:
+            RequestError: The error that ends it.
+        """
         if history and history[-1].id == SEAL:
             # The log refuses a second end, but that consumes the entry.
-            return RequestError("The request has ended before.", code="ended")
-        try:
-            submitted = decode(history[0].fields) if history else None
-            if not isinstance(submitted, Submitted):  # the history expired or was deleted
-                return RequestError("The history of the request is gone.", code="log_lost", status=500)
-            if submitted.task in ("detokenize", "describe"):
-                return _Work(entry, submitted, None)
-            num_kept = tokens_kept(submitted, self.context)
-            prompt = self._encoder.render(submitted)
-            if submitted.task == "generate" and num_kept is None:
-                self._encoder.refuse_too_long(prompt, self.context)
-            else:
-                self._encoder.refuse_too_large(prompt, self.context)
-            return _Work(entry, submitted, prompt, num_kept)
-        except RequestError as error:
-            return error
-        except OF_THE_PROCESS:
-            raise
-        except BaseException as error:  # whatever a template raises ends this request alone
-            logger.exception("render_failed", uid=entry.fields["uid"])
-            return _unexpected(error)
+            raise RequestError("The request has ended before.", code="ended")
+        submitted = decode(history[0].fields) if history else None
+        if not isinstance(submitted, Submitted):  # the history expired or was deleted
+            raise RequestError("The history of the request is gone.", code="log_lost", status=500)
+        if submitted.task in ("detokenize", "describe"):
+            return _Work(entry, submitted, None)
+        num_kept = tokens_kept(submitted, self.context)
+        prompt = self._encoder.render(submitted)
+        if submitted.task == "generate" and num_kept is None:
+            self._encoder.refuse_too_long(prompt, self.context)
+        else:
+            self._encoder.refuse_too_large(prompt, self.context)
+        return _Work(entry, submitted, prompt, num_kept)
 
     def _encode_all(self, work: Sequence[_Work]) -> None:
         """Encode the prompts as one batch, and commit the result of each."""
@@ -156,7 +152,7 @@ class TokenizeWorker:
             if isinstance(token_ids, RequestError):
                 self._fail(each.entry, token_ids)
             elif each.submitted.task != "generate":
-                self._answer_with_tokens(each, token_ids)
+                self._answer(each, token_ids)
             elif not token_ids:
                 self._fail(each.entry, RequestError("The prompt has no tokens; send some text.", param=prompt.param))
             elif len(token_ids) + 1 > self.context:
@@ -175,22 +171,12 @@ class TokenizeWorker:
     def _encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
         if not prompts:
             return []
-        try:
-            return list(self._encoder.encode(prompts))
-        except OF_THE_PROCESS:
-            raise
-        except BaseException:  # find out which of them is at fault
-            logger.exception("batch_not_encoded", requests=len(prompts))
-            return [self._encode_one(prompt) for prompt in prompts]
-
-    def _encode_one(self, prompt: Rendered) -> tuple[int, ...] | RequestError:
-        try:
-            return self._encoder.encode([prompt])[0]
-        except OF_THE_PROCESS:
-            raise
-        except BaseException as error:  # ends this request alone
-            logger.exception("prompt_not_encoded")
-            return _unexpected(error)
+        batch = _attempt("batch_not_encoded", partial(self._encoder.encode, prompts), requests=len(prompts))
+        if not isinstance(batch, RequestError):
+            return list(batch)
+        # Find out which of them is at fault.
+        each = [_attempt("prompt_not_encoded", partial(self._encoder.encode, [prompt])) for prompt in prompts]
+        return [one if isinstance(one, RequestError) else one[0] for one in each]
 
     def _commit(self, entry: Entry, event: Tokenized) -> None:
         began_s = time.perf_counter()
@@ -200,59 +186,47 @@ class TokenizeWorker:
             self._measures.add(PROMPTS)
             self._measures.add(PROMPTS_TOKENS, amount=len(event.token_ids))
 
-    def _answer_with_tokens(self, work: _Work, token_ids: tuple[int, ...]) -> None:
-        def answer() -> Answered:
-            pieces = self._encoder.pieces(token_ids) if work.submitted.return_pieces else ()
-            return Answered(token_ids=token_ids, pieces=pieces, by=self.slot_lease.status.slot)
-
-        self._answer(work, answer)
-
-    def _answer_without_prompt(self, work: _Work) -> None:
-        def answer() -> Answered:
-            describes = work.submitted.task == "describe"
-            text = self._encoder.describe() if describes else self._encoder.decode(work.submitted)
-            return Answered(text=text, by=self.slot_lease.status.slot)
-
-        self._answer(work, answer)
-
-    def _answer(self, work: _Work, answer: Callable[[], Answered]) -> None:
-        """End a request that only the tokenizer answers, with its *answer* or with an error."""
-        try:
-            event = answer()
-        except RequestError as error:
-            self._fail(work.entry, error)
-            return
-        except OF_THE_PROCESS:
-            raise
-        except BaseException as error:  # ends this request alone
-            logger.exception("not_answered", uid=work.entry.fields["uid"])
-            self._fail(work.entry, _unexpected(error))
+    def _answer(self, work: _Work, token_ids: tuple[int, ...] = ()) -> None:
+        """End a request that only the tokenizer answers, with its answer or with an error."""
+        event = _attempt(
+            "not_answered", partial(self._answer_to, work.submitted, token_ids), uid=work.entry.fields["uid"]
+        )
+        if isinstance(event, RequestError):
+            self._fail(work.entry, event)
             return
         failpoint("tokenize.before_commit")
         self._end(work.entry, event)
         failpoint("tokenize.after_commit")
 
+    def _answer_to(self, submitted: Submitted, token_ids: tuple[int, ...]) -> Answered:
+        by = self.slot_lease.status.slot
+        if submitted.task == "tokenize":
+            pieces = self._encoder.pieces(token_ids) if submitted.return_pieces else ()
+            return Answered(token_ids=token_ids, pieces=pieces, by=by)
+        text = self._encoder.describe() if submitted.task == "describe" else self._encoder.decode(submitted)
+        return Answered(text=text, by=by)
+
     def _fail(self, entry: Entry, error: RequestError) -> None:
-        self._end(
-            entry,
-            Failed(
-                status=error.status, code=error.code or "invalid_value", message=error.message, param=error.param or ""
-            ),
-        )
+        code, param = error.code or "invalid_value", error.param or ""
+        self._end(entry, Failed(status=error.status, code=code, message=error.message, param=param))
 
     def _end(self, entry: Entry, event: Answered | Failed) -> None:
-        ended = self._log.end(
-            entry.fields["uid"],
-            event,
-            frontend=entry.fields["frontend"],
-            consume=entry,
-        )
+        ended = self._log.end(entry.fields["uid"], event, frontend=entry.fields["frontend"], consume=entry)
         if ended and isinstance(event, Failed):
             self._measures.add(REFUSALS, event.code)
 
 
-def _unexpected(error: BaseException) -> RequestError:
-    return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
+def _attempt(name: str, work: Callable[[], T], **details: object) -> T | RequestError:
+    """Return what *work* returns, or the error that ends its request alone, whatever it raises; *name* is logged."""
+    try:
+        return work()
+    except RequestError as error:
+        return error
+    except OF_THE_PROCESS:
+        raise
+    except BaseException as error:
+        logger.exception(name, **details)
+        return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
 
 
 def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:

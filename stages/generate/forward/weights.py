@@ -119,19 +119,13 @@ def _seen(progress: Progress) -> Iterator[Progress]:
 def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the uninitialised weights, and for each tensor of the checkpoint its place in them."""
     shapes = tensor_shapes(spec)
-    num_rows: dict[str, int] = {}
-    for name, shape in shapes.items():
-        num_rows[_fused_name(name)] = num_rows.get(_fused_name(name), 0) + shape[0]
     weights: dict[str, Tensor] = {}
     places: dict[str, Tensor] = {}
-    filled: dict[str, int] = {}
-    for name, shape in shapes.items():
-        fused = _fused_name(name)
-        if fused not in weights:
-            weights[fused] = torch.empty((num_rows[fused], *shape[1:]), dtype=dtype, device=device)
-        first = filled.get(fused, 0)
-        places[name] = weights[fused][first : first + shape[0]]
-        filled[fused] = first + shape[0]
+    for fused, parts in groupby(shapes, key=_fused_name):  # fused ones are neighbours
+        names = list(parts)
+        rows = [shapes[name][0] for name in names]
+        weights[fused] = torch.empty((sum(rows), *shapes[names[0]][1:]), dtype=dtype, device=device)
+        places |= zip(names, torch.split(weights[fused], rows), strict=True)
     return weights, places
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from stages.generate.attention.base import Attend
 from stages.generate.forward.batch import ForwardBatch
-from stages.generate.model.layers.embedding import embed
 from stages.generate.model.layers.experts import Experts
 from stages.generate.model.layers.linear import Linear
 from stages.generate.model.layers.mlp import FeedForward, Mlp
@@ -75,7 +75,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, attend: Attend, kv_L2PKSD: Tensor) -> Tensor:
         """Return x_TE, the last layer's output for each token; write the keys and values of all rows."""
         eps = self._spec.norm_eps
-        x_TE = embed(batch.token_ids_T, self._embedding_VE)
+        x_TE = F.embedding(batch.token_ids_T, self._embedding_VE)
         cos_sin = rope_tables(self._rope, batch.positions_T, x_TE.dtype)
         for layer, kv_2PKSD in zip(self._layers, kv_L2PKSD, strict=True):
             q_THD, k_TKD, v_TKD = self._project(layer, rms_norm(x_TE, layer.input_norm_E, eps), cos_sin)

@@ -97,8 +97,3 @@ class Request:
         if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
             return "stop"
         return "length" if len(self.token_ids) >= self.limit else None
-
-
-def by_order(request: Request) -> tuple[int, int]:
-    """Return the key by which requests are sorted."""
-    return request.order

@@ -14,13 +14,15 @@ from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from pipeline.events import Admitted, EventRow, Failed, Preempted, StepRow, TokenRow
 from stages.generate.kvcache.base import Holding, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
-from stages.generate.schedule.request import NewRequest, Request, by_order
+from stages.generate.schedule.request import NewRequest, Request
 
+by_order = attrgetter("order")
 MOST_TAKEN = 8
 """The most new requests that an engine takes at a step, so that many engines share a burst."""
 

@@ -124,7 +124,8 @@ class Detokenizer:
         assert owner is not None
         self.owner = owner
         self.slot_lease = SlotLease(another_log(), owner, LEASE_MS)
-        self.worker = DetokenizeWorker(self.log, self.slot_lease, DetokenizeFold(DECODER), engine.slot)
+        self.fold = DetokenizeFold(DECODER)
+        self.worker = DetokenizeWorker(self.log, self.slot_lease, self.fold, engine.slot)
 
     def read(self, max_entries: int = 100) -> list[Entry]:
         return self.log.read(self.inbox, self.owner.slot, max_entries=max_entries, block_ms=0)
@@ -132,41 +133,56 @@ class Detokenizer:
     def handle(self, max_entries: int = 100) -> None:
         self.worker.handle(self.read(max_entries))
 
-    def lose(self) -> None:
-        """Stand still for so long that the slot is free; what it has read it goes on with when a test has it."""
-        self.slot_lease.leave()
-
     def leave(self) -> None:
+        """Give the slot back, or stand still for so long that it is free: what was read may still be handled."""
         self.slot_lease.leave()
 
 
-@contextlib.contextmanager
-def serving(
-    another_log: Callable[[], StreamLog], index: int, lease_ms: int = LEASE_MS, *, measures: Measures | None = None
-) -> Iterator[SlotLease]:
-    """Run a detokenizer's worker in its slot, until the block ends."""
-    log, stop = another_log(), Stop()
-    slot_lease = SlotLease(another_log(), acquire_slot(log, "detokenize", lease_ms, preferred=index), lease_ms)
-    thread = threading.Thread(target=serve, args=(log, slot_lease, DECODER, stop, measures))
-    thread.start()
-    try:
-        yield slot_lease
-    finally:
-        stop.set()
-        thread.join(30)
+class Scene:
+    """Engines and detokenizers on one log."""
+
+    def __init__(self, another_log: Callable[[], StreamLog], stack: contextlib.ExitStack) -> None:
+        self.another_log = another_log
+        self._stack = stack
+
+    def engine(self, index: int = 0) -> Engine:
+        return Engine(self.another_log, index)
+
+    def request(self, index: int = 0, **sampling: object) -> tuple[Engine, str]:
+        """Return an engine, and the uid of a request in its hand."""
+        engine = self.engine(index)
+        return engine, engine.send(**sampling)
+
+    def detokenizer(self, engine: Engine, *, guest: bool = False) -> Detokenizer:
+        """Return one that a test drives by hand; it leaves its slot when the test ends."""
+        detokenizer = Detokenizer(self.another_log, engine, guest=guest)
+        self._stack.callback(detokenizer.leave)
+        return detokenizer
+
+    @contextlib.contextmanager
+    def serving(self, index: int, *, measures: Measures | None = None) -> Iterator[SlotLease]:
+        """Run a detokenizer's worker in its slot, until the block ends."""
+        log = self.another_log()
+        slot_lease = SlotLease(self.another_log(), acquire_slot(log, "detokenize", LEASE_MS, preferred=index), LEASE_MS)
+        with running(lambda stop: serve(log, slot_lease, DECODER, stop, measures)):
+            yield slot_lease
         slot_lease.leave()
-        assert not thread.is_alive()
+
+    @contextlib.contextmanager
+    def looking_after_others(
+        self, open_log: Callable[[], StreamLog] | None = None, *, measures: Measures | None = None
+    ) -> Iterator[None]:
+        """Run the part of a detokenizer that serves other engines than its own, until the block ends."""
+        open_log = open_log or self.another_log
+        with running(lambda stop: look_after_others(open_log, DECODER, SHORT_MS, stop, measures)):
+            yield
 
 
 @contextlib.contextmanager
-def looking_after_others(another_log: Callable[[], StreamLog], measures: Measures | None = None) -> Iterator[None]:
-    """Run the part of a detokenizer that serves other engines than its own, until the block ends."""
+def running(work: Callable[[Stop], None]) -> Iterator[None]:
+    """Do *work* in a thread, and have it stop when the block ends."""
     stop = Stop()
-    thread = threading.Thread(
-        target=look_after_others,
-        args=(another_log, DECODER, SHORT_MS, stop, measures),
-        name="look round",
-    )
+    thread = threading.Thread(target=work, args=(stop,))
     thread.start()
     try:
         yield
@@ -176,24 +192,27 @@ def looking_after_others(another_log: Callable[[], StreamLog], measures: Measure
         assert not thread.is_alive()
 
 
+@pytest.fixture
+def scene(another_log: Callable[[], StreamLog]) -> Iterator[Scene]:
+    with contextlib.ExitStack() as stack:
+        yield Scene(another_log, stack)
+
+
 def guests() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("guest ")]
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("guest "))
 
 
 # guests
 
 
-def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    engine = Engine(another_log, 1)
-    uid = engine.send()
-    with looking_after_others(another_log):
+def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(scene: Scene) -> None:
+    engine, uid = scene.request(1)
+    with scene.looking_after_others():
         engine.says(uid, "abc")
         until(lambda: engine.text(uid) == "abc")
         assert f":{GUEST}" in engine.log.lease("detokenize-1").holder and guests() == ["guest detokenize-1"]
         assert engine.log.statuses("detokenize") == {}
-        with serving(another_log, 1) as slot_lease:
+        with scene.serving(1) as slot_lease:
             assert engine.log.lease("detokenize-1").holder == str(slot_lease.owner)
             until(lambda: guests() == [])
             engine.says(uid, "def", first=4)
@@ -205,45 +224,33 @@ def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(
     assert guests() == [] and engine.log.lease("detokenize-1").holder == ""
 
 
-def test_what_a_guest_does_is_measured_by_the_process_that_it_lives_in(another_log: Callable[[], StreamLog]) -> None:
+def test_several_engines_have_a_guest_each_and_its_process_measures_what_they_do(scene: Scene) -> None:
     measures = Measures()
-    engines = [Engine(another_log, index) for index in range(3)]
+    engines = [scene.engine(index) for index in range(3)]
     uids = [engine.send() for engine in engines]
-    with serving(another_log, 0, measures=measures), looking_after_others(another_log, measures):
+    with scene.serving(0, measures=measures), scene.looking_after_others(measures=measures):
         for engine, uid in zip(engines, uids, strict=True):
             engine.says(uid, "abc", last=True)
         until(lambda: all(engine.text(uid) == "abc" for engine, uid in zip(engines, uids, strict=True)))
         until(lambda: count_of(measures, REQUEST_SUCCESS, "length") == 3)
+        assert guests() == ["guest detokenize-1", "guest detokenize-2"]
     assert count_of(measures, FIRST_TOKEN_SECONDS) == 3 and count_of(measures, BETWEEN_TOKENS_SECONDS) == 6
     assert guests() == []
 
 
-def test_steps_that_a_dead_engine_left_are_written_by_a_guest(another_log: Callable[[], StreamLog]) -> None:
+def test_steps_that_a_dead_engine_left_are_written_by_a_guest(scene: Scene) -> None:
     """Who takes its requests over waits for that."""
-    engine = Engine(another_log, 1)
-    uid = engine.send()
+    engine, uid = scene.request(1)
     engine.says(uid, "abc")
     engine.log.release(engine.owner)
-    with looking_after_others(another_log):
+    with scene.looking_after_others():
         until(lambda: engine.log.backlog(engine.inbox) == 0)
     assert engine.text(uid) == "abc"
 
 
-def test_several_engines_have_a_guest_each(another_log: Callable[[], StreamLog]) -> None:
-    engines = [Engine(another_log, index) for index in range(3)]
-    uids = [engine.send() for engine in engines]
-    with serving(another_log, 0), looking_after_others(another_log):
-        for engine, uid in zip(engines, uids, strict=True):
-            engine.says(uid, "ab", last=True)
-        until(lambda: all(engine.text(uid) == "ab" for engine, uid in zip(engines, uids, strict=True)))
-        assert sorted(guests()) == ["guest detokenize-1", "guest detokenize-2"]
-
-
-def test_no_guest_comes_to_an_engine_whose_detokenizer_is_there_at_every_second_look(
-    another_log: Callable[[], StreamLog],
-) -> None:
+def test_no_guest_comes_to_an_engine_whose_detokenizer_is_there_at_every_second_look(scene: Scene) -> None:
     """It is late now and then, or gave its slot back to ask for it again."""
-    engine, log = Engine(another_log), another_log()
+    engine, log = scene.engine(), scene.another_log()
     worker = engine.log.acquire("detokenize-0", "worker", LEASE_MS)
     assert worker is not None
     engine.log.release(worker)
@@ -258,15 +265,15 @@ def test_no_guest_comes_to_an_engine_whose_detokenizer_is_there_at_every_second_
         return seen[-1]
 
     log.unattended = comes_and_goes  # type: ignore[method-assign]  # this instance's alone
-    with looking_after_others(lambda: log):
+    with scene.looking_after_others(lambda: log):
         until(lambda: len(seen) >= 6)
         assert guests() == []
     assert seen[:6] == [[], ["generate-0"]] * 3
     assert engine.log.renew(worker, LEASE_MS, ""), "nobody else has the slot"
 
 
-def test_a_log_that_is_away_delays_a_guest(another_log: Callable[[], StreamLog]) -> None:
-    engine, log = Engine(another_log), another_log()
+def test_a_log_that_is_away_delays_a_guest(scene: Scene) -> None:
+    engine, log = scene.engine(), scene.another_log()
     uid = engine.send()
     engine.says(uid, "abc")
     failed: set[str] = set()
@@ -282,105 +289,88 @@ def test_a_log_that_is_away_delays_a_guest(another_log: Callable[[], StreamLog])
 
         setattr(log, name, fails_once)
 
-    with contextlib.ExitStack() as stack:
-        logs = [log, log]  # of the look round, then of the first guest
-        shaky("unattended")
-        shaky("acquire")
-        stack.enter_context(looking_after_others(lambda: logs.pop() if logs else another_log()))
+    logs = [log, log]  # of the look round, then of the first guest
+    shaky("unattended")
+    shaky("acquire")
+    with scene.looking_after_others(lambda: logs.pop() if logs else scene.another_log()):
         until(lambda: engine.text(uid) == "abc")
     assert failed == {"unattended", "acquire"}
 
 
-def test_no_token_is_lost_or_doubled_however_often_a_detokenizer_comes_and_goes(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    engine, other = Engine(another_log, 1), another_log()
+def test_no_token_is_lost_or_doubled_however_often_a_detokenizer_comes_and_goes(scene: Scene) -> None:
+    engine, looks = scene.engine(1), Engine.__new__(Engine)
+    looks.log = scene.another_log()  # the same requests, on a connection of this thread's own
     uid = engine.send()
     text = "".join(chr(ord("a") + n % 26) for n in range(120))
-    running = threading.Thread(target=engine.says, args=(uid, text), kwargs={"last": True})
-    looks = Engine.__new__(Engine)  # the same requests, on a connection of this thread's own
-    looks.log = other
-    with looking_after_others(another_log):
-        running.start()
+    says = threading.Thread(target=engine.says, args=(uid, text), kwargs={"last": True})
+    with scene.looking_after_others():
+        says.start()
         for part in (1, 2, 3):
             until(lambda: looks.text(uid) and guests() == ["guest detokenize-1"])
-            with serving(another_log, 1):
+            with scene.serving(1):
                 before = len(looks.text(uid))
                 until(lambda: len(looks.text(uid)) >= min(before + 10 * part, 120))  # noqa: B023  # waited for at once
         until(lambda: looks.log.histories([uid])[0][-1].id == SEAL)
-    running.join()
+    says.join()
     assert engine.text(uid) == text
     assert engine.replies(uid) == list(range(1, 121))
 
 
-def test_characters_and_stop_strings_go_on_where_the_one_before_stopped(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    engine = Engine(another_log)
-    uid = engine.send(stop=["xyz"])
-    first = Detokenizer(another_log, engine)
+def test_characters_and_stop_strings_go_on_where_the_one_before_stopped(scene: Scene) -> None:
+    engine, uid = scene.request(stop=["xyz"])
+    first = scene.detokenizer(engine)
     engine.says(uid, "aé".encode()[:-1])  # half of the character is still to come
     first.handle()
     assert engine.text(uid) == "a"
     first.leave()
 
-    guest = Detokenizer(another_log, engine, guest=True)
+    guest = scene.detokenizer(engine, guest=True)
     engine.says(uid, "é".encode()[1:] + b"bx", first=3)  # x may be the begin of the stop string
     guest.handle()
     assert engine.text(uid) == "aéb"
 
-    back = Detokenizer(another_log, engine)
+    back = scene.detokenizer(engine)
     engine.says(uid, "yz!", first=6)
     back.handle()
     assert engine.text(uid) == "aéb"
     end = engine.history(uid)[-1]
     assert isinstance(end, Finished) and (end.n, end.reason) == (7, "stop")
     assert engine.replies(uid) == list(range(1, 8))
-    for detokenizer in (guest, back):
-        detokenizer.leave()
 
 
-def test_a_guest_whose_worker_is_back_can_write_no_more_of_what_it_has_read(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    engine = Engine(another_log)
-    uid = engine.send()
-    guest = Detokenizer(another_log, engine, guest=True)
+def test_a_guest_whose_worker_is_back_can_write_no_more_of_what_it_has_read(scene: Scene) -> None:
+    engine, uid = scene.request()
+    guest = scene.detokenizer(engine, guest=True)
     engine.says(uid, "ab")
     entries = guest.read()
     guest.worker.handle(entries[:1])
-    worker = Detokenizer(another_log, engine)
+    worker = scene.detokenizer(engine)
     with pytest.raises(Fenced):
         guest.worker.handle(entries[1:])
     assert engine.text(uid) == "a"
     worker.worker.handle(worker.log.pending(engine.inbox, worker.owner.slot))
     assert engine.text(uid) == "ab" and engine.replies(uid) == [1, 2]
-    for detokenizer in (guest, worker):
-        detokenizer.leave()
 
 
 # what a former owner of the slot has read
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_a_step_that_a_former_owner_of_the_slot_has_read_is_folded_before_the_next(
-    another_log: Callable[[], StreamLog], is_new: bool
-) -> None:
+def test_a_step_that_a_former_owner_of_the_slot_has_read_is_folded_before_the_next(scene: Scene, is_new: bool) -> None:
     """One that was stopped for long reads on until a commit tells it that it lost the slot. Else its tokens would be
     missing when the next come."""
-    engine = Engine(another_log)
+    engine = scene.engine()
     uid, other = engine.send(), engine.send()
-    zombie = Detokenizer(another_log, engine)
+    zombie = scene.detokenizer(engine)
     engine.says(uid, "a")
     zombie.handle()
-    zombie.lose()
-    worker = Detokenizer(another_log, engine)
+    zombie.leave()
+    worker = scene.detokenizer(engine)
     if not is_new:
         engine.says(uid, "b", first=2)
-        worker.handle()
     else:
         engine.step(EventRow(uid=other, n=0, event=Admitted(engine=engine.slot, epoch=1, step=2, fingerprint="f")))
-        worker.handle()
+    worker.handle()
     n = 2 if is_new else 3
     engine.says(uid, "XY", first=n)
     stranded = zombie.read()
@@ -390,29 +380,23 @@ def test_a_step_that_a_former_owner_of_the_slot_has_read_is_folded_before_the_ne
     worker.handle()
     assert engine.text(uid) == ("aXYZ!" if is_new else "abXYZ!")
     assert engine.log.backlog(engine.inbox) == 0 and engine.log.alive([uid]) == {uid}
-    for detokenizer in (zombie, worker):
-        detokenizer.leave()
 
 
-def test_what_was_read_before_is_folded_first_also_by_who_is_new(another_log: Callable[[], StreamLog]) -> None:
-    engine = Engine(another_log)
-    uid = engine.send()
-    zombie = Detokenizer(another_log, engine)
+def test_what_was_read_before_is_folded_first_also_by_who_is_new(scene: Scene) -> None:
+    engine, uid = scene.request()
+    zombie = scene.detokenizer(engine)
     engine.says(uid, "ab")
     zombie.read()
-    zombie.lose()
-    worker = Detokenizer(another_log, engine)
+    zombie.leave()
+    worker = scene.detokenizer(engine)
     engine.says(uid, "cd", first=3)
     worker.handle()
     assert engine.text(uid) == "abcd"
-    for detokenizer in (zombie, worker):
-        detokenizer.leave()
 
 
-def test_steps_that_follow_each_other_cost_no_look(another_log: Callable[[], StreamLog]) -> None:
-    engine = Engine(another_log)
-    uid = engine.send()
-    worker = Detokenizer(another_log, engine)
+def test_steps_that_follow_each_other_cost_no_look(scene: Scene) -> None:
+    engine, uid = scene.request()
+    worker = scene.detokenizer(engine)
     pending, looks = worker.log.pending, []
 
     def counted(inbox: Inbox, consumer: str) -> list[Entry]:
@@ -428,67 +412,57 @@ def test_steps_that_follow_each_other_cost_no_look(another_log: Callable[[], Str
     engine.says(uid, "ghi", first=7, last=True)
     worker.handle()
     assert engine.text(uid) == "abcdefghi" and len(looks) <= 1
-    worker.leave()
 
 
 # what another detokenizer has written meanwhile
 
 
-def test_all_marks_of_a_request_are_kept_that_went_to_another_engine_and_came_back(
-    another_log: Callable[[], StreamLog],
-) -> None:
+def test_all_marks_of_a_request_are_kept_that_went_to_another_engine_and_came_back(scene: Scene) -> None:
     """They say how many engines died of it: none may take the place of another."""
-    here, there = Engine(another_log, 0), Engine(another_log, 1)
-    mine, other = Detokenizer(another_log, here), Detokenizer(another_log, there)
+    here, there = scene.engine(0), scene.engine(1)
+    mine, other = scene.detokenizer(here), scene.detokenizer(there)
     uid = here.send()
 
     def admitted(engine: Engine, detokenizer: Detokenizer, *, again: bool = True) -> None:
+        """Let the engine die of it, too."""
         owner = engine.owner
         events: list[Mark] = [TakenOver(engine=owner.slot, epoch=owner.epoch)] if again else []
         marks: list[Mark] = [*events, Admitted(engine=owner.slot, epoch=owner.epoch, step=1, fingerprint="f")]
         engine.step(*(EventRow(uid=uid, n=0, event=mark) for mark in marks))
         detokenizer.handle()
+        engine.log.release(owner)
+        engine.start()
 
     admitted(here, mine, again=False)
-    here.log.release(here.owner)
     for _ in range(2):
         admitted(there, other)
-        there.log.release(there.owner)
-        here.start()
         admitted(here, mine)
-        here.log.release(here.owner)
-        there.start()
     kinds = [event.kind for event in here.history(uid)[2:]]
     assert kinds == ["admitted", *["taken_over", "admitted"] * 4]
-    for detokenizer in (mine, other):
-        detokenizer.leave()
 
 
-def test_a_detokenizer_keeps_no_request_of_an_engine_that_is_gone(another_log: Callable[[], StreamLog]) -> None:
+def test_a_detokenizer_keeps_no_request_of_an_engine_that_is_gone(scene: Scene) -> None:
     """Another engine has ended them since, or its own successor names them again."""
-    engine = Engine(another_log)
+    engine = scene.engine()
     uids = [engine.send() for _ in range(3)]
-    worker = Detokenizer(another_log, engine)
-    fold = DetokenizeFold(DECODER)
-    worker.worker = DetokenizeWorker(worker.log, worker.slot_lease, fold, engine.slot)
+    worker = scene.detokenizer(engine)
     engine.step(*(TokenRow(uid=uid, n=1, token=97) for uid in uids))
     worker.handle()
-    assert fold.num_known == 3
+    assert worker.fold.num_known == 3
     engine.log.release(engine.owner)
     engine.start()
     engine.says(uids[0], "bc", first=2)
     worker.handle()
-    assert fold.num_known == 1 and engine.text(uids[0]) == "abc"
-    worker.leave()
+    assert worker.fold.num_known == 1 and engine.text(uids[0]) == "abc"
 
 
 # a step that kills detokenizers
 
 
-def killed_by(engine: Engine, slot: str, times: int) -> Entry:
-    """Have the next step read, and tried in vain, by workers of *slot*, so often in all."""
-    (entry,) = engine.log.read(engine.inbox, slot, max_entries=1, block_ms=0)
-    owner = engine.log.acquire(slot, new_uid(), LEASE_MS)
+def killed_by(engine: Engine, times: int) -> Entry:
+    """Have the next step read, and tried in vain, by workers of slot detokenize-0, so often in all."""
+    (entry,) = engine.log.read(engine.inbox, "detokenize-0", max_entries=1, block_ms=0)
+    owner = engine.log.acquire("detokenize-0", new_uid(), LEASE_MS)
     assert owner is not None
     for _ in range(times - 1):
         engine.log.retry(engine.inbox, owner, entry)
@@ -496,17 +470,15 @@ def killed_by(engine: Engine, slot: str, times: int) -> Entry:
     return entry
 
 
-def test_a_step_that_killed_its_detokenizers_ends_its_requests_and_no_other(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    engine = Engine(another_log)
+def test_a_step_that_killed_its_detokenizers_ends_its_requests_and_no_other(scene: Scene) -> None:
+    engine = scene.engine()
     first, second, other = engine.send(), engine.send(), engine.send()
     engine.step(TokenRow(uid=first, n=1, token=97), TokenRow(uid=second, n=1, token=98))
-    step = killed_by(engine, "detokenize-0", MOST_DELIVERIES)
+    step = killed_by(engine, MOST_DELIVERIES)
     engine.says(other, "ab", last=True)
     engine.says(first, "c", first=2)  # the engine does not know yet
     measures = Measures()
-    with serving(another_log, 0, measures=measures):
+    with scene.serving(0, measures=measures):
         until(lambda: engine.log.backlog(engine.inbox) == 0)
     assert count_of(measures, BURIED) == count_of(measures, REQUEST_SUCCESS, "error") == 2
     assert engine.text(other) == "ab" and isinstance(engine.history(other)[-1], Finished)
@@ -514,46 +486,33 @@ def test_a_step_that_killed_its_detokenizers_ends_its_requests_and_no_other(
         failed = engine.history(uid)[-1]
         assert isinstance(failed, Failed) and (failed.status, failed.code, failed.n) == (500, "poisonous", 0)
         assert engine.text(uid) == ""
-    letters = engine.log.dead_letters(9)
-    assert {letter.fields["uid"] for letter in letters} == {first, second}
-    assert {(letter.fields["stage"], letter.fields["deaths"]) for letter in letters} == {("detokenize", "4")}
-    assert all(first in letter.fields["entry"] for letter in letters)
+    letters = [letter.fields for letter in engine.log.dead_letters(9)]
+    assert {letter["uid"] for letter in letters} == {first, second}
+    assert {(letter["stage"], letter["deaths"]) for letter in letters} == {("detokenize", "4")}
+    assert all(first in letter["entry"] for letter in letters)
     watcher = acquire_slot(engine.log, "generate", LEASE_MS)
     told = engine.log.take(watcher, 0, control_cursor="0-0").ended
     assert {first, second} <= set(told) and step.id == "1-1"
 
 
-def test_a_step_that_was_tried_less_often_is_folded(another_log: Callable[[], StreamLog]) -> None:
-    engine = Engine(another_log)
-    uid = engine.send()
+def test_a_step_that_was_tried_less_often_is_folded(scene: Scene) -> None:
+    engine, uid = scene.request()
     engine.says(uid, "a", last=True)
-    killed_by(engine, "detokenize-0", MOST_DELIVERIES - 1)
-    with serving(another_log, 0):
+    killed_by(engine, MOST_DELIVERIES - 1)
+    with scene.serving(0):
         until(lambda: engine.log.backlog(engine.inbox) == 0)
     assert engine.text(uid) == "a" and engine.log.dead_letters(9) == []
 
 
-def test_a_burial_of_what_is_no_step_consumes_it(another_log: Callable[[], StreamLog]) -> None:
-    engine = Engine(another_log)
-    uid = engine.send()
+def test_a_burial_of_what_is_no_step_consumes_it_unless_the_slot_is_lost(scene: Scene) -> None:
+    engine, uid = scene.request()
     engine.says(uid, "a")
-    worker = Detokenizer(another_log, engine)
-    (entry,) = worker.read()
+    zombie = scene.detokenizer(engine)
+    (entry,) = zombie.read()
+    zombie.leave()
+    worker = scene.detokenizer(engine)
+    with pytest.raises(Fenced):
+        zombie.worker.bury(Entry(entry.id, {"kind": "of tomorrow"}), 4)
+    assert engine.log.backlog(engine.inbox) == 1
     worker.worker.bury(Entry(entry.id, {"kind": "of tomorrow"}), 4)
     assert engine.log.backlog(engine.inbox) == 0 and engine.log.alive([uid]) == {uid}
-    worker.leave()
-
-
-def test_who_lost_the_slot_buries_nothing_of_its_steps(another_log: Callable[[], StreamLog]) -> None:
-    engine = Engine(another_log)
-    uid = engine.send()
-    engine.says(uid, "a")
-    zombie = Detokenizer(another_log, engine)
-    (entry,) = zombie.read()
-    zombie.lose()
-    worker = Detokenizer(another_log, engine)
-    with pytest.raises(Fenced):
-        zombie.worker.bury(entry, 4)
-    assert engine.log.backlog(engine.inbox) == 1
-    for detokenizer in (zombie, worker):
-        detokenizer.leave()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
-from engine_rig import LIMITS, POISON, CountingEngine, Running, running, send
+from engine_rig import LIMITS, POISON, Running, Scene
 from measured import count_of, total_of
 from redis_servers import until
 
 from pipeline.events import Cancelled, EventRow, Preempted, StepCompleted, decode
-from pipeline.log.protocol import Inbox, StreamLog
+from pipeline.log.protocol import Inbox
 from pipeline.metrics.families import (
     COMMIT_SECONDS,
     GENERATION_TOKENS,
@@ -26,7 +25,6 @@ from pipeline.metrics.families import (
     STEP_TOKENS,
     Family,
 )
-from pipeline.names import DETOKENIZE
 from stages.generate.kvcache.radix import RadixCache
 
 
@@ -34,26 +32,19 @@ def counted(engine: Running, *families: Family) -> list[float]:
     return [count_of(engine.measures, family) for family in families]
 
 
-def all_ended(log: StreamLog) -> bool:
-    """Whether no request is left."""
-    return log.backlog(Inbox.tokenized(log.names)) == 0
-
-
-def steps_of(log: StreamLog) -> list[StepCompleted]:
+def steps_of(scene: Scene) -> list[StepCompleted]:
     """Return all steps of the engine; they are read once."""
-    entries = log.read(Inbox.steps(log.names, "generate-0"), f"{DETOKENIZE}-0", max_entries=1000, block_ms=0)
-    steps = [decode(entry.fields) for entry in entries]
-    assert all(isinstance(step, StepCompleted) for step in steps)
+    inbox = Inbox.steps(scene.log.names, "generate-0")
+    steps = [decode(entry.fields) for entry in scene.log.read(inbox, "detokenize-0", max_entries=1000, block_ms=0)]
     return [step for step in steps if isinstance(step, StepCompleted)]
 
 
-def test_every_token_and_every_step_is_counted(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    with running(another_log) as engine:
-        send(log, 10, 11, max_tokens=3)
-        send(log, 20, 21, 22, 23, 24, max_tokens=4)
-        until(lambda: counted(engine, GENERATION_TOKENS) == [7] and all_ended(log))
-    steps = steps_of(log)
+def test_every_token_and_every_step_is_counted(scene: Scene) -> None:
+    with scene.running() as engine:
+        scene.send(10, 11, max_tokens=3)
+        scene.send(20, 21, 22, 23, 24, max_tokens=4)
+        until(lambda: counted(engine, GENERATION_TOKENS) == [7] and scene.is_consumed)
+    steps = steps_of(scene)
     assert counted(engine, PROMPT_TOKENS, GENERATION_TOKENS, PREFIX_QUERIES, PREFIX_HITS) == [7, 7, 7, 0]
     plans = len(engine.engine.plans)
     assert counted(engine, STEP_SECONDS, STEP_TOKENS) == [plans, plans]
@@ -65,50 +56,44 @@ def test_every_token_and_every_step_is_counted(another_log: Callable[[], StreamL
     assert total_of(engine.measures, COMMIT_SECONDS, "step") > 0
 
 
-def test_the_gauges_say_what_an_engine_holds_and_that_it_holds_nothing_any_more(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    log = another_log()
+def test_the_gauges_say_what_an_engine_holds_and_that_it_holds_nothing_any_more(scene: Scene) -> None:
     limits = dataclasses.replace(LIMITS, context=32)
-    with running(another_log, limits=limits, num_pages=8, engine=CountingEngine(pace_s=0.002)) as engine:
-        endless = [send(log, start, *range(start + 1, start + 16)) for start in (10, 40)]  # 4 pages, and more
+    with scene.running(limits=limits, num_pages=8, pace_s=0.002) as engine:
+        endless = [scene.send(start, *range(start + 1, start + 16)) for start in (10, 40)]  # 4 pages, and more
         until(lambda: counted(engine, NUM_RUNNING, NUM_WAITING) == [1, 1])
         assert 0.5 <= count_of(engine.measures, KV_CACHE_USAGE) <= 1
         for uid in endless:
-            log.end(uid, Cancelled(by="client"), frontend="web-0")
-        until(lambda: all_ended(log))
+            scene.log.end(uid, Cancelled(by="client"), frontend="web-0")
+        until(lambda: scene.is_consumed)
         until(lambda: counted(engine, NUM_RUNNING, NUM_WAITING, KV_CACHE_USAGE) == [0, 0, 0])
 
 
-def test_what_the_prefix_cache_saves_is_counted_once_for_each_request(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
+def test_what_the_prefix_cache_saves_is_counted_once_for_each_request(scene: Scene) -> None:
     prompt = range(10, 19)
-    with running(another_log, cache=RadixCache(64, 4)) as engine:
+    with scene.running(cache=RadixCache(64, 4)) as engine:
         for times in (1, 2, 3):
-            send(log, *prompt, max_tokens=1)
+            scene.send(*prompt, max_tokens=1)
             until(lambda times=times: counted(engine, GENERATION_TOKENS) == [times])  # type: ignore[misc]
     assert counted(engine, PREFIX_QUERIES, PREFIX_HITS, PROMPT_TOKENS) == [27, 16, 27]
     assert total_of(engine.measures, STEP_TOKENS) == 27 - 16
 
 
-def test_a_preempted_request_counts_as_such_and_its_prompt_not_again(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
+def test_a_preempted_request_counts_as_such_and_its_prompt_not_again(scene: Scene) -> None:
     limits = dataclasses.replace(LIMITS, context=32)
-    with running(another_log, limits=limits, cache=RadixCache(8, 4)) as engine:
+    with scene.running(limits=limits, cache=RadixCache(8, 4)) as engine:
         engine.engine.gate.clear()  # both come before the first is done
         for start in (10, 60):
-            send(log, start, start + 1, start + 2, start + 3, max_tokens=20)
+            scene.send(start, start + 1, start + 2, start + 3, max_tokens=20)
         engine.engine.gate.set()
-        until(lambda: counted(engine, GENERATION_TOKENS) == [40] and all_ended(log))
-    rows = [row for step in steps_of(log) for row in step.rows if isinstance(row, EventRow)]
+        until(lambda: counted(engine, GENERATION_TOKENS) == [40] and scene.is_consumed)
+    rows = [row for step in steps_of(scene) for row in step.rows if isinstance(row, EventRow)]
     preempted = sum(isinstance(row.event, Preempted) for row in rows)
     assert preempted > 0
     assert counted(engine, NUM_PREEMPTIONS, PROMPT_TOKENS, PREFIX_QUERIES, PREFIX_HITS) == [preempted, 8, 8, 0]
 
 
-def test_a_step_that_failed_has_computed_no_prompt(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    with running(another_log) as engine:
-        send(log, POISON, 1, 2)
-        until(lambda: all_ended(log))
+def test_a_step_that_failed_has_computed_no_prompt(scene: Scene) -> None:
+    with scene.running() as engine:
+        scene.send(POISON, 1, 2)
+        until(lambda: scene.is_consumed)
         assert counted(engine, PROMPT_TOKENS, GENERATION_TOKENS) == [0, 0]

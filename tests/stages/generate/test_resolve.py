@@ -12,7 +12,8 @@ from pipeline.errors import ConfigError
 from stages.generate import resolve as resolve_module
 from stages.generate.config import EngineConfig
 from stages.generate.model.spec import ModelSpec, read_spec
-from stages.generate.resolve import default_threads, resolve
+from stages.generate.resolve import default_threads, resolve, resolve_dtype
+from stages.generate.schedule.schedule import ScheduleLimits
 
 CPU = EngineConfig(device="cpu")
 
@@ -24,16 +25,14 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 def test_auto_on_a_cpu(spec: ModelSpec) -> None:
     settings = resolve(CPU, spec)
-    assert (settings.device.type, settings.dtype, settings.attention, settings.page_size) == (
-        "cpu",
-        torch.float32,
-        "cpu",
-        64,
-    )
-    limits = settings.limits
-    assert (limits.context, limits.max_prefill_length, limits.mixed_prefill_length) == (512, 2048, 16)
-    assert limits.mixed_prefill_per_request == 2
-    assert limits.vocab_size == spec.vocab_size
+    found = (settings.device.type, settings.dtype, settings.attention, settings.page_size)
+    assert found == ("cpu", torch.float32, "cpu", 64)
+    assert settings.limits == ScheduleLimits(512, 2048, 16, 256, spec.vocab_size, mixed_prefill_per_request=2)
+
+
+def test_the_dtype_of_the_checkpoint_is_the_default(spec: ModelSpec) -> None:
+    narrow = replace(spec, dtype="bfloat16")
+    assert [resolve_dtype(narrow, name) for name in ("auto", "float32")] == [torch.bfloat16, torch.float32]
 
 
 def test_a_budget_beside_streams_that_was_given_does_not_grow_with_them(spec: ModelSpec) -> None:
@@ -52,27 +51,20 @@ def test_the_served_context_is_what_model_flag_and_cache_allow_at_most(spec: Mod
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "has_cuda", "message"),
     [
-        (replace(CPU, max_seq_len=513), "the model knows 512 positions"),
-        (replace(CPU, num_pages=4, memory_ratio=0.5), "pass one of them"),
+        (replace(CPU, max_seq_len=513), False, "the model knows 512 positions"),
+        (replace(CPU, num_pages=4, memory_ratio=0.5), False, "pass one of them"),
+        (EngineConfig(device="cuda"), False, "torch sees no CUDA device"),
+        (EngineConfig(device="cuda", attention="cpu", num_pages=4), True, "--attn cpu computes on a CPU"),
     ],
 )
-def test_what_does_not_go_together_is_refused(spec: ModelSpec, config: EngineConfig, message: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    spec: ModelSpec, config: EngineConfig, has_cuda: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     with pytest.raises(ConfigError, match=message):
         resolve(config, spec)
-
-
-def test_cuda_without_cuda_is_refused(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
-        resolve(EngineConfig(device="cuda"), spec)
-
-
-def test_attention_for_a_cpu_is_refused_on_cuda(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="--attn cpu computes on a CPU"):
-        resolve(EngineConfig(device="cuda", attention="cpu", num_pages=4), spec)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 3), (4, 3), (16, 12)])

@@ -47,8 +47,7 @@ def test_a_suspect_that_ends_during_its_trial_leaves_it_on_until_it_is_ended() -
 
 
 @pytest.mark.parametrize(
-    ("num_output", "over"),
-    [(4, False), (4 + TOKENS_IN_DOUBT - 1, False), (4 + TOKENS_IN_DOUBT, True), (None, True)],
+    ("num_output", "over"), [(4, False), (4 + TOKENS_IN_DOUBT - 1, False), (4 + TOKENS_IN_DOUBT, True), (None, True)]
 )
 def test_a_trial_is_over_when_the_suspect_came_further_than_engines_before_it_or_left(
     num_output: int | None, over: bool

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rig import CONTEXT, LEASE_MS, POISON, running, send
-from redis_servers import Servers, until
+from engine_rig import CONTEXT, LEASE_MS, POISON, CountingEngine, Scene
+from redis_servers import Servers, command, until
 from structlog.testing import capture_logs
 
-from pipeline.errors import Fenced, LogUnavailable, UndecodableEvent
+from pipeline.errors import LogUnavailable, UndecodableEvent
 from pipeline.events import (
     Admitted,
-    AnyEvent,
     Cancelled,
     EventRow,
     Failed,
+    Mark,
     SamplingParams,
     StepCompleted,
     Submitted,
@@ -60,209 +60,161 @@ class Steps:
             self.seen.append((entry, step))
         return [step for _, step in self.seen]
 
-    def tokens(self, uid: str) -> list[TokenRow]:
+    def rows(self, uid: str) -> list[TokenRow]:
         return [row for step in self.look() for row in step.rows if isinstance(row, TokenRow) and row.uid == uid]
 
-    def marks(self, uid: str) -> list[EventRow]:
-        return [row for step in self.look() for row in step.rows if isinstance(row, EventRow) and row.uid == uid]
+    def tokens(self, uid: str) -> list[tuple[int, int]]:
+        """Return number and token."""
+        return [(row.n, row.token) for row in self.rows(uid)]
+
+    def marks(self, uid: str) -> list[tuple[int, Mark | Failed]]:
+        rows = [row for step in self.look() for row in step.rows]
+        return [(row.n, row.event) for row in rows if isinstance(row, EventRow) and row.uid == uid]
+
+    def failures(self, uid: str) -> list[Failed]:
+        return [event for _, event in self.marks(uid) if isinstance(event, Failed)]
 
     def let_go(self) -> set[str]:
         return {uid for step in self.look() for uid in step.let_go}
 
-
-def test_a_request_becomes_steps_and_its_entry_is_consumed_with_the_last(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with capture_logs() as lines, running(another_log):
-        uid = send(log, 10, 11, max_tokens=3)
-        until(lambda: len(steps.tokens(uid)) == 3)
-        assert [(row.n, row.token, row.end) for row in steps.tokens(uid)] == [
-            (1, 12, None),
-            (2, 13, None),
-            (3, 14, "length"),
-        ]
-        assert isinstance(steps.marks(uid)[0].event, Admitted)
-        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
-    assert log.pending(Inbox.tokenized(log.names), "generate-0") == []
-    assert not [line for line in lines if line["event"] == "group_lost"]  # a new log has no groups yet
+    def write_histories(self) -> int:
+        """Do the detokenizer's part for all steps seen; return the last n."""
+        owner = self.log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
+        assert owner is not None
+        last = 0
+        for entry, step in self.seen:
+            produced = []
+            for row in step.rows:
+                if isinstance(row, TokenRow):
+                    event = TokensProduced(count=1, tokens=(row.token,), text="x", step=entry.id)
+                    produced.append(Produced(row.uid, tokens_id(row.n), row.n, event, "web-0"))
+                    last = row.n
+            assert self.log.produced(owner, entry, "generate-0", produced)
+        return last
 
 
-def test_the_entry_of_a_running_request_stays_pending(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log) as engine:
+@pytest.fixture
+def steps(scene: Scene) -> Steps:
+    return Steps(scene.log)
+
+
+def counted(first: int, count: int) -> list[tuple[int, int]]:
+    """Return the tokens of a whole answer."""
+    return [(n, first + n - 1) for n in range(1, count + 1)]
+
+
+def test_a_request_becomes_steps_and_its_entry_is_consumed_with_the_last(scene: Scene, steps: Steps) -> None:
+    with capture_logs() as lines, scene.running():
+        uid = scene.send(10, 11, max_tokens=3)
+        until(lambda: len(steps.rows(uid)) == 3)
+        assert steps.tokens(uid) == counted(12, 3)
+        assert [row.end for row in steps.rows(uid)] == [None, None, "length"]
+        assert isinstance(steps.marks(uid)[0][1], Admitted)
+        until(lambda: scene.is_consumed)
+    assert scene.in_hand() == []
+    # A new log has no groups yet, and the books of an engine that just started add up.
+    assert not [line for line in lines if line["event"] in ("group_lost", "books_wrong")]
+
+
+def test_a_cancelled_request_is_let_go_and_its_pages_are_free(scene: Scene, steps: Steps) -> None:
+    with scene.running(num_pages=16) as engine:
         engine.engine.gate.clear()
-        uid = send(log, 1)
-        until(lambda: bool(log.pending(Inbox.tokenized(log.names), "generate-0")))
-        engine.engine.gate.set()
-        until(lambda: len(steps.tokens(uid)) > 2)
-        assert [entry.fields["uid"] for entry in log.pending(Inbox.tokenized(log.names), "generate-0")] == [uid]
-
-
-def test_a_cancelled_request_is_let_go_and_its_pages_are_free(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log, num_pages=16) as engine:
-        engine.engine.gate.clear()
-        uid = send(log, 1)
+        uid = scene.send(1)
         until(lambda: engine.schedule.num_running == 1)
-        assert log.end(uid, Cancelled(by="client"), frontend="web-0")
+        assert scene.log.end(uid, Cancelled(by="client"), frontend="web-0")
         engine.engine.gate.set()
-        until(lambda: uid in steps.let_go())
-        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+        until(lambda: uid in steps.let_go() and scene.is_consumed)
         assert engine.schedule.free_pages == 16
 
 
-def test_a_request_that_ended_before_it_was_taken_never_runs(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    uid = send(log, 1)
-    log.end(uid, Cancelled(by="client"), frontend="web-0")
-    with running(another_log) as engine:
-        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+def test_a_request_that_ended_before_it_was_taken_never_runs(scene: Scene, steps: Steps) -> None:
+    uid = scene.send(1)
+    scene.log.end(uid, Cancelled(by="client"), frontend="web-0")
+    with scene.running() as engine:
+        until(lambda: scene.is_consumed)
         assert uid in steps.let_go() and engine.engine.plans == []
 
 
-def test_a_prompt_that_fits_no_engine_fails_with_a_row(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log):
-        uid = send(log, *range(CONTEXT))
-        until(lambda: bool(steps.marks(uid)))
-        (row,) = steps.marks(uid)
-        assert isinstance(row.event, Failed) and row.event.code == "context_length_exceeded"
-        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+def test_a_prompt_that_fits_no_engine_fails_with_a_row(scene: Scene, steps: Steps) -> None:
+    with scene.running():
+        uid = scene.send(*range(CONTEXT))
+        until(lambda: bool(steps.marks(uid)) and scene.is_consumed)
+    assert [event.code for event in steps.failures(uid)] == ["context_length_exceeded"]
 
 
-def test_requests_that_arrive_together_share_steps(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    uids = [send(log, number, max_tokens=4) for number in range(6)]
-    with running(another_log) as engine:
-        until(lambda: all(len(steps.tokens(uid)) == 4 for uid in uids))
+def test_requests_that_arrive_together_share_steps(scene: Scene, steps: Steps) -> None:
+    uids = [scene.send(number, max_tokens=4) for number in range(6)]
+    with scene.running() as engine:
+        until(lambda: all(len(steps.rows(uid)) == 4 for uid in uids))
         assert max(len(plan.rows) for plan in engine.engine.plans) == 6
 
 
-def test_a_step_says_what_it_was_made_of(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log):
-        uid = send(log, 1, 2, 3, max_tokens=2)
-        until(lambda: len(steps.tokens(uid)) == 2)
-        first, second = (step.figures for step in steps.look() if step.rows)
-        assert (first.prefill_rows, first.prefill_tokens, first.decode_rows, first.running) == (1, 3, 0, 1)
-        assert (second.prefill_rows, second.decode_rows, second.running, second.free_pages) == (0, 1, 0, 64)
+def test_a_step_says_what_it_was_made_of(scene: Scene, steps: Steps) -> None:
+    with scene.running():
+        uid = scene.send(1, 2, 3, max_tokens=2)
+        until(lambda: len(steps.rows(uid)) == 2)
+    first, second = (step.figures for step in steps.look() if step.rows)
+    assert (first.prefill_rows, first.prefill_tokens, first.decode_rows, first.running) == (1, 3, 0, 1)
+    assert (second.prefill_rows, second.decode_rows, second.running, second.free_pages) == (0, 1, 0, 64)
 
 
-def test_a_restarted_engine_goes_on_where_the_log_ends(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log, pace_s=0.05) as engine:
-        uid = send(log, 10, max_tokens=9)
-        until(lambda: len(steps.tokens(uid)) >= 2)
+def test_a_restarted_engine_goes_on_where_the_log_ends(scene: Scene, steps: Steps) -> None:
+    with scene.running(pace_s=0.05) as engine:
+        uid = scene.send(10, max_tokens=9)
+        until(lambda: len(steps.rows(uid)) >= 2)
         engine.stop.set()
-    if steps.tokens(uid)[-1].end:
-        pytest.fail("it was to be stopped in the middle")
-    last = write_histories(log, steps)
-    with running(another_log):
-        until(lambda: steps.tokens(uid)[-1].end is not None)
-    rows = steps.tokens(uid)
-    assert [(row.n, row.token) for row in rows] == [(n, 10 + n) for n in range(1, 10)]
-    marks = [mark for mark in steps.marks(uid) if isinstance(mark.event, TakenOver)]
-    assert [(mark.n, mark.event.epoch) for mark in marks if isinstance(mark.event, TakenOver)] == [(last, 2)]
+    assert not steps.rows(uid)[-1].end, "it was to be stopped in the middle"
+    last = steps.write_histories()
+    with scene.running():
+        until(lambda: steps.rows(uid)[-1].end is not None)
+    assert steps.tokens(uid) == counted(11, 9)
+    assert [(n, event.epoch) for n, event in steps.marks(uid) if isinstance(event, TakenOver)] == [(last, 2)]
 
 
-def write_histories(log: StreamLog, steps: Steps) -> int:
-    """Do the detokenizer's part for all steps seen; return the last n."""
-    owner = log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
-    assert owner is not None
-    last = 0
-    for entry, step in steps.seen:
-        produced = []
-        for row in step.rows:
-            if isinstance(row, TokenRow):
-                event = TokensProduced(count=1, tokens=(row.token,), text="x", step=entry.id)
-                produced.append(Produced(row.uid, tokens_id(row.n), row.n, event, "web-0"))
-                last = row.n
-        assert log.produced(owner, entry, "generate-0", produced)
-    return last
-
-
-def test_an_engine_waits_for_the_steps_of_its_predecessor(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log, pace_s=0.05) as engine:
-        uid = send(log, 10, max_tokens=30)
-        until(lambda: len(steps.tokens(uid)) >= 2)
+def test_an_engine_waits_for_the_steps_of_its_predecessor(scene: Scene, steps: Steps) -> None:
+    with scene.running(pace_s=0.05) as engine:
+        uid = scene.send(10, max_tokens=30)
+        until(lambda: len(steps.rows(uid)) >= 2)
         engine.stop.set()
-    steps.look()
-    waiting = len(steps.seen)
-    with running(another_log) as engine:
+    waiting = len(steps.look())
+    with scene.running() as engine:
         until(lambda: engine.slot_lease.status.phase == "starting")
         assert engine.engine.plans == []
         assert len(steps.look()) == waiting
-        last = write_histories(log, steps)
+        last = steps.write_histories()
         until(lambda: bool(engine.engine.plans))
         assert engine.engine.plans[0].rows[0].token_ids == tuple(range(10, 11 + last))
 
 
-def test_an_engine_that_lost_its_slot_stops_and_writes_nothing_more(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log) as engine:
-        uid = send(log, 1, max_tokens=40)
-        until(lambda: len(steps.tokens(uid)) >= 1)
-        engine.engine.gate.clear()
-        log.release(engine.slot_lease.owner)
-        successor = log.acquire("generate-0", "other", LEASE_MS)
-        engine.engine.gate.set()
-        if successor is None:  # its lease thread was faster; then it must be stopped by hand
-            pytest.fail("the lease was renewed between release and acquire")
-        until(lambda: bool(engine.errors) or engine.slot_lease.lost.is_set())
-        until(lambda: not engine.errors or isinstance(engine.errors[0], Fenced))
-    epochs = {entry.id.split("-")[0] for entry, _ in steps.seen}
-    assert epochs == {"1"}
-
-
 def test_a_history_that_does_not_decode_fails_that_request_alone(redis_servers: Servers) -> None:
-    from redis_servers import command
-
     url = redis_servers.url("embedded")
-    log = RedisLog(url, Names())
-    steps = Steps(log)
-    bad, good = send(log, 1, max_tokens=2), send(log, 1, max_tokens=2)
-    command(url, "XADD", log.names.request(bad), "0-3", "kind", "nonsense")
-    with running(lambda: RedisLog(url, Names())):
-        until(lambda: len(steps.tokens(good)) == 2)
-        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
-    *_, last = log.histories([bad])[0]
-    event: AnyEvent = decode(last.fields)
+    scene = Scene(lambda: RedisLog(url, Names()))
+    steps = Steps(scene.log)
+    bad, good = scene.send(1, max_tokens=2), scene.send(1, max_tokens=2)
+    command(url, "XADD", scene.log.names.request(bad), "0-3", "kind", "nonsense")
+    with scene.running():
+        until(lambda: len(steps.rows(good)) == 2 and scene.is_consumed)
+    event = decode(scene.log.histories([bad])[0][-1].fields)
     assert isinstance(event, Failed) and event.code == "log_damaged"
-    log.close()
 
 
 def test_what_control_lost_is_found_in_live(redis_servers: Servers) -> None:
-    from redis_servers import command
-
     url = redis_servers.url("embedded")
-    log = RedisLog(url, Names())
-    steps = Steps(log)
-    with running(lambda: RedisLog(url, Names()), pace_s=0.05):  # three seconds for the whole context
-        uid = send(log, 1)
-        until(lambda: len(steps.tokens(uid)) > 0)
-        command(url, "ZREM", log.names.live, uid)
+    scene = Scene(lambda: RedisLog(url, Names()))
+    steps = Steps(scene.log)
+    with scene.running(pace_s=0.05):  # three seconds for the whole context
+        uid = scene.send(1)
+        until(lambda: len(steps.rows(uid)) > 0)
+        command(url, "ZREM", scene.log.names.live, uid)
         until(lambda: uid in steps.let_go())
-        assert not any(row.end for row in steps.tokens(uid))
-    log.close()
+        assert not any(row.end for row in steps.rows(uid))
 
 
 def test_requests_whose_delivery_was_lost_on_the_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log delivered them, but its reply did not come: they are pending, and nobody has seen them."""
     log = MemoryLog(Names())
-    steps = Steps(log)
-    uid = send(log, 10, max_tokens=2)
+    scene, steps = Scene(lambda: log), Steps(log)
+    uid = scene.send(10, max_tokens=2)
     take, lost = log.take, threading.Event()
 
     def loses_the_first(*arguments: Any, **options: Any) -> Taken:
@@ -273,84 +225,65 @@ def test_requests_whose_delivery_was_lost_on_the_way_are_found(monkeypatch: pyte
         return taken
 
     monkeypatch.setattr(log, "take", loses_the_first)
-    with running(lambda: log):
-        until(lambda: len(steps.tokens(uid)) == 2)
-    assert lost.is_set()
-    assert [(row.n, row.token) for row in steps.tokens(uid)] == [(1, 11), (2, 12)]
+    with scene.running():
+        until(lambda: len(steps.rows(uid)) == 2)
+    assert lost.is_set() and steps.tokens(uid) == counted(11, 2)
 
 
 def test_a_running_engine_asks_for_requests_only_when_there_may_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `take` at every step would cost a stream as much as the commit of the step itself."""
     log = MemoryLog(Names())
-    steps = Steps(log)
+    scene, steps = Scene(lambda: log), Steps(log)
     take, plans_at_take = log.take, []
 
-    def counted(*arguments: Any, **options: Any) -> Taken:
-        plans_at_take.append(len(running_engine.engine.plans))
+    def watched(*arguments: Any, **options: Any) -> Taken:
+        plans_at_take.append(len(engine.engine.plans))
         return take(*arguments, **options)
 
-    with running(lambda: log, pace_s=0.01) as running_engine:
-        monkeypatch.setattr(log, "take", counted)
-        first = send(log, 10, max_tokens=40)
-        until(lambda: len(steps.tokens(first)) >= 10)
-        second = send(log, 30, max_tokens=40)
-        until(lambda: len(steps.tokens(first)) == 40 and len(steps.tokens(second)) == 40)
-        num_plans = len(running_engine.engine.plans)
+    with scene.running(pace_s=0.01) as engine:
+        monkeypatch.setattr(log, "take", watched)
+        first = scene.send(10, max_tokens=40)
+        until(lambda: len(steps.rows(first)) >= 10)
+        second = scene.send(30, max_tokens=40)
+        until(lambda: len(steps.rows(first)) == 40 and len(steps.rows(second)) == 40)
+        num_plans = len(engine.engine.plans)
     while_running = [count for count in plans_at_take if 0 < count < num_plans]
     assert len(while_running) <= 4, f"of {num_plans} steps: {while_running}"
 
 
-def test_a_request_on_which_the_engine_raises_fails_alone(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    before, poison, after = send(log, 10, max_tokens=5), send(log, 1, POISON, max_tokens=5), send(log, 20, max_tokens=5)
-    with running(another_log) as engine:
-        until(lambda: all(len(steps.tokens(uid)) == 5 for uid in (before, after)))
-        until(lambda: log.backlog(Inbox.tokenized(log.names)) == 0)
+def test_a_request_on_which_the_engine_raises_fails_alone_whether_others_run_or_not(scene: Scene, steps: Steps) -> None:
+    before, poison, after = (scene.send(*prompt, max_tokens=5) for prompt in ((10,), (1, POISON), (20,)))
+    with scene.running() as engine:
+        until(lambda: all(len(steps.rows(uid)) == 5 for uid in (before, after)) and scene.is_consumed)
+        alone = scene.send(POISON)
+        until(lambda: bool(steps.failures(alone)))
+        good = scene.send(30, max_tokens=5)
+        until(lambda: len(steps.rows(good)) == 5)
         assert not engine.errors and engine.schedule.free_pages == 64
-    for uid, first in ((before, 11), (after, 21)):
-        assert [(row.n, row.token) for row in steps.tokens(uid)] == [(n, first + n - 1) for n in range(1, 6)]
-    failed = [mark.event for mark in steps.marks(poison) if isinstance(mark.event, Failed)]
-    assert [event.code for event in failed] == ["engine_error"] and "index out of range" in failed[0].message
-    assert steps.tokens(poison) == []
+    for uid, first in ((before, 11), (after, 21), (good, 31)):
+        assert steps.tokens(uid) == counted(first, 5)
+    (failed,) = steps.failures(poison)
+    assert failed.code == "engine_error" and "index out of range" in failed.message
+    assert steps.rows(poison) == []
 
 
-def test_a_request_on_which_the_engine_raises_while_it_is_alone_fails_and_the_engine_goes_on(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log):
-        poison = send(log, POISON)
-        until(lambda: any(isinstance(mark.event, Failed) for mark in steps.marks(poison)))
-        good = send(log, 1, max_tokens=2)
-        until(lambda: len(steps.tokens(good)) == 2)
-
-
-def test_an_engine_that_raises_on_every_one_of_several_requests_ends_and_loses_none(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    log = another_log()
-    steps = Steps(log)
-    uids = {send(log, 1), send(log, 2)}
-    with running(another_log, broken=True) as engine:
+def test_an_engine_that_raises_on_every_one_of_several_requests_ends_and_loses_none(scene: Scene, steps: Steps) -> None:
+    uids = {scene.send(1), scene.send(2)}
+    broken = CountingEngine()
+    broken.broken = True
+    with scene.running(engine=broken) as engine:
         until(lambda: bool(engine.errors))
     assert isinstance(engine.errors[0], IndexError)
-    assert {entry.fields["uid"] for entry in log.pending(Inbox.tokenized(log.names), "generate-0")} == uids
-    assert not any(isinstance(mark.event, Failed) for uid in uids for mark in steps.marks(uid))
+    assert set(scene.in_hand()) == uids
+    assert not any(steps.failures(uid) for uid in uids)
 
 
-def test_an_engine_whose_steps_nobody_reads_takes_nothing_until_somebody_does(
-    another_log: Callable[[], StreamLog],
-) -> None:
-    log = another_log()
-    steps = Steps(log)
-    uid = send(log, 1, max_tokens=2)
-    with running(another_log, heard=False) as engine:
-        assert steps.tokens(uid) == [] and engine.engine.plans == []
-        assert log.pending(Inbox.tokenized(log.names), "generate-0") == []
-        log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
-        until(lambda: len(steps.tokens(uid)) == 2)
+def test_an_engine_whose_steps_nobody_reads_takes_nothing_until_somebody_does(scene: Scene, steps: Steps) -> None:
+    uid = scene.send(1, max_tokens=2)
+    with scene.running(heard=False) as engine:
+        assert steps.rows(uid) == [] and engine.engine.plans == [] and scene.in_hand() == []
+        scene.log.acquire("detokenize-0", "the detokenizer", LEASE_MS * 10)
+        until(lambda: len(steps.rows(uid)) == 2)
 
 
 def test_a_history_with_a_hole_is_not_gone_on_with() -> None:
@@ -377,40 +310,32 @@ def test_priority_and_bad_words_are_those_of_the_history() -> None:
 # the cache
 
 
-def test_a_flush_forgets_the_prefixes_and_the_status_says_so(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
+def test_a_flush_forgets_the_prefixes_and_the_status_says_so(scene: Scene, steps: Steps) -> None:
     prompt = range(10, 22)  # three pages, of which the last is never found: its last token is computed in any case
 
     def cached_tokens() -> int:
-        uid = send(log, *prompt, max_tokens=1)
-        until(lambda: len(steps.tokens(uid)) == 1)
-        (event,) = [mark.event for mark in steps.marks(uid) if isinstance(mark.event, Admitted)]
-        return event.cached_tokens
+        uid = scene.send(*prompt, max_tokens=1)
+        until(lambda: len(steps.rows(uid)) == 1)
+        return next(event.cached_tokens for _, event in steps.marks(uid) if isinstance(event, Admitted))
 
-    with running(another_log, cache=RadixCache(64, 4)) as engine:
-        assert [cached_tokens(), cached_tokens()] == [0, 8]
-        flush = log.flush("web-0")
-        until(lambda: engine.slot_lease.status.flushed == flush)
-        assert engine.slot_lease.status.flushed_pages == 3
-        until(lambda: read_statuses(log, "generate")[0].flushed == flush)
-        assert [cached_tokens(), cached_tokens()] == [0, 8]
-        flush = log.flush("web-0")
-        until(lambda: engine.slot_lease.status.flushed == flush)
-        assert engine.slot_lease.status.flushed_pages == 6
+    with scene.running(cache=RadixCache(64, 4)) as engine:
+        for num_pages in (3, 6):
+            assert [cached_tokens(), cached_tokens()] == [0, 8]
+            flush = scene.log.flush("web-0")
+            until(lambda: engine.slot_lease.status.flushed == flush)  # noqa: B023  # waited for at once
+            assert engine.slot_lease.status.flushed_pages == num_pages
+        until(lambda: read_statuses(scene.log, "generate")[0].flushed == flush)
 
 
-def test_a_flush_while_requests_run_harms_none_of_them(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with running(another_log, pace_s=0.01, cache=RadixCache(64, 4)) as engine:
-        uid = send(log, *range(10, 30), max_tokens=30)
-        until(lambda: len(steps.tokens(uid)) > 1)
-        flush = log.flush("web-0")
+def test_a_flush_while_requests_run_harms_none_of_them(scene: Scene, steps: Steps) -> None:
+    with scene.running(pace_s=0.01, cache=RadixCache(64, 4)) as engine:
+        uid = scene.send(*range(10, 30), max_tokens=30)
+        until(lambda: len(steps.rows(uid)) > 1)
+        flush = scene.log.flush("web-0")
         until(lambda: engine.slot_lease.status.flushed == flush)
         assert engine.slot_lease.status.flushed_pages == 0
-        until(lambda: steps.tokens(uid)[-1].end is not None)
-        assert [row.token for row in steps.tokens(uid)] == list(range(30, 60))
+        until(lambda: steps.rows(uid)[-1].end is not None)
+        assert steps.tokens(uid) == counted(30, 30)
         assert not engine.errors and engine.schedule.problems() == []
 
 
@@ -428,14 +353,15 @@ def test_a_flush_while_requests_run_harms_none_of_them(another_log: Callable[[],
 def test_what_the_model_recommends_is_a_default_unless_it_is_switched_off(
     tmp_path: Path, flags: list[str], expected: dict[str, float], reasons: list[str]
 ) -> None:
-    (tmp_path / "generation_config.json").write_text('{"temperature": 3, "top_k": 20}')
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 3, "top_k": 20}')
     config = parse_config("stage generate", GenerateConfig, flags, {})
     with capture_logs() as lines:
         assert sampling_defaults(config.defaults, tmp_path) == expected
-    assert [(line["log_level"], line["event"], line["reason"]) for line in lines] == [
-        ("warning", "recommendation_ignored", reason) for reason in reasons
+    assert lines == [
+        {"log_level": "warning", "event": "recommendation_ignored", "reason": reason, "file": str(file)}
+        for reason in reasons
     ]
-    assert all(line["file"] == str(tmp_path / "generation_config.json") for line in lines)
 
 
 # the books
@@ -457,30 +383,17 @@ class WrongBooks(NaiveCache):
 
 @pytest.mark.parametrize(("unreadable", "words"), [(False, "0 pages held and 63 free of 64"), (True, "page 7")])
 def test_books_that_do_not_add_up_are_reported_and_the_engine_goes_on(
-    another_log: Callable[[], StreamLog], unreadable: bool, words: str
+    scene: Scene, steps: Steps, unreadable: bool, words: str
 ) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with capture_logs() as lines, running(another_log, cache=WrongBooks(unreadable=unreadable)) as engine:
+    with capture_logs() as lines, scene.running(cache=WrongBooks(unreadable=unreadable)) as engine:
         until(lambda: engine.slot_lease.status.books_wrong == 1)  # an engine looks when it has nothing to do yet
         for times in (1, 2, 3):
-            uid = send(log, 1, max_tokens=CONTEXT - 1)
-            until(lambda uid=uid: len(steps.tokens(uid)) == CONTEXT - 1)  # type: ignore[misc]  # bound at once
+            uid = scene.send(1, max_tokens=CONTEXT - 1)
+            until(lambda uid=uid: len(steps.rows(uid)) == CONTEXT - 1)  # type: ignore[misc]  # bound at once
             assert engine.slot_lease.status.books_wrong <= times
         until(lambda: engine.slot_lease.status.books_wrong == 2)  # once more: a hundred steps later
-        until(lambda: read_statuses(log, "generate")[0].books_wrong == 2)
+        until(lambda: read_statuses(scene.log, "generate")[0].books_wrong == 2)
         assert not engine.errors
     reports = [line for line in lines if line["event"] == "books_wrong"]
     assert [(line["log_level"], line["times"]) for line in reports] == [("error", 1), ("error", 2)]
     assert all(words in str(line["problems"]) for line in reports)
-
-
-def test_books_that_add_up_are_not_spoken_of(another_log: Callable[[], StreamLog]) -> None:
-    log = another_log()
-    steps = Steps(log)
-    with capture_logs() as lines, running(another_log, cache=RadixCache(64, 4)) as engine:
-        for number in range(4):
-            uid = send(log, number, max_tokens=CONTEXT - 1)
-            until(lambda uid=uid: len(steps.tokens(uid)) == CONTEXT - 1)  # type: ignore[misc]  # bound at once
-        assert engine.slot_lease.status.books_wrong == 0 and not engine.errors
-    assert not [line for line in lines if line["event"] == "books_wrong"]

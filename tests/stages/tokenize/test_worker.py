@@ -149,26 +149,39 @@ def test_each_request_of_a_batch_goes_on_with_its_tokens(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "status", "code", "words"),
+    ("task", "fields", "code", "words"),
     [
-        ("refused", 400, "template_error", "roles must alternate"),
-        ("explodes", 400, "tokenizer_error", "in the template"),
-        ("poison", 400, "tokenizer_error", "cannot be encoded"),
-        ("panics at once", 400, "tokenizer_error", "out of bounds"),
-        ("panics", 400, "tokenizer_error", "char boundary"),
-        ("x" * CONTEXT, 400, "context_length_exceeded", "16 tokens"),
-        ("   ", 400, "invalid_value", "no tokens"),
+        ("generate", {"prompt": "refused"}, "template_error", "roles must alternate"),
+        ("generate", {"prompt": "explodes"}, "tokenizer_error", "in the template"),
+        ("generate", {"prompt": "poison"}, "tokenizer_error", "cannot be encoded"),
+        ("generate", {"prompt": "panics at once"}, "tokenizer_error", "out of bounds"),
+        ("generate", {"prompt": "panics"}, "tokenizer_error", "char boundary"),
+        ("generate", {"prompt": "x" * CONTEXT}, "context_length_exceeded", "16 tokens"),
+        ("generate", {"prompt": "   "}, "invalid_value", "no tokens"),
+        ("tokenize", {"prompt": "refused"}, "template_error", "roles must alternate"),
+        ("tokenize", {"prompt": "explodes"}, "tokenizer_error", "in the template"),
+        ("tokenize", {"prompt": "poison"}, "tokenizer_error", "cannot be encoded"),
+        ("tokenize", {"prompt": "a book"}, "request_too_large", "a book"),
+        ("tokenize", {"prompt": "?", "return_pieces": True}, "tokenizer_error", "no piece"),
+        ("detokenize", {"prompt_ids": (0,)}, "invalid_value", "token 0 is none"),
+        ("detokenize", {"prompt_ids": (1,)}, "tokenizer_error", "char boundary"),
     ],
+    ids=str,
 )
-def test_a_bad_request_fails_alone(rig: Rig, prompt: str, status: int, code: str, words: str) -> None:
-    before, bad, after = rig.submit("ab", prompt, "cd")
+def test_a_bad_request_fails_alone(rig: Rig, task: Task, fields: dict[str, Any], code: str, words: str) -> None:
+    before, bad, task_after, after = (
+        rig.ask(prompt="ab"),
+        rig.ask(task, **fields),
+        rig.ask("tokenize", prompt="cd"),
+        rig.ask(prompt="x" * (CONTEXT - 1)),  # leaves room for one token
+    )
     rig.handle()
     entry, event = rig.last(bad)
-    assert entry.id == SEAL and isinstance(event, Failed)
-    assert (event.status, event.code) == (status, code) and words in event.message
+    assert entry.id == SEAL and isinstance(event, Failed) and words in event.message
+    assert (event.status, event.code) == (413 if code == "request_too_large" else 400, code)
     assert [rig.last(uid)[0].id for uid in (before, after)] == [TOKENIZED_ID, TOKENIZED_ID]
-    assert rig.log.backlog(rig.inbox) == 0
-    assert rig.counted() == (2, 4, 2, 1) and count_of(rig.measures, REFUSALS, code) == 1
+    assert isinstance(rig.last(task_after)[1], Answered) and rig.log.backlog(rig.inbox) == 0
+    assert rig.counted() == (2, 2 + CONTEXT - 1, 2, 1) and count_of(rig.measures, REFUSALS, code) == 1
 
 
 @pytest.mark.parametrize(("prompt", "error"), [("interrupted", KeyboardInterrupt), ("exits", SystemExit)])
@@ -179,13 +192,15 @@ def test_what_ends_the_process_ends_no_request(rig: Rig, prompt: str, error: typ
     assert rig.log.backlog(rig.inbox) == 1
 
 
-def test_a_request_that_was_cancelled_meanwhile_goes_nowhere_and_is_not_even_rendered(rig: Rig) -> None:
-    uid, _ = rig.submit("ab", "cd")
-    cancelled = Cancelled(by="client")
-    rig.log.end(uid, cancelled, frontend="web-0")
+def test_what_was_cancelled_meanwhile_goes_nowhere_and_is_not_even_rendered(rig: Rig) -> None:
+    uids = [rig.ask(prompt="ab"), rig.ask("tokenize", prompt="ef")]
+    rig.submit("cd")
+    for uid in uids:
+        rig.log.end(uid, Cancelled(by="client"), frontend="web-0")
     rig.handle()
-    entry, event = rig.last(uid)
-    assert entry.id == SEAL and event == cancelled.model_copy(update={"ms": event.ms})
+    for uid in uids:
+        entry, event = rig.last(uid)
+        assert entry.id == SEAL and event == Cancelled(by="client", ms=event.ms)
     assert rig.encoder.rendered == ["cd"]
     assert rig.log.backlog(rig.inbox) == 0 and rig.log.backlog(Inbox.tokenized(rig.log.names)) == 1
     assert rig.counted() == (1, 2, 1, 1) and count_of(rig.measures, REFUSALS, "ended") == 0
@@ -242,70 +257,26 @@ def test_bad_words_go_on_as_tokens(rig: Rig) -> None:
 # what is for the tokenizer alone
 
 
-def answered(**fields: Any) -> Answered:
-    return Answered(by="tokenize-0", **fields)
-
-
 def test_tasks_of_the_tokenizer_are_answered_and_reach_no_engine(rig: Rig) -> None:
     start = rig.log.open_replies("web-0")
     long = "x" * (CONTEXT + 5)  # no context is a bound here
-    uids = [
-        rig.ask("tokenize", prompt=long),
-        rig.ask("tokenize", prompt="ab", return_pieces=True),
-        rig.ask("tokenize", prompt=""),
-        rig.ask("tokenize", prompt="abc", truncate_prompt_tokens=2),
-        rig.ask("detokenize", prompt_ids=(104, 105)),
-        rig.ask("detokenize"),
-        rig.ask("describe"),
-    ]
+    expected: dict[str, dict[str, Any]] = {
+        rig.ask("tokenize", prompt=long): {"token_ids": (ord("x"),) * len(long)},
+        rig.ask("tokenize", prompt="ab", return_pieces=True): {"token_ids": (97, 98), "pieces": ("a", "b")},
+        rig.ask("tokenize", prompt=""): {},
+        rig.ask("tokenize", prompt="abc", truncate_prompt_tokens=2): {"token_ids": (98, 99)},
+        rig.ask("detokenize", prompt_ids=(104, 105)): {"text": "hi"},
+        rig.ask("detokenize"): {"text": ""},
+        rig.ask("describe"): {"text": '{"letters":true}'},
+    }
     rig.handle()
-    expected = [
-        answered(token_ids=(ord("x"),) * len(long)),
-        answered(token_ids=(97, 98), pieces=("a", "b")),
-        answered(),
-        answered(token_ids=(98, 99)),
-        answered(text="hi"),
-        answered(text=""),
-        answered(text='{"letters":true}'),
-    ]
-    ends = [rig.last(uid) for uid in uids]
-    assert {entry.id for entry, _ in ends} == {SEAL}
-    assert [event.model_copy(update={"ms": 0}) for _, event in ends] == expected
+    for uid, fields in expected.items():
+        entry, event = rig.last(uid)
+        assert entry.id == SEAL and event == Answered(by="tokenize-0", ms=event.ms, **fields)
     assert rig.log.backlog(rig.inbox) == rig.log.backlog(Inbox.tokenized(rig.log.names)) == 0
-    assert rig.log.alive(uids) == set()
+    assert rig.log.alive(list(expected)) == set()
     _, replies = rig.log.read_replies("web-0", start, block_ms=0)
-    assert sorted(reply.uid for reply in replies) == sorted(uids)
-
-
-@pytest.mark.parametrize(
-    ("task", "fields", "status", "words"),
-    [
-        ("tokenize", {"prompt": "refused"}, 400, "roles must alternate"),
-        ("tokenize", {"prompt": "explodes"}, 400, "in the template"),
-        ("tokenize", {"prompt": "poison"}, 400, "cannot be encoded"),
-        ("tokenize", {"prompt": "a book"}, 413, "a book"),
-        ("tokenize", {"prompt": "?", "return_pieces": True}, 400, "no piece"),
-        ("detokenize", {"prompt_ids": (0,)}, 400, "token 0 is none"),
-        ("detokenize", {"prompt_ids": (1,)}, 400, "char boundary"),
-    ],
-)
-def test_a_task_that_cannot_be_done_fails_alone(
-    rig: Rig, task: Task, fields: dict[str, Any], status: int, words: str
-) -> None:
-    before, bad, after = rig.ask(prompt="ab"), rig.ask(task, **fields), rig.ask("tokenize", prompt="cd")
-    rig.handle()
-    entry, event = rig.last(bad)
-    assert entry.id == SEAL and isinstance(event, Failed) and event.status == status and words in event.message
-    assert rig.last(before)[0].id == TOKENIZED_ID and isinstance(rig.last(after)[1], Answered)
-    assert rig.log.backlog(rig.inbox) == 0
-
-
-def test_a_task_that_was_cancelled_meanwhile_is_not_done(rig: Rig) -> None:
-    uid = rig.ask("tokenize", prompt="ab")
-    rig.log.end(uid, Cancelled(by="client"), frontend="web-0")
-    rig.handle()
-    assert isinstance(rig.last(uid)[1], Cancelled) and rig.encoder.rendered == []
-    assert rig.log.backlog(rig.inbox) == 0
+    assert sorted(reply.uid for reply in replies) == sorted(expected)
 
 
 def test_what_is_long_waits_for_what_is_brief_and_has_the_watchdogs_patience_for_itself(
@@ -325,12 +296,6 @@ def test_what_is_long_waits_for_what_is_brief_and_has_the_watchdogs_patience_for
     rig.handle()
     assert rig.encoder.encoded == [["ab", "cd"], [long], [book]]
     assert given_s == [(0, LONGEST_BATCH_S), (1, LONGEST_BATCH_S), (2, LONGEST_BATCH_S)]
-
-
-def test_the_longest_prompt_that_leaves_room_for_one_token_goes_through(rig: Rig) -> None:
-    (uid,) = rig.submit("x" * (CONTEXT - 1))
-    rig.handle()
-    assert rig.last(uid)[0].id == TOKENIZED_ID
 
 
 def test_a_request_that_killed_its_tokenizers_fails_and_is_kept_among_the_dead(rig: Rig) -> None:

@@ -33,7 +33,8 @@ class Experts:
         order_P = experts_P.argsort(stable=True)
         y_TE = torch.zeros_like(x_TE)
         begin = 0
-        for expert, count in zip(self.experts, self._tokens_of_each(experts_P), strict=True):
+        num_tokens_X = torch.bincount(experts_P, minlength=len(self.experts))
+        for expert, count in zip(self.experts, num_tokens_X.tolist(), strict=True):
             if count:
                 pairs_N = order_P[begin : begin + count]
                 tokens_N = pairs_N // self.experts_per_token
@@ -47,7 +48,3 @@ class Experts:
         if self.normalize:
             weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
         return weights_TC.to(x_TE.dtype).flatten(), experts_TC.flatten()
-
-    def _tokens_of_each(self, experts_P: Tensor) -> list[int]:
-        counts: list[int] = torch.bincount(experts_P, minlength=len(self.experts)).tolist()
-        return counts

@@ -66,16 +66,11 @@ class Case:
 
     def batch(self) -> ForwardBatch:
         tables = PageTables(len(self.rows), 1000, self.page_size)
-        plan = BatchPlan(
-            0,
-            tuple(
-                PlanRow(row, start, (0,) * count, self.pages[row], 0, None)
-                for row, (start, count) in enumerate(self.rows)
-            ),
-            sum(1 for _ in takewhile(lambda row: row[1] == 1, self.rows)),
-        )
-        tables.update(plan.rows)
-        return build_batch(plan, tables, CPU)
+        numbered = enumerate(self.rows)
+        rows = tuple(PlanRow(row, start, (0,) * count, self.pages[row], 0, None) for row, (start, count) in numbered)
+        tables.update(rows)
+        num_decode_rows = sum(1 for _ in takewhile(lambda row: row[1] == 1, self.rows))
+        return build_batch(BatchPlan(0, rows, num_decode_rows), tables, CPU)
 
     def attend(self, name: str, window: int = 0) -> Tensor:
         shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, self.page_size, window, self.q_THD.dtype)
@@ -88,6 +83,12 @@ class Case:
         queries = torch.split(self.q_THD, [count for _, count in self.rows])
         return torch.cat([dense(q, k, v, window) for q, k, v in zip(queries, self.k, self.v, strict=True)])
 
+    def check(self, name: str, window: int = 0) -> Tensor:
+        """Hold the output of a backend against the dense computation, and return it in float64."""
+        output = self.attend(name, window).double()
+        torch.testing.assert_close(output, self.expected(window), atol=2e-6, rtol=1e-5)
+        return output
+
 
 MIXED = [(70, 1), (3, 1), (0, 1), (1, 1), (0, 9), (16, 5), (15, 17), (64, 64)]
 
@@ -95,7 +96,7 @@ MIXED = [(70, 1), (3, 1), (0, 1), (1, 1), (0, 9), (16, 5), (15, 17), (64, 64)]
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_mixed_rows_on_shuffled_pages_agree_with_dense_attention(name: str, page_size: int) -> None:
     case = Case(MIXED, page_size)
-    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+    case.check(name)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -103,7 +104,7 @@ def test_random_rows_agree_with_dense_attention(name: str, seed: int) -> None:
     draw = random.Random(seed)
     rows = [(draw.choice([0, draw.randrange(90)]), draw.choice([1, 1, draw.randrange(1, 40)])) for _ in range(6)]
     case = Case(sorted(rows, key=lambda row: row[1] != 1), draw.choice([1, 2, 8, 32]))  # decode rows come first
-    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+    case.check(name)
 
 
 def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(name: str) -> None:
@@ -122,15 +123,14 @@ def test_a_row_reads_what_another_row_writes_in_the_same_step(name: str, count: 
     case.k[0][:8], case.v[0][:8] = case.k[1], case.v[1]
     case.kv_2PKSD.fill_(float("nan"))
     case.pages[0] = (case.pages[1][0], case.pages[0][1])
-    torch.testing.assert_close(case.attend(name).double(), case.expected(), atol=2e-6, rtol=1e-5)
+    case.check(name)
 
 
 @pytest.mark.parametrize("start", [0, 10])
 @pytest.mark.parametrize("window", [0, 7, 800])
 def test_a_chunk_longer_than_a_block_is_causal(name: str, start: int, window: int) -> None:
     case = Case([(start, 600)], 16)
-    output = case.attend(name, window=window).double()
-    torch.testing.assert_close(output, case.expected(window=window), atol=2e-6, rtol=1e-5)
+    case.check(name, window)
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -139,14 +139,12 @@ def test_many_pages_that_are_not_copied_together_agree_with_dense_attention(
 ) -> None:
     monkeypatch.setattr(cpu, "GATHER_BYTES", 3 * KV_HEADS * 4 * HEAD_DIM * 4)  # three pages
     case = Case([(45, 1), (3, 1), (70, 1), (7, 1), (0, 1)], 4)
-    output = case.attend(name, window=window).double()
-    torch.testing.assert_close(output, case.expected(window=window), atol=2e-6, rtol=1e-5)
+    case.check(name, window)
 
 
 def test_a_window_hides_what_lies_before_it(name: str) -> None:
     case = Case(MIXED, 4)
-    output = case.attend(name, window=5).double()
-    torch.testing.assert_close(output, case.expected(window=5), atol=2e-6, rtol=1e-5)
+    output = case.check(name, window=5)
     assert not torch.allclose(output, case.expected(), atol=1e-2)
 
 
@@ -154,8 +152,7 @@ def test_a_window_hides_what_lies_before_it(name: str) -> None:
 @pytest.mark.parametrize("rows", [[(70, 1)], [(0, 1)], [(70, 1), (3, 1)], [(70, 1), (2, 9)]])
 def test_few_decode_rows_agree_with_dense_attention(name: str, rows: list[tuple[int, int]], window: int) -> None:
     case = Case(rows, 4)
-    output = case.attend(name, window=window).double()
-    torch.testing.assert_close(output, case.expected(window=window), atol=2e-6, rtol=1e-5)
+    case.check(name, window)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_engine
 
 from pipeline.events import SamplingParams
 from stages.generate.forward import engine as engine_module
-from stages.generate.forward.engine import Engine
 from stages.generate.forward.packing import pack_weights, packs
 from stages.generate.forward.weights import load_weights
 from stages.generate.model.checkpoint import EMBEDDING, HEAD, check_folder
@@ -26,26 +25,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model", "qwen3", tie=request.param)
 
 
-def logits(folder: Path) -> torch.Tensor:
-    spec = check_folder(folder)
-    engine = Engine(
-        spec,
-        folder,
-        device=CPU,
-        dtype=torch.float32,
-        num_pages=10,
-        page_size=4,
-        max_running_requests=1,
-        max_seq_len=40,
-    )
-    return engine.logits(PLAN)
-
-
 def test_packed_weights_give_the_logits_of_plain_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_pack(torch.float32), "or this test compares plain weights with themselves"
-    packed_RV = logits(folder)
+    packed_RV = make_engine(folder).logits(PLAN)
     monkeypatch.setattr(engine_module, "packs", lambda device, dtype: False)
-    torch.testing.assert_close(packed_RV, logits(folder), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(packed_RV, make_engine(folder).logits(PLAN), atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_packed_is_packed_once_and_what_is_looked_up_stays(folder: Path) -> None:

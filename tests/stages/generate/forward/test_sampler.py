@@ -41,12 +41,8 @@ def test_greedy_ignores_every_other_parameter() -> None:
 
 def test_a_row_draws_the_same_token_alone_and_in_any_batch() -> None:
     logits_RV = 3 * torch.randn(12, 3000, generator=torch.Generator().manual_seed(1))
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0},
-        {"top_p": 0.8},
-        {"top_k": 40, "min_p": 0.02, "temperature": 0.7},
-    ]
+    last: dict[str, Any] = {"top_k": 40, "min_p": 0.02, "temperature": 0.7}
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0}, {"top_p": 0.8}, last]
     samples = [how(100 + row, (5,) if row % 5 == 0 else (), seed=row, **kinds[row % 4]) for row in range(12)]
     together = sample(logits_RV, samples)
     assert together == [sample(logits_RV[row : row + 1], samples[row : row + 1])[0] for row in range(12)]
@@ -92,19 +88,20 @@ def test_tokens_come_as_often_as_they_should() -> None:
     assert sum((counts[token] - 4000 * p[token]) ** 2 / (4000 * p[token]) for token in range(4)) < 22
 
 
-def test_top_k_keeps_the_k_best() -> None:
-    assert set(drawn(log(0.1, 0.4, 0.2, 0.3), top_k=2)) == {1, 3}
-
-
-def test_top_p_keeps_the_fewest_that_reach_it() -> None:
-    assert set(drawn(log(0.1, 0.4, 0.2, 0.3), top_p=0.69)) == {1, 3}
-    assert set(drawn(log(0.1, 0.4, 0.2, 0.3), top_p=0.71)) == {1, 2, 3}
-    assert set(drawn(log(0.1, 0.4, 0.2, 0.3), top_p=1e-9)) == {1}
-
-
-def test_min_p_keeps_what_is_near_the_best() -> None:
-    assert set(drawn(log(0.1, 0.4, 0.2, 0.3), min_p=0.6)) == {1, 3}
-    assert set(drawn(log(0.1, 0.4, 0.2, 0.3), min_p=1.0)) == {1}
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, {1, 3}),
+        ({"top_p": 0.69}, {1, 3}),
+        ({"top_p": 0.71}, {1, 2, 3}),
+        ({"top_p": 1e-9}, {1}),
+        ({"min_p": 0.6}, {1, 3}),
+        ({"min_p": 1.0}, {1}),
+    ],
+    ids=str,
+)
+def test_the_best_tokens_are_kept_and_no_others(params: dict[str, Any], kept: set[int]) -> None:
+    assert set(drawn(log(0.1, 0.4, 0.2, 0.3), **params)) == kept
 
 
 def test_equal_logits_at_a_border_stay_together() -> None:

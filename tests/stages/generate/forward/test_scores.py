@@ -7,22 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from transformers import AutoModelForCausalLM
+from checkpoints import make_checkpoint, make_engine, reference_model
+from schedules import make_schedule, steps
 
-from pipeline.events import SamplingParams, Score
+from pipeline.events import SamplingParams, Score, TokenRow
 from stages.generate.forward import scores as scores_module
 from stages.generate.forward.engine import Engine
 from stages.generate.forward.scores import LEAST, scores_of
-from stages.generate.kvcache import make_cache
-from stages.generate.model.checkpoint import check_folder
-from stages.generate.schedule.plan import RowScores
+from stages.generate.schedule.plan import BatchPlan, Computed, RowScores
 from stages.generate.schedule.request import NewRequest
-from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
+from stages.generate.schedule.schedule import Schedule
 
 PROMPT = random.Random(3).choices(range(4, 480), k=61)
 OTHER = random.Random(4).choices(range(4, 480), k=23)
-PAGE_SIZE, NUM_PAGES, CONTEXT = 4, 64, 128
 NUM_TOP = 3
 
 
@@ -33,23 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
-    return Engine(
-        check_folder(folder),
-        folder,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        num_pages=NUM_PAGES,
-        page_size=PAGE_SIZE,
-        max_running_requests=4,
-        max_seq_len=CONTEXT,
-    )
+    return make_engine(folder)
 
 
 def theirs(folder: Path, token_ids: list[int]) -> torch.Tensor:
     """Return transformers' logprobs_TV."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with torch.inference_mode():
-        logprobs_TV: torch.Tensor = model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        logprobs_TV: torch.Tensor = reference_model(folder)(torch.tensor([token_ids])).logits[0].log_softmax(-1)
     return logprobs_TV
 
 
@@ -62,21 +49,23 @@ def assert_equal(scores: list[Score], logprobs_NV: torch.Tensor, token_ids: list
         assert [logprob for _, logprob in score.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def run(engine: Engine, budget: int, **requests: tuple[list[int], SamplingParams]) -> dict[str, dict[str, list[Score]]]:
-    """Run requests through a schedule; return the scores of each one's prompt and answer, and its tokens."""
-    limits = ScheduleLimits(CONTEXT, budget, budget, max_running_requests=4, vocab_size=512)
-    cache = make_cache("radix", NUM_PAGES, PAGE_SIZE)
-    schedule = Schedule(cache, limits, (), Identity("generate-0", 1, "f"))
-    said: dict[str, dict[str, list[Score]]] = {uid: {"prompt": [], "answer": [], "tokens": []} for uid in requests}
+def schedule_of(budget: int = 64) -> Schedule:
+    return make_schedule("radix", num_pages=64, context=128, prefill=budget, mixed=budget, running=4)
+
+
+def run(engine: Engine, budget: int = 64, **requests: tuple[list[int], SamplingParams]) -> dict[str, list[TokenRow]]:
+    """Run requests through a schedule; return the rows of each."""
+    schedule = schedule_of(budget)
     for uid, (prompt, sampling) in requests.items():
         assert schedule.add(NewRequest(uid, tuple(prompt), (), sampling)) is None
-    while (planned := schedule.plan()) is not None:
-        computed = engine.forward(planned[0])
-        for row in schedule.complete(computed.token_ids, computed.scores):
-            said[row.uid]["prompt"] += row.prompt_scores or ()
-            said[row.uid]["answer"] += () if row.score is None else (row.score,)
-            said[row.uid]["tokens"].append(row.token)  # type: ignore[arg-type]
-    return said
+    said = [row for _, _, rows in steps(schedule, engine.forward) for row in rows]
+    return {uid: [row for row in said if row.uid == uid] for uid in requests}
+
+
+def of_prompt(rows: list[TokenRow]) -> list[Score]:
+    """Return the scores of a prompt, which the first token brings."""
+    assert all(row.prompt_scores is None for row in rows[1:])
+    return list(rows[0].prompt_scores or ())
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -86,8 +75,8 @@ def test_a_prompts_scores_are_those_of_transformers_in_chunks_or_whole(
     monkeypatch.setattr(scores_module, "AT_ONCE", 5)
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=NUM_TOP)
     said = run(engine, budget, one=(PROMPT, params), other=(OTHER, params.model_copy(update={"prompt_logprobs": 0})))
-    assert_equal(said["one"]["prompt"], theirs(folder, PROMPT)[:-1], PROMPT[1:], NUM_TOP)
-    assert_equal(said["other"]["prompt"], theirs(folder, OTHER)[:-1], OTHER[1:], 0)
+    assert_equal(of_prompt(said["one"]), theirs(folder, PROMPT)[:-1], PROMPT[1:], NUM_TOP)
+    assert_equal(of_prompt(said["other"]), theirs(folder, OTHER)[:-1], OTHER[1:], 0)
 
 
 def test_the_scores_of_an_answer_are_of_the_models_own_logits_however_its_tokens_were_drawn(
@@ -95,59 +84,42 @@ def test_the_scores_of_an_answer_are_of_the_models_own_logits_however_its_tokens
 ) -> None:
     wild = {"seed": 7, "max_tokens": 9, "logit_bias": ((9, 5.0),), "repetition_penalty": 1.5}
     params = SamplingParams(temperature=1.5, logprobs=NUM_TOP, **wild)  # type: ignore[arg-type]
-    said = run(engine, 64, wild=(PROMPT, params), plain=(OTHER, SamplingParams(temperature=0, max_tokens=5)))
-    tokens: list[int] = said["wild"]["tokens"]  # type: ignore[assignment]
+    said = run(engine, wild=(PROMPT, params), plain=(OTHER, SamplingParams(temperature=0, max_tokens=5)))
+    tokens, scores = [row.token for row in said["wild"]], [row.score for row in said["wild"] if row.score is not None]
     assert len(set(tokens)) > 1
-    assert_equal(said["wild"]["answer"], theirs(folder, PROMPT + tokens)[len(PROMPT) - 1 : -1], tokens, NUM_TOP)
-    assert said["plain"]["answer"] == [], "nobody asked"
+    assert_equal(scores, theirs(folder, PROMPT + tokens)[len(PROMPT) - 1 : -1], tokens, NUM_TOP)
+    assert not any(row.score for row in said["plain"]), "nobody asked"
 
 
-def test_a_prompt_with_scores_reads_no_page_of_the_cache(engine: Engine, folder: Path) -> None:
+def test_a_prompt_with_scores_reads_no_page_of_the_cache(engine: Engine) -> None:
     plain = SamplingParams(temperature=0, max_tokens=1)
     asked = plain.model_copy(update={"prompt_logprobs": 0})
-    limits = ScheduleLimits(CONTEXT, 64, 64, max_running_requests=4, vocab_size=512)
-    schedule = Schedule(make_cache("radix", NUM_PAGES, PAGE_SIZE), limits, (), Identity("generate-0", 1, "f"))
+    schedule = schedule_of()
     starts: list[list[int]] = []
     for uid, sampling in (("first", plain), ("again", plain), ("asked", asked), ("last", plain)):
         schedule.add(NewRequest(uid, tuple(PROMPT), (), sampling))
-        planned = schedule.plan()
-        assert planned is not None
-        starts.append([row.start for row in planned[0].rows])
-        computed = engine.forward(planned[0])
-        rows = schedule.complete(computed.token_ids, computed.scores)
-    assert starts == [[0], [60], [0], [60]]
-    assert rows[0].prompt_scores is None and schedule.problems() == []
+        ((plan, _, rows),) = steps(schedule, engine.forward)
+        starts.append([row.start for row in plan.rows])
+    assert starts == [[0], [60], [0], [60]] and rows[0].prompt_scores is None
 
 
 def test_a_prompt_that_was_preempted_before_its_first_token_is_scored_once() -> None:
-    limits = ScheduleLimits(CONTEXT, 8, 8, max_running_requests=4, vocab_size=512)
-    schedule = Schedule(make_cache("radix", NUM_PAGES, PAGE_SIZE), limits, (), Identity("generate-0", 1, "f"))
+    schedule, targets = schedule_of(budget=8), list[tuple[int, ...]]()
     sampling = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
     schedule.add(NewRequest("a", tuple(PROMPT[:12]), (), sampling))
 
-    def step() -> list[tuple[int, ...]]:
-        planned = schedule.plan()
-        assert planned is not None
-        targets = [row.scoring.targets for row in planned[0].rows if row.scoring is not None]
-        scores = {
-            row.table: RowScores(
-                Score(logprob=-1) if row.sample else None,
-                tuple(Score(logprob=-token) for token in (row.scoring.targets if row.scoring else ())),
-            )
-            for row in planned[0].rows
-        }
-        self_rows.extend(schedule.complete([7] * sum(row.sample is not None for row in planned[0].rows), scores))
-        return targets
+    def forward(plan: BatchPlan) -> Computed:
+        """A token's score is minus the token."""
+        (row,) = plan.rows
+        targets.append(row.scoring.targets if row.scoring else ())
+        scores = RowScores(Score(logprob=-1), tuple(Score(logprob=-token) for token in targets[-1]))
+        return Computed([7] * (row.sample is not None), {row.table: scores})
 
-    self_rows: list[object] = []
-    assert step() == [tuple(PROMPT[1:9])]
+    assert next(steps(schedule, forward, most=1))[2] == []
     schedule.start_over()
-    assert step() == [tuple(PROMPT[1:9])]
-    assert step() == [tuple(PROMPT[9:12])]
-    assert step() == [], "the second token has nothing to say of the prompt"
-    first, second = self_rows
-    assert first.prompt_scores == tuple(Score(logprob=-token) for token in PROMPT[1:12])  # type: ignore[attr-defined]
-    assert second.prompt_scores is None  # type: ignore[attr-defined]
+    rows = [row for _, _, rows in steps(schedule, forward) for row in rows]
+    assert targets == [tuple(PROMPT[1:9]), tuple(PROMPT[1:9]), tuple(PROMPT[9:12]), ()]
+    assert of_prompt(rows) == [Score(logprob=-token) for token in PROMPT[1:12]] and len(rows) == 2
 
 
 def test_minus_infinity_is_told_as_a_number() -> None:

@@ -57,19 +57,19 @@ def test_bias_comes_before_the_penalties() -> None:
     assert shaped(logits_RV, [row])[0].tolist() == [0.0, 1.0, 4.0]
 
 
-def test_nothing_but_what_is_allowed_comes_out() -> None:
-    row = shaped(logits(), [how(allowed_token_ids=(3, 8, 99))])[0]
-    assert {token for token, logit in enumerate(row.tolist()) if logit > NEVER} == {3, 8}
-
-
-def test_what_is_forbidden_is_forbidden_among_what_is_allowed() -> None:
-    row = shaped(logits(), [how((3, 5), allowed_token_ids=(3, 8))])[0]
-    assert {token for token, logit in enumerate(row.tolist()) if logit > NEVER} == {8}
-
-
-def test_where_all_that_is_allowed_is_forbidden_what_is_allowed_comes() -> None:
-    row = shaped(logits(), [how((3, 8), allowed_token_ids=(3, 8))])[0]
-    assert {token for token, logit in enumerate(row.tolist()) if logit > NEVER} == {3, 8}
+@pytest.mark.parametrize(
+    ("forbidden", "allowed", "left"),
+    [
+        ((), (3, 8, 99), {3, 8}),
+        ((3, 5), (3, 8), {8}),
+        ((3, 8), (3, 8), {3, 8}),  # to forbid all tokens forbids none
+    ],
+)
+def test_what_is_allowed_and_not_forbidden_comes_out(
+    forbidden: tuple[int, ...], allowed: tuple[int, ...], left: set[int]
+) -> None:
+    row = shaped(logits(), [how(forbidden, allowed_token_ids=allowed)])[0]
+    assert {token for token, logit in enumerate(row.tolist()) if logit > NEVER} == left
 
 
 def test_a_bias_for_a_token_that_the_vocabulary_lacks_changes_nothing() -> None:

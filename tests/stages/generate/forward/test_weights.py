@@ -39,22 +39,15 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert torch.equal(weight, theirs[name]), name
 
 
-def test_fused_weights_hold_their_parts_in_order(folder: Path) -> None:
-    ours, theirs = load(folder), load_file(folder / WEIGHTS_FILE)
-    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
-    q, k, v = (theirs[f"{attention}{part}_proj.weight"] for part in "qkv")
-    assert torch.equal(ours[f"{attention}qkv_proj.weight"], torch.cat((q, k, v)))
-    gate, up = (theirs[f"{mlp}{part}_proj.weight"] for part in ("gate", "up"))
-    assert torch.equal(ours[f"{mlp}gate_up_proj.weight"], torch.cat((gate, up)))
-    assert torch.equal(ours["model.norm.weight"], theirs["model.norm.weight"])
-
-
-def test_each_expert_is_fused_by_itself_and_its_router_is_not(tmp_path: Path) -> None:
+def test_fused_weights_hold_their_parts_in_order_and_a_router_is_not_fused(tmp_path: Path) -> None:
     ours, theirs = load(make_checkpoint(tmp_path, "qwen3moe")), load_file(tmp_path / WEIGHTS_FILE)
-    expert, router = "model.layers.1.mlp.experts.5.", "model.layers.1.mlp.gate.weight"
-    gate, up = (theirs[f"{expert}{part}_proj.weight"] for part in ("gate", "up"))
-    assert torch.equal(ours[f"{expert}gate_up_proj.weight"], torch.cat((gate, up)))
-    assert torch.equal(ours[router], theirs[router])
+    attention, expert = "model.layers.1.self_attn.", "model.layers.1.mlp.experts.5."
+    for fused, parts in ((f"{attention}qkv", "qkv"), (f"{expert}gate_up", ("gate", "up"))):
+        prefix = fused.rpartition(".")[0]
+        together = torch.cat([theirs[f"{prefix}.{part}_proj.weight"] for part in parts])
+        assert torch.equal(ours[f"{fused}_proj.weight"], together)
+    for name in ("model.norm.weight", "model.layers.1.mlp.gate.weight"):
+        assert torch.equal(ours[name], theirs[name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,9 +85,17 @@ def test_several_files_give_the_weights_of_one(tmp_path: Path) -> None:
     assert_same(load(folder), one)
 
 
-def test_progress_grows_to_the_size_of_the_weights(folder: Path) -> None:
+@pytest.mark.parametrize("dummy", [False, True])
+def test_progress_grows_to_the_size_of_the_weights(folder: Path, dummy: bool) -> None:
     seen: list[tuple[int, int]] = []
-    load(folder, progress=lambda done, total: seen.append((done, total)))
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        seen.append((done_bytes, total_bytes))
+
+    if dummy:
+        dummy_weights(read_spec(folder), dtype=torch.float32, device=CPU, progress=progress)
+    else:
+        load(folder, progress=progress)
     size = sum(tensor.nbytes for tensor in load_file(folder / WEIGHTS_FILE).values())
     assert seen == sorted(seen) and seen[-1] == (size, size) and len(seen) > 10
 
@@ -123,15 +124,6 @@ def test_dummy_weights_are_the_same_each_time_and_differ_among_themselves(folder
     assert 0.8 < float(q.float().std() * q.shape[1] ** 0.5) < 1.2
     assert not torch.equal(o, one["model.layers.1.self_attn.o_proj.weight"])
     assert torch.equal(one["model.norm.weight"], torch.ones(spec.hidden_size, dtype=torch.bfloat16))
-
-
-def test_progress_of_dummy_weights_grows_to_their_size(folder: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    made = dummy_weights(
-        read_spec(folder), dtype=torch.float32, device=CPU, progress=lambda done, total: seen.append((done, total))
-    )
-    size = sum(weight.nbytes for weight in made.values())
-    assert seen == sorted(seen) and seen[-1] == (size, size)
 
 
 # In a process of its own

@@ -1,4 +1,4 @@
-"""The contract of every PrefixCache, over random lives of requests."""
+"""The contract of every PrefixCache. What its pages hold is checked in `schedule/test_schedule_machine.py`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda: make_cache(request.param, PAGES, PAGE_SIZE)
 
 
+def started(cache: PrefixCache, tokens: list[int]) -> Holding:
+    """Begin, grow and fill, as the schedule does when it admits a request whose prompt fits one plan."""
+    holding = cache.begin(tokens)
+    assert cache.grow(holding, -(-len(tokens) // PAGE_SIZE) - len(holding.pages)) is not None
+    cache.fill(holding, tokens, len(tokens))
+    return holding
+
+
 def test_a_new_cache_can_give_all_its_pages(make: Make) -> None:
     cache = make()
     holding = cache.begin([1, 2, 3])
@@ -30,32 +38,22 @@ def test_a_new_cache_can_give_all_its_pages(make: Make) -> None:
     assert cache.num_available == 0
 
 
-def test_growing_beyond_what_is_there_changes_nothing(make: Make) -> None:
+def test_growing_beyond_what_is_there_changes_nothing_until_another_one_ends(make: Make) -> None:
     cache = make()
     first, second = cache.begin([1]), cache.begin([2])
     cache.grow(first, PAGES - 1)
     assert cache.grow(second, 2) is None
     assert second.pages == [] and cache.num_available == 1
     assert cache.problems([first, second]) == []
-
-
-def test_the_pages_of_an_ended_request_can_be_given_again(make: Make) -> None:
-    cache = make()
-    holding = cache.begin([1, 2, 3])
-    cache.grow(holding, PAGES)
-    cache.end(holding)
-    assert holding.pages == [] and cache.num_available == PAGES
-    again = cache.begin([4, 5, 6])
-    assert cache.grow(again, PAGES) is not None
+    cache.end(first)
+    assert first.pages == [] and cache.num_available == PAGES
+    assert cache.grow(second, PAGES) is not None
 
 
 def test_what_is_cached_is_whole_pages_and_short_of_the_last_token(make: Make) -> None:
     """At least one token must be computed, or there is nothing to sample the next one from."""
-    cache = make()
-    tokens = list(range(3 * PAGE_SIZE))
-    first = cache.begin(tokens)
-    cache.grow(first, 3)
-    cache.fill(first, tokens, len(tokens))
+    cache, tokens = make(), list(range(3 * PAGE_SIZE))
+    started(cache, tokens)
     second = cache.begin(tokens)
     assert second.cached_tokens % PAGE_SIZE == 0 and second.cached_tokens < len(tokens)
     assert len(second.pages) == second.cached_tokens // PAGE_SIZE
@@ -65,12 +63,11 @@ def test_what_is_cached_is_whole_pages_and_short_of_the_last_token(make: Make) -
 @given(data=st.data())
 def test_no_page_is_lost_and_none_is_written_by_two(name: str, data: st.DataObject) -> None:
     cache = make_cache(name, PAGES, PAGE_SIZE)
-    running: list[tuple[Holding, list[int]]] = []
+    running: list[Holding] = []
     for _ in range(data.draw(st.integers(1, 30))):
         ends = data.draw(st.booleans())
         if running and ends:
-            holding, _ = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            cache.end(holding)
+            cache.end(running.pop(data.draw(st.integers(0, len(running) - 1))))
         else:
             tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4 * PAGE_SIZE))
             holding = cache.begin(tokens)
@@ -78,11 +75,11 @@ def test_no_page_is_lost_and_none_is_written_by_two(name: str, data: st.DataObje
                 cache.end(holding)
             else:
                 cache.fill(holding, tokens, len(tokens))
-                running.append((holding, tokens))
-        assert cache.problems([holding for holding, _ in running]) == []
-        written = [page for holding, _ in running for page in holding.pages[holding.cached_tokens // PAGE_SIZE :]]
+                running.append(holding)
+        assert cache.problems(running) == []
+        written = [page for holding in running for page in holding.pages[holding.cached_tokens // PAGE_SIZE :]]
         assert len(written) == len(set(written))
-    for holding, _ in running:
+    for holding in running:
         cache.end(holding)
     assert cache.num_available == PAGES
 
@@ -112,14 +109,6 @@ def test_the_books_are_said_to_be_wrong_when_they_are(make: Make) -> None:
 
 
 # What the radix cache shares
-
-
-def started(cache: PrefixCache, tokens: list[int]) -> Holding:
-    """Begin, grow and fill, as the schedule does when it admits a request whose prompt fits one plan."""
-    holding = cache.begin(tokens)
-    assert cache.grow(holding, -(-len(tokens) // PAGE_SIZE) - len(holding.pages)) is not None
-    cache.fill(holding, tokens, len(tokens))
-    return holding
 
 
 def test_a_prompt_in_flight_is_shared_as_soon_as_its_plan_is_made() -> None:
@@ -281,29 +270,3 @@ def test_a_page_that_is_not_full_is_nobody_elses() -> None:
         assert other.cached_tokens == found
         cache.end(other)
     assert cache.problems([holding]) == []
-
-
-@given(st.data())
-def test_what_the_tree_returns_is_what_was_stored(data: st.DataObject) -> None:
-    """A model beside it: which tokens each page was filled with, in which place."""
-    cache = RadixCache(PAGES, PAGE_SIZE)
-    content: dict[int, tuple[int, ...]] = {}
-    running: list[Holding] = []
-    for _ in range(data.draw(st.integers(1, 30))):
-        ends = data.draw(st.booleans())
-        if running and ends:
-            cache.end(running.pop(data.draw(st.integers(0, len(running) - 1))))
-            continue
-        tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4 * PAGE_SIZE))
-        holding = cache.begin(tokens)
-        for index, page in enumerate(holding.pages):
-            assert content[page] == tuple(tokens[: (index + 1) * PAGE_SIZE])
-        cached = len(holding.pages)
-        if cache.grow(holding, -(-len(tokens) // PAGE_SIZE) - cached) is None:
-            cache.end(holding)
-            continue
-        for index in range(cached, len(holding.pages)):
-            content[holding.pages[index]] = tuple(tokens[: (index + 1) * PAGE_SIZE])
-        cache.fill(holding, tokens, len(tokens))
-        running.append(holding)
-        assert cache.problems(running) == []

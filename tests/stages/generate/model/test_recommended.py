@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.events import SamplingParams
-from stages.generate.model.recommended import FILE, NAMES, read_recommended
+from stages.generate.model.recommended import FILE, read_recommended
 
 
 def write(folder: Path, text: str) -> Path:
@@ -86,10 +85,6 @@ def test_a_model_without_the_file_recommends_nothing(tmp_path: Path) -> None:
 def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_recommended(write(tmp_path, text))
-
-
-def test_what_is_recommended_are_sampling_parameters() -> None:
-    assert set(NAMES) <= set(SamplingParams.model_fields)
 
 
 def test_reading_it_imports_neither_torch_nor_transformers() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
+import schedules
+from schedules import marked, request, step
 
-from pipeline.events import EventRow, SamplingParams, StepRow, TokenRow
-from stages.generate.kvcache import CACHES, make_cache
-from stages.generate.schedule.plan import BatchPlan
-from stages.generate.schedule.request import NewRequest
-from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
+from pipeline.events import EventRow
+from stages.generate.kvcache import CACHES
+from stages.generate.schedule.schedule import Schedule, ScheduleLimits
 
 LONG = 2000
 MIXED, PREFILL = 16, 2048
@@ -18,30 +19,21 @@ STREAMS = 8
 
 
 def make_schedule(cache: str, *, num_pages: int = 1000, page_size: int = 64, running: int = 32) -> Schedule:
-    limits = ScheduleLimits(
-        context=min(4096, num_pages * page_size),
-        max_prefill_length=PREFILL,
-        mixed_prefill_length=MIXED,
-        max_running_requests=running,
+    context = min(4096, num_pages * page_size)
+    return schedules.make_schedule(
+        cache,
+        num_pages=num_pages,
+        page_size=page_size,
+        context=context,
+        prefill=PREFILL,
+        mixed=MIXED,
+        running=running,
         vocab_size=1_000_000,
     )
-    return Schedule(make_cache(cache, num_pages, page_size), limits, [], Identity("generate-0", 1, "f"))
 
 
-def add(
-    schedule: Schedule, uid: str, length: int, *, first: int = 0, max_tokens: int = 1000, priority: int = 0
-) -> None:
-    prompt = tuple(range(first, first + length))
-    assert schedule.add(NewRequest(uid, prompt, (), SamplingParams(max_tokens=max_tokens), priority)) is None
-
-
-def step(schedule: Schedule) -> tuple[BatchPlan, list[StepRow], list[TokenRow]]:
-    planned = schedule.plan()
-    assert planned is not None
-    plan, marks = planned
-    rows = schedule.complete([7] * sum(row.sample is not None for row in plan.rows))
-    assert schedule.problems() == []
-    return plan, marks, rows
+def add(schedule: Schedule, uid: str, length: int, *, max_tokens: int = 1000, **more: Any) -> None:
+    assert schedule.add(request(uid, length, max_tokens=max_tokens, **more)) is None
 
 
 def start_streams(schedule: Schedule) -> list[str]:
@@ -85,7 +77,7 @@ def test_an_important_prompt_is_through_before_a_long_one_that_came_first_and_st
         _, marks, rows = step(schedule)
         said = [row.uid for row in rows]
         assert [uid for uid in said if uid in streams] == streams, "each stream says one token in each step"
-        assert not [mark for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "preempted"]
+        assert marked(marks, "preempted") == []
         first_tokens |= {uid: number for uid in said if uid not in streams and uid not in first_tokens}
     assert first_tokens == {"important": 19, "long": 134}  # 160 / 16 steps from 10 on; 2000 / 16 without those
 
@@ -107,10 +99,10 @@ def test_when_pages_run_out_it_is_the_long_prompt_that_gives_way_and_no_stream(c
     schedule = make_schedule(cache, num_pages=8 * 3 + 24)  # streams of up to 3 pages each, and 2000 tokens take 32
     streams = start_streams(schedule)
     add(schedule, "long", LONG, first=50_000, max_tokens=10)
-    preempted = []
+    preempted: list[str] = []
     for _ in range(120):
         _, marks, rows = step(schedule)
-        preempted += [mark.uid for mark in marks if isinstance(mark, EventRow) and mark.event.kind == "preempted"]
+        preempted += marked(marks, "preempted")
         assert [row.uid for row in rows if row.uid in streams] == streams
     assert set(preempted) == {"long"}
     for uid in streams:
@@ -118,26 +110,16 @@ def test_when_pages_run_out_it_is_the_long_prompt_that_gives_way_and_no_stream(c
     assert any(row.uid == "long" for _ in range(3) for row in step(schedule)[2])
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_sixteen_identical_prompts_cost_one_prefill_and_fifteen_last_pages(page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "beside_streams"), [(16, False), (64, False), (64, True)])
+def test_sixteen_identical_prompts_cost_one_prefill_and_fifteen_last_pages(
+    page_size: int, beside_streams: bool
+) -> None:
     """2,000 tokens end 16 tokens after a border of 64 and on a border of 16; the last token is computed in any case.
-    So with both page sizes 16 tokens are left to each that comes second: 2000 + 15 * 16 in all.
+    So with both page sizes 16 tokens are left to each that comes second: 2000 + 15 * 16 in all. Beside streams the
+    prompt goes in chunks of 16: a second one is admitted when the first is through, and finds it.
     """
     schedule = make_schedule("radix", page_size=page_size)
-    for number in range(16):
-        add(schedule, str(number), LONG, max_tokens=1)
-    computed, ended = 0, 0
-    while ended < 16:
-        plan, _, rows = step(schedule)
-        computed += sum(len(row.token_ids) for row in plan.rows)
-        ended += len(rows)
-    assert computed == LONG + 15 * 16
-
-
-def test_identical_prompts_beside_streams_cost_one_prefill_too() -> None:
-    """Here the prompt goes in chunks of 16: a second one is admitted when the first is through, and finds it."""
-    schedule = make_schedule("radix")
-    streams = start_streams(schedule)
+    streams = start_streams(schedule) if beside_streams else []
     for number in range(16):
         add(schedule, str(number), LONG, first=50_000, max_tokens=1)
     computed, ended = 0, 0

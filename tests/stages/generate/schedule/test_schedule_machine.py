@@ -8,7 +8,8 @@ fail.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -115,24 +116,19 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(2, 12),
-        context=st.integers(8, 48),
-        prefill=st.integers(1, 24),
-        mixed=st.integers(1, 6),
-        per_request=st.integers(0, 3),
-        running=st.integers(1, 5),
+        limits=st.builds(
+            ScheduleLimits,
+            context=st.integers(8, 48),
+            max_prefill_length=st.integers(1, 24),
+            mixed_prefill_length=st.integers(1, 6),
+            mixed_prefill_per_request=st.integers(0, 3),
+            max_running_requests=st.integers(1, 5),
+            vocab_size=st.just(10),
+        ),
     )
-    def begin(
-        self, page_size: int, num_pages: int, context: int, prefill: int, mixed: int, per_request: int, running: int
-    ) -> None:
+    def begin(self, page_size: int, num_pages: int, limits: ScheduleLimits) -> None:
         self.num_pages = num_pages
-        self.limits = ScheduleLimits(
-            context=min(context, num_pages * page_size),
-            max_prefill_length=prefill,
-            mixed_prefill_length=mixed,
-            mixed_prefill_per_request=per_request,
-            max_running_requests=running,
-            vocab_size=10,
-        )
+        self.limits = replace(limits, context=min(limits.context, num_pages * page_size))
         cache = make_cache(self.cache, num_pages, page_size)
         self.schedule = Schedule(cache, self.limits, [EOS], Identity("generate-0", 1, "f"))
         self.memory = Memory(num_pages, page_size)
@@ -147,30 +143,20 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(LETTERS, min_size=1, max_size=24),
-        begins_like=st.one_of(st.none(), st.integers(0, 99)),
-        kept=st.integers(0, 30),
+        like=st.one_of(st.none(), st.tuples(st.integers(0, 99), st.integers(0, 30))),
         num_output=st.sampled_from([0, 0, 0, 1, 5]),
         max_tokens=st.one_of(st.none(), st.integers(1, 12)),
         ignores_eos=st.booleans(),
         priority=st.sampled_from([0, 0, 0, 1, -1, 2]),
         copies=st.sampled_from([1, 1, 1, 3]),
     )
-    def add(
-        self,
-        prompt: list[int],
-        begins_like: int | None,
-        kept: int,
-        num_output: int,
-        max_tokens: int | None,
-        ignores_eos: bool,
-        priority: int,
-        copies: int,
-    ) -> None:
+    def add(self, prompt: list[int], like: tuple[int, int] | None, num_output: int, copies: int, **more: Any) -> None:
         """Requests come: new, the same several times, with the prefix of an earlier one, or resumed with output."""
-        if begins_like is not None and self.known:
-            prompt = self.known[begins_like % len(self.known)][:kept] + prompt
+        if like is not None and self.known:
+            which, kept = like
+            prompt = self.known[which % len(self.known)][:kept] + prompt
         for _ in range(copies):
-            self._add(prompt, [1] * num_output, max_tokens, ignores_eos, priority)
+            self._add(prompt, [1] * num_output, **more)
 
     @precondition(lambda self: self.lives)
     @rule(count=st.integers(1, 6))
@@ -321,6 +307,7 @@ class Machine(RuleBasedStateMachine):
         for row in prefills:
             life = self._holder(row)
             assert not life.decodes and row.start >= life.computed
+            assert life.chunks == 0 or row.new_pages == (), "the first chunk said all pages"
             life.chunks += 1
             life.stands_still = life.stands_still and row.sample is None
             assert (row.sample is not None) == (row.start + len(row.token_ids) == len(life.tokens))
@@ -439,6 +426,6 @@ class NaiveMachine(Machine):
 
 
 TestRequestsOverARadixCacheLiveAsTheyShould = RadixMachine.TestCase
-TestRequestsOverARadixCacheLiveAsTheyShould.settings = STORIES
 TestRequestsOverANaiveCacheLiveAsTheyShould = NaiveMachine.TestCase
-TestRequestsOverANaiveCacheLiveAsTheyShould.settings = STORIES
+for _case in (TestRequestsOverARadixCacheLiveAsTheyShould, TestRequestsOverANaiveCacheLiveAsTheyShould):
+    _case.settings = STORIES
