@@ -31,6 +31,8 @@ MOST_READ = 4
 """Few enough that several tokenizers share a burst, and enough for a batch."""
 LONGEST_BATCH_S = 120.0
 """Patience of the watchdog while a batch or one long text is encoded."""
+MOST_ANSWERED = 262_144
+"""Most token ids in an answer to a client: the web process reads and writes as many in 50 ms."""
 LEARN_EVERY_S = 1.0
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
@@ -202,6 +204,10 @@ class TokenizeWorker:
 
     def _answer_with_tokens(self, work: _Work, token_ids: tuple[int, ...]) -> None:
         def answer() -> Answered:
+            if len(token_ids) > MOST_ANSWERED:
+                assert work.prompt is not None
+                message = f"{work.prompt.param}: has {len(token_ids)} tokens, but an answer has at most {MOST_ANSWERED}"
+                raise RequestError(f"{message}; send it in parts.", code="request_too_large", status=413)
             pieces = self._encoder.pieces(token_ids) if work.submitted.return_pieces else ()
             return Answered(token_ids=token_ids, pieces=pieces, by=self.slot_lease.status.slot)
 

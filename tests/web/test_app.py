@@ -13,7 +13,8 @@ from web_site import CHAT, chat, error_of, site
 import web.app
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import Names
-from web.app import MAX_BODY_BYTES, create_app
+from web.app import create_app
+from web.config import DEFAULT_BODY_BYTES
 from web.live.frontend import Frontend
 
 
@@ -28,7 +29,7 @@ def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> N
             wrong_method = await client.get(CHAT)
             assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
             assert (await error_of(client.get(CHAT)))[1]["code"] == "method_not_allowed"
-            large = client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+            large = client.post(CHAT, data=b" " * (DEFAULT_BODY_BYTES + 1))
             assert (await error_of(large))[1]["code"] == "request_too_large"
 
     asyncio.run(scenario())
@@ -61,7 +62,7 @@ def test_what_is_refused_before_any_route_has_a_canonical_line_too(
             with capture_logs() as lines:
                 await here.client.get("/nothing" + "x" * 1000)
                 await here.client.delete(CHAT)
-                await here.client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+                await here.client.post(CHAT, data=b" " * (DEFAULT_BODY_BYTES + 1))
                 await here.client.get("/broken")
                 async with here.client.request(CHAT, method="POST") as connection:
                     await connection.send(b"{")

@@ -13,8 +13,17 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
-from web.wire.openai.messages import Message, Tool, check_messages
-from web.wire.openai.strict import INT32_MAX, INT64_MAX, Neutrals, Strict, kept_exactly, parsed, refuse_unsupported
+from web.wire.openai.messages import Messages, Tools, check_messages
+from web.wire.openai.strict import (
+    INT32_MAX,
+    INT64_MAX,
+    Neutrals,
+    Strict,
+    at_most,
+    kept_exactly,
+    parsed,
+    refuse_unsupported,
+)
 
 UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "add_generation_prompt": (True,),
@@ -79,8 +88,8 @@ LABELS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier
 MOST_CHOICES: Final = 128
 MOST_ANSWERS: Final = 1024
 """Most choices of all prompts together."""
-MOST_COPIED_BYTES: Final = 64 << 20
-"""Most bytes of all copies of a body: each choice keeps the prompt in its own history."""
+MOST_COPIED_BYTES: Final = 8 << 20
+"""Most bytes of all copies of a body: each answer keeps its prompt, and all else, in its own history."""
 MOST_BAD_WORDS: Final = 256
 PROMPT_KINDS: Final = ("<text>", "<texts>", "<token ids>", "<lists of token ids>")
 """Tags of the four shapes of a prompt; errors do not show them."""
@@ -89,6 +98,14 @@ COMPLETION_TOKENS: Final = 16
 TOKEN_ID: Final = r"^(0|[1-9][0-9]{0,8})$"
 MOST_BIASES: Final = 1024
 MOST_ALLOWED: Final = 16_384
+MOST_METADATA: Final = 1024
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
+ListsOfIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
 
 
 def as_list(stop: object) -> object:
@@ -127,12 +144,13 @@ class SamplingFields(Strict):
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
+            Field(fail_fast=True),
             BeforeValidator(as_list, json_schema_input_type=str | list[str]),
             Field(max_length=16),
         ]
         | None
     ) = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -142,6 +160,7 @@ class SamplingFields(Strict):
         Annotated[
             dict[Annotated[str, Field(pattern=TOKEN_ID)], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MOST_BIASES),
+            at_most(MOST_BIASES),
         ]
         | None
     ) = None
@@ -163,11 +182,14 @@ class GenerationRequest(SamplingFields):
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
 
-    allowed_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MOST_ALLOWED)] | None
-    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MOST_ALLOWED)] | None = (
+        None
+    )
     bad_words: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MOST_BAD_WORDS)] | None
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=256)]], Field(fail_fast=True, max_length=MOST_BAD_WORDS)
+        ]
+        | None
     ) = None
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -180,7 +202,14 @@ class GenerationRequest(SamplingFields):
     """Among the requests that an engine holds, a lower number runs first."""
 
     user: str | None = None
-    metadata: dict[str, Annotated[str | int | float | bool | None, AfterValidator(kept_exactly)]] | None = None
+    metadata: (
+        Annotated[
+            dict[str, Annotated[str | int | float | bool | None, AfterValidator(kept_exactly)]],
+            Field(max_length=MOST_METADATA),
+            at_most(MOST_METADATA),
+        ]
+        | None
+    ) = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -214,7 +243,7 @@ class GenerationRequest(SamplingFields):
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """Mini-SGLang's field: a text that goes to the model without the chat template."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
@@ -223,7 +252,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(kept_exactly)] | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
 
     @property
@@ -244,18 +273,14 @@ class ChatRequest(GenerationRequest):
         return tuple(sorted(names))
 
 
-Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1)]
-
-
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
         Annotated[Text, Tag(PROMPT_KINDS[0])]
-        | Annotated[list[Text], Field(min_length=1), Tag(PROMPT_KINDS[1])]
+        | Annotated[Texts, Tag(PROMPT_KINDS[1])]
         | Annotated[TokenIds, Tag(PROMPT_KINDS[2])]
-        | Annotated[list[TokenIds], Field(min_length=1), Tag(PROMPT_KINDS[3])],
+        | Annotated[ListsOfIds, Tag(PROMPT_KINDS[3])],
         Discriminator(_prompt_kind),
     ]
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
@@ -313,6 +338,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
         raise RequestError(f"prompt: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param="prompt")
+    refuse_copies(request, "prompt", len(body), len(request.prompts), request.num_choices)
     return request
 
 
@@ -332,6 +358,20 @@ def _parse(model: type[R], body: bytes) -> R:
     if request.num_choices * len(body) > MOST_COPIED_BYTES:
         raise RequestError(f"n: with a prompt of this size at most {MOST_COPIED_BYTES // len(body)}", param="n")
     return request
+
+
+def refuse_copies(request: Strict, field: str, num_bytes: int, num_prompts: int, num_choices: int) -> None:
+    """Refuse a list of prompts, in *field* of a body of *num_bytes*, if all copies of the other fields take too much.
+
+    Raises:
+        RequestError: They take too much.
+    """
+    if num_prompts == 1:
+        return
+    shared = len(request.model_dump_json(exclude={field}, exclude_none=True))
+    if num_choices * (num_bytes + num_prompts * shared) > MOST_COPIED_BYTES:
+        message = f"{field}: each of {num_prompts} prompts keeps a copy of all other fields; send fewer at once"
+        raise RequestError(message, param=field)
 
 
 def _check_tools(request: ChatRequest) -> None:
