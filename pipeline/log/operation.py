@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-Words: TypeAlias = Sequence[str | int]
+Words: TypeAlias = Sequence[str | int | bytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def running(redis_servers: Servers, tmp_path_factory: pytest.TempPathFactory) ->
     with ExitStack() as stack:
         redis_url = stack.enter_context(running_server(redis_servers.binary("embedded"), folder)).url
         stand_in = stack.enter_context(closing(StandIn(redis_url, renews=True)))
-        patience = {"body_timeout_s": BODY_TIMEOUT_S, "user_timeout_s": USER_TIMEOUT_S}
+        patience: dict[str, Any] = {"body_timeout_s": BODY_TIMEOUT_S, "user_timeout_s": USER_TIMEOUT_S}
         server = stack.enter_context(
             serving(redis_url, "--max-body-bytes", str(MAX_BODY_BYTES), output=printed, **patience)
         )

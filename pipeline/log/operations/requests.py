@@ -16,7 +16,7 @@ from pipeline.log.entries import (
     READER_TTL_MS,
     REPLY_CAP,
     letter_fields,
-    submitted_fields,
+    submitted_words,
 )
 from pipeline.log.operation import Batch, Command, Script, Steps, Words, blocking
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, RequestLimits, Submission, SubmitResult
@@ -74,11 +74,11 @@ def _submit(
         first = minute - 1
         counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
         allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
-    args: list[str | int] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
+    args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
     args += [digest, instead_of, *allowed]
     for sibling, event in zip(uids, events, strict=True):
-        fields = submitted_fields(event, len(events))
-        args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
+        fields = submitted_words(event, len(events))
+        args += [sibling, event.frontend, 2 * len(fields), *(word for pair in fields.items() for word in pair)]
 
     def parse(reply: Any) -> SubmitResult:
         outcome, whose, number = reply

@@ -106,7 +106,7 @@ def test_arguments_of_many_calls_count_together() -> None:
     call = CALL % ('{\\"a\\":[' + "1," * 100 + "1]}")
     messages = ",".join([ASSISTANT % ",".join([call] * 500)] * 3)
     error = refusal(f'{{"messages":[{messages}]}}'.encode())
-    assert error.param is not None and error.param.startswith("messages.2.tool_calls.")
+    assert error.param is not None and error.param.startswith("messages.1.tool_calls.")
 
 
 def test_prompts_that_share_a_large_field_are_refused_before_they_are_copied() -> None:

@@ -12,7 +12,7 @@ from pipeline.errors import RequestError
 
 MOST_VALUES: Final = 262_144
 """Most values and members of a body: room for a prompt of as many token ids."""
-MOST_LARGE: Final = 65_536
+MOST_LARGE: Final = 50_000
 """Most texts, names of members, objects and lists of a body: each takes more than a number does."""
 _MARKS: Final = b',[{"'
 _OTHERS: Final = bytes(byte for byte in range(256) if byte not in _MARKS)
