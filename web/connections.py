@@ -44,8 +44,8 @@ LINGER_S: Final = float(BODY_TIMEOUT_S)
 """How long a client may go on sending a body that is dropped; then the connection is cut."""
 HEAD_TIMEOUT_S: Final = 20.0
 """How long the first request of a connection may take to begin, and how long the head of any may take to come."""
-ACCEPTED_AT_ONCE: Final = 64
-"""Connections that are accepted before other tasks have a turn, which may close some."""
+ACCEPTED_AT_ONCE: Final = 16
+"""Connections that are accepted before other tasks have a turn. Three times as many may be open beyond the most."""
 MOST_CHUNKS: Final = 1024
 """A body in more chunks than this needs chunks of LEAST_CHUNK bytes on average: each takes 30 us."""
 LEAST_CHUNK: Final = 64

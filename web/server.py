@@ -242,7 +242,7 @@ async def _first_signal() -> None:
 
 
 def _log_loop_error(context: dict[str, Any], seldom: Seldom) -> None:
-    """Log an error that no task has taken. Without a free file, asyncio reports 64 of them a second."""
+    """Log an error that no task has taken. Without a free file, asyncio reports many a second."""
     error, reason = context.get("exception"), context.get("message")
     times = seldom.times(f"{reason} {error!r}"[:256])
     if not times:

@@ -249,7 +249,7 @@ def bodies(draw: st.DrawFn) -> bytes:
             value = b'"' + inner * max(num_bytes // (len(inner) or 1), 1) + b'"'
         case _:
             value = numbered(b"", b'"k%d":' + unit.replace(b"%", b"%%"), num, b"")[5:]
-    small = json.dumps(start | fields).encode()
+    small = json.dumps({**start, **fields}).encode()
     return small[:-1] + (b"," if len(small) > 2 else b"") + b'"%b":%b}' % (name, value)
 
 
