@@ -66,8 +66,8 @@ class ClientConfig:
         default=DEFAULT_BODY_BYTES,
         parse=at_least(1024),
         help=(
-            "largest body of a request; larger ones get 413. One of the default size can take 10 times as much memory "
-            "and delay other requests by 50 ms, and both grow with the size"
+            "largest request body in bytes; larger ones get 413. One body can take 10 times its size in memory and "
+            "delay other requests by 50 ms for each 4 MiB"
         ),
     )
 

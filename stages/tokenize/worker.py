@@ -206,8 +206,9 @@ class TokenizeWorker:
         def answer() -> Answered:
             if len(token_ids) > MOST_ANSWERED:
                 assert work.prompt is not None
-                message = f"{work.prompt.param}: has {len(token_ids)} tokens, but an answer has at most {MOST_ANSWERED}"
-                raise RequestError(f"{message}; send it in parts.", code="request_too_large", status=413)
+                param = work.prompt.param
+                message = f"{param}: has {len(token_ids)} tokens, but an answer has at most {MOST_ANSWERED}"
+                raise RequestError(f"{message}; send it in parts.", code="request_too_large", param=param, status=413)
             pieces = self._encoder.pieces(token_ids) if work.submitted.return_pieces else ()
             return Answered(token_ids=token_ids, pieces=pieces, by=self.slot_lease.status.slot)
 

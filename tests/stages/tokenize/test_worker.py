@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from measured import count_of
 
+import stages.tokenize.worker
 from pipeline.errors import RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Entry, Inbox, StreamLog
@@ -298,6 +299,20 @@ def test_a_task_that_cannot_be_done_fails_alone(
     assert entry.id == SEAL and isinstance(event, Failed) and event.status == status and words in event.message
     assert rig.last(before)[0].id == TOKENIZED_ID and isinstance(rig.last(after)[1], Answered)
     assert rig.log.backlog(rig.inbox) == 0
+
+
+def test_an_answer_of_very_many_tokens_is_refused_with_their_number(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.tokenize.worker, "MOST_ANSWERED", 3)
+    three, four = rig.ask("tokenize", prompt="abc"), rig.ask("tokenize", prompt="abcd")
+    rig.handle()
+    assert len(event.token_ids if isinstance(event := rig.last(three)[1], Answered) else ()) == 3
+    entry, failed = rig.last(four)
+    assert isinstance(failed, Failed) and (failed.status, failed.code, failed.param) == (
+        413,
+        "request_too_large",
+        "prompt",
+    )
+    assert failed.message == "prompt: has 4 tokens, but an answer has at most 3; send it in parts."
 
 
 def test_a_task_that_was_cancelled_meanwhile_is_not_done(rig: Rig) -> None:

@@ -153,7 +153,7 @@ def test_a_bad_field_is_refused_with_its_name_and_without_its_value(fields: dict
         b"{",
         b"\xff\xfe",
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        b"[" * 60_000,
+        b"[" * 40_000,
         b"[]",
         b"3",
         b'"a"',

@@ -355,8 +355,9 @@ def _parse(model: type[R], body: bytes) -> R:
         raise RequestError("prompt_logprobs: not with `stream: true`", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:
         raise RequestError("truncate_prompt_tokens: 0 leaves no prompt", param="truncate_prompt_tokens")
-    if request.num_choices * len(body) > MOST_COPIED_BYTES:
-        raise RequestError(f"n: with a prompt of this size at most {MOST_COPIED_BYTES // len(body)}", param="n")
+    if request.num_choices > 1 and request.num_choices * len(body) > MOST_COPIED_BYTES:
+        most = max(MOST_COPIED_BYTES // len(body), 1)
+        raise RequestError(f"n: with a prompt of this size at most {most}", param="n")
     return request
 
 
