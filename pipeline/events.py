@@ -427,12 +427,9 @@ def as_fields(model: type[Event], plain: Mapping[str, Any]) -> dict[str, str]:
 
 def encode_large(event: Event) -> dict[str, bytes]:
     """As `encode`, in UTF-8: as `str`, a long text can take four times as much memory."""
-    numbers = _number_lists(type(event))
-    fields = {}
-    for name, value in as_plain(event).items():
-        text = value.encode() if isinstance(value, str) else orjson.dumps(value)
-        fields[name] = text[1:-1] if name in numbers else text
-    return fields
+    numbers, plain = _number_lists(type(event)), as_plain(event)
+    texts = {name: value.encode() if isinstance(value, str) else orjson.dumps(value) for name, value in plain.items()}
+    return {name: text[1:-1] if name in numbers else text for name, text in texts.items()}
 
 
 def as_plain(event: Event) -> dict[str, Any]:

@@ -306,7 +306,7 @@ def test_an_answer_of_very_many_tokens_is_refused_with_their_number(rig: Rig, mo
     three, four = rig.ask("tokenize", prompt="abc"), rig.ask("tokenize", prompt="abcd")
     rig.handle()
     assert len(event.token_ids if isinstance(event := rig.last(three)[1], Answered) else ()) == 3
-    entry, failed = rig.last(four)
+    _, failed = rig.last(four)
     assert isinstance(failed, Failed) and (failed.status, failed.code, failed.param) == (
         413,
         "request_too_large",
