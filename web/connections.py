@@ -127,6 +127,7 @@ class Connection(TCPServer):
     config: HttpConfig
     _lingering: asyncio.TimerHandle | None = None
     _head_timer: asyncio.TimerHandle | None = None
+    _is_cut = False
 
     async def run(self) -> None:
         """As TCPServer.run."""
@@ -154,7 +155,8 @@ class Connection(TCPServer):
         return http if isinstance(http, Protocol) else None
 
     def cut(self) -> None:
-        """Close it at once."""
+        """Close it at once, whatever it has sent."""
+        self._is_cut = True
         self.writer.transport.abort()
 
     async def protocol_send(self, event: Event) -> None:
@@ -200,7 +202,7 @@ class Connection(TCPServer):
                 data = await self.reader.read(MAX_RECV)
             except OSError:  # reset
                 break
-            if self._lingering is None:
+            if self._lingering is None and not self._is_cut:
                 await self.protocol.handle(RawData(data))
                 self._await_head()
         if self._lingering is not None:

@@ -77,6 +77,7 @@ def test_idle_connections_lock_nobody_out_and_streams_go_on(scene: Scene, sent: 
         assert psutil.Process(scene.server.process.pid).num_fds() < FILES
         scene.stand_in.let_go.set()
         assert b"[DONE]" in b"".join(chunks)
+        assert "invalid_http" not in scene.printed.read_text()  # the half of a head that was cut
     (line,) = scene.lines("too_many_connections")
     assert "refused=False" in line and not scene.lines("connection_broke")
     assert scene.printed.stat().st_size < 200_000
