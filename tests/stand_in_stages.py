@@ -35,6 +35,7 @@ from pipeline.log.protocol import Entry, Produced
 from pipeline.log.redis import RedisLog
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, Names, slot_name, tokens_id
 from pipeline.slots import Phase, Status
+from stages.tokenize.worker import MOST_ANSWERED
 
 MODELS = ("org/demo", "demo")
 CONTEXT = 128
@@ -207,7 +208,7 @@ class StandIn:
 def _answer(event: Submitted) -> Answered:
     match event.task:
         case "tokenize":
-            letters = tuple(_words(event))
+            letters = tuple(_words(event)[:MOST_ANSWERED])
             pieces = letters if event.return_pieces else ()
             return Answered(token_ids=tuple(map(ord, letters)), pieces=pieces, by="tokenize-0")
         case "detokenize":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -19,19 +20,33 @@ from pipeline.names import SEAL, Names
 from web.listener import open_listener
 
 PROGRAM = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 import web.app, web.connections, web.live.frontend, web.server
 from pipeline.flags import parse_config
 from web.config import WebStageConfig
 
 web.server.DRAIN_S = web.server.HARD_EXIT_S = web.live.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
 web.app.BODY_TIMEOUT_S = web.connections.LINGER_S = float(sys.argv.pop(1))
+web.connections.HEAD_TIMEOUT_S = float(sys.argv.pop(1))
 create_app = web.server.create_app
 deaf_ones = set()
+run_handle = asyncio.Handle._run
+longest = [0.0, ""]
 
 
-def create_app_with_more(frontend, keys):
-    app = create_app(frontend, keys)
+def run_and_measure(handle):
+    began_s = time.thread_time()
+    run_handle(handle)
+    took_s = time.thread_time() - began_s
+    if took_s > longest[0]:
+        longest[:] = took_s, repr(handle)[:2000] if took_s > 0.02 else ""
+
+
+asyncio.Handle._run = run_and_measure
+
+
+def create_app_with_more(frontend, keys, **more):
+    app = create_app(frontend, keys, **more)
 
     @app.get("/left")
     async def left():
@@ -41,6 +56,12 @@ def create_app_with_more(frontend, keys):
             "listeners": sorted(listener.uid for listener in frontend.tail.listeners),
             "deaf": len(deaf_ones),
         }
+
+    @app.get("/longest")
+    async def longest_callback():
+        took_s, what = longest
+        longest[:] = 0.0, ""
+        return {"ms": took_s * 1000, "what": what}
 
     @app.get("/deaf")
     async def deaf():
@@ -58,7 +79,8 @@ def create_app_with_more(frontend, keys):
 web.server.create_app = create_app_with_more
 sys.exit(web.server.run(parse_config("stage web", WebStageConfig, sys.argv[1:], os.environ)))
 """
-"""The server, with less patience where a test says so; GET /left says what it holds, GET /deaf cannot be cancelled."""
+"""The server, with less patience where a test says so. GET /left says what it holds, GET /deaf cannot be cancelled, and
+GET /longest says how much of its CPU time a callback of the loop has taken at most, since it was asked before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +109,15 @@ def serving(
     *more: str,
     patience_s: float = 10.0,
     body_timeout_s: float = 30.0,
+    head_timeout_s: float = 20.0,
     user_timeout_s: float | None = None,
+    files: tuple[int, int] | None = None,
     output: Path | None = None,
 ) -> Iterator[Server]:
     """Run a web process on an inherited socket until it is ready, and end it; what it prints goes to *output*.
 
     *patience_s* is how long it waits for streams as it stops, and then for clients; *user_timeout_s* how long for one
-    that acknowledges nothing.
+    that acknowledges nothing. *files*: the soft and the hard limit on its open files.
     """
     with ExitStack() as stack:
         listener = stack.enter_context(open_listener("127.0.0.1", 0))
@@ -104,11 +128,12 @@ def serving(
         port = listener.getsockname()[1]
         flags = ["--redis-url", redis_url, "--listen-fd", str(listener.fileno()), "--slot", "0", *more]
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(patience_s), str(body_timeout_s), *flags],
+            [sys.executable, "-c", PROGRAM, str(patience_s), str(body_timeout_s), str(head_timeout_s), *flags],
             pass_fds=[listener.fileno()],
             cwd=os.getcwd(),
             stdout=printed or subprocess.DEVNULL,
             stderr=printed,
+            preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files)) if files else None,
         )
     server = Server(process, port)
     try:

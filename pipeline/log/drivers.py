@@ -161,7 +161,7 @@ class AsyncDriver:
         return translated
 
 
-def _script_args(script: Script[Any]) -> list[str | int]:
+def _script_args(script: Script[Any]) -> list[str | int | bytes]:
     return [len(script.keys), *script.keys, *script.args]
 
 

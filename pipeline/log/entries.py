@@ -19,7 +19,7 @@ from pipeline.events import (
     as_fields,
     as_plain,
     decode,
-    encode,
+    encode_large,
 )
 from pipeline.log.protocol import DeadLetter, Entry, Produced, Reply
 from pipeline.names import SEAL
@@ -40,10 +40,15 @@ DEAD_HISTORY_BYTES: Final = 64 * 1024
 
 def submitted_fields(event: Submitted, count: int) -> dict[str, str]:
     """Return the fields of one of *count* requests that are submitted together; the commit adds the deadline."""
-    fields = encode(event)
+    return {name: text.decode() for name, text in submitted_words(event, count).items()}
+
+
+def submitted_words(event: Submitted, count: int) -> dict[str, bytes]:
+    """As `submitted_fields`, in UTF-8: prompts are long."""
+    fields = encode_large(event)
     for name in ("deadline_ms", "siblings"):
         fields.pop(name, None)
-    return fields if count == 1 else fields | {"siblings": str(count)}
+    return fields if count == 1 else fields | {"siblings": b"%d" % count}
 
 
 def letter_fields(dead: DeadLetter) -> dict[str, str]:

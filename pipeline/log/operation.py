@@ -17,10 +17,10 @@ from pipeline.names import Names
 
 T = TypeVar("T")
 
-Words: TypeAlias = Sequence[str | int]
+Words: TypeAlias = Sequence[str | int | bytes]
 
 
-class Place(Protocol):
+class LogContext(Protocol):
     """The log that an operation is for."""
 
     names: Names

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pipeline.log.drivers import AsyncDriver, Driver
-from pipeline.log.operation import Operation, Place, Steps
+from pipeline.log.operation import LogContext, Operation, Steps
 from pipeline.log.operations import frontends, requests, workers
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.names import Names
@@ -20,7 +20,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _sent(operation: Callable[Concatenate[Place, P], Operation[T] | Steps[T]]) -> Callable[Concatenate[RedisLog, P], T]:
+def _sent(
+    operation: Callable[Concatenate[LogContext, P], Operation[T] | Steps[T]],
+) -> Callable[Concatenate[RedisLog, P], T]:
     """Return the method that sends *operation* and returns what the reply means."""
 
     @functools.wraps(operation)
@@ -31,7 +33,7 @@ def _sent(operation: Callable[Concatenate[Place, P], Operation[T] | Steps[T]]) -
 
 
 def _awaited(
-    operation: Callable[Concatenate[Place, P], Operation[T] | Steps[T]],
+    operation: Callable[Concatenate[LogContext, P], Operation[T] | Steps[T]],
 ) -> Callable[Concatenate[AsyncRedisLog, P], Coroutine[Any, Any, T]]:
     """As `_sent`, for asyncio."""
 

@@ -33,6 +33,8 @@ MOST_READ = 4
 """Few enough that several tokenizers share a burst, and enough for a batch."""
 LONGEST_BATCH_S = 120.0
 """Patience of the watchdog while a batch or one long text is encoded."""
+MOST_ANSWERED = 262_144
+"""Most token ids in an answer to a client: the web process reads and writes as many in 50 ms."""
 LEARN_EVERY_S = 1.0
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
@@ -188,9 +190,7 @@ class TokenizeWorker:
 
     def _answer(self, work: _Work, token_ids: tuple[int, ...] = ()) -> None:
         """End a request that only the tokenizer answers, with its answer or with an error."""
-        event = _attempt(
-            "not_answered", partial(self._answer_to, work.submitted, token_ids), uid=work.entry.fields["uid"]
-        )
+        event = _attempt("not_answered", partial(self._answer_to, work, token_ids), uid=work.entry.fields["uid"])
         if isinstance(event, RequestError):
             self._fail(work.entry, event)
             return
@@ -198,9 +198,13 @@ class TokenizeWorker:
         self._end(work.entry, event)
         failpoint("tokenize.after_commit")
 
-    def _answer_to(self, submitted: Submitted, token_ids: tuple[int, ...]) -> Answered:
-        by = self.slot_lease.status.slot
-        if submitted.task == "tokenize":
+    def _answer_to(self, work: _Work, token_ids: tuple[int, ...]) -> Answered:
+        submitted, by = work.submitted, self.slot_lease.status.slot
+        if work.prompt is not None:
+            if len(token_ids) > MOST_ANSWERED:
+                param = work.prompt.param
+                message = f"{param}: has {len(token_ids)} tokens, but an answer has at most {MOST_ANSWERED}"
+                raise RequestError(f"{message}; send it in parts.", code="request_too_large", param=param, status=413)
             pieces = self._encoder.pieces(token_ids) if submitted.return_pieces else ()
             return Answered(token_ids=token_ids, pieces=pieces, by=by)
         text = self._encoder.describe() if submitted.task == "describe" else self._encoder.decode(submitted)

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, request_lines, site
 
 import web.app
-from web.app import MAX_BODY_BYTES
+from web.config import DEFAULT_BODY_BYTES
 
 
 async def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn) -> None:
@@ -23,7 +23,7 @@ async def test_every_error_has_the_nested_body(redis_url: str, stand_in: StandIn
         wrong_method = await client.get(CHAT)
         assert wrong_method.status_code == 405 and "POST" in wrong_method.headers["Allow"]
         assert (await error_of(client.get(CHAT)))[1]["code"] == "method_not_allowed"
-        large = client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+        large = client.post(CHAT, data=b" " * (DEFAULT_BODY_BYTES + 1))
         assert (await error_of(large))[1]["code"] == "request_too_large"
 
 
@@ -40,7 +40,7 @@ async def test_what_is_refused_before_any_route_has_a_canonical_line_too(
         with capture_logs() as lines:
             await here.client.get("/nothing" + "x" * 1000)
             await here.client.delete(CHAT)
-            await here.client.post(CHAT, data=b" " * (MAX_BODY_BYTES + 1))
+            await here.client.post(CHAT, data=b" " * (DEFAULT_BODY_BYTES + 1))
             status, error = await error_of(here.client.get("/broken"))
             assert status == 500 and "our bug" in error["message"] and "secret" not in error["message"]
             async with here.client.request(CHAT, method="POST") as connection:

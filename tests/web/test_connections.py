@@ -27,7 +27,6 @@ from web_process import Server, serving
 from web_site import CHAT, chat
 
 from pipeline.names import SEAL, Names
-from web.app import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +35,7 @@ USER_TIMEOUT_S = 2.0
 LONG_S = by_night(5.0, 62.0)
 """Quart cuts an answer at 60 s unless it is told otherwise."""
 MEGABYTE = 1 << 20
+MAX_BODY_BYTES = 32 * MEGABYTE
 ALARMS = ("Traceback", "ASGI Framework", "loop_error", "request_broke", "handler_failed", "socket.send() raised")
 """What the server prints when something is wrong with it, not with a client."""
 
@@ -119,8 +119,10 @@ def running(redis_servers: Servers, tmp_path_factory: pytest.TempPathFactory) ->
     with ExitStack() as stack:
         redis_url = stack.enter_context(running_server(redis_servers.binary("embedded"), folder)).url
         stand_in = stack.enter_context(closing(StandIn(redis_url, renews=True)))
-        patience = {"body_timeout_s": BODY_TIMEOUT_S, "user_timeout_s": USER_TIMEOUT_S}
-        server = stack.enter_context(serving(redis_url, output=printed, **patience))
+        patience: dict[str, Any] = {"body_timeout_s": BODY_TIMEOUT_S, "user_timeout_s": USER_TIMEOUT_S}
+        server = stack.enter_context(
+            serving(redis_url, "--max-body-bytes", str(MAX_BODY_BYTES), output=printed, **patience)
+        )
         long_stream = stack.enter_context(closing(connect(server.port)))
         long_stream.send(request(chat("held", stream=True)))
         assert long_stream.head().status == 200

@@ -4,6 +4,7 @@ or after 10 s of waiting.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
@@ -28,6 +29,8 @@ from web.wire.submit import Defaults, chat_events, completion_events, generate_e
 
 logger = structlog.get_logger()
 
+LARGE_BODY: Final = 64 << 10
+"""Others have a turn between the steps with a larger body."""
 BOTH: Final[Mapping[str, Any]] = {
     "answers": (JSON, EVENTS),
     "headers": {HEADER: SCHEMA},
@@ -97,6 +100,8 @@ async def answer(
     body = await request.get_data(False, False, False)
     try:
         asked = parse(body)
+        if len(body) > LARGE_BODY:
+            await asyncio.sleep(0)
         once = once_of(request.headers.get(HEADER), endpoint, body, scope=quota.key if quota else "")
         frontend.admit()
         model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
@@ -104,6 +109,7 @@ async def answer(
     except RequestError as error:  # it has no history, but a log line like any other
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise
+    del body  # it may be large, and the answer long
     opened = await open_request(frontend, events, once=once, quota=quota)
     try:
         response = await (respond or _generated)(opened)

@@ -16,6 +16,7 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled
+from pipeline.names import parse_id
 from pipeline.views.history import story
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import Lookup, cancel, find, living
@@ -32,6 +33,8 @@ logger = structlog.get_logger()
 PATH: Final = "/v1/requests/<name>"
 LAST_EVENT_ID: Final = "Last-Event-ID"
 CURSOR: Final = {"description": "The id of an event.", "pattern": "^[0-9]+-[0-9]+$"}
+LARGEST_ID: Final = 2**64 - 1
+"""The largest half of an id in Redis."""
 _EVENT_ID: Final = re.compile(r"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")
 
 
@@ -191,7 +194,7 @@ def _cursor() -> tuple[str, str]:
     """
     for where, given in ((LAST_EVENT_ID, request.headers.get(LAST_EVENT_ID)), _asked("starting_after")):
         if given:
-            if not _EVENT_ID.fullmatch(given):
+            if not _EVENT_ID.fullmatch(given) or max(parse_id(given)) > LARGEST_ID:
                 raise RequestError(f"{where}: should be the id of an event", param=where, code="invalid_value")
             return given, where
     return "", ""

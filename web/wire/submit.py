@@ -92,11 +92,10 @@ def _choices(
     seeded = [sampling.model_copy(update={"seed": seed_of(sampling.seed, choice)}) for choice in range(num_choices)]
     siblings = num_choices * len(prompts)
     shown = presentation.model_copy(update={"choices": num_choices})
-    return [
-        Submitted(**said, **prompt, siblings=siblings, sampling=each, presentation=shown)
-        for prompt in prompts
-        for each in seeded
+    firsts = [
+        Submitted(**said, **prompt, siblings=siblings, sampling=sampling, presentation=shown) for prompt in prompts
     ]
+    return [first.model_copy(update={"sampling": each}) for first in firsts for each in seeded]  # it is checked once
 
 
 def _common(request: GenerationRequest, endpoint: str, frontend: str, model: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, replies_of
-from pipeline.log.operation import Batch, Command, Place, Script, Steps, Words, blocking
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
 from pipeline.log.protocol import Depth, Entry, Inbox, Occupancy, Reply
 from pipeline.log.replies import (
@@ -33,11 +33,11 @@ HEAD_ENTRIES = 8
 """A peek brings no more of what happened to a request before its first token."""
 
 
-def open_replies(log: Place, frontend: str) -> Script[str]:
+def open_replies(log: LogContext, frontend: str) -> Script[str]:
     return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS], as_text)
 
 
-def read_replies(log: Place, frontend: str, after: str, *, block_ms: int) -> Command[tuple[str, list[Reply]]]:
+def read_replies(log: LogContext, frontend: str, after: str, *, block_ms: int) -> Command[tuple[str, list[Reply]]]:
     def parse(raw: Any) -> tuple[str, list[Reply]]:
         entries = first_stream(raw)
         return (entries[-1].id if entries else after), replies_of(entries)
@@ -68,7 +68,7 @@ def _depths_there(engines: Sequence[str], replies: Sequence[Any]) -> dict[str, D
     return {engine: depth for engine, depth in depths if depth is not None}
 
 
-def occupancy(log: Place) -> Steps[Occupancy]:
+def occupancy(log: LogContext) -> Steps[Occupancy]:
     """Return how much the log holds."""
     depths = [words for inbox in _shared(log.names) for words in _depth(inbox)]
     num_dead, num_live, *replies = yield from Batch(
@@ -85,12 +85,12 @@ def occupancy(log: Place) -> Steps[Occupancy]:
     return Occupancy(submitted, tokenized, steps, num_dead, num_live)
 
 
-def server(_: Place) -> Command[tuple[str, str]]:
+def server(_: LogContext) -> Command[tuple[str, str]]:
     """Return the name and version of the server."""
     return Command(["INFO", "server"], lambda reply: server_of(info_of(reply)))
 
 
-def snapshot(log: Place) -> Steps[LogSnapshot]:
+def snapshot(log: LogContext) -> Steps[LogSnapshot]:
     """Return how the whole log stands now. The work grows with the number of workers, not with what the log holds."""
     shared = _shared(log.names)
     newest: list[Words] = [["XREVRANGE", inbox.stream, "+", "-", "COUNT", HELD_PER_LOOK] for inbox in shared]
@@ -198,7 +198,7 @@ def _slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotS
     return seen
 
 
-def peek(log: Place, queries: Mapping[str, HistoryQuery]) -> Batch[dict[str, HistoryEnds]]:
+def peek(log: LogContext, queries: Mapping[str, HistoryQuery]) -> Batch[dict[str, HistoryEnds]]:
     """Return the ends of the histories uid -> query."""
     commands = [words for uid, query in queries.items() for words in _peek(log.names.request(uid), query)]
 
@@ -229,7 +229,7 @@ def _ends_of(exists: int, head: Sequence[Any], last: Sequence[Any]) -> HistoryEn
         return HistoryEnds(bool(exists), (Entry("0-0", {}),))
 
 
-def requests(log: Place, cursor: str, max_keys: int) -> Command[tuple[str, list[str]]]:
+def requests(log: LogContext, cursor: str, max_keys: int) -> Command[tuple[str, list[str]]]:
     """Return the next cursor, and the uids of the histories among the next *max_keys* or so keys of the server.
 
     To get all, begin with the cursor `0` and go on until `0` comes back.

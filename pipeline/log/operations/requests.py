@@ -16,9 +16,9 @@ from pipeline.log.entries import (
     READER_TTL_MS,
     REPLY_CAP,
     letter_fields,
-    submitted_fields,
+    submitted_words,
 )
-from pipeline.log.operation import Batch, Command, Place, Script, Steps, Words, blocking
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
 from pipeline.log.replies import as_text, clock_ms, entries_of, is_ok, nothing, streams_of, texts
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
@@ -46,7 +46,7 @@ def flat(fields: Mapping[str, str]) -> list[str]:
 
 
 def submit(
-    log: Place, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    log: LogContext, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
 ) -> Steps[SubmitResult]:
     """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock."""
     try:
@@ -56,7 +56,7 @@ def submit(
 
 
 def _submit(
-    log: Place, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None, minute: int
+    log: LogContext, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None, minute: int
 ) -> Script[SubmitResult]:
     """Redis' clock decides in which minute a quota counts: *minute*, or the one before or after. Raises OtherMinute."""
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
@@ -68,11 +68,11 @@ def _submit(
         first = minute - 1
         counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
         allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
-    args: list[str | int] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
+    args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
     args += [digest, instead_of, *allowed]
     for sibling, event in zip(uids, events, strict=True):
-        fields = submitted_fields(event, len(events))
-        args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
+        fields = submitted_words(event, len(events))
+        args += [sibling, event.frontend, 2 * len(fields), *(word for pair in fields.items() for word in pair)]
 
     def parse(reply: Any) -> SubmitResult:
         outcome, whose, number = reply
@@ -84,7 +84,7 @@ def _submit(
     return Script("submit", keys, args, parse)
 
 
-def tokenized(log: Place, entry: Entry, event: Tokenized) -> Script[bool]:
+def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
     uid = entry.fields["uid"]
     keys = [log.names.submitted, log.names.request(uid), log.names.tokenized]
     return Script("tokenized", keys, [entry.id, uid, entry.fields["frontend"], *flat(encode(event))], is_ok)
@@ -96,7 +96,13 @@ def _end_fields(event: End) -> list[str]:
 
 
 def end(
-    log: Place, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None
+    log: LogContext,
+    uid: str,
+    event: End,
+    *,
+    frontend: str,
+    consume: Entry | None = None,
+    dead: DeadLetter | None = None,
 ) -> Script[bool]:
     names = log.names
     letter = flat(letter_fields(dead)) if dead else []
@@ -107,7 +113,7 @@ def end(
 
 
 def abandon(
-    log: Place, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False
+    log: LogContext, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False
 ) -> Script[bool]:
     names = log.names
     key = [names.idempotency(once.key)] if once else []
@@ -116,12 +122,12 @@ def abandon(
     return Script("abandon", keys, args, is_ok)
 
 
-def reading(log: Place, uids: Sequence[str], who: str) -> Script[None]:
+def reading(log: LogContext, uids: Sequence[str], who: str) -> Script[None]:
     keys = [key for uid in uids for key in (log.names.reader(uid), log.names.request(uid))]
     return Script("reading", keys, [who, READER_TTL_MS], nothing)
 
 
-def stop_reading(log: Place, uid: str, who: str) -> Command[None]:
+def stop_reading(log: LogContext, uid: str, who: str) -> Command[None]:
     return Command(["SREM", log.names.reader(uid), who], nothing)
 
 
@@ -136,13 +142,13 @@ def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
     return ["XRANGE", names.request(uid), f"({after}" if after else "-", "+", *count]
 
 
-def histories(log: Place, uids: Sequence[str], *, after: str = "") -> Batch[list[list[Entry]]]:
+def histories(log: LogContext, uids: Sequence[str], *, after: str = "") -> Batch[list[list[Entry]]]:
     commands = [_history(log.names, uid, after) for uid in uids]
     return Batch(commands, lambda replies: [entries_of(raw) for raw in replies])
 
 
 def histories_there(
-    log: Place, cursors: Mapping[str, str], *, max_entries: int = 0
+    log: LogContext, cursors: Mapping[str, str], *, max_entries: int = 0
 ) -> Batch[dict[str, list[Entry] | None]]:
     """Return what each history uid -> id has after the id, the first *max_entries* unless that is 0; None where
     there is no history any more.
@@ -158,13 +164,13 @@ def histories_there(
     return Batch(commands, parse)
 
 
-def entries(log: Place, uid: str, ids: Sequence[str]) -> Batch[dict[str, Entry]]:
+def entries(log: LogContext, uid: str, ids: Sequence[str]) -> Batch[dict[str, Entry]]:
     """Return those of the entries *ids* that the history of *uid* has."""
     commands = [["XRANGE", log.names.request(uid), entry_id, entry_id] for entry_id in ids]
     return Batch(commands, lambda replies: {entry.id: entry for raw in replies for entry in entries_of(raw)})
 
 
-def read_histories(log: Place, cursors: Mapping[str, str], *, block_ms: int) -> Command[dict[str, list[Entry]]]:
+def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Command[dict[str, list[Entry]]]:
     """Wait up to *block_ms* until one of the histories uid -> id has something after the id; return what they have.
     A history that is gone is waited for like one to come.
     """
@@ -173,7 +179,7 @@ def read_histories(log: Place, cursors: Mapping[str, str], *, block_ms: int) -> 
     return Command(words, lambda raw: {uids[key]: found for key, found in streams_of(raw).items()}, once=True)
 
 
-def frontends_of(log: Place, uids: Sequence[str]) -> Batch[dict[str, str]]:
+def frontends_of(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, str]]:
     def parse(replies: list[Any]) -> dict[str, str]:
         firsts = ((uid, entries_of(raw)) for uid, raw in zip(uids, replies, strict=True))
         return {uid: first[0].fields.get("frontend", "") if first else "" for uid, first in firsts}
@@ -184,24 +190,24 @@ def frontends_of(log: Place, uids: Sequence[str]) -> Batch[dict[str, str]]:
 # Which requests live, and who reads them
 
 
-def alive(log: Place, uids: Sequence[str]) -> Batch[set[str]]:
+def alive(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
     def parse(replies: list[Any]) -> set[str]:
         return {uid for scores in replies for uid, score in zip(uids, scores, strict=True) if score is not None}
 
     return Batch([["ZMSCORE", log.names.live, *uids]] if uids else [], parse)
 
 
-def living(log: Place) -> Command[list[str]]:
+def living(log: LogContext) -> Command[list[str]]:
     return Command(["ZRANGE", log.names.live, 0, -1], lambda uids: list(texts(uids)))
 
 
-def overdue(log: Place, max_uids: int) -> Steps[list[str]]:
+def overdue(log: LogContext, max_uids: int) -> Steps[list[str]]:
     now_ms = yield from Command(["TIME"], clock_ms)
     words: Words = ["ZRANGEBYSCORE", log.names.live, "-inf", now_ms, "LIMIT", 0, max_uids]
     return (yield from Command(words, lambda uids: list(texts(uids))))
 
 
-def read_by_others(log: Place, uids: Sequence[str]) -> Batch[set[str]]:
+def read_by_others(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
     commands = [["EXISTS", log.names.reader(uid)] for uid in uids]
     return Batch(commands, lambda replies: {uid for uid, exists in zip(uids, replies, strict=True) if exists})
 
@@ -209,17 +215,17 @@ def read_by_others(log: Place, uids: Sequence[str]) -> Batch[set[str]]:
 # Dead letters
 
 
-def dead_letters(log: Place, max_entries: int, *, before: str = "") -> Command[list[Entry]]:
+def dead_letters(log: LogContext, max_entries: int, *, before: str = "") -> Command[list[Entry]]:
     return Command(
         ["XREVRANGE", log.names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], entries_of
     )
 
 
-def drop_dead(log: Place, entry_id: str) -> Command[bool]:
+def drop_dead(log: LogContext, entry_id: str) -> Command[bool]:
     return Command(["XDEL", log.names.dead, entry_id], bool)
 
 
-def incarnation(_: Place) -> Command[str]:
+def incarnation(_: LogContext) -> Command[str]:
     def parse(info: bytes) -> str:
         found = re.search(r"^run_id:(\w+)", as_text(info), re.MULTILINE)
         return found[1] if found else ""

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.errors import Fenced
 from pipeline.events import StepCompleted, encode
 from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_fields
-from pipeline.log.operation import Batch, Command, Place, Script, Steps, Words, blocking
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import flat
 from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
 from pipeline.log.replies import (
@@ -39,7 +39,7 @@ def _unless_fenced(owner: Owner, reply: Any) -> Any:
 # Engines
 
 
-def take(log: Place, owner: Owner, max_entries: int, *, control_cursor: str) -> Script[Taken]:
+def take(log: LogContext, owner: Owner, max_entries: int, *, control_cursor: str) -> Script[Taken]:
     def parse(reply: Any) -> Taken:
         entries, cursor, ended, control, flush = _unless_fenced(owner, reply)
         return Taken(tuple(entries_of(entries)), as_text(cursor), texts(ended), as_text(control), as_text(flush))
@@ -48,13 +48,13 @@ def take(log: Place, owner: Owner, max_entries: int, *, control_cursor: str) -> 
     return Script("take", keys, [str(owner), owner.slot, max_entries, control_cursor], parse, once=True)
 
 
-def wait(log: Place, cursor: str, control_cursor: str, *, block_ms: int) -> Command[None]:
+def wait(log: LogContext, cursor: str, control_cursor: str, *, block_ms: int) -> Command[None]:
     streams = [log.names.tokenized, log.names.control, cursor, control_cursor]
     return Command(["XREAD", "COUNT", 1, *blocking(block_ms), "STREAMS", *streams], nothing, once=True)
 
 
 def step(
-    log: Place,
+    log: LogContext,
     owner: Owner,
     number: int,
     event: StepCompleted,
@@ -73,14 +73,14 @@ def step(
     return Script("step", keys, [*args, *flat(encode(event))], parse, once=True)
 
 
-def flush(log: Place, by: str) -> Script[str]:
+def flush(log: LogContext, by: str) -> Script[str]:
     return Script("flush", [log.names.control], [by], as_text)
 
 
 # Detokenizers
 
 
-def produced(log: Place, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> Script[bool]:
+def produced(log: LogContext, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> Script[bool]:
     keys = [log.names.owner(owner.slot), log.names.steps(engine), log.names.live, log.names.control]
     index: dict[str, int] = {}
 
@@ -105,20 +105,20 @@ def produced(log: Place, owner: Owner, entry: Entry, engine: str, events: Sequen
 # Consumer groups
 
 
-def prepare(_: Place, inbox: Inbox) -> Script[None]:
+def prepare(_: LogContext, inbox: Inbox) -> Script[None]:
     return Script("prepare", [inbox.stream], [inbox.group], nothing)
 
 
-def backlog(_: Place, inbox: Inbox) -> Command[int]:
+def backlog(_: LogContext, inbox: Inbox) -> Command[int]:
     return Command(["XLEN", inbox.stream], int)
 
 
-def read(_: Place, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> Command[list[Entry]]:
+def read(_: LogContext, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> Command[list[Entry]]:
     group = ["XREADGROUP", "GROUP", inbox.group, consumer, "COUNT", max_entries, *blocking(block_ms)]
     return Command([*group, "STREAMS", inbox.stream, ">"], first_stream, once=True)
 
 
-def pending(_: Place, inbox: Inbox, consumer: str) -> Steps[list[Entry]]:
+def pending(_: LogContext, inbox: Inbox, consumer: str) -> Steps[list[Entry]]:
     entries: list[Entry] = []
     first = "-"
     while True:
@@ -143,11 +143,11 @@ def _holdings(inbox: Inbox) -> Command[dict[str, int]]:
     return Command(["XPENDING", inbox.stream, inbox.group], pending_of)
 
 
-def num_pending(_: Place, inbox: Inbox, consumer: str) -> Steps[int]:
+def num_pending(_: LogContext, inbox: Inbox, consumer: str) -> Steps[int]:
     return (yield from _holdings(inbox)).get(consumer, 0)
 
 
-def claim(log: Place, inbox: Inbox, owner: Owner, max_entries: int) -> Steps[list[Entry]]:
+def claim(log: LogContext, inbox: Inbox, owner: Owner, max_entries: int) -> Steps[list[Entry]]:
     entries: list[Entry] = []
     for other in (yield from _holdings(inbox)):
         if other != owner.slot and len(entries) < max_entries:
@@ -155,7 +155,7 @@ def claim(log: Place, inbox: Inbox, owner: Owner, max_entries: int) -> Steps[lis
     return entries
 
 
-def claim_from(log: Place, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> Script[list[Entry]]:
+def claim_from(log: LogContext, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> Script[list[Entry]]:
     return _claim(log.names, inbox, owner, guest.slot, max_entries, guest)
 
 
@@ -168,13 +168,13 @@ def _claim(
     return Script("claim", keys, args, lambda reply: entries_of(_unless_fenced(owner, reply)), once=True)
 
 
-def retry(log: Place, inbox: Inbox, owner: Owner, entry: Entry) -> Script[int]:
+def retry(log: LogContext, inbox: Inbox, owner: Owner, entry: Entry) -> Script[int]:
     keys = [log.names.owner(owner.slot), inbox.stream]
     args = [str(owner), inbox.group, owner.slot, entry.id]
     return Script("retry", keys, args, lambda reply: int(_unless_fenced(owner, reply)), once=True)
 
 
-def forsaken(log: Place, inbox: Inbox) -> Steps[list[str]]:
+def forsaken(log: LogContext, inbox: Inbox) -> Steps[list[str]]:
     slots = yield from _holdings(inbox)
     leases = yield from Batch([["GET", log.names.lease(slot)] for slot in slots], list)
     return [slot for slot, holder in zip(slots, leases, strict=True) if lease_of(holder, 0).is_free]
@@ -183,31 +183,31 @@ def forsaken(log: Place, inbox: Inbox) -> Steps[list[str]]:
 # Slots
 
 
-def acquire(log: Place, slot: str, nonce: str, lease_ms: int) -> Script[Owner | None]:
+def acquire(log: LogContext, slot: str, nonce: str, lease_ms: int) -> Script[Owner | None]:
     keys = [log.names.lease(slot), log.names.owner(slot)]
     return Script("acquire", keys, [nonce, lease_ms], lambda epoch: Owner(slot, epoch, nonce) if epoch else None)
 
 
-def announce(log: Place, slot: str, status: str) -> Script[bool]:
+def announce(log: LogContext, slot: str, status: str) -> Script[bool]:
     return Script("announce", [log.names.lease(slot), log.names.status(slot)], [status, STATUS_TTL_MS], bool)
 
 
-def renew(log: Place, owner: Owner, lease_ms: int, status: str) -> Script[bool]:
+def renew(log: LogContext, owner: Owner, lease_ms: int, status: str) -> Script[bool]:
     slot, names = owner.slot, log.names
     keys = [names.lease(slot), names.owner(slot), names.status(slot)]
     return Script("renew", keys, [str(owner), lease_ms, status, STATUS_TTL_MS], bool)
 
 
-def release(log: Place, owner: Owner) -> Script[bool]:
+def release(log: LogContext, owner: Owner) -> Script[bool]:
     return Script("release", [log.names.lease(owner.slot), log.names.status(owner.slot)], [str(owner)], bool)
 
 
-def lease(log: Place, slot: str) -> Batch[Lease]:
+def lease(log: LogContext, slot: str) -> Batch[Lease]:
     key = log.names.lease(slot)
     return Batch([["GET", key], ["PTTL", key]], lambda replies: lease_of(*replies))
 
 
-def unattended(log: Place) -> Steps[list[str]]:
+def unattended(log: LogContext) -> Steps[list[str]]:
     found: list[str] = []
     for first in count(0, SLOTS_PER_LOOK):
         engines = slots_of(GENERATE, first)
@@ -224,7 +224,7 @@ def unattended(log: Place) -> Steps[list[str]]:
     return found
 
 
-def statuses(log: Place, stage: str) -> Steps[dict[str, str]]:
+def statuses(log: LogContext, stage: str) -> Steps[dict[str, str]]:
     found: dict[str, str] = {}
     for first in count(0, SLOTS_PER_LOOK):
         there = yield from _statuses(log.names, stage, first)

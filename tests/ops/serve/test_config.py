@@ -40,7 +40,7 @@ NAMES = {("--served-model-name",)}
 DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
-CLIENTS = {("--disconnect-grace",)}
+CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",)}
 KEYS = {("--api-key",), ("--limits",)}
 LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
 ENGINE = {
@@ -96,6 +96,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--request-timeout": ("7", 7.0),
     "--lease": ("1e1", 10.0),
     "--max-queued-requests": ("1", 1),
+    "--max-body-bytes": ("2048", 2048),
     "--disconnect-grace": ("0.5", 0.5),
     "--api-key": ("k1 k2", ("k1", "k2")),
     "--limits": ("/l.toml", "/l.toml"),
@@ -141,6 +142,7 @@ BAD_VALUES = [
     ("--lease", "nan", "seconds above 0"),
     ("--max-queued-requests", "0", "at least 1"),
     ("--max-queued-requests", "1.5", "whole number"),
+    ("--max-body-bytes", "1023", "at least 1024"),
     ("--disconnect-grace", "-1", "at least 0"),
     ("--disconnect-grace", "nan", "at least 0"),
     ("--disconnect-grace", "soon", "seconds"),

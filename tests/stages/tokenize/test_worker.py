@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from measured import count_of
 
+import stages.tokenize.worker
 from pipeline.errors import RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Entry, Inbox, StreamLog
@@ -277,6 +278,20 @@ def test_tasks_of_the_tokenizer_are_answered_and_reach_no_engine(rig: Rig) -> No
     assert rig.log.alive(list(expected)) == set()
     _, replies = rig.log.read_replies("web-0", start, block_ms=0)
     assert sorted(reply.uid for reply in replies) == sorted(expected)
+
+
+def test_an_answer_of_very_many_tokens_is_refused_with_their_number(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.tokenize.worker, "MOST_ANSWERED", 3)
+    three, four = rig.ask("tokenize", prompt="abc"), rig.ask("tokenize", prompt="abcd")
+    rig.handle()
+    assert len(event.token_ids if isinstance(event := rig.last(three)[1], Answered) else ()) == 3
+    _, failed = rig.last(four)
+    assert isinstance(failed, Failed) and (failed.status, failed.code, failed.param) == (
+        413,
+        "request_too_large",
+        "prompt",
+    )
+    assert failed.message == "prompt: has 4 tokens, but an answer has at most 3; send it in parts."
 
 
 def test_what_is_long_waits_for_what_is_brief_and_has_the_watchdogs_patience_for_itself(

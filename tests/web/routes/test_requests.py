@@ -271,7 +271,7 @@ async def test_raw_events_come_as_they_happen_also_those_that_clients_do_not_see
 async def test_an_id_that_never_was_is_refused_and_named(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
         uid, _ = await streamed(here, chat())
-        for given in ("7-0", "2", "2-0-0", "01-0", "-", "x", f"{10**20}-0", "1-0\t2-0"):
+        for given in ("7-0", "2", "2-0-0", "01-0", "-", "x", f"{10**20}-0", f"{2**64}-0", f"1-{2**64}", "1-0\t2-0"):
             for name, how in (
                 ("starting_after", {"query_string": {"starting_after": given}}),
                 ("Last-Event-ID", {"headers": {"Last-Event-ID": given}}),

@@ -153,7 +153,7 @@ def test_a_bad_field_is_refused_with_its_name_and_without_its_value(fields: dict
         b"{",
         b"\xff\xfe",
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        b"[" * 100_000,
+        b"[" * 40_000,
         b"[]",
         b"3",
         b'"a"',
@@ -376,7 +376,7 @@ def test_no_token_at_all_is_asked_for_with_echo() -> None:
 def test_a_large_prompt_is_not_copied_without_end() -> None:
     with pytest.raises(RequestError) as caught:
         parse_chat(body(messages=[{"role": "user", "content": "x" * 2_000_000}], n=64))
-    assert caught.value.param == "n" and "at most 33" in caught.value.message
+    assert caught.value.param == "n" and "at most 4" in caught.value.message
 
 
 def test_a_conversation_that_goes_on_with_its_last_message_opens_no_new_one() -> None:

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from pipeline.errors import RequestError
 from pipeline.events import Templating
+from web.wire.openai.bulk import MOST_LARGE, bulk_of
 from web.wire.openai.strict import Neutrals, Strict, kept_exactly, refuse_unsupported
 
 UNSUPPORTED_IN_MESSAGE: Final[Mapping[str, Neutrals]] = {
@@ -24,11 +25,27 @@ UNSUPPORTED_IN_MESSAGE: Final[Mapping[str, Neutrals]] = {
     "refusal": ("",),
 }
 
+MOST_MESSAGES: Final = 4096
+MOST_PARTS: Final = 4096
+"""Most parts of one message."""
+MOST_CALLS: Final = 1024
+"""Most calls in one message."""
+MOST_TOOLS: Final = 1024
+LONGEST_NAME: Final = 1024
+"""Most characters of a name, or of an id."""
+MOST_IN_ARGUMENTS: Final = 2 * MOST_LARGE
+"""Most values in the arguments of all calls together. They are JSON within a text, which a parser has to read, too."""
+
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
+
 
 def _joined_parts(content: object) -> object:
     """Return the text of a list of text parts; anything else is left to the field's own type."""
     if not isinstance(content, list):
         return content
+    if len(content) > MOST_PARTS:
+        message = "Input should have at most {most} parts, not {num}"
+        raise PydanticCustomError("too_long", message, {"most": MOST_PARTS, "num": len(content)})
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -38,17 +55,6 @@ def _joined_parts(content: object) -> object:
     if not texts:
         raise PydanticCustomError("no_parts", "Input should have at least one part")
     return "".join(texts)
-
-
-def _json_object(arguments: str) -> str:
-    """Refuse arguments that are not a JSON object; some clients write "" for an empty one."""
-    try:
-        is_object = isinstance(from_json(arguments or "{}", allow_inf_nan=False), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise PydanticCustomError("json_object", "Input should be a JSON object, written as a string")
-    return arguments
 
 
 class TextPart(TypedDict):
@@ -64,14 +70,15 @@ TEXT: Final = BeforeValidator(_joined_parts, json_schema_input_type=str | list[T
 class FunctionCall(Strict):
     """Which function the assistant called, and with what."""
 
-    name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[str, AfterValidator(_json_object)]
+    name: Annotated[Name, Field(min_length=1)]
+    arguments: str
+    """A JSON object; some clients write "" for an empty one."""
 
 
 class ToolCall(Strict):
     """One call in a message of the assistant."""
 
-    id: str
+    id: Name
     type: Literal["function"] | None = None
     function: FunctionCall
 
@@ -83,9 +90,9 @@ class Message(Strict):
     content: Annotated[
         str | None, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart] | None)
     ] = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    tool_call_id: Name | None = None
 
     @property
     def unknown(self) -> set[str]:
@@ -100,7 +107,7 @@ class Message(Strict):
 class FunctionOfTool(Strict):
     """A function that the model may be told about."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[Name, Field(min_length=1)]
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, AfterValidator(kept_exactly)] = None
     strict: bool | None = None
@@ -118,14 +125,21 @@ class Tool(Strict):
         return set(self.extra) | {f"function.{name}" for name in self.function.extra}
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check that each message has the fields that its role needs, and no others.
+    """Check that each message has the fields that its role needs, and no others, and that arguments are objects.
 
     Raises:
-        RequestError: For the first message that does not.
+        RequestError: For the first message that is wrong.
     """
+    left = MOST_IN_ARGUMENTS
     for index, message in enumerate(messages):
         path = f"messages.{index}."
+        for number, call in enumerate(message.tool_calls or ()):
+            left = _check_arguments(call.function.arguments, f"{path}tool_calls.{number}.function.arguments", left)
         if message.content is None and message.role != "assistant":
             raise _wrong(f"{path}content", "should be a string or a list of text parts")
         if message.tool_calls and message.role != "assistant":
@@ -135,6 +149,24 @@ def check_messages(messages: Sequence[Message]) -> None:
         if message.role != "tool" and message.tool_call_id is not None:
             raise _wrong(f"{path}tool_call_id", "only a message of role `tool` answers a call")
         refuse_unsupported(message.extra, UNSUPPORTED_IN_MESSAGE, path)
+
+
+def _check_arguments(arguments: str, path: str, left: int) -> int:
+    """Check that *arguments* are a JSON object of at most *left* values; return how many more there may be.
+
+    Raises:
+        RequestError: They are not.
+    """
+    left -= sum(bulk_of(arguments.encode()))
+    if left < 0:
+        raise _wrong(path, f"the arguments of all calls have more than {MOST_LARGE} values together")
+    try:
+        is_object = isinstance(from_json(arguments or "{}", allow_inf_nan=False), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise _wrong(path, "Input should be a JSON object, written as a string")
+    return left
 
 
 def plain_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:

@@ -15,8 +15,17 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
-from web.wire.openai.messages import Message, Tool, check_messages
-from web.wire.openai.strict import INT32_MAX, INT64_MAX, Neutrals, Strict, kept_exactly, parsed, refuse_unsupported
+from web.wire.openai.messages import Messages, Tools, check_messages
+from web.wire.openai.strict import (
+    INT32_MAX,
+    INT64_MAX,
+    Neutrals,
+    Strict,
+    at_most,
+    kept_exactly,
+    parsed,
+    refuse_unsupported,
+)
 
 UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "add_generation_prompt": (True,),
@@ -81,8 +90,8 @@ LABELS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier
 MOST_CHOICES: Final = 128
 MOST_ANSWERS: Final = 1024
 """Most choices of all prompts together."""
-MOST_COPIED_BYTES: Final = 64 << 20
-"""Most bytes of all copies of a body: each choice keeps the prompt in its own history."""
+MOST_COPIED_BYTES: Final = 8 << 20
+"""Most bytes of all copies of a body: each answer keeps its prompt, and all else, in its own history."""
 MOST_BAD_WORDS: Final = 256
 PROMPT_KINDS: Final = ("<text>", "<texts>", "<token ids>", "<lists of token ids>")
 """Tags of the four shapes of a prompt; errors do not show them."""
@@ -91,6 +100,14 @@ COMPLETION_TOKENS: Final = 16
 TOKEN_ID: Final = r"^(0|[1-9][0-9]{0,8})$"
 MOST_BIASES: Final = 1024
 MOST_ALLOWED: Final = 16_384
+MOST_METADATA: Final = 1024
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
+ListsOfIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
 
 
 def as_list(stop: object) -> object:
@@ -98,14 +115,14 @@ def as_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
-def _token_id(key: str) -> str:
+def _named_token(key: str) -> str:
     if not re.fullmatch(TOKEN_ID, key):
         expected = "expected a whole number below 1000000000, such as `42`"
         raise PydanticCustomError("token_id", f"a key is not a token id; {expected}")
     return key
 
 
-TokenId = Annotated[str, AfterValidator(_token_id), WithJsonSchema({"type": "string", "pattern": TOKEN_ID})]
+NamedToken = Annotated[str, AfterValidator(_named_token), WithJsonSchema({"type": "string", "pattern": TOKEN_ID})]
 
 
 def _prompt_kind(prompt: object) -> str:
@@ -139,12 +156,13 @@ class SamplingFields(Strict):
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
+            Field(fail_fast=True),
             BeforeValidator(as_list, json_schema_input_type=str | list[str]),
             Field(max_length=16),
         ]
         | None
     ) = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -152,8 +170,9 @@ class SamplingFields(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     logit_bias: (
         Annotated[
-            dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+            dict[NamedToken, Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MOST_BIASES),
+            at_most(MOST_BIASES),
         ]
         | None
     ) = None
@@ -175,11 +194,14 @@ class GenerationRequest(SamplingFields):
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
 
-    allowed_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1, max_length=MOST_ALLOWED)] | None
-    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MOST_ALLOWED)] | None = (
+        None
+    )
     bad_words: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MOST_BAD_WORDS)] | None
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=256)]], Field(fail_fast=True, max_length=MOST_BAD_WORDS)
+        ]
+        | None
     ) = None
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -192,7 +214,14 @@ class GenerationRequest(SamplingFields):
     """Among the requests that an engine holds, a lower number runs first."""
 
     user: str | None = None
-    metadata: dict[str, Annotated[str | int | float | bool | None, AfterValidator(kept_exactly)]] | None = None
+    metadata: (
+        Annotated[
+            dict[str, Annotated[str | int | float | bool | None, AfterValidator(kept_exactly)]],
+            Field(max_length=MOST_METADATA),
+            at_most(MOST_METADATA),
+        ]
+        | None
+    ) = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -226,7 +255,7 @@ class GenerationRequest(SamplingFields):
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """Mini-SGLang's field: a text that goes to the model without the chat template."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
@@ -235,7 +264,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(kept_exactly)] | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
 
     @property
@@ -256,18 +285,14 @@ class ChatRequest(GenerationRequest):
         return tuple(sorted(names))
 
 
-Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1)]
-
-
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
         Annotated[Text, Tag(PROMPT_KINDS[0])]
-        | Annotated[list[Text], Field(min_length=1), Tag(PROMPT_KINDS[1])]
+        | Annotated[Texts, Tag(PROMPT_KINDS[1])]
         | Annotated[TokenIds, Tag(PROMPT_KINDS[2])]
-        | Annotated[list[TokenIds], Field(min_length=1), Tag(PROMPT_KINDS[3])],
+        | Annotated[ListsOfIds, Tag(PROMPT_KINDS[3])],
         Discriminator(_prompt_kind),
     ]
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
@@ -325,6 +350,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
         raise RequestError(f"prompt: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param="prompt")
+    refuse_copies(request, "prompt", len(body), len(request.prompts), request.num_choices)
     return request
 
 
@@ -341,9 +367,24 @@ def _parse(model: type[R], body: bytes) -> R:
         raise RequestError("prompt_logprobs: not with `stream: true`", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:
         raise RequestError("truncate_prompt_tokens: 0 leaves no prompt", param="truncate_prompt_tokens")
-    if request.num_choices * len(body) > MOST_COPIED_BYTES:
-        raise RequestError(f"n: with a prompt of this size at most {MOST_COPIED_BYTES // len(body)}", param="n")
+    if request.num_choices > 1 and request.num_choices * len(body) > MOST_COPIED_BYTES:
+        most = max(MOST_COPIED_BYTES // len(body), 1)
+        raise RequestError(f"n: with a prompt of this size at most {most}", param="n")
     return request
+
+
+def refuse_copies(request: Strict, field: str, num_bytes: int, num_prompts: int, num_choices: int) -> None:
+    """Refuse a list of prompts, in *field* of a body of *num_bytes*, if all copies of the other fields take too much.
+
+    Raises:
+        RequestError: They take too much.
+    """
+    if num_prompts == 1:
+        return
+    shared = len(request.model_dump_json(exclude={field}, exclude_none=True))
+    if num_choices * (num_bytes + num_prompts * shared) > MOST_COPIED_BYTES:
+        message = f"{field}: each of {num_prompts} prompts keeps a copy of all other fields; send fewer at once"
+        raise RequestError(message, param=field)
 
 
 def _check_tools(request: ChatRequest) -> None:

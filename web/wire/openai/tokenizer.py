@@ -12,14 +12,15 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.errors import RequestError
 from pipeline.events import Answered, SamplingParams, Submitted
-from web.wire.openai.messages import Message, Tool, check_messages, plain_messages, templating_of
+from web.wire.openai.bulk import MOST_VALUES
+from web.wire.openai.messages import Messages, Tools, check_messages, plain_messages, templating_of
 from web.wire.openai.strict import INT32_MAX, Neutrals, Strict, kept_exactly, parsed, refuse_unsupported
 
 TOKENIZE_ENDPOINT: Final = "/tokenize"
 DETOKENIZE_ENDPOINT: Final = "/detokenize"
 DESCRIBE_ENDPOINT: Final = "/tokenizer_info"
-MOST_TOKENS: Final = 4 << 20
-"""As many as the longest text that the tokenizer takes can have, at one byte each."""
+MOST_TOKENS: Final = MOST_VALUES - 16
+"""Few enough that one more is refused by this bound, and not by that of the whole body."""
 UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
     "chat_template": (),
     "documents": ([],),
@@ -53,11 +54,11 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: Annotated[str | None, BeforeValidator(_one_text)] = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(kept_exactly)] = None
     return_token_strs: bool | None = None
 
@@ -97,7 +98,9 @@ class DetokenizeRequest(Strict):
 
     model: str | None = None
     tokens: Annotated[
-        list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MOST_TOKENS), BeforeValidator(_one_list)
+        list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
+        Field(fail_fast=True, max_length=MOST_TOKENS),
+        BeforeValidator(_one_list),
     ]
     skip_special_tokens: bool | None = None
     """SGLang's field; by default special tokens are kept, as in vLLM."""

@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
+from web.wire.openai.bulk import refuse_bulk
 from web.wire.openai.schemas import (
     LABELS,
     MOST_ANSWERS,
@@ -18,11 +19,23 @@ from web.wire.openai.schemas import (
     PROMPT_KINDS,
     UNSUPPORTED,
     GenerationRequest,
+    ListsOfIds,
     SamplingFields,
     Text,
+    Texts,
     TokenIds,
+    refuse_copies,
 )
-from web.wire.openai.strict import INT32_MAX, INT64_MAX, Neutrals, Strict, refusal, refuse_unsupported
+from web.wire.openai.strict import (
+    INT32_MAX,
+    INT64_MAX,
+    Neutrals,
+    Strict,
+    first_of,
+    parsed,
+    refusal,
+    refuse_unsupported,
+)
 
 TEXT_TOKENS: Final = 16
 """The default of `max_tokens` in Mini-SGLang's form."""
@@ -78,15 +91,14 @@ class SGLangRequest(Strict):
 
     text: (
         Annotated[
-            Annotated[Text, Tag(PROMPT_KINDS[0])] | Annotated[list[Text], Field(min_length=1), Tag(PROMPT_KINDS[1])],
+            Annotated[Text, Tag(PROMPT_KINDS[0])] | Annotated[Texts, Tag(PROMPT_KINDS[1])],
             Discriminator(_texts_or_one),
         ]
         | None
     ) = None
     input_ids: (
         Annotated[
-            Annotated[TokenIds, Tag(PROMPT_KINDS[2])]
-            | Annotated[list[TokenIds], Field(min_length=1), Tag(PROMPT_KINDS[3])],
+            Annotated[TokenIds, Tag(PROMPT_KINDS[2])] | Annotated[ListsOfIds, Tag(PROMPT_KINDS[3])],
             Discriminator(_lists_or_one),
         ]
         | None
@@ -200,10 +212,11 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
     Raises:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
+    refuse_bulk(body)
     try:
         request = _FORMS.validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = first_of(error)
         first["loc"] = first["loc"][1:]  # without the form
         raise refusal(first) from None
     if request.extra.get("rid") is not None:
@@ -219,10 +232,7 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
 
 def parse_abort(body: bytes) -> AbortRequest:
     """As `parse_generate`."""
-    try:
-        request = AbortRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise refusal(error.errors(include_url=False, include_context=False, include_input=False)[0]) from None
+    request = parsed(AbortRequest, body)
     refuse_unsupported(request.extra, _UNSUPPORTED_IN_ABORT, "")
     if not request.rid and not request.abort_all:
         raise RequestError("rid: missing; send the id of a request, or `abort_all: true`", param="rid")
@@ -256,6 +266,7 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
         raise RequestError(
             f"{given[0]}: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param=given[0]
         )
-    if request.num_choices * num_bytes > MOST_COPIED_BYTES:
-        message = f"sampling_params.n: with a prompt of this size at most {MOST_COPIED_BYTES // num_bytes}"
+    if request.num_choices > 1 and request.num_choices * num_bytes > MOST_COPIED_BYTES:
+        message = f"sampling_params.n: with a prompt of this size at most {max(MOST_COPIED_BYTES // num_bytes, 1)}"
         raise RequestError(message, param="sampling_params.n")
+    refuse_copies(request, given[0], num_bytes, len(request.prompts), request.num_choices)
