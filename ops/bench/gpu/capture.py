@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -13,15 +12,8 @@ WARM_CALLS = 3
 """A library may allocate or compile in its first calls, which a capture does not allow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A recorded call: it reads and writes the tensors that it was recorded with."""
-
-    replay: Callable[[], object]
-
-
-def capture(call: Callable[[], object], device: torch.device) -> Captured:
-    """Record *call*, which makes no tensor that outlives it.
+def capture(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Record *call*, which makes no tensor that outlives it; return its replay, on the same tensors.
 
     Raises:
         Skip: The device has no graphs.
@@ -47,4 +39,5 @@ def capture(call: Callable[[], object], device: torch.device) -> Captured:
     except Exception as error:  # the end of a broken capture raises too, and says less
         raise first_error or error from None
     torch.cuda.synchronize(device)
-    return Captured(graph.replay)
+    replay: Callable[[], object] = graph.replay
+    return replay

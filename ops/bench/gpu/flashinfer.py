@@ -9,13 +9,13 @@ import importlib.util
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ops.bench.gpu.capture import capture
 from ops.bench.gpu.pages import largest_error, make_batch, make_case
-from ops.bench.gpu.phase import Report, Scale, Skip, attempt
-from ops.bench.gpu.timing import ROUNDS, copy_bytes_per_s, median_s, random, wait
+from ops.bench.gpu.phase import Figures, Report, Scale, Skip, attempt, report_each
+from ops.bench.gpu.timing import copy_bytes_per_s, median_s, random, step_times, wait
 from pipeline.errors import ConfigError
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.flashinfer import (
@@ -48,6 +48,8 @@ PARTS: Final = ("tvm_ffi", "typing_extensions", "pynvml", "requests", "tqdm", "p
 """The modules without which `import flashinfer` of 0.6.13 fails."""
 Build: TypeAlias = tuple[int, bool]
 """head_dim, with a window"""
+Rows: TypeAlias = tuple[tuple[int, int], ...]
+"""(start, number of new tokens) of each row."""
 BUILDS: Final[tuple[Build, ...]] = ((64, False), (128, False), (64, True), (128, True))
 BUILDS_AT_ONCE: Final = 2
 """A compiler takes gigabytes, and each build runs one on every core."""
@@ -71,13 +73,29 @@ PAGE_SIZE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """One of the two ways to call it."""
+
+    wrapper: Callable[[Any, Tensor], Any]
+    plan: Callable[[Any, AttentionShape, Indices], None]
+
+
+DECODES: Final = Way(decode_wrapper, plan_decode)
+PREFILLS: Final = Way(prefill_wrapper, plan_prefill)
+CHECKED: Final = (
+    ("decode", DECODES, DECODE),
+    ("prefill", PREFILLS, PREFILL),
+    ("prefill of decode rows", PREFILLS, DECODE),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Timed:
     """What is measured, and with what."""
 
     library: Any
     workspace: Tensor
     shape: AttentionShape
-    context: int
     copy_rate: float
 
     @property
@@ -96,7 +114,9 @@ def run(scale: Scale, report: Report) -> None:
     there = {part: importlib.util.find_spec(part) is not None for part in ("flashinfer_cubin", "flashinfer_jit_cache")}
     report("import", ok=True, seconds=time.perf_counter() - began_s, version=str(library.__version__), **there)
     report("tools", ok=None, **found)
-    measure(library, build_all(BUILDS, report), scale, report)
+    built = build_all(BUILDS, report)
+    check_all(library, BUILDS, built, scale, report)
+    measure(library, built, scale, report)
 
 
 def import_library() -> Any:
@@ -149,19 +169,19 @@ def check_all(library: Any, builds: Sequence[Build], built: Sequence[Build], sca
     """Report the errors of the modules *builds*; those that are not among *built* are skipped."""
     device = torch.device(scale.device)
     workspace = torch.zeros(WORKSPACE_BYTES[scale.size], dtype=torch.uint8, device=device)
+    checks: dict[str, Callable[[], Figures]] = {}
     for head_dim, windowed in builds:
         for page_size in (16, 64):
-            for kind, rows in (("decode", DECODE), ("prefill", PREFILL), ("prefill of decode rows", DECODE)):
-                shape = AttentionShape(16, 4, head_dim, page_size, WINDOW if windowed else 0, DTYPE, device)
+            shape = AttentionShape(16, 4, head_dim, page_size, WINDOW if windowed else 0, DTYPE, device)
+            for kind, way, rows in CHECKED:
                 item = f"{kind}, head_dim {head_dim}{' windowed' if windowed else ''}, pages of {page_size}"
-                with attempt(report, item):
-                    _require((head_dim, windowed), built)
-                    _check(report, item, kind == "decode", library, workspace, shape, rows)
+                check = partial(_check, way, library, workspace, shape, rows)
+                checks[item] = _if_built((head_dim, windowed), built, check)
+    report_each(report, checks)
 
 
 def measure(library: Any, built: Sequence[Build], scale: Scale, report: Report) -> None:
-    """Report errors, times and graphs of *library*, of which the modules *built* are compiled."""
-    check_all(library, BUILDS, built, scale, report)
+    """Report times and graphs of *library*, of which the modules *built* are compiled."""
     size, device = scale.size, torch.device(scale.device)
     workspace = torch.zeros(WORKSPACE_BYTES[size], dtype=torch.uint8, device=device)
     copy_rate = float("nan")
@@ -169,22 +189,27 @@ def measure(library: Any, built: Sequence[Build], scale: Scale, report: Report) 
         copy_rate = copy_bytes_per_s(device, size)
         report("copy", copy_gb_per_s=copy_rate / 1e9)
     shape = AttentionShape(*TIMED_HEADS[size], PAGE_SIZE, 0, DTYPE, device)
-    timed = Timed(library, workspace, shape, CONTEXT[size], copy_rate)
-    tries: list[tuple[str, Callable[[Report, str, Timed, int], None], int]] = []
+    timed = Timed(library, workspace, shape, copy_rate)
+    measures: dict[str, Callable[[], Figures]] = {}
     for num_rows in TIMED_ROWS[size]:
-        tries.append((f"decode of {num_rows} rows", _time_decode, num_rows))
-        tries.append((f"graph of decode, {num_rows} rows", _try_graph, num_rows))
-    tries.append((f"prefill of {PREFILL_TOKENS[size]} tokens", _time_prefill, PREFILL_TOKENS[size]))
-    for item, call, number in tries:
-        with attempt(report, item):
-            _require((shape.head_dim, False), built)
-            call(report, item, timed, number)
+        rows = ((CONTEXT[size] - 1, 1),) * num_rows
+        measures[f"decode of {num_rows} rows"] = partial(_time, DECODES, timed, rows)
+        measures[f"graph of decode, {num_rows} rows"] = partial(_try_graph, timed, rows)
+        measures[f"fast_decode_plan, {num_rows} rows"] = partial(_time_fast_plan, timed, rows)
+    measures[f"prefill of {PREFILL_TOKENS[size]} tokens"] = partial(
+        _time, PREFILLS, timed, ((0, PREFILL_TOKENS[size]),)
+    )
+    timed_build = (shape.head_dim, False)
+    report_each(report, {item: _if_built(timed_build, built, call) for item, call in measures.items()})
 
 
-def _require(build: Build, built: Sequence[Build]) -> None:
-    """Raise Skip where a module is missing: a call would compile it, or fail to, once more."""
-    if build not in built:
+def _if_built(build: Build, built: Sequence[Build], measure: Callable[[], Figures]) -> Callable[[], Figures]:
+    """Return *measure*, or a skip where the module is missing: a call would compile it, or fail to, once more."""
+
+    def skip() -> Figures:
         raise Skip(f"the module for head_dim {build[0]}{' with a window' if build[1] else ''} was not compiled")
+
+    return measure if build in built else skip
 
 
 def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: int) -> Any:
@@ -197,25 +222,16 @@ def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: in
     return decode_wrapper(library, workspace, use_cuda_graph=True, **buffers)
 
 
-def _check(
-    report: Report,
-    item: str,
-    decodes: bool,
-    library: Any,
-    workspace: Tensor,
-    shape: AttentionShape,
-    rows: Sequence[tuple[int, int]],
-) -> None:
+def _check(way: Way, library: Any, workspace: Tensor, shape: AttentionShape, rows: Rows) -> Figures:
     """Compare with float64, and with our reference on the same pages."""
     case = make_case(shape, rows, shape.dtype, shape.device)
-    kv_2PKSD, indices = case.filled_pages(), indices_of(case.batch, shape.page_size)
-    wrapper = (decode_wrapper if decodes else prefill_wrapper)(library, workspace)
-    (plan_decode if decodes else plan_prefill)(wrapper, shape, indices)
+    kv_2PKSD = case.filled_pages()
+    wrapper = way.wrapper(library, workspace)
+    way.plan(wrapper, shape, indices_of(case.batch, shape.page_size))
     output = wrapper.run(case.q_THD, (kv_2PKSD[0], kv_2PKSD[1]))
     expected = case.expected()
     reference = ReferenceAttention(shape).plan(case.batch)(case.q_THD, case.k_TKD, case.v_TKD, kv_2PKSD)
-    error = largest_error(output, expected)
-    report(item, **_verdict(error), reference_error=largest_error(reference, expected))
+    return _verdict(largest_error(output, expected)) | {"reference_error": largest_error(reference, expected)}
 
 
 def _verdict(error: float) -> dict[str, Any]:
@@ -223,7 +239,7 @@ def _verdict(error: float) -> dict[str, Any]:
 
 
 def _random_step(
-    shape: AttentionShape, rows: tuple[tuple[int, int], ...]
+    shape: AttentionShape, rows: Rows
 ) -> tuple[ForwardBatch, Tensor, tuple[Tensor, Tensor], Callable[[], Tensor]]:
     """Return a batch, its q_THD, keys and values in pages, and our reference on it; all of it random."""
     batch, num_pages = make_batch(rows, shape.page_size, shape.device)
@@ -239,14 +255,7 @@ def _random_step(
 
 def _plan_ms(plan: Callable[[], None], device: torch.device) -> float:
     """Return how long the host is busy with it."""
-    times = []
-    for _ in range(ROUNDS + 2):
-        wait(device)
-        began_s = time.perf_counter()
-        plan()
-        times.append(time.perf_counter() - began_s)
-    wait(device)
-    return 1e3 * statistics.median(times[2:])
+    return 1e3 * step_times(plan, device).host_s
 
 
 def _share(timed: Timed, batch: ForwardBatch, seconds: float) -> float | None:
@@ -257,40 +266,45 @@ def _share(timed: Timed, batch: ForwardBatch, seconds: float) -> float | None:
     return share if share == share else None
 
 
-def _time_decode(report: Report, item: str, timed: Timed, num_rows: int) -> None:
+def _time(way: Way, timed: Timed, rows: Rows) -> Figures:
     """Time one layer's attention, FlashInfer's and ours."""
     shape, device = timed.shape, timed.device
-    batch, q_BHD, kv, reference = _random_step(shape, ((timed.context - 1, 1),) * num_rows)
-    indices, wrapper = indices_of(batch, shape.page_size), decode_wrapper(timed.library, timed.workspace)
-    plan_ms = _plan_ms(lambda: plan_decode(wrapper, shape, indices), device)
+    batch, q_THD, kv, reference = _random_step(shape, rows)
+    indices, wrapper = indices_of(batch, shape.page_size), way.wrapper(timed.library, timed.workspace)
+    plan_ms = _plan_ms(lambda: way.plan(wrapper, shape, indices), device)
     reference_s = median_s(reference, device)  # it writes the keys that both read
-    seconds = median_s(lambda: wrapper.run(q_BHD, kv), device, inner=10)
-    report(
-        item,
-        **_verdict(largest_error(wrapper.run(q_BHD, kv), reference().double())),
-        us=1e6 * seconds,
-        copy_bandwidth_share=_share(timed, batch, seconds),
-        reference_us=1e6 * reference_s,
-        plan_ms=plan_ms,
-    )
+    seconds = median_s(lambda: wrapper.run(q_THD, kv), device, inner=10)
+    figures = _verdict(largest_error(wrapper.run(q_THD, kv), reference().double()))
+    figures |= {"us": 1e6 * seconds, "reference_us": 1e6 * reference_s, "plan_ms": plan_ms}
+    if way is DECODES:
+        return figures | {"copy_bandwidth_share": _share(timed, batch, seconds)}
+    return figures | {"tflops": 2 * shape.num_heads * shape.head_dim * len(q_THD) ** 2 / seconds / 1e12}
 
 
-def _try_graph(report: Report, item: str, timed: Timed, num_rows: int) -> None:
+def _planned_for_graph(timed: Timed, rows: Rows) -> tuple[Any, list[Indices]]:
+    """Return a wrapper in fixed buffers, and the pages of *rows* and of rows half as long, in its room."""
+    shape = timed.shape
+    lengths = (rows, tuple((start // 2, 1) for start, _ in rows))
+    batches = [indices_of(make_batch(those, shape.page_size, shape.device)[0], shape.page_size) for those in lengths]
+    most_pages = max(int(indices.indptr[-1]) for indices in batches)
+    wrapper = graph_wrapper(timed.library, timed.workspace, len(rows), most_pages)
+    plan_decode(wrapper, shape, batches[0])
+    return wrapper, batches
+
+
+def _try_graph(timed: Timed, rows: Rows) -> Figures:
     """Capture decode, replay it on the lengths of the capture and on others, and compare with eager calls."""
     shape, device, library = timed.shape, timed.device, timed.library
-    batches = list(_two_lengths(shape, num_rows, timed.context))
-    most_pages = max(int(indices.indptr[-1]) for indices in batches)
-    batch, q_BHD, kv, _ = _random_step(shape, ((timed.context - 1, 1),) * num_rows)
+    wrapper, batches = _planned_for_graph(timed, rows)
+    batch, q_BHD, kv, _ = _random_step(shape, rows)
     out = torch.zeros_like(q_BHD)
-    wrapper = graph_wrapper(library, timed.workspace, num_rows, most_pages)
-    plan_decode(wrapper, shape, batches[0])
-    captured = capture(lambda: wrapper.run(q_BHD, kv, out=out), device)
+    replay = capture(lambda: wrapper.run(q_BHD, kv, out=out), device)
     same_bits, worst = [], 0.0
     for indices in batches:
         plan_decode(wrapper, shape, indices)
         eager = wrapper.run(q_BHD, kv).clone()
         out.zero_()
-        captured.replay()
+        replay()
         wait(device)
         same_bits.append(bool(torch.equal(out, eager)))
         plain = decode_wrapper(library, torch.zeros_like(timed.workspace))
@@ -298,60 +312,33 @@ def _try_graph(report: Report, item: str, timed: Timed, num_rows: int) -> None:
         error = largest_error(out, plain.run(q_BHD, kv).double())
         worst = error if error != error else max(worst, error)
     plan_decode(wrapper, shape, batches[0])
-    replay_s = median_s(captured.replay, device, inner=10)
+    replay_s = median_s(replay, device, inner=10)
     eager_s = median_s(lambda: wrapper.run(q_BHD, kv, out=out), device, inner=10)
     verdict = _verdict(worst)
-    report(
-        item,
-        **verdict | {"ok": verdict["ok"] and all(same_bits)},
-        replay_is_eager=same_bits[0],
-        replay_is_eager_at_other_lengths=same_bits[1],
-        replay_us=1e6 * replay_s,
-        eager_us=1e6 * eager_s,
-        saved_us=1e6 * (eager_s - replay_s),
-        copy_bandwidth_share=_share(timed, batch, replay_s),
-        plan_ms=_plan_ms(lambda: plan_decode(wrapper, shape, batches[0]), device),
-    )
-    with attempt(report, f"fast_decode_plan, {num_rows} rows"):
-        _time_fast_plan(report, f"fast_decode_plan, {num_rows} rows", timed, wrapper, batches[0])
+    return {
+        **verdict,
+        "ok": verdict["ok"] and all(same_bits),
+        "replay_is_eager": same_bits[0],
+        "replay_is_eager_at_other_lengths": same_bits[1],
+        "replay_us": 1e6 * replay_s,
+        "eager_us": 1e6 * eager_s,
+        "saved_us": 1e6 * (eager_s - replay_s),
+        "copy_bandwidth_share": _share(timed, batch, replay_s),
+        "plan_ms": _plan_ms(lambda: plan_decode(wrapper, shape, batches[0]), device),
+    }
 
 
-def _two_lengths(shape: AttentionShape, num_rows: int, context: int) -> Iterator[Indices]:
-    for start in (context - 1, context // 2):
-        batch, _ = make_batch(((start, 1),) * num_rows, shape.page_size, shape.device)
-        yield indices_of(batch, shape.page_size)
-
-
-def _time_fast_plan(report: Report, item: str, timed: Timed, wrapper: Any, indices: Indices) -> None:
+def _time_fast_plan(timed: Timed, rows: Rows) -> Figures:
     """Time the plan that leaves the buffers of a graph alone and takes what it needs from the host."""
-
-    def plan() -> None:
-        timed.library.fast_decode_plan(
-            wrapper,
-            indices.indptr,
-            indices.indices,
-            indices.last_page_len,
-            *numbers(timed.shape),
-            **options(timed.shape),
-            global_override_indptr_cpu=indices.indptr,
-        )
-
-    report(item, plan_ms=_plan_ms(plan, timed.device))
-
-
-def _time_prefill(report: Report, item: str, timed: Timed, num_tokens: int) -> None:
-    """Time one layer's attention over one prompt, FlashInfer's and ours."""
-    shape, device = timed.shape, timed.device
-    batch, q_THD, kv, reference = _random_step(shape, ((0, num_tokens),))
-    wrapper, indices = prefill_wrapper(timed.library, timed.workspace), indices_of(batch, shape.page_size)
-    plan_ms = _plan_ms(lambda: plan_prefill(wrapper, shape, indices), device)
-    reference_s = median_s(reference, device)  # it writes the keys that both read
-    seconds = median_s(lambda: wrapper.run(q_THD, kv), device, inner=5)
-    report(
-        item,
-        **_verdict(largest_error(wrapper.run(q_THD, kv), reference().double())),
-        us=1e6 * seconds,
-        tflops=2 * shape.num_heads * shape.head_dim * num_tokens**2 / seconds / 1e12,
-        reference_us=1e6 * reference_s,
-        plan_ms=plan_ms,
+    wrapper, (indices, _) = _planned_for_graph(timed, rows)
+    plan = partial(
+        timed.library.fast_decode_plan,
+        wrapper,
+        indices.indptr,
+        indices.indices,
+        indices.last_page_len,
+        *numbers(timed.shape),
+        **options(timed.shape),
+        global_override_indptr_cpu=indices.indptr,
     )
+    return {"plan_ms": _plan_ms(plan, timed.device)}

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from pydantic import JsonValue, ValidationError
+from reported import STUBS
 from rich.console import Console
 from selection import rest_at_night
 from servers import ROOT, eventually
@@ -25,12 +26,6 @@ from ops.bench.gpu.runner import Planned
 from pipeline.errors import ConfigError
 
 GPU = (sys.executable, str(ROOT / "minisgl.py"), "bench", "gpu")
-STUBS: Mapping[str, str] = {
-    "fine": "def run(scale, report): report('sum', ok=True, ms=1.25, counts=[1, 2], kernels=[{'name': 'a'}])",
-    "raises": "def run(scale, report): raise ValueError('no such kernel')",
-    "skips": "from ops.bench.gpu.phase import Skip\ndef run(scale, report): raise Skip('needs a GPU')",
-    "hangs": "import time\ndef run(scale, report):\n    report('before', ok=True)\n    time.sleep(600)",
-}
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[str], limit_s: float = 60.0) -> None:
