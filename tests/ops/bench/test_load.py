@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,6 @@ from openai_stand_in import (
     Frames,
     OpenAIStandIn,
     data,
-    listening,
     prompt_tokens,
     text_chunk,
     usage_chunk,
@@ -43,12 +42,6 @@ from ops.bench.load import (
 
 LENGTHS = (Span(10, 20), Span(4, 4))
 GOOD = [ROLE, text_chunk("你好"), text_chunk(" world"), FINISH, usage_chunk(9, 7, 4), DONE]
-
-
-@pytest.fixture
-def stand_in() -> Iterator[OpenAIStandIn]:
-    with listening() as server:
-        yield server
 
 
 def measure(
