@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -168,16 +168,20 @@ class Client:
         body = form.body(messages, max_tokens, stream=True)
         arrivals: list[Arrival] = []
         sent_s = time.perf_counter()
+        error = await self.receive(PATHS[form.endpoint], body, lambda arrival, _: arrivals.append(arrival))
+        return Answer(sent_s, time.perf_counter(), error=error) if error else read_stream(sent_s, arrivals)
+
+    async def receive(self, path: str, body: bytes, came: Callable[[Arrival, Mapping[str, str]], None]) -> str:
+        """Send *body*; give each piece of the answer, and its headers, to *came*. Return why it failed, or ""."""
         try:
-            async with self._session.post(self._url + PATHS[form.endpoint], data=body) as response:
+            async with self._session.post(self._url + path, data=body) as response:
                 if response.status != 200:
-                    refusal = refusal_of(response.status, await response.read())
-                    return Answer(sent_s, time.perf_counter(), error=refusal.message)
+                    return refusal_of(response.status, await response.read()).message
                 while data := await response.content.readany():
-                    arrivals.append((time.perf_counter(), data))
+                    came((time.perf_counter(), data), response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return Answer(sent_s, time.perf_counter(), error=_broken(error))
-        return read_stream(sent_s, arrivals)
+            return _broken(error)
+        return ""
 
 
 def _one_line(text: str) -> str:

@@ -29,8 +29,8 @@ of a trace. Tokens are counted from `usage`, never from chunks: a chunk may hold
 sending to the first text. Time per token: from the first text to the last, divided by the number of tokens minus one.
 Exits with 1 if a request failed, after the figures of the others.
 """
-RANDOM, SHARED_PREFIX, MULTI_TURN, MOONCAKE, QWEN = "random", "shared-prefix", "multi-turn", "mooncake", "qwen"
-TRACES: Final = (MOONCAKE, QWEN)
+RANDOM, SHARED_PREFIX, MULTI_TURN = "random", "shared-prefix", "multi-turn"
+TRACES: Final = tuple(datasets.TRACES)
 DATASETS: Final = (RANDOM, SHARED_PREFIX, MULTI_TURN, *TRACES)
 NUM_REQUESTS: Final = 64
 CONCURRENCY: Final = 16
@@ -217,8 +217,7 @@ def planned(load: LoadConfig) -> list[Session]:
     """
     count = load.num_requests or NUM_REQUESTS
     if load.dataset in TRACES:
-        read = datasets.mooncake_trace if load.dataset == MOONCAKE else datasets.qwen_trace
-        sessions = read(Path(load.trace), load.trace_scale)[: load.num_requests or None]
+        sessions = datasets.trace(load.dataset, Path(load.trace), load.trace_scale)[: load.num_requests or None]
     elif load.dataset == SHARED_PREFIX:
         sessions = datasets.shared_prefix(
             count, load.seed, load.inputs, load.outputs, groups=load.groups, prefix_tokens=load.prefix_tokens

@@ -148,8 +148,7 @@ def _measure_step(
         figures["matmul_rate_share"] = _or_none(operations / step_s / matmul_rate)
     report(item, ok=bool(engine.logits(plan).isfinite().all()), **figures)
     with attempt(report, f"{item}, profile"):
-        found = profiled(lambda: engine.logits(plan), engine.device)
-        report(f"{item}, profile", ok=None, **found.figures(NUM_LONGEST))
+        report(f"{item}, profile", **profiled(lambda: engine.logits(plan), engine.device, NUM_LONGEST))
 
 
 def _sampling(plan: BatchPlan) -> BatchPlan:
