@@ -94,10 +94,7 @@ class LoadConfig:
     outputs: Span = length_flag("--output-len", "answer")  # noqa: RUF009
     groups: int = flag("--groups", default=8, parse=at_least(1), help="shared-prefix: number of prefixes")
     prefix_tokens: int = flag(
-        "--prefix-len",
-        default=1024,
-        parse=at_least(1),
-        help="shared-prefix: tokens per prefix, before --input-len",
+        "--prefix-len", default=1024, parse=at_least(1), help="shared-prefix: tokens per prefix, before --input-len"
     )
     turns: int = flag("--turns", default=4, parse=at_least(1), help="multi-turn: requests per conversation")
     trace: str = flag("--trace", default="", help="mooncake, qwen: file of the trace, one JSON object per line")
@@ -111,10 +108,7 @@ class LoadConfig:
         "--concurrency", default=0, parse=at_least(1), help=f"requests under way at any time [{CONCURRENCY}]"
     )
     rate: float = flag(
-        "--rate",
-        default=0.0,
-        parse=above_zero,
-        help="random (Poisson) arrivals per second, instead of --concurrency",
+        "--rate", default=0.0, parse=above_zero, help="random (Poisson) arrivals per second, instead of --concurrency"
     )
     warmup: int = flag("--warmup", default=2, parse=at_least(0), help="requests before the measured ones")
     seed: int = flag(
@@ -130,11 +124,7 @@ class OutputConfig:
     """Where the figures go."""
 
     goodput: tuple[Objective, ...] = flag(
-        "--goodput",
-        default=(),
-        parse=objective,
-        repeated=True,
-        help="limits of a good request: ttft:MS tpot:MS e2e:MS",
+        "--goodput", default=(), parse=objective, repeated=True, help="limits of a good request: ttft:MS tpot:MS e2e:MS"
     )
     output: str = flag("--output", default="", help="JSON file for the setup and every request")
     plot: str = flag("--plot", default="", help="file for a plot (.png, .svg, .pdf); needs minisgl[bench]")

@@ -141,11 +141,11 @@ def _measure_step(
     cost, (copy_rate, matmul_rate) = cost_of(spec, engine.dtype.itemsize), rates
     if plan.num_decode_rows:
         num_bytes = cost.bytes_read(Step(step_s, len(rows), sum(map(sum, rows)), 0, 0))
-        figures |= {"gb_read": num_bytes / 1e9, "copy_bandwidth_share": _or_none(num_bytes / step_s / copy_rate)}
+        figures |= {"gb_read": num_bytes / 1e9, "copy_bandwidth_share": num_bytes / step_s / copy_rate}
     else:
         attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * num_tokens**2  # half of the square
         operations = cost.operations(Step(step_s, 0, 0, num_tokens, 1)) + attention
-        figures["matmul_rate_share"] = _or_none(operations / step_s / matmul_rate)
+        figures["matmul_rate_share"] = operations / step_s / matmul_rate
     report(item, ok=bool(engine.logits(plan).isfinite().all()), **figures)
     with attempt(report, f"{item}, profile"):
         report(f"{item}, profile", **profiled(lambda: engine.logits(plan), engine.device, NUM_LONGEST))
@@ -154,7 +154,3 @@ def _measure_step(
 def _sampling(plan: BatchPlan) -> BatchPlan:
     rows = (replace(row, sample=Sample(GREEDY, row.start + len(row.token_ids), ())) for row in plan.rows)
     return replace(plan, rows=tuple(rows))
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

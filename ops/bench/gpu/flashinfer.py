@@ -1,6 +1,7 @@
 """What FlashInfer does here: imports, compiles, agrees with the reference, how fast it is, and works in a CUDA graph.
 
-It is called as the attention backend calls it; what is built on top of it in a graph is tried here first.
+It is called as the attention backend calls it; what is built on top of it in a graph is tried here first. Run as a
+program it compiles one module, so that several compile at the same time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from stages.generate.attention.flashinfer import (
     Indices,
     decode_wrapper,
     indices_of,
+    kernels_of,
     load_library,
     numbers,
     options,
@@ -143,7 +145,7 @@ def build_all(builds: Sequence[Build], report: Report) -> list[Build]:
 
 def _build(head_dim: int, windowed: bool) -> dict[str, Any]:
     """Return the figures of one build."""
-    command = [sys.executable, "-m", "ops.bench.gpu.flashinfer_build", str(head_dim), str(int(windowed))]
+    command = [sys.executable, "-m", __name__, str(head_dim), str(int(windowed))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (*sys.path, os.getcwd())))}
     began_s = time.perf_counter()
     try:
@@ -235,7 +237,7 @@ def _check(way: Way, library: Any, workspace: Tensor, shape: AttentionShape, row
 
 
 def _verdict(error: float) -> dict[str, Any]:
-    return {"ok": error <= TOLERANCE, "largest_error": error if error == error else None, "is_nan": error != error}
+    return {"ok": error <= TOLERANCE, "largest_error": error, "is_nan": error != error}
 
 
 def _random_step(
@@ -258,12 +260,11 @@ def _plan_ms(plan: Callable[[], None], device: torch.device) -> float:
     return 1e3 * step_times(plan, device).host_s
 
 
-def _share(timed: Timed, batch: ForwardBatch, seconds: float) -> float | None:
+def _share(timed: Timed, batch: ForwardBatch, seconds: float) -> float:
     """Return the share of the copy bandwidth at which keys and values are read."""
     shape = timed.shape
     num_bytes = 2 * sum(batch.seq_lens) * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-    share = num_bytes / seconds / timed.copy_rate
-    return share if share == share else None
+    return num_bytes / seconds / timed.copy_rate
 
 
 def _time(way: Way, timed: Timed, rows: Rows) -> Figures:
@@ -342,3 +343,20 @@ def _time_fast_plan(timed: Timed, rows: Rows) -> Figures:
         global_override_indptr_cpu=indices.indptr,
     )
     return {"plan_ms": _plan_ms(plan, timed.device)}
+
+
+def main() -> None:
+    """Compile what the arguments say, HEAD_DIM WINDOWED(0|1), and print as JSON how long that took."""
+    tools()
+    began_s = time.perf_counter()
+    shape = AttentionShape(1, 1, int(sys.argv[1]), 16, int(sys.argv[2]), DTYPE)
+    kernels = kernels_of(load_library(), shape)
+    imported_s = time.perf_counter() - began_s
+    was_there = bool(kernels.is_compiled)
+    kernels.build_and_load()
+    seconds = time.perf_counter() - began_s - imported_s
+    print(json.dumps({"seconds": seconds, "import_s": imported_s, "was_compiled": was_there}))
+
+
+if __name__ == "__main__":
+    main()

@@ -42,11 +42,7 @@ class Sizes:
     output_tokens: int
 
 
-SIZES: Final = {
-    "toy": Sizes("toy", 8, 4),
-    "small": Sizes("5m", 32, 16),
-    "full": Sizes("0.6b", 256, 128),
-}
+SIZES: Final = {"toy": Sizes("toy", 8, 4), "small": Sizes("5m", 32, 16), "full": Sizes("0.6b", 256, 128)}
 
 
 def run(scale: Scale, report: Report) -> None:

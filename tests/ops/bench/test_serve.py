@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from openai_stand_in import Body, Frames, OpenAIStandIn, whole
-from servers import ROOT, free_port, serve
+from servers import ROOT, serve
 
 import minisgl
+from ops.bench import serve as bench
 
 SMALL = ("--num-requests", "6", "--concurrency", "2", "--input-len", "10-20", "--output-len", "4")
 
@@ -46,13 +47,9 @@ def test_it_prints_a_table_and_writes_everything_that_it_measured(
     assert len(stand_in.bodies) == 8  # two to warm up
 
 
-def test_the_same_seed_sends_the_same_and_another_one_does_not(stand_in: OpenAIStandIn) -> None:
-    sent = []
-    for seed in ("0", "0", "5"):
-        stand_in.bodies.clear()
-        assert run("--url", stand_in.url, *SMALL, "--seed", seed, "--warmup", "0") == 0
-        sent.append(sorted(body["messages"][0]["content"] for body in stand_in.bodies))
-    assert sent[0] == sent[1] != sent[2]
+def test_another_seed_is_another_load() -> None:
+    first, again, other = (bench.planned(bench.LoadConfig(seed=seed)) for seed in (0, 0, 5))
+    assert first == again != other
 
 
 def test_a_trace_is_sent_at_its_times(
@@ -97,22 +94,6 @@ def test_a_warm_up_that_fails_ends_it_with_what_the_server_said(
         f"minisgl: {stand_in.url}: in the warm-up 2 of 2 requests failed: 2x HTTP 400: ignore"
     )
     assert printed.out == "" and len(stand_in.bodies) == 2
-
-
-def test_a_server_that_is_not_there_ends_it_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--url", f"http://127.0.0.1:{free_port()}") == 1
-    assert capsys.readouterr().err.endswith("cannot connect: Connection refused\n")
-
-
-def test_a_bad_line_of_a_trace_ends_it_before_anything_is_sent(
-    stand_in: OpenAIStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = json.dumps({"timestamp": 1, "input_length": 5, "output_length": 3, "hash_ids": [1]})
-    (tmp_path / "trace").write_text(f"{good}\n{good.replace('5', '-5')}\n")
-    assert run("--url", stand_in.url, "--dataset", "mooncake", "--trace", str(tmp_path / "trace")) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"minisgl: {tmp_path / 'trace'}, line 2: input_length is -5: Input should be greater")
-    assert stand_in.bodies == []
 
 
 @pytest.mark.slow

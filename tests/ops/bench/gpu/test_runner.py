@@ -92,7 +92,7 @@ def test_figures_that_json_lacks_become_text_or_plain_numbers(stub: Stub) -> Non
             report('odd', nan=float('nan'), number=numpy.float32(0.5), path=pathlib.Path('a'), nested={1: (True, None)})
     """
     (item,) = run(stub("odd", body)).items
-    assert item.figures == {"nan": "nan", "number": 0.5, "path": "a", "nested": {"1": [True, None]}}
+    assert item.figures == {"nan": None, "number": 0.5, "path": "a", "nested": {"1": [True, None]}}
 
 
 def test_an_item_that_raises_or_is_skipped_does_not_end_the_others(stub: Stub) -> None:
