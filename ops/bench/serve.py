@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ops.bench import datasets, report
 from ops.bench.datasets import Session, Span, Writer, length_flag
-from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Client, Form, Load, Measured, ServerRefused, calibrate
+from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Form, Load, Measured, ServerRefused, calibrate, connected
 from ops.bench.report import Objective
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, parse_flags, seconds
@@ -230,7 +230,7 @@ async def _measured(
     target: TargetConfig, load: LoadConfig, sessions: Sequence[Session]
 ) -> tuple[list[Measured], str, Writer]:
     """Send everything; return the results, the model's name and the writer for its tokenizer."""
-    async with Client(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
+    async with connected(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
         model = target.model or await client.served_model()
         form = Form(target.endpoint, model, target.temperature, target.fix_length)
         writer = await calibrate(client, form, datasets.WORDS)

@@ -47,7 +47,7 @@ from servers import run_command
 
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
-from ops.bench.load import CHAT_PROMPT, PATHS, Arrival, Client, Form, timed_frames
+from ops.bench.load import CHAT_PROMPT, PATHS, Arrival, Client, Form, connected, timed_frames
 from ops.bench.peers import READY_TIMEOUT_S, SILENCE_TIMEOUT_S, Served, SideFailed, our_server
 from ops.bench.processes import interrupt_on_sigterm, last_line
 from ops.bench.prompts import Prompt, Prompts, Workload
@@ -325,7 +325,7 @@ async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_
         body = Form(CHAT_PROMPT, "default").body(messages, stream.prompt.output_tokens, stream=True)
         stream.error = await client.receive(PATHS[CHAT_PROMPT], body, came)
 
-    async with Client(server.server.url, timeout_s=SILENCE_TIMEOUT_S) as client:
+    async with connected(server.server.url, timeout_s=SILENCE_TIMEOUT_S) as client:
         tasks = [asyncio.create_task(listen(client, stream)) for stream in streams]
         all_begun = asyncio.create_task(begun.wait())
         await asyncio.wait([all_begun, *tasks], return_when=asyncio.FIRST_COMPLETED)

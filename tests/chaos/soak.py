@@ -144,6 +144,12 @@ class Row:
         """Return the growth per request."""
         return (self.last - self.first) / requests
 
+    def plain(self, requests: int) -> dict[str, Any]:
+        """Return it for the JSON."""
+        ratio = self.ratio if math.isfinite(self.ratio) else None
+        grown = {"ratio": ratio, "within": self.within, "per_request": self.per_request(requests)}
+        return report.options_of(self) | grown
+
     def shown(self, value: int) -> str:
         return f"{value / MIB:,.1f} MiB" if self.is_bytes else f"{value:,}"
 
@@ -152,12 +158,17 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Soak; return the exit code.
 
     Raises:
-        ConfigError: The flags or the checkpoint cannot work.
+        ConfigError: The flags or the checkpoint cannot work, or no requests are left after the warm-up.
         SideFailed: The server did not start, a request failed, or an answer has a wrong number of tokens.
         NotQuiet: The server does not come to rest.
     """
     config = parsed("make soak", SoakConfig, ABOUT, arguments, environment)
-    check(config)
+    if config.requests <= config.warmup:
+        raise ConfigError(
+            f"--requests {config.requests} and --warmup {config.warmup}: no request is left after the warm-up; pass a "
+            "smaller --warmup"
+        )
+    report.check_can_write("--output", config.output)
     folder = config.folder(environment)
     prompts = Prompts(folder)
     interrupt_on_sigterm()
@@ -189,26 +200,12 @@ pages that belong to no file.
         "flags": flags,
         "snapshots": snapshots,
         "changed": replaced,
-        "rows": [] if replaced else [_as_plain(row, last.requests - first.requests) for row in rows(first, last)],
+        "rows": [] if replaced else [row.plain(last.requests - first.requests) for row in rows(first, last)],
     }
     report.save(config.output, ("make", "soak", *arguments), PACKAGES, document)
     if replaced:
         print(f"minisgl: not the same processes: {'; '.join(replaced)}", file=sys.stderr)
     return 1 if replaced else 0
-
-
-def check(config: SoakConfig) -> None:
-    """Find errors before the measurement.
-
-    Raises:
-        ConfigError: There are no requests after the warm-up, or the output cannot be written.
-    """
-    if config.requests <= config.warmup:
-        raise ConfigError(
-            f"--requests {config.requests} and --warmup {config.warmup}: no request is left after the warm-up; pass a "
-            "smaller --warmup"
-        )
-    report.check_can_write("--output", config.output)
 
 
 def soak(config: SoakConfig, ours: Served, prompts: Prompts, url: str, status: Shown) -> list[Snapshot]:
@@ -391,12 +388,6 @@ def _keys_that_grew(first: Redis, last: Redis) -> str:
             entries = f" ({first.entries_by_key.get(kind, 0):,} to {last.entries_by_key[kind]:,} entries)"
         said.append(f"{kind} from {before.get(kind, 0):,} to {after[kind]:,} bytes{entries}")
     return ", ".join(said)
-
-
-def _as_plain(row: Row, requests: int) -> dict[str, Any]:
-    ratio = row.ratio if math.isfinite(row.ratio) else None
-    plain = report.options_of(row) | {"ratio": ratio, "within": row.within}
-    return plain | {"per_request": row.per_request(requests)}
 
 
 if __name__ == "__main__":

@@ -113,7 +113,8 @@ def _cases(page_size: int, size: str) -> list[tuple[AttentionShape, Sequence[tup
     """Grouped queries, one head for all, odd sizes; windows shorter than a page, than a row, and longer than all."""
     rows = MIXED_ROWS if size != "toy" else MIXED_ROWS[:8]
     shapes = [(8, 2, 64, 0), (16, 8, 128, 0), (6, 3, 24, 7), (4, 1, 128, 100), (8, 8, 64, 1000)]
-    cases = [(AttentionShape(*shape[:3], page_size, shape[3]), rows) for shape in shapes]
+    some = shapes if size != "toy" else shapes[1:3]
+    cases = [(AttentionShape(*shape[:3], page_size, shape[3]), rows) for shape in some]
     only_decode = tuple(row for row in MIXED_ROWS if row[1] == 1)
     return [*cases, (AttentionShape(16, 8, 128, page_size, 24), only_decode)]
 
