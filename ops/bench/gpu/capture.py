@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,8 +13,15 @@ WARM_CALLS = 3
 """A library may allocate or compile in its first calls, which a capture does not allow."""
 
 
-def capture(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Record *call*, which makes no tensor that outlives it; return its replay, on the same tensors.
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A recorded call: it reads and writes the tensors that it was recorded with."""
+
+    replay: Callable[[], object]
+
+
+def capture(call: Callable[[], object], device: torch.device) -> Captured:
+    """Record *call*, which makes no tensor that outlives it.
 
     Raises:
         Skip: The device has no graphs.
@@ -39,5 +47,4 @@ def capture(call: Callable[[], object], device: torch.device) -> Callable[[], ob
     except Exception as error:  # the end of a broken capture raises too, and says less
         raise first_error or error from None
     torch.cuda.synchronize(device)
-    replay: Callable[[], object] = graph.replay
-    return replay
+    return Captured(graph.replay)

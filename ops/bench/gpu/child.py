@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import math
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Final
-
-import orjson
+from typing import IO, Final
 
 from ops.bench.gpu.phase import Scale, Skip, error_text
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         request_death_signal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, _leave)  # so that what the phase has started is ended by its own `finally`
     module, device, size, path = arguments
-    with open(path, "ab") as file:
+    with open(path, "a", encoding="utf-8") as file:
         report = Written(file)
         try:
             importlib.import_module(module).run(Scale(device, size), report)
@@ -48,25 +48,31 @@ def main(arguments: Sequence[str]) -> int:
 class Written:
     """A `Report` that writes to a file."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[str]) -> None:
         self._file = file
 
     def __call__(self, item: str, *, ok: bool | None = None, **figures: object) -> None:
         """See `Report`."""
         texts: dict[str, object] = {name: str(figures.pop(name)) for name in ("error", "skipped") if name in figures}
-        self.line(texts | {"item": item, "ok": ok, "figures": figures})
+        self.line(texts | {"item": item, "ok": ok, "figures": plain(figures)})
 
     def line(self, value: Mapping[str, object]) -> None:
-        """Write *value*; NaN and infinity become null."""
-        options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-        self._file.write(orjson.dumps(value, default=_plain, option=options))
+        self._file.write(json.dumps(value, allow_nan=False) + "\n")
         self._file.flush()
 
 
-def _plain(value: Any) -> object:
-    """Return what JSON lacks as it has it: torch's numbers as numbers, what is unknown as text."""
+def plain(value: object) -> object:
+    """Return *value* as JSON has it: numpy's and torch's numbers as numbers, what is no number or unknown as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(one) for one in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     with contextlib.suppress(Exception):  # an array of several, or no number at all
-        return value.item()
+        return plain(value.item())  # type: ignore[attr-defined]
     return str(value)
 
 

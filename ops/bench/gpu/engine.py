@@ -13,20 +13,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
 from ops.bench.gpu.pages import make_plan
 from ops.bench.gpu.phase import Report, Scale, attempt
 from ops.bench.gpu.profiled import profiled
-from ops.bench.gpu.timing import MATMUL_SIZE, copy_bytes_per_s, matmul_flops_per_s, median_s, step_times, wait
+from ops.bench.gpu.timing import copy_bytes_per_s, matmul_flops_per_s, median_s, step_times, wait
 from ops.bench.models import SHAPE_8B, SHAPES, Shape, write_config
-from ops.bench.shares import Step, cost_of
 from pipeline.events import SamplingParams
 from stages.generate.attention import AttentionShape
 from stages.generate.forward.batch import build_batch
 from stages.generate.forward.engine import Engine
+from stages.generate.model.checkpoint import EMBEDDING
 from stages.generate.model.spec import ModelSpec, read_spec, tensor_shapes
 from stages.generate.resolve import resolve_attention
 from stages.generate.schedule.plan import BatchPlan, Sample
@@ -46,8 +46,6 @@ PREFILL_TOKENS: Final = {"toy": 64, "small": 512, "full": 2048}
 ROUNDS: Final = 5
 NUM_LONGEST: Final = 10
 GREEDY: Final = SamplingParams(temperature=0)
-Rows: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, number of new tokens) of each row."""
 
 
 def run(scale: Scale, report: Report) -> None:
@@ -57,19 +55,25 @@ def run(scale: Scale, report: Report) -> None:
     copy_rate, matmul_rate = float("nan"), float("nan")
     with attempt(report, "limits"):
         copy_rate = copy_bytes_per_s(device, scale.size)
-        matmul_rate = matmul_flops_per_s(device, MATMUL_SIZE[scale.size], dtype)
+        matmul_rate = matmul_flops_per_s(device, scale.size, dtype)
         report("limits", copy_gb_per_s=copy_rate / 1e9, matmul_tflops=matmul_rate / 1e12)
     for name, shape in MODELS[scale.size].items():
         with attempt(report, name), tempfile.TemporaryDirectory() as folder:
             write_config(shape, Path(folder))
-            _measure_model(name, Path(folder), scale, dtype, (copy_rate, matmul_rate), report)
+            _measure_model(name, Path(folder), scale, device, dtype, (copy_rate, matmul_rate), report)
 
 
 def _measure_model(
-    name: str, folder: Path, scale: Scale, dtype: torch.dtype, rates: tuple[float, float], report: Report
+    name: str,
+    folder: Path,
+    scale: Scale,
+    device: torch.device,
+    dtype: torch.dtype,
+    rates: tuple[float, float],
+    report: Report,
 ) -> None:
     """Report the steps with each attention backend of the device: all of them with the best, and some with the rest."""
-    spec, device = read_spec(folder), torch.device(scale.device)
+    spec = read_spec(folder)
     context, num_prefill = CONTEXT[scale.size], PREFILL_TOKENS[scale.size]
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, spec.window, dtype, device)
     best = resolve_attention("auto", shape)
@@ -80,15 +84,7 @@ def _measure_model(
     for attention, steps in steps_of.items():
         title = f"{name} {attention}"
         with attempt(report, f"{title} load"):
-            began_s = time.perf_counter()
-            engine = _load(attention, spec, folder, device, dtype, list(steps.values()))
-            report(
-                f"{title} load",
-                seconds=time.perf_counter() - began_s,
-                weights_gib=sum(map(math.prod, tensor_shapes(spec).values())) * dtype.itemsize / GIB,
-                kv_gib=engine.kv_L2PKSD.nbytes / GIB,
-            )
-            engine.kv_L2PKSD.normal_()
+            engine = _load(title, attention, spec, folder, device, dtype, list(steps.values()), report)
             for step, rows in steps.items():
                 with attempt(report, f"{title} {step}"):
                     _measure_step(f"{title} {step}", spec, engine, rows, rates, report)
@@ -99,15 +95,24 @@ def _measure_model(
 
 
 def _load(
-    attention: str, spec: ModelSpec, folder: Path, device: torch.device, dtype: torch.dtype, all_rows: list[Rows]
+    title: str,
+    attention: str,
+    spec: ModelSpec,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    all_rows: list[tuple[tuple[int, int], ...]],
+    report: Report,
 ) -> Engine:
-    """Return an engine with random weights, and room for the largest of *all_rows*."""
+    """Return an engine with random weights and pages full of random numbers."""
+    num_pages = max(make_plan(rows, PAGE_SIZE)[2] for rows in all_rows)
+    began_s = time.perf_counter()
     engine = Engine(
         spec,
         folder,
         device=device,
         dtype=dtype,
-        num_pages=max(make_plan(rows, PAGE_SIZE)[2] for rows in all_rows),
+        num_pages=num_pages,
         page_size=PAGE_SIZE,
         max_running_requests=max(map(len, all_rows)),
         max_seq_len=max(start + count for rows in all_rows for start, count in rows) + PAGE_SIZE,
@@ -115,11 +120,24 @@ def _load(
         dummy=True,
     )
     wait(device)
+    seconds = time.perf_counter() - began_s
+    engine.kv_L2PKSD.normal_()
+    report(
+        f"{title} load",
+        seconds=seconds,
+        weights_gib=_num_weights(spec) * dtype.itemsize / GIB,
+        kv_gib=engine.kv_L2PKSD.nbytes / GIB,
+    )
     return engine
 
 
 def _measure_step(
-    item: str, spec: ModelSpec, engine: Engine, rows: Rows, rates: tuple[float, float], report: Report
+    item: str,
+    spec: ModelSpec,
+    engine: Engine,
+    rows: tuple[tuple[int, int], ...],
+    rates: tuple[float, float],
+    report: Report,
 ) -> None:
     """Time a step with its tokens, then without them: the copy of the tokens to the host waits for the device."""
     plan, tables, _ = make_plan(rows, PAGE_SIZE, vocab_size=spec.vocab_size)
@@ -130,6 +148,7 @@ def _measure_step(
     step_s = step_times(lambda: engine.forward(plan), engine.device, rounds=ROUNDS).total_s
     logits = step_times(lambda: engine.logits(plan), engine.device, rounds=ROUNDS)
     build_s = median_s(lambda: build_batch(plan, tables, engine.device), engine.device)
+    finite = bool(engine.logits(plan).isfinite().all())
     num_tokens = sum(count for _, count in rows)
     figures: dict[str, object] = {
         "tokens_per_s": num_tokens / step_s,
@@ -138,19 +157,47 @@ def _measure_step(
         "host_ms": 1e3 * logits.host_s,
         "build_ms": 1e3 * build_s,
     }
-    cost, (copy_rate, matmul_rate) = cost_of(spec, engine.dtype.itemsize), rates
+    copy_rate, matmul_rate = rates
     if plan.num_decode_rows:
-        num_bytes = cost.bytes_read(Step(step_s, len(rows), sum(map(sum, rows)), 0, 0))
-        figures |= {"gb_read": num_bytes / 1e9, "copy_bandwidth_share": num_bytes / step_s / copy_rate}
+        share = _bytes_read(spec, rows, engine.dtype) / step_s / copy_rate
+        figures |= {"gb_read": _bytes_read(spec, rows, engine.dtype) / 1e9, "copy_bandwidth_share": _or_none(share)}
     else:
-        attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * num_tokens**2  # half of the square
-        operations = cost.operations(Step(step_s, 0, 0, num_tokens, 1)) + attention
-        figures["matmul_rate_share"] = operations / step_s / matmul_rate
-    report(item, ok=bool(engine.logits(plan).isfinite().all()), **figures)
+        figures["matmul_rate_share"] = _or_none(_operations(spec, num_tokens) / step_s / matmul_rate)
+    report(item, ok=finite, **figures)
     with attempt(report, f"{item}, profile"):
-        report(f"{item}, profile", **profiled(lambda: engine.logits(plan), engine.device, NUM_LONGEST))
+        found = profiled(lambda: engine.logits(plan), engine.device)
+        report(f"{item}, profile", ok=None, **found.figures(NUM_LONGEST))
 
 
 def _sampling(plan: BatchPlan) -> BatchPlan:
     rows = (replace(row, sample=Sample(GREEDY, row.start + len(row.token_ids), ())) for row in plan.rows)
     return replace(plan, rows=tuple(rows))
+
+
+def _num_weights(spec: ModelSpec) -> int:
+    return sum(map(math.prod, tensor_shapes(spec).values()))
+
+
+def _num_multiplied(spec: ModelSpec) -> int:
+    """Return how many weights a token is multiplied with: embeddings are looked up, unless they are the head too."""
+    embedding = math.prod(tensor_shapes(spec)[EMBEDDING])
+    return _num_weights(spec) - (0 if spec.tie_embeddings else embedding)
+
+
+def _bytes_read(spec: ModelSpec, rows: tuple[tuple[int, int], ...], dtype: torch.dtype) -> int:
+    """Return what a decode step has to read: the weights once, and the keys and values of each row."""
+    num_kv_tokens = sum(start + count for start, count in rows)
+    kv_numbers = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_kv_tokens
+    return (_num_multiplied(spec) + kv_numbers) * dtype.itemsize
+
+
+def _operations(spec: ModelSpec, num_tokens: int) -> float:
+    """Return the operations of a prefill: two for each weight and token, the head for the last token alone; attention
+    over half of the square."""
+    head = spec.vocab_size * spec.hidden_size
+    attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * num_tokens**2
+    return 2 * (_num_multiplied(spec) - head) * num_tokens + 2 * head + attention
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,7 +1,6 @@
 """What FlashInfer does here: imports, compiles, agrees with the reference, how fast it is, and works in a CUDA graph.
 
-It is called as the attention backend calls it; what is built on top of it in a graph is tried here first. Run as a
-program it compiles one module, so that several compile at the same time.
+It is called as the attention backend calls it; what is built on top of it in a graph is tried here first.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import importlib.util
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -24,15 +23,14 @@ from torch import Tensor
 
 from ops.bench.gpu.capture import capture
 from ops.bench.gpu.pages import largest_error, make_batch, make_case
-from ops.bench.gpu.phase import Figures, Report, Scale, Skip, attempt, report_each
-from ops.bench.gpu.timing import copy_bytes_per_s, median_s, random, step_times, wait
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt
+from ops.bench.gpu.timing import ROUNDS, copy_bytes_per_s, median_s, random, wait
 from pipeline.errors import ConfigError
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.flashinfer import (
     Indices,
     decode_wrapper,
     indices_of,
-    kernels_of,
     load_library,
     numbers,
     options,
@@ -50,8 +48,6 @@ PARTS: Final = ("tvm_ffi", "typing_extensions", "pynvml", "requests", "tqdm", "p
 """The modules without which `import flashinfer` of 0.6.13 fails."""
 Build: TypeAlias = tuple[int, bool]
 """head_dim, with a window"""
-Rows: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, number of new tokens) of each row."""
 BUILDS: Final[tuple[Build, ...]] = ((64, False), (128, False), (64, True), (128, True))
 BUILDS_AT_ONCE: Final = 2
 """A compiler takes gigabytes, and each build runs one on every core."""
@@ -75,29 +71,13 @@ PAGE_SIZE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One of the two ways to call it."""
-
-    wrapper: Callable[[Any, Tensor], Any]
-    plan: Callable[[Any, AttentionShape, Indices], None]
-
-
-DECODES: Final = Way(decode_wrapper, plan_decode)
-PREFILLS: Final = Way(prefill_wrapper, plan_prefill)
-CHECKED: Final = (
-    ("decode", DECODES, DECODE),
-    ("prefill", PREFILLS, PREFILL),
-    ("prefill of decode rows", PREFILLS, DECODE),
-)
-
-
-@dataclass(frozen=True, slots=True)
 class Timed:
     """What is measured, and with what."""
 
     library: Any
     workspace: Tensor
     shape: AttentionShape
+    context: int
     copy_rate: float
 
     @property
@@ -116,9 +96,7 @@ def run(scale: Scale, report: Report) -> None:
     there = {part: importlib.util.find_spec(part) is not None for part in ("flashinfer_cubin", "flashinfer_jit_cache")}
     report("import", ok=True, seconds=time.perf_counter() - began_s, version=str(library.__version__), **there)
     report("tools", ok=None, **found)
-    built = build_all(BUILDS, report)
-    check_all(library, BUILDS, built, scale, report)
-    measure(library, built, scale, report)
+    measure(library, build_all(BUILDS, report), scale, report)
 
 
 def import_library() -> Any:
@@ -145,7 +123,7 @@ def build_all(builds: Sequence[Build], report: Report) -> list[Build]:
 
 def _build(head_dim: int, windowed: bool) -> dict[str, Any]:
     """Return the figures of one build."""
-    command = [sys.executable, "-m", __name__, str(head_dim), str(int(windowed))]
+    command = [sys.executable, "-m", "ops.bench.gpu.flashinfer_build", str(head_dim), str(int(windowed))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (*sys.path, os.getcwd())))}
     began_s = time.perf_counter()
     try:
@@ -171,19 +149,19 @@ def check_all(library: Any, builds: Sequence[Build], built: Sequence[Build], sca
     """Report the errors of the modules *builds*; those that are not among *built* are skipped."""
     device = torch.device(scale.device)
     workspace = torch.zeros(WORKSPACE_BYTES[scale.size], dtype=torch.uint8, device=device)
-    checks: dict[str, Callable[[], Figures]] = {}
     for head_dim, windowed in builds:
         for page_size in (16, 64):
-            shape = AttentionShape(16, 4, head_dim, page_size, WINDOW if windowed else 0, DTYPE, device)
-            for kind, way, rows in CHECKED:
+            for kind, rows in (("decode", DECODE), ("prefill", PREFILL), ("prefill of decode rows", DECODE)):
+                shape = AttentionShape(16, 4, head_dim, page_size, WINDOW if windowed else 0, DTYPE, device)
                 item = f"{kind}, head_dim {head_dim}{' windowed' if windowed else ''}, pages of {page_size}"
-                check = partial(_check, way, library, workspace, shape, rows)
-                checks[item] = _if_built((head_dim, windowed), built, check)
-    report_each(report, checks)
+                with attempt(report, item):
+                    _require((head_dim, windowed), built)
+                    _check(report, item, kind == "decode", library, workspace, shape, rows)
 
 
 def measure(library: Any, built: Sequence[Build], scale: Scale, report: Report) -> None:
-    """Report times and graphs of *library*, of which the modules *built* are compiled."""
+    """Report errors, times and graphs of *library*, of which the modules *built* are compiled."""
+    check_all(library, BUILDS, built, scale, report)
     size, device = scale.size, torch.device(scale.device)
     workspace = torch.zeros(WORKSPACE_BYTES[size], dtype=torch.uint8, device=device)
     copy_rate = float("nan")
@@ -191,27 +169,22 @@ def measure(library: Any, built: Sequence[Build], scale: Scale, report: Report) 
         copy_rate = copy_bytes_per_s(device, size)
         report("copy", copy_gb_per_s=copy_rate / 1e9)
     shape = AttentionShape(*TIMED_HEADS[size], PAGE_SIZE, 0, DTYPE, device)
-    timed = Timed(library, workspace, shape, copy_rate)
-    measures: dict[str, Callable[[], Figures]] = {}
+    timed = Timed(library, workspace, shape, CONTEXT[size], copy_rate)
+    tries: list[tuple[str, Callable[[Report, str, Timed, int], None], int]] = []
     for num_rows in TIMED_ROWS[size]:
-        rows = ((CONTEXT[size] - 1, 1),) * num_rows
-        measures[f"decode of {num_rows} rows"] = partial(_time, DECODES, timed, rows)
-        measures[f"graph of decode, {num_rows} rows"] = partial(_try_graph, timed, rows)
-        measures[f"fast_decode_plan, {num_rows} rows"] = partial(_time_fast_plan, timed, rows)
-    measures[f"prefill of {PREFILL_TOKENS[size]} tokens"] = partial(
-        _time, PREFILLS, timed, ((0, PREFILL_TOKENS[size]),)
-    )
-    timed_build = (shape.head_dim, False)
-    report_each(report, {item: _if_built(timed_build, built, call) for item, call in measures.items()})
+        tries.append((f"decode of {num_rows} rows", _time_decode, num_rows))
+        tries.append((f"graph of decode, {num_rows} rows", _try_graph, num_rows))
+    tries.append((f"prefill of {PREFILL_TOKENS[size]} tokens", _time_prefill, PREFILL_TOKENS[size]))
+    for item, call, number in tries:
+        with attempt(report, item):
+            _require((shape.head_dim, False), built)
+            call(report, item, timed, number)
 
 
-def _if_built(build: Build, built: Sequence[Build], measure: Callable[[], Figures]) -> Callable[[], Figures]:
-    """Return *measure*, or a skip where the module is missing: a call would compile it, or fail to, once more."""
-
-    def skip() -> Figures:
+def _require(build: Build, built: Sequence[Build]) -> None:
+    """Raise Skip where a module is missing: a call would compile it, or fail to, once more."""
+    if build not in built:
         raise Skip(f"the module for head_dim {build[0]}{' with a window' if build[1] else ''} was not compiled")
-
-    return measure if build in built else skip
 
 
 def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: int) -> Any:
@@ -224,24 +197,33 @@ def graph_wrapper(library: Any, workspace: Tensor, num_rows: int, most_pages: in
     return decode_wrapper(library, workspace, use_cuda_graph=True, **buffers)
 
 
-def _check(way: Way, library: Any, workspace: Tensor, shape: AttentionShape, rows: Rows) -> Figures:
+def _check(
+    report: Report,
+    item: str,
+    decodes: bool,
+    library: Any,
+    workspace: Tensor,
+    shape: AttentionShape,
+    rows: Sequence[tuple[int, int]],
+) -> None:
     """Compare with float64, and with our reference on the same pages."""
     case = make_case(shape, rows, shape.dtype, shape.device)
-    kv_2PKSD = case.filled_pages()
-    wrapper = way.wrapper(library, workspace)
-    way.plan(wrapper, shape, indices_of(case.batch, shape.page_size))
+    kv_2PKSD, indices = case.filled_pages(), indices_of(case.batch, shape.page_size)
+    wrapper = (decode_wrapper if decodes else prefill_wrapper)(library, workspace)
+    (plan_decode if decodes else plan_prefill)(wrapper, shape, indices)
     output = wrapper.run(case.q_THD, (kv_2PKSD[0], kv_2PKSD[1]))
     expected = case.expected()
     reference = ReferenceAttention(shape).plan(case.batch)(case.q_THD, case.k_TKD, case.v_TKD, kv_2PKSD)
-    return _verdict(largest_error(output, expected)) | {"reference_error": largest_error(reference, expected)}
+    error = largest_error(output, expected)
+    report(item, **_verdict(error), reference_error=largest_error(reference, expected))
 
 
 def _verdict(error: float) -> dict[str, Any]:
-    return {"ok": error <= TOLERANCE, "largest_error": error, "is_nan": error != error}
+    return {"ok": error <= TOLERANCE, "largest_error": error if error == error else None, "is_nan": error != error}
 
 
 def _random_step(
-    shape: AttentionShape, rows: Rows
+    shape: AttentionShape, rows: tuple[tuple[int, int], ...]
 ) -> tuple[ForwardBatch, Tensor, tuple[Tensor, Tensor], Callable[[], Tensor]]:
     """Return a batch, its q_THD, keys and values in pages, and our reference on it; all of it random."""
     batch, num_pages = make_batch(rows, shape.page_size, shape.device)
@@ -257,55 +239,58 @@ def _random_step(
 
 def _plan_ms(plan: Callable[[], None], device: torch.device) -> float:
     """Return how long the host is busy with it."""
-    return 1e3 * step_times(plan, device).host_s
+    times = []
+    for _ in range(ROUNDS + 2):
+        wait(device)
+        began_s = time.perf_counter()
+        plan()
+        times.append(time.perf_counter() - began_s)
+    wait(device)
+    return 1e3 * statistics.median(times[2:])
 
 
-def _share(timed: Timed, batch: ForwardBatch, seconds: float) -> float:
+def _share(timed: Timed, batch: ForwardBatch, seconds: float) -> float | None:
     """Return the share of the copy bandwidth at which keys and values are read."""
     shape = timed.shape
     num_bytes = 2 * sum(batch.seq_lens) * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-    return num_bytes / seconds / timed.copy_rate
+    share = num_bytes / seconds / timed.copy_rate
+    return share if share == share else None
 
 
-def _time(way: Way, timed: Timed, rows: Rows) -> Figures:
+def _time_decode(report: Report, item: str, timed: Timed, num_rows: int) -> None:
     """Time one layer's attention, FlashInfer's and ours."""
     shape, device = timed.shape, timed.device
-    batch, q_THD, kv, reference = _random_step(shape, rows)
-    indices, wrapper = indices_of(batch, shape.page_size), way.wrapper(timed.library, timed.workspace)
-    plan_ms = _plan_ms(lambda: way.plan(wrapper, shape, indices), device)
+    batch, q_BHD, kv, reference = _random_step(shape, ((timed.context - 1, 1),) * num_rows)
+    indices, wrapper = indices_of(batch, shape.page_size), decode_wrapper(timed.library, timed.workspace)
+    plan_ms = _plan_ms(lambda: plan_decode(wrapper, shape, indices), device)
     reference_s = median_s(reference, device)  # it writes the keys that both read
-    seconds = median_s(lambda: wrapper.run(q_THD, kv), device, inner=10)
-    figures = _verdict(largest_error(wrapper.run(q_THD, kv), reference().double()))
-    figures |= {"us": 1e6 * seconds, "reference_us": 1e6 * reference_s, "plan_ms": plan_ms}
-    if way is DECODES:
-        return figures | {"copy_bandwidth_share": _share(timed, batch, seconds)}
-    return figures | {"tflops": 2 * shape.num_heads * shape.head_dim * len(q_THD) ** 2 / seconds / 1e12}
+    seconds = median_s(lambda: wrapper.run(q_BHD, kv), device, inner=10)
+    report(
+        item,
+        **_verdict(largest_error(wrapper.run(q_BHD, kv), reference().double())),
+        us=1e6 * seconds,
+        copy_bandwidth_share=_share(timed, batch, seconds),
+        reference_us=1e6 * reference_s,
+        plan_ms=plan_ms,
+    )
 
 
-def _planned_for_graph(timed: Timed, rows: Rows) -> tuple[Any, list[Indices]]:
-    """Return a wrapper in fixed buffers, and the pages of *rows* and of rows half as long, in its room."""
-    shape = timed.shape
-    lengths = (rows, tuple((start // 2, 1) for start, _ in rows))
-    batches = [indices_of(make_batch(those, shape.page_size, shape.device)[0], shape.page_size) for those in lengths]
-    most_pages = max(int(indices.indptr[-1]) for indices in batches)
-    wrapper = graph_wrapper(timed.library, timed.workspace, len(rows), most_pages)
-    plan_decode(wrapper, shape, batches[0])
-    return wrapper, batches
-
-
-def _try_graph(timed: Timed, rows: Rows) -> Figures:
+def _try_graph(report: Report, item: str, timed: Timed, num_rows: int) -> None:
     """Capture decode, replay it on the lengths of the capture and on others, and compare with eager calls."""
     shape, device, library = timed.shape, timed.device, timed.library
-    wrapper, batches = _planned_for_graph(timed, rows)
-    batch, q_BHD, kv, _ = _random_step(shape, rows)
+    batches = list(_two_lengths(shape, num_rows, timed.context))
+    most_pages = max(int(indices.indptr[-1]) for indices in batches)
+    batch, q_BHD, kv, _ = _random_step(shape, ((timed.context - 1, 1),) * num_rows)
     out = torch.zeros_like(q_BHD)
-    replay = capture(lambda: wrapper.run(q_BHD, kv, out=out), device)
+    wrapper = graph_wrapper(library, timed.workspace, num_rows, most_pages)
+    plan_decode(wrapper, shape, batches[0])
+    captured = capture(lambda: wrapper.run(q_BHD, kv, out=out), device)
     same_bits, worst = [], 0.0
     for indices in batches:
         plan_decode(wrapper, shape, indices)
         eager = wrapper.run(q_BHD, kv).clone()
         out.zero_()
-        replay()
+        captured.replay()
         wait(device)
         same_bits.append(bool(torch.equal(out, eager)))
         plain = decode_wrapper(library, torch.zeros_like(timed.workspace))
@@ -313,50 +298,60 @@ def _try_graph(timed: Timed, rows: Rows) -> Figures:
         error = largest_error(out, plain.run(q_BHD, kv).double())
         worst = error if error != error else max(worst, error)
     plan_decode(wrapper, shape, batches[0])
-    replay_s = median_s(replay, device, inner=10)
+    replay_s = median_s(captured.replay, device, inner=10)
     eager_s = median_s(lambda: wrapper.run(q_BHD, kv, out=out), device, inner=10)
     verdict = _verdict(worst)
-    return {
-        **verdict,
-        "ok": verdict["ok"] and all(same_bits),
-        "replay_is_eager": same_bits[0],
-        "replay_is_eager_at_other_lengths": same_bits[1],
-        "replay_us": 1e6 * replay_s,
-        "eager_us": 1e6 * eager_s,
-        "saved_us": 1e6 * (eager_s - replay_s),
-        "copy_bandwidth_share": _share(timed, batch, replay_s),
-        "plan_ms": _plan_ms(lambda: plan_decode(wrapper, shape, batches[0]), device),
-    }
-
-
-def _time_fast_plan(timed: Timed, rows: Rows) -> Figures:
-    """Time the plan that leaves the buffers of a graph alone and takes what it needs from the host."""
-    wrapper, (indices, _) = _planned_for_graph(timed, rows)
-    plan = partial(
-        timed.library.fast_decode_plan,
-        wrapper,
-        indices.indptr,
-        indices.indices,
-        indices.last_page_len,
-        *numbers(timed.shape),
-        **options(timed.shape),
-        global_override_indptr_cpu=indices.indptr,
+    report(
+        item,
+        **verdict | {"ok": verdict["ok"] and all(same_bits)},
+        replay_is_eager=same_bits[0],
+        replay_is_eager_at_other_lengths=same_bits[1],
+        replay_us=1e6 * replay_s,
+        eager_us=1e6 * eager_s,
+        saved_us=1e6 * (eager_s - replay_s),
+        copy_bandwidth_share=_share(timed, batch, replay_s),
+        plan_ms=_plan_ms(lambda: plan_decode(wrapper, shape, batches[0]), device),
     )
-    return {"plan_ms": _plan_ms(plan, timed.device)}
+    with attempt(report, f"fast_decode_plan, {num_rows} rows"):
+        _time_fast_plan(report, f"fast_decode_plan, {num_rows} rows", timed, wrapper, batches[0])
 
 
-def main() -> None:
-    """Compile what the arguments say, HEAD_DIM WINDOWED(0|1), and print as JSON how long that took."""
-    tools()
-    began_s = time.perf_counter()
-    shape = AttentionShape(1, 1, int(sys.argv[1]), 16, int(sys.argv[2]), DTYPE)
-    kernels = kernels_of(load_library(), shape)
-    imported_s = time.perf_counter() - began_s
-    was_there = bool(kernels.is_compiled)
-    kernels.build_and_load()
-    seconds = time.perf_counter() - began_s - imported_s
-    print(json.dumps({"seconds": seconds, "import_s": imported_s, "was_compiled": was_there}))
+def _two_lengths(shape: AttentionShape, num_rows: int, context: int) -> Iterator[Indices]:
+    for start in (context - 1, context // 2):
+        batch, _ = make_batch(((start, 1),) * num_rows, shape.page_size, shape.device)
+        yield indices_of(batch, shape.page_size)
 
 
-if __name__ == "__main__":
-    main()
+def _time_fast_plan(report: Report, item: str, timed: Timed, wrapper: Any, indices: Indices) -> None:
+    """Time the plan that leaves the buffers of a graph alone and takes what it needs from the host."""
+
+    def plan() -> None:
+        timed.library.fast_decode_plan(
+            wrapper,
+            indices.indptr,
+            indices.indices,
+            indices.last_page_len,
+            *numbers(timed.shape),
+            **options(timed.shape),
+            global_override_indptr_cpu=indices.indptr,
+        )
+
+    report(item, plan_ms=_plan_ms(plan, timed.device))
+
+
+def _time_prefill(report: Report, item: str, timed: Timed, num_tokens: int) -> None:
+    """Time one layer's attention over one prompt, FlashInfer's and ours."""
+    shape, device = timed.shape, timed.device
+    batch, q_THD, kv, reference = _random_step(shape, ((0, num_tokens),))
+    wrapper, indices = prefill_wrapper(timed.library, timed.workspace), indices_of(batch, shape.page_size)
+    plan_ms = _plan_ms(lambda: plan_prefill(wrapper, shape, indices), device)
+    reference_s = median_s(reference, device)  # it writes the keys that both read
+    seconds = median_s(lambda: wrapper.run(q_THD, kv), device, inner=5)
+    report(
+        item,
+        **_verdict(largest_error(wrapper.run(q_THD, kv), reference().double())),
+        us=1e6 * seconds,
+        tflops=2 * shape.num_heads * shape.head_dim * num_tokens**2 / seconds / 1e12,
+        reference_us=1e6 * reference_s,
+        plan_ms=plan_ms,
+    )

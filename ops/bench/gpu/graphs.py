@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from ops.bench.gpu import flashinfer as fi
 from ops.bench.gpu.capture import capture
 from ops.bench.gpu.pages import make_plan
-from ops.bench.gpu.phase import Figures, Report, Scale, Skip, attempt, error_text, report_each
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt, error_text
 from ops.bench.gpu.timing import median_s, wait
 from ops.bench.models import SHAPES, Shape, write_config
 from stages.generate.attention import Attend, AttentionShape
@@ -52,9 +51,7 @@ ROUNDS: Final = 5
 
 
 class Steps(Protocol):
-    """An attention in a captured step."""
-
-    lengths_may_change: bool
+    """An attention whose lengths may change after it was captured."""
 
     def load(self, batch: ForwardBatch) -> Attend:
         """Take in the pages and lengths of *batch*, and return the function that the layers call."""
@@ -83,38 +80,22 @@ def run(scale: Scale, report: Report) -> None:
     """Report equality in float32 with a small model, then times."""
     device = torch.device(scale.device)
     timed_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    ways: dict[str, Callable[[Model], Steps]]
     with attempt(report, "float32"):
         model = _model(TINY, torch.float32, device, 3, CONTEXT["toy"])
-        ways = {"float32 reference attention": ReferenceSteps, "float32 static attention": StaticAttention}
-        report_each(report, {item: partial(_try, model, steps) for item, steps in ways.items()})
+        _try_reference("float32 reference attention", model, report)
+        _try("float32 static attention", model, StaticAttention, report)
     with attempt(report, "decode"):
         largest = _model(TIMED[scale.size], timed_dtype, device, max(NUM_ROWS[scale.size]), CONTEXT[scale.size])
         for num_rows in NUM_ROWS[scale.size]:
             model = replace(largest, num_rows=num_rows)
-            ways = {"reference attention": ReferenceSteps} if num_rows <= MOST_REFERENCE_ROWS else {}
-            ways |= {"static attention": StaticAttention, "FlashInfer": FlashInferSteps}
-            tries = {f"{name}, {num_rows} rows": partial(_try, model, steps) for name, steps in ways.items()}
-            report_each(report, tries)
-
-
-class ReferenceSteps:
-    """Today's reference attention; that it cannot be captured would be no fault."""
-
-    lengths_may_change = False
-
-    def __init__(self, model: Model) -> None:
-        self._attention = ReferenceAttention(model.shape)
-
-    def load(self, batch: ForwardBatch) -> Attend:
-        """See `Steps`."""
-        return self._attention.plan(batch)
+            if num_rows <= MOST_REFERENCE_ROWS:
+                _try_reference(f"reference attention, {num_rows} rows", model, report)
+            _try(f"static attention, {num_rows} rows", model, StaticAttention, report)
+            _try(f"FlashInfer, {num_rows} rows", model, FlashInferSteps, report)
 
 
 class StaticAttention:
     """Decode rows on a table of one width, in torch's own operations; whatever is beyond a length is hidden."""
-
-    lengths_may_change = True
 
     def __init__(self, model: Model) -> None:
         self._shape, device = model.shape, model.device
@@ -150,8 +131,6 @@ class StaticAttention:
 
 class FlashInferSteps:
     """Decode rows by FlashInfer's wrapper in fixed buffers."""
-
-    lengths_may_change = True
 
     def __init__(self, model: Model) -> None:
         library, self._shape = _library(model.shape), model.shape
@@ -215,6 +194,35 @@ def _batch(model: Model, starts: Sequence[int], seed: int = 0) -> ForwardBatch:
     return build_batch(plan, tables, model.device)
 
 
+@torch.inference_mode()
+def _try_reference(item: str, model: Model, report: Report) -> None:
+    """Capture a step with today's reference attention; that it cannot be captured would be no fault."""
+    batch = _batches(model)[0]
+    attend = ReferenceAttention(model.shape).plan(batch)
+    held: dict[str, Tensor] = {}
+
+    def step() -> None:
+        held["x_BE"] = model.decoder.forward(batch, attend, model.kv_L2PKSD)
+
+    with attempt(report, item):
+        step()
+        eager_BE = held["x_BE"].clone()
+        eager_s = median_s(step, model.device, rounds=ROUNDS)
+        try:
+            captured = capture(step, model.device)
+        except Skip as why:
+            report(item, captured=False, skipped=str(why), eager_ms=1e3 * eager_s)
+            return
+        except Exception as error:  # whatever a capture does not allow
+            report(item, captured=False, why=error_text(error), eager_ms=1e3 * eager_s)
+            return
+        captured.replay()
+        wait(model.device)
+        same = bool(torch.equal(held["x_BE"], eager_BE))
+        replay_s = median_s(captured.replay, model.device, rounds=ROUNDS)
+        report(item, ok=same, captured=True, replay_is_eager=same, eager_ms=1e3 * eager_s, replay_ms=1e3 * replay_s)
+
+
 def _restorer(kv_L2PKSD: Tensor, slots_X: Tensor) -> Callable[[], None]:
     """Return what gives some slots the values back that they have now."""
     pages_X, offsets_X = places_of(slots_X, PAGE_SIZE)
@@ -248,11 +256,14 @@ def _distances(model: Model, batch: ForwardBatch, eager_BE: Tensor) -> tuple[flo
     return ours, reference
 
 
-@torch.inference_mode()
-def _try(model: Model, make: Callable[[Model], Steps]) -> Figures:
+def _try(item: str, model: Model, make: Callable[[Model], Steps], report: Report) -> None:
+    with attempt(report, item), torch.inference_mode():
+        _try_steps(item, model, make(model), report)
+
+
+def _try_steps(item: str, model: Model, steps: Steps, report: Report) -> None:
     """Capture a step, replay it on its lengths and on others; compare with eager steps, and with float32."""
-    steps, device = make(model), model.device
-    batches = _batches(model)[: 2 if steps.lengths_may_change else 1]
+    batches, device = _batches(model), model.device
     static = batches[0]
     token_ids_B, positions_B = static.token_ids_T.clone(), static.positions_T.clone()
     attend = steps.load(static)
@@ -270,47 +281,43 @@ def _try(model: Model, make: Callable[[Model], Steps]) -> Figures:
         positions_B.copy_(which.positions_T)
         steps.load(which)
 
-    eager, errors = [], []
+    eager, errors, right = [], [], True
     for which in batches:
         load(which)
         step()
         eager.append(held["x_BE"].clone())
         restore()
-        errors.append(_distances(model, which, eager[-1]))
-    right = all(ours <= max(WORST_RATIO * reference, FLOAT32_ERROR) for ours, reference in errors)
+        ours, reference = _distances(model, which, eager[-1])
+        errors.append((ours, reference))
+        right = right and ours <= max(WORST_RATIO * reference, FLOAT32_ERROR)
     ours, reference = max(errors)
+    figures: dict[str, object] = {"distance": ours if ours == ours else None, "distance_of_reference": reference}
     load(static)
     eager_s = median_s(step, device, rounds=ROUNDS)
-    figures: dict[str, Any] = {
-        "eager_ms": 1e3 * eager_s,
-        "eager_tokens_per_s": model.num_rows / eager_s,
-        "distance": ours,
-        "distance_of_reference": reference,
-    }
+    eager_figures = {"eager_ms": 1e3 * eager_s, "eager_tokens_per_s": model.num_rows / eager_s}
     try:
-        replay = capture(step, device)
+        captured = capture(step, device)
     except Skip as why:
-        return {"ok": right, "captured": False, "why": str(why), **figures}
-    except Exception as error:  # whatever a capture does not allow
-        if steps.lengths_may_change:
-            raise
-        return {"captured": False, "why": error_text(error), **figures}
+        report(item, ok=right, captured=False, why=str(why), **figures, **eager_figures)
+        return
     same, apart = [], 0.0
     for which, eager_BE in zip(batches, eager, strict=True):
         load(which)
-        replay()
+        captured.replay()
         wait(device)
         same.append(bool(torch.equal(held["x_BE"], eager_BE)))
         apart = max(apart, float((held["x_BE"] - eager_BE).abs().nan_to_num(1e9).max()))
     load(static)
-    replay_s = median_s(replay, device, rounds=ROUNDS)
-    verdicts = dict(zip(("replay_is_eager", "replay_is_eager_at_other_lengths"), same, strict=False))
-    return {
-        "ok": right and all(same),
-        "captured": True,
-        **verdicts,
-        "replay_minus_eager": apart,
-        "replay_ms": 1e3 * replay_s,
-        "replay_tokens_per_s": model.num_rows / replay_s,
+    replay_s = median_s(captured.replay, device, rounds=ROUNDS)
+    report(
+        item,
+        ok=right and all(same),
+        captured=True,
+        replay_is_eager=same[0],
+        replay_is_eager_at_other_lengths=same[1],
+        replay_minus_eager=apart,
+        replay_ms=1e3 * replay_s,
+        replay_tokens_per_s=model.num_rows / replay_s,
+        **eager_figures,
         **figures,
-    }
+    )

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from ops.bench.gpu.phase import Figures, Report, Scale, Skip, attempt, report_each
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt
 
 PYPROJECT: Final = Path(__file__).resolve().parents[3] / "pyproject.toml"
 FLASHINFER_PARTS: Final = ("flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "apache-tvm-ffi")
@@ -23,71 +23,77 @@ GIB: Final = 2**30
 
 def run(scale: Scale, report: Report) -> None:
     """Report what is here; nothing that is absent stops the rest."""
-    report_each(
-        report,
-        {
-            "host": _host,
-            "torch": lambda: _torch(report),
-            "gpu": lambda: _gpu(scale),
-            "nvcc": _nvcc,
-            "triton": lambda: {"version": version("triton")},
-            "flashinfer": lambda: {"versions": {name: version(name) for name in FLASHINFER_PARTS}},
-            "dependencies": _dependencies,
-            "their versions": _versions,
-            "redis server": _redis,
-        },
-    )
+    with attempt(report, "host"):
+        _host(report)
+    with attempt(report, "torch"):
+        _torch(report)
+    with attempt(report, "gpu"):
+        _gpu(scale, report)
+    with attempt(report, "nvcc"):
+        _nvcc(report)
+    with attempt(report, "triton"):
+        report("triton", version=version("triton"))
+    with attempt(report, "flashinfer"):
+        report("flashinfer", versions={name: version(name) for name in FLASHINFER_PARTS})
+    with attempt(report, "dependencies"):
+        _dependencies(report)
+    with attempt(report, "redis server"):
+        _redis(report)
 
 
-def _host() -> Figures:
+def _host(report: Report) -> None:
     from ops.bench.report import cpu_model, num_cores
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    return {
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "system": platform.platform(),
-        "cpu": cpu_model(),
-        "cores": num_cores(),
-        "memory_gib": round(memory, 1),
-    }
+    report(
+        "host",
+        python=platform.python_version(),
+        executable=sys.executable,
+        system=platform.platform(),
+        cpu=cpu_model(),
+        cores=num_cores(),
+        memory_gib=round(memory, 1),
+    )
 
 
-def _torch(report: Report) -> Figures:
+def _torch(report: Report) -> None:
     import torch
 
     nccl = None
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         with attempt(report, "nccl"):
             nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "nccl": nccl,
-        "architectures": torch.cuda.get_arch_list(),
-    }
+    report(
+        "torch",
+        version=torch.__version__,
+        cuda=torch.version.cuda,
+        cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        nccl=nccl,
+        architectures=torch.cuda.get_arch_list(),
+    )
 
 
-def _gpu(scale: Scale) -> Figures:
+def _gpu(scale: Scale, report: Report) -> None:
     import torch
 
     if scale.device != "cuda":
         raise Skip("there is no GPU, or --device cpu was given")
     if not torch.cuda.is_available():
-        return {"ok": False, "error": f"torch {torch.__version__} cannot use the GPU that is here"}
+        report("gpu", ok=False, error=f"torch {torch.__version__} cannot use the GPU that is here")
+        return
     about = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
-    return {
-        "name": about.name,
-        "num_gpus": torch.cuda.device_count(),
-        "driver": _driver(),
-        "compute_capability": f"{about.major}.{about.minor}",
-        "memory_gib": round(total / GIB, 1),
-        "free_gib": round(free / GIB, 1),
-        "multiprocessors": about.multi_processor_count,
-        "l2_mib": getattr(about, "L2_cache_size", 0) / 2**20,
-    }
+    report(
+        "gpu",
+        name=about.name,
+        num_gpus=torch.cuda.device_count(),
+        driver=_driver(),
+        compute_capability=f"{about.major}.{about.minor}",
+        memory_gib=round(total / GIB, 1),
+        free_gib=round(free / GIB, 1),
+        multiprocessors=about.multi_processor_count,
+        l2_mib=getattr(about, "L2_cache_size", 0) / 2**20,
+    )
 
 
 def _driver() -> str:
@@ -100,31 +106,30 @@ def _driver() -> str:
     return found[1] if found else ""
 
 
-def _nvcc() -> Figures:
+def _nvcc(report: Report) -> None:
     places = [shutil.which("nvcc"), *(f"{os.environ.get(name)}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH"))]
     places.append("/usr/local/cuda/bin/nvcc")
     path = next((place for place in places if place and Path(place).is_file()), None)
     if path is None:
         raise Skip("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda")
-    said = _said_of(path)
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
     found = re.search(r"release (\S+), V(\S+)", said)
     seen = found[2] if found else said.strip()[-80:]
-    return {"path": path, "version": seen, "ninja": shutil.which("ninja"), "compiler": shutil.which("c++")}
+    report("nvcc", path=path, version=seen, ninja=shutil.which("ninja"), compiler=shutil.which("c++"))
 
 
-def _said_of(program: str) -> str:
-    """Return what `--version` of a program prints."""
-    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
-
-
-def _dependencies() -> Figures:
-    """Return what is missing or too old of the packages that pyproject.toml asks for, which is wrong."""
-    missing = [why for requirement in requirements() if (why := unmet(requirement))]
-    return {"ok": not missing, "missing": missing}
-
-
-def _versions() -> Figures:
-    return {"versions": {name: version(name) for line in requirements() for name in re.findall(r"^[\w.-]+", line)}}
+def _dependencies(report: Report) -> None:
+    """Report the version of each package that pyproject.toml asks for; missing or too old is wrong."""
+    missing: list[str] = []
+    versions: dict[str, str | None] = {}
+    for requirement in requirements():
+        name = re.match(r"[A-Za-z0-9._-]+", requirement)
+        assert name is not None, requirement
+        versions[name[0]] = version(name[0])
+        if why := unmet(requirement):
+            missing.append(why)
+    report("dependencies", ok=not missing, missing=missing)
+    report("their versions", versions=versions)
 
 
 def requirements() -> Iterator[str]:
@@ -158,8 +163,9 @@ def version(package: str) -> str | None:
         return None
 
 
-def _redis() -> Figures:
+def _redis(report: Report) -> None:
     from pipeline.process.redis_server import find_binary
 
     binary = find_binary()
-    return {"path": binary, "version": " ".join(_said_of(binary).split()[:3])}
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
+    report("redis server", path=binary, version=" ".join(said.split()[:3]))

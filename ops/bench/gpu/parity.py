@@ -10,9 +10,8 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ops.bench.gpu.pages import largest_error, make_case
-from ops.bench.gpu.phase import Figures, Report, Scale, Skip, attempt, report_each
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt
 from pipeline.events import SamplingParams
 from stages.generate.attention import ATTENTION, AttentionShape
 from stages.generate.attention.flashinfer import why_not
@@ -57,23 +56,28 @@ MIXED_ROWS: Final = ((70, 1), (3, 1), (0, 1), (1, 1), (300, 1), (0, 9), (16, 5),
 GREEDY: Final = SamplingParams(temperature=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Attended:
+    """What an attention backend is tried on."""
+
+    shape: AttentionShape
+    rows: tuple[tuple[int, int], ...]
+
+
 def run(scale: Scale, report: Report) -> None:
     """Report parity of attention, then of each family."""
     device = torch.device(scale.device)
     if device.type == "cuda":
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        report("float32 products", ok=not tf32, tf32=tf32)
-    report_each(
-        report,
-        {
-            f"attention {name} {str(dtype).removeprefix('torch.')} pages of {page_size}": partial(
-                check_attention, name, dtype, page_size, device, scale.size
-            )
-            for name in _backends(device)
-            for dtype in (torch.float32, torch.bfloat16)
-            for page_size in (16, 64)
-        },
-    )
+        report(
+            "float32 products", ok=not torch.backends.cuda.matmul.allow_tf32, tf32=torch.backends.cuda.matmul.allow_tf32
+        )
+    for name in _backends(device):
+        for dtype in (torch.float32, torch.bfloat16):
+            for page_size in (16, 64):
+                item = f"attention {name} {_short(dtype)} pages of {page_size}"
+                with attempt(report, item):
+                    _require(name, AttentionShape(4, 2, FI_HEAD_DIM, page_size, 0, dtype, device))
+                    check_attention(report, item, name, dtype, page_size, device, scale.size)
     with attempt(report, "checkpoints"), tempfile.TemporaryDirectory() as parent:
         from transformers.utils import logging
 
@@ -83,20 +87,28 @@ def run(scale: Scale, report: Report) -> None:
         for family in FAMILIES[-NUM_FAMILIES[scale.size] :]:
             with attempt(report, f"{family} checkpoint"):
                 folder = _make(Path(parent), family)
-                checks: dict[str, Callable[[], Figures]] = {}
                 for name in _backends(device):
+                    item = f"{family} bfloat16 {name}"
                     if name == "fi":
-                        checks[f"{family} bfloat16 fi"] = partial(_check_flashinfer, Path(parent), family, device)
+                        with attempt(report, item):
+                            _require(name, AttentionShape(4, 2, FI_HEAD_DIM, PAGE_SIZE, 0, torch.bfloat16, device))
+                            _check_logits(report, item, _make(Path(parent), family, FI_HEAD_DIM), name, device)
                         continue
-                    tokens = partial(_check_tokens, folder, name, device, NUM_TOKENS[scale.size])
-                    checks[f"{family} float32 {name}"] = tokens
-                    checks[f"{family} bfloat16 {name}"] = partial(_check_logits, folder, name, device)
-                report_each(report, checks)
+                    with attempt(report, f"{family} float32 {name}"):
+                        _check_tokens(report, f"{family} float32 {name}", folder, name, device, NUM_TOKENS[scale.size])
+                    with attempt(report, item):
+                        _check_logits(report, item, folder, name, device)
 
 
 def _backends(device: torch.device) -> list[str]:
     """Return the attention backends of this device."""
     return [name for name in ATTENTION if name != ("fi" if device.type == "cpu" else "cpu")]
+
+
+def _require(name: str, shape: AttentionShape) -> None:
+    """Raise Skip where the backend cannot compute *shape* here."""
+    if name == "fi" and (reason := why_not(shape)):
+        raise Skip(reason)
 
 
 def _make(parent: Path, family: Family, head_dim: int | None = None) -> Path:
@@ -109,30 +121,24 @@ def _make(parent: Path, family: Family, head_dim: int | None = None) -> Path:
 # attention
 
 
-def _cases(page_size: int, size: str) -> list[tuple[AttentionShape, Sequence[tuple[int, int]]]]:
+def _cases(page_size: int, size: str) -> list[_Attended]:
     """Grouped queries, one head for all, odd sizes; windows shorter than a page, than a row, and longer than all."""
     rows = MIXED_ROWS if size != "toy" else MIXED_ROWS[:8]
     shapes = [(8, 2, 64, 0), (16, 8, 128, 0), (6, 3, 24, 7), (4, 1, 128, 100), (8, 8, 64, 1000)]
-    some = shapes if size != "toy" else shapes[1:3]
-    cases = [(AttentionShape(*shape[:3], page_size, shape[3]), rows) for shape in some]
+    cases = [_Attended(AttentionShape(*shape[:3], page_size, shape[3]), rows) for shape in shapes]
     only_decode = tuple(row for row in MIXED_ROWS if row[1] == 1)
-    return [*cases, (AttentionShape(16, 8, 128, page_size, 24), only_decode)]
+    return [*cases, _Attended(AttentionShape(16, 8, 128, page_size, 24), only_decode)]
 
 
-def check_attention(name: str, dtype: torch.dtype, page_size: int, device: torch.device, size: str) -> Figures:
-    """Compare the backend *name* with float64, and its pages with those that it should write.
-
-    Raises:
-        Skip: It cannot compute here, or not in *dtype*.
-    """
-    if name == "fi" and (reason := why_not(AttentionShape(4, 2, FI_HEAD_DIM, page_size, 0, dtype, device))):
-        raise Skip(reason)
+def check_attention(
+    report: Report, item: str, name: str, dtype: torch.dtype, page_size: int, device: torch.device, size: str
+) -> None:
     worst, stored = 0.0, True
-    for number, (sizes, rows) in enumerate(_cases(page_size, size)):
-        shape = replace(sizes, dtype=dtype, device=device)
+    for number, attended in enumerate(_cases(page_size, size)):
+        shape = replace(attended.shape, dtype=dtype, device=device)
         if name == "fi" and why_not(shape):
             continue  # a head_dim that it does not know
-        case = make_case(shape, rows, dtype, device, seed=100 * number)
+        case = make_case(shape, attended.rows, dtype, device, seed=100 * number)
         with torch.inference_mode():
             attend = ATTENTION[name](case.shape).plan(case.batch)
             output = attend(case.q_THD, case.k_TKD, case.v_TKD, case.kv_2PKSD)
@@ -141,18 +147,19 @@ def check_attention(name: str, dtype: torch.dtype, page_size: int, device: torch
         stored = stored and bool(torch.equal(case.kv_2PKSD.nan_to_num(-99), case.filled_pages().nan_to_num(-99)))
         if worst != worst:
             break
-    return {
-        "ok": worst <= TOLERANCE[dtype] and stored,
-        "largest_error": worst,
-        "is_nan": worst != worst,
-        "pages_as_expected": stored,
-    }
+    report(
+        item,
+        ok=worst <= TOLERANCE[dtype] and stored,
+        largest_error=None if worst != worst else worst,
+        is_nan=worst != worst,
+        pages_as_expected=stored,
+    )
 
 
 # greedy tokens in float32
 
 
-def _check_tokens(folder: Path, name: str, device: torch.device, num_tokens: int) -> Figures:
+def _check_tokens(report: Report, item: str, folder: Path, name: str, device: torch.device, num_tokens: int) -> None:
     """Compare the tokens of three prompts: each alone and whole, each alone in chunks of 7, and all in one batch."""
     began_s = time.perf_counter()
     prompts = _prompts(folder)
@@ -164,16 +171,17 @@ def _check_tokens(folder: Path, name: str, device: torch.device, num_tokens: int
         "in a batch": _greedy(folder, name, device, prompts, num_tokens, 32),
     }
     differ = {way: _first_difference(tokens, theirs) for way, tokens in ours.items()}
-    return {
-        "ok": not any(differ.values()),
-        "differs": ", ".join(f"{way}: {where}" for way, where in differ.items() if where) or "nowhere",
-        "smallest_gap": smallest_gap,
-        "clear": smallest_gap > LEAST_GAP,
-        "tokens": sum(map(len, theirs)),
-        "distinct_tokens": len({token for row in theirs for token in row}),
-        "seconds": time.perf_counter() - began_s,
-        "transformers_s": theirs_s,
-    }
+    report(
+        item,
+        ok=not any(differ.values()),
+        differs=", ".join(f"{way}: {where}" for way, where in differ.items() if where) or "nowhere",
+        smallest_gap=smallest_gap,
+        clear=smallest_gap > LEAST_GAP,
+        tokens=sum(map(len, theirs)),
+        distinct_tokens=len({token for row in theirs for token in row}),
+        seconds=time.perf_counter() - began_s,
+        transformers_s=theirs_s,
+    )
 
 
 def _prompts(folder: Path) -> list[list[int]]:
@@ -258,13 +266,7 @@ def _logits_of(model: Any, tokens: Sequence[int], device: torch.device) -> Tenso
 # logits in bfloat16
 
 
-def _check_flashinfer(parent: Path, family: Family, device: torch.device) -> Figures:
-    if reason := why_not(AttentionShape(4, 2, FI_HEAD_DIM, PAGE_SIZE, 0, torch.bfloat16, device)):
-        raise Skip(reason)
-    return _check_logits(_make(parent, family, FI_HEAD_DIM), "fi", device)
-
-
-def _check_logits(folder: Path, name: str, device: torch.device) -> Figures:
+def _check_logits(report: Report, item: str, folder: Path, name: str, device: torch.device) -> None:
     """Compare the distance from float64, of weights in bfloat16, with that of transformers in bfloat16.
 
     The median over the positions counts: a router of experts that is undecided may turn with any rounding.
@@ -277,13 +279,14 @@ def _check_logits(folder: Path, name: str, device: torch.device) -> Figures:
     ours, theirs = (_distance(logits_RV, exact_RV) for logits_RV in (ours_RV, theirs_RV))
     prefill, decode = slice(0, len(PREFIX_LENGTHS)), slice(len(PREFIX_LENGTHS), None)
     worst = max(float(ours[part].median()) / float(theirs[part].median()) for part in (prefill, decode))
-    return {
-        "ok": worst <= WORST_RATIO and bool(ours.isfinite().all()),
-        "ratio": worst,
-        "ours_prefill": ours[prefill].median(),
-        "ours_decode": ours[decode].median(),
-        "transformers": theirs.median(),
-    }
+    report(
+        item,
+        ok=worst <= WORST_RATIO and bool(ours.isfinite().all()),
+        ratio=worst if worst == worst else None,
+        ours_prefill=_number(ours[prefill]),
+        ours_decode=_number(ours[decode]),
+        transformers=_number(theirs),
+    )
 
 
 def _prefill_and_decode(engine: Engine, prompt: Sequence[int]) -> Tensor:
@@ -307,3 +310,12 @@ def _distance(logits_RV: Tensor, exact_RV: Tensor) -> Tensor:
     exact_RV = exact_RV.double()
     distance_R: Tensor = (logits_RV.double() - exact_RV).norm(dim=-1) / exact_RV.norm(dim=-1)
     return distance_R
+
+
+def _number(errors_R: Tensor) -> float | None:
+    median = float(errors_R.median())
+    return median if median == median else None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-Figures: TypeAlias = Mapping[str, Any]
-"""JSON values by name. A name ends with its unit: `step_ms`, `copy_gb_per_s`. `ok` says whether the item is right."""
+Figures: TypeAlias = Mapping[str, object]
+"""JSON values by name. A name ends with its unit: `step_ms`, `copy_gb_per_s`."""
 
 MOST_ERROR_CHARS = 300
 """The rest of the text of an error is cut: a CUDA error may be a page long."""
@@ -44,13 +44,6 @@ def attempt(report: Report, item: str) -> Iterator[None]:
         report(item, skipped=str(why))
     except Exception as error:
         report(item, ok=False, error=error_text(error))
-
-
-def report_each(report: Report, measures: Mapping[str, Callable[[], Figures]]) -> None:
-    """Report the figures of each item of *measures*, also after one that raises."""
-    for item, measure in measures.items():
-        with attempt(report, item):
-            report(item, **measure())
 
 
 def error_text(error: BaseException) -> str:

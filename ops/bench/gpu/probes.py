@@ -7,116 +7,179 @@ those of its own events.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
-from ops.bench.gpu.phase import Figures, Report, Scale, Skip, report_each
-from ops.bench.gpu.timing import (
-    COPY_BYTES,
-    MATMUL_SIZE,
-    copy_bytes_per_s,
-    host_s,
-    matmul_flops_per_s,
-    round_s,
-    step_times,
-    wait,
-)
+from ops.bench.gpu.phase import Report, Scale, Skip, attempt
 
-DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-TRANSFER_BYTES: Final = {"toy": 2**20, "small": 2**24, "full": 2**28}
+DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 LATENCY_BYTES: Final = 4096
-ROUNDS: Final = {"toy": 3, "small": 5, "full": 15}
 NUM_LAUNCHES: Final = 500
 """Fewer than the launches that CUDA queues before the host has to wait."""
 HOLD_CYCLES: Final = 40_000_000
 """About 20 ms of a GPU that spins, so that all launches are queued before the first of them runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a probe moves and computes."""
+
+    copy_bytes: int
+    matrix: int
+    transfer_bytes: int
+    rounds: int
+
+
+SIZES: Final = {
+    "toy": Sizes(copy_bytes=1 << 20, matrix=64, transfer_bytes=1 << 20, rounds=3),
+    "small": Sizes(copy_bytes=1 << 28, matrix=1024, transfer_bytes=1 << 24, rounds=5),
+    "full": Sizes(copy_bytes=1 << 30, matrix=8192, transfer_bytes=1 << 28, rounds=15),
+}
+
+
 def run(scale: Scale, report: Report) -> None:
     """Measure each limit of the device alone."""
-    size, device = scale.size, torch.device(scale.device)
-    products = {f"matmul {name}": partial(_matmul, size, device, dtype) for name, dtype in DTYPES.items()}
-    report_each(
-        report,
-        {
-            "copy on the device": lambda: _copy(size, device),
-            **products,
-            "small torch operation": lambda: _operation(size, device),
-            "empty kernel": lambda: _launch(size, device),
-            "transfers, pinned": lambda: _transfers(size, device, pinned=True),
-            "transfers, pageable": lambda: _transfers(size, device, pinned=False),
-            "waits": lambda: _waits(size, device),
-        },
+    sizes, device = SIZES[scale.size], torch.device(scale.device)
+    with attempt(report, "copy on the device"):
+        _copy(sizes, device, report)
+    for dtype in DTYPES:
+        with attempt(report, f"matmul {_name(dtype)}"):
+            _matmul(sizes, device, dtype, report)
+    with attempt(report, "small torch operation"):
+        _operation(sizes, device, report)
+    with attempt(report, "empty kernel"):
+        _launch(sizes, device, report)
+    for pinned in (True, False):
+        name = "pinned" if pinned else "pageable"
+        with attempt(report, f"transfers, {name}"):
+            _transfers(sizes, device, report, name, pinned=pinned)
+    with attempt(report, "waits"):
+        _waits(sizes, device, report)
+
+
+def median_s(device: torch.device, rounds: int, action: Callable[[], object]) -> float:
+    """Return the seconds that *action* keeps the device busy: the median of *rounds*, after two to warm up."""
+    took_s = []
+    for number in range(2 + rounds):
+        if device.type == "cuda":
+            began, ended = _events()
+            began.record()
+            action()
+            ended.record()
+            ended.synchronize()
+            one_s: float = began.elapsed_time(ended) / 1000
+        else:
+            one_s = host_s(action)
+        if number >= 2:
+            took_s.append(one_s)
+    return statistics.median(took_s)
+
+
+def host_s(action: Callable[[], object]) -> float:
+    """Return the seconds that *action* takes by the host's clock."""
+    began_s = time.perf_counter()
+    action()
+    return time.perf_counter() - began_s
+
+
+def _copy(sizes: Sizes, device: torch.device, report: Report) -> None:
+    source = torch.randint(256, (sizes.copy_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = median_s(device, sizes.rounds, lambda: target.copy_(source))
+    moved = 2 * source.nbytes  # read and written
+    report("copy on the device", gb_per_s=moved / seconds / 1e9, ms=seconds * 1e3, buffer_mib=sizes.copy_bytes / 2**20)
+
+
+def _matmul(sizes: Sizes, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+    size = sizes.matrix
+    if device.type == "cpu" and dtype is torch.float16:
+        size //= 4  # many a CPU has no instructions for it, and torch takes a hundred times as long
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    seconds = median_s(device, sizes.rounds, lambda: torch.mm(left, right, out=out))
+    report(f"matmul {_name(dtype)}", tflop_per_s=2 * size**3 / seconds / 1e12, ms=seconds * 1e3, size=size)
+
+
+def _operation(sizes: Sizes, device: torch.device, report: Report) -> None:
+    """What the host pays for one operation of torch on one number: dispatch and launch."""
+    number = torch.zeros(1, device=device)
+    host_us, device_us = _launched(sizes, device, lambda: number.add_(1))
+    report("small torch operation", host_us=host_us, device_us=device_us)
+
+
+def _launch(sizes: Sizes, device: torch.device, report: Report) -> None:
+    _need_cuda(device)
+    host_us, device_us = _launched(sizes, device, lambda: torch.cuda._sleep(0))  # type: ignore[no-untyped-call]
+    report("empty kernel", host_us=host_us, device_us=device_us)
+
+
+def _launched(sizes: Sizes, device: torch.device, launch: Callable[[], object]) -> tuple[float, float | None]:
+    """Return the host's µs for one of many launches in a row, and the device's where they run back to back."""
+
+    def many() -> None:
+        for _ in range(NUM_LAUNCHES):
+            launch()
+
+    many()
+    host = []
+    for _ in range(sizes.rounds):
+        _synchronize(device)
+        host.append(host_s(many))
+    host_us = statistics.median(host) / NUM_LAUNCHES * 1e6
+    if device.type == "cpu":
+        return host_us, None
+    on_device_ms = []
+    for _ in range(sizes.rounds):
+        began, ended = _events()
+        torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]
+        began.record()
+        many()
+        ended.record()
+        ended.synchronize()
+        on_device_ms.append(began.elapsed_time(ended))
+    return host_us, statistics.median(on_device_ms) / NUM_LAUNCHES * 1e3
+
+
+def _transfers(sizes: Sizes, device: torch.device, report: Report, name: str, *, pinned: bool) -> None:
+    _need_cuda(device)
+
+    def pair(num_bytes: int) -> tuple[Tensor, Tensor]:
+        host = torch.randint(256, (num_bytes,), dtype=torch.uint8)
+        return (host.pin_memory() if pinned else host), torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    host, there = pair(sizes.transfer_bytes)
+    little, little_there = pair(LATENCY_BYTES)
+
+    def waited(target: Tensor, source: Tensor) -> Callable[[], None]:
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+
+        return copy
+
+    def seconds(copy: Callable[[], None], rounds: int) -> float:
+        copy()
+        return statistics.median(host_s(copy) for _ in range(rounds))
+
+    report(
+        f"transfers, {name}",
+        to_device_gb_per_s=host.nbytes / seconds(waited(there, host), sizes.rounds) / 1e9,
+        to_host_gb_per_s=host.nbytes / seconds(waited(host, there), sizes.rounds) / 1e9,
+        to_device_4k_us=seconds(waited(little_there, little), 20 * sizes.rounds) * 1e6,
+        to_host_4k_us=seconds(waited(little, little_there), 20 * sizes.rounds) * 1e6,
     )
 
 
-def _copy(size: str, device: torch.device) -> Figures:
-    rate, num_bytes = copy_bytes_per_s(device, size), COPY_BYTES[size]
-    return {"gb_per_s": rate / 1e9, "ms": 2e3 * num_bytes / rate, "buffer_mib": num_bytes / 2**20}
-
-
-def _matmul(size: str, device: torch.device, dtype: torch.dtype) -> Figures:
-    side = MATMUL_SIZE[size]
-    if device.type == "cpu" and dtype is torch.float16:
-        side //= 4  # many a CPU has no instructions for it, and torch takes a hundred times as long
-    rate = matmul_flops_per_s(device, side, dtype)
-    return {"tflop_per_s": rate / 1e12, "ms": 2e3 * side**3 / rate, "size": side}
-
-
-def _operation(size: str, device: torch.device) -> Figures:
-    """What the host pays for one operation of torch on one number: dispatch and launch."""
-    number = torch.zeros(1, device=device)
-    return _launched(size, device, lambda: number.add_(1))
-
-
-def _launch(size: str, device: torch.device) -> Figures:
-    _need_cuda(device)
-    return _launched(size, device, lambda: torch.cuda._sleep(0))  # type: ignore[no-untyped-call]
-
-
-def _launched(size: str, device: torch.device, launch: Callable[[], object]) -> Figures:
-    """Return the host's µs for one of many launches in a row, and the device's where they run back to back."""
-    times_us: dict[str, list[float]] = {"host_us": [], "device_us": []}
-    for _ in range(1 + ROUNDS[size]):
-        wait(device)
-        times_us["host_us"].append(host_s(launch, NUM_LAUNCHES) / NUM_LAUNCHES * 1e6)
-        if device.type == "cuda":
-            wait(device)
-            torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]
-            times_us["device_us"].append(round_s(launch, device, NUM_LAUNCHES) / NUM_LAUNCHES * 1e6)
-    return {name: statistics.median(times[1:]) if times else None for name, times in times_us.items()}
-
-
-def _transfers(size: str, device: torch.device, *, pinned: bool) -> Figures:
-    _need_cuda(device)
-
-    def seconds(num_bytes: int, rounds: int) -> tuple[float, float]:
-        """Return the time of a copy to the device, and to the host."""
-        host = torch.randint(256, (num_bytes,), dtype=torch.uint8)
-        host = host.pin_memory() if pinned else host
-        there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        to_device = step_times(lambda: there.copy_(host, non_blocking=True), device, rounds=rounds)
-        to_host = step_times(lambda: host.copy_(there, non_blocking=True), device, rounds=rounds)
-        return to_device.total_s, to_host.total_s
-
-    num_bytes = TRANSFER_BYTES[size]
-    to_device_s, to_host_s = seconds(num_bytes, ROUNDS[size])
-    little_to_device_s, little_to_host_s = seconds(LATENCY_BYTES, 20 * ROUNDS[size])
-    return {
-        "to_device_gb_per_s": num_bytes / to_device_s / 1e9,
-        "to_host_gb_per_s": num_bytes / to_host_s / 1e9,
-        "to_device_4k_us": little_to_device_s * 1e6,
-        "to_host_4k_us": little_to_host_s * 1e6,
-    }
-
-
-def _waits(size: str, device: torch.device) -> Figures:
+def _waits(sizes: Sizes, device: torch.device, report: Report) -> None:
     """What it costs to wait: for an idle device, for one small kernel, for an event, for a number."""
     _need_cuda(device)
-    number, event = torch.zeros(1, device=device), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    number = torch.zeros(1, device=device)
+    event, _ = _events()
 
     def kernel() -> None:
         number.add_(1)
@@ -127,19 +190,34 @@ def _waits(size: str, device: torch.device) -> Figures:
         event.record()
         event.synchronize()
 
-    waits = {
-        "idle_synchronize_us": torch.cuda.synchronize,
-        "kernel_and_synchronize_us": kernel,
-        "kernel_and_event_us": recorded,
-        "item_us": number.item,
-    }
-    figures = {}
-    for name, action in waits.items():
+    def median_us(action: Callable[[], object]) -> float:
         action()
-        figures[name] = statistics.median(host_s(action) for _ in range(20 * ROUNDS[size])) * 1e6
-    return figures
+        return statistics.median(host_s(action) for _ in range(20 * sizes.rounds)) * 1e6
+
+    torch.cuda.synchronize()
+    report(
+        "waits",
+        idle_synchronize_us=median_us(torch.cuda.synchronize),
+        kernel_and_synchronize_us=median_us(kernel),
+        kernel_and_event_us=median_us(recorded),
+        item_us=median_us(number.item),
+    )
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    return began, ended
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _need_cuda(device: torch.device) -> None:
     if device.type != "cuda":
         raise Skip("needs a GPU")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -21,12 +21,13 @@ from pydantic import ValidationError
 from ops.bench.gpu import child
 from ops.bench.gpu.document import Item, Phase, Status
 from ops.bench.gpu.phase import Scale
-from ops.bench.processes import ROOT, last_line
 
+ROOT: Final = Path(__file__).resolve().parents[3]
 GRACE_S: Final = 3.0
 """Between SIGTERM and SIGKILL: time to end a server."""
 LEAST_S: Final = 5.0
 """A phase is not begun with less: importing torch takes as long."""
+MOST_SAID: Final = 200
 POLL_S: Final = 0.2
 
 
@@ -104,7 +105,7 @@ def run_one(phase: Planned, scale: Scale, left_s: float, stop: threading.Event) 
             end_group(process)
         wall_s = time.monotonic() - began_s
         items, why = read_reports(reports)
-        status, reason = _verdict(code, phase, limit_s, items, why, last_line(said) if said.stat().st_size else "")
+        status, reason = _verdict(code, phase, limit_s, items, why, last_said(said))
     if code is None and stop.is_set():
         status, reason = "cut", "interrupted while it ran"
     return Phase(
@@ -144,6 +145,15 @@ def read_reports(path: Path) -> tuple[list[Item], str]:
             else:
                 items.append(Item.model_validate(value))
     return items, why
+
+
+def last_said(path: Path) -> str:
+    """Return the last line of a phase's output."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 8192, 0))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    printable = "".join(letter if letter.isprintable() else " " for letter in lines[-1]) if lines else ""
+    return printable.strip()[:MOST_SAID]
 
 
 def _verdict(

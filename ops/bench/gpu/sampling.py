@@ -5,14 +5,13 @@ position): alone, in a batch, and wherever it is computed. And what a sampled ro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ops.bench.gpu.phase import Figures, Report, Scale, report_each
+from ops.bench.gpu.phase import Report, Scale, attempt
 from ops.bench.gpu.timing import median_s
 from pipeline.events import SamplingParams
 from stages.generate.forward.sampler import sample
@@ -56,23 +55,41 @@ TIMED: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-LOGITS: Final[Mapping[str, Callable[[tuple[int, int], torch.Generator], Tensor]]] = {
-    "normal": lambda shape, generator: 4 * torch.randn(shape, generator=generator),
-    # As a model in bfloat16 gives them: many are equal.
-    "bfloat16": lambda shape, generator: (4 * torch.randn(shape, generator=generator)).bfloat16().float(),
-    # A handful of values: every border of top_k, top_p and min_p lies amid equals.
-    "flat": lambda shape, generator: torch.randint(5, shape, generator=generator).float(),
-    "sharp": lambda shape, generator: 40 * torch.randn(shape, generator=generator),
-}
-
-
 def run(scale: Scale, report: Report) -> None:
     """Report mismatches of each kind of logits, then times."""
-    device, rounds, all_rows = torch.device(scale.device), ROUNDS[scale.size], TIMED_ROWS[scale.size]
+    device = torch.device(scale.device)
     for vocab_size in VOCAB_SIZES[scale.size]:
-        tries = {f"{kind} logits": partial(_compare, kind, vocab_size, device, rounds) for kind in LOGITS}
-        tries |= {f"time of {name}": partial(_times, name, all_rows, vocab_size, device) for name in TIMED}
-        report_each(report, {f"{item}, vocabulary of {vocab_size}": measure for item, measure in tries.items()})
+        for kind in LOGITS:
+            item = f"{kind} logits, vocabulary of {vocab_size}"
+            with attempt(report, item):
+                _compare(report, item, kind, vocab_size, device, ROUNDS[scale.size])
+        for name in TIMED:
+            item = f"time of {name}, vocabulary of {vocab_size}"
+            with attempt(report, item):
+                rows = TIMED_ROWS[scale.size]
+                times = {f"rows_{num}_ms": 1e3 * _time_s(name, num, vocab_size, device) for num in rows}
+                report(item, ok=None, **times)
+
+
+def _normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return 4 * torch.randn(shape, generator=generator)
+
+
+def _tied(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Logits as a model in bfloat16 gives them: many are equal."""
+    return _normal(shape, generator).bfloat16().float()
+
+
+def _flat(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """A handful of values: every border of top_k, top_p and min_p lies amid equals."""
+    return torch.randint(5, shape, generator=generator).float()
+
+
+def _sharp(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return 40 * torch.randn(shape, generator=generator)
+
+
+LOGITS: Final = {"normal": _normal, "bfloat16": _tied, "flat": _flat, "sharp": _sharp}
 
 
 def _samples(names: Sequence[str], vocab_size: int, seed: int) -> list[Sample]:
@@ -86,7 +103,7 @@ def _samples(names: Sequence[str], vocab_size: int, seed: int) -> list[Sample]:
     return samples
 
 
-def _compare(kind: str, vocab_size: int, device: torch.device, rounds: int) -> Figures:
+def _compare(report: Report, item: str, kind: str, vocab_size: int, device: torch.device, rounds: int) -> None:
     """Compare all parameter sets: in a batch on the device, alone on it, with the CPU."""
     names = list(PARAMS) * rounds
     logits_RV = LOGITS[kind]((len(names), vocab_size), torch.Generator().manual_seed(vocab_size))
@@ -103,25 +120,22 @@ def _compare(kind: str, vocab_size: int, device: torch.device, rounds: int) -> F
         for row, token in enumerate(tokens)
         if token != expected[row]
     ]
-    return {
-        "ok": not mismatches,
-        "rows": len(names),
-        "mismatches": len(mismatches),
-        "shown": "; ".join(mismatches[:SHOWN]),
-        "distinct_tokens": len(set(expected)),
-    }
+    report(
+        item,
+        ok=not mismatches,
+        rows=len(names),
+        mismatches=len(mismatches),
+        shown="; ".join(mismatches[:SHOWN]),
+        distinct_tokens=len(set(expected)),
+    )
 
 
-def _times(name: str, all_rows: Sequence[int], vocab_size: int, device: torch.device) -> Figures:
-    """Measure whole batches of one kind, with the copy of their tokens to the host that ends a step."""
-    figures = {}
-    for num_rows in all_rows:
-        logits_RV = torch.randn(num_rows, vocab_size, device=device).bfloat16().float()
-        draw = random.Random(num_rows)
-        samples = [
-            Sample(SamplingParams(**TIMED[name], seed=row), 100 + row, (), draw.choices(range(vocab_size), k=60), 20)
-            for row in range(num_rows)
-        ]
-        seconds = median_s(partial(sample, logits_RV, samples), device, rounds=5)
-        figures[f"rows_{num_rows}_ms"] = 1e3 * seconds
-    return figures
+def _time_s(name: str, num_rows: int, vocab_size: int, device: torch.device) -> float:
+    """Measure a whole batch of one kind, with the copy of its tokens to the host that ends a step."""
+    logits_RV = torch.randn(num_rows, vocab_size, device=device).bfloat16().float()
+    draw = random.Random(num_rows)
+    samples = [
+        Sample(SamplingParams(**TIMED[name], seed=row), 100 + row, (), draw.choices(range(vocab_size), k=60), 20)
+        for row in range(num_rows)
+    ]
+    return median_s(lambda: sample(logits_RV, samples), device, rounds=5)

@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -30,21 +31,35 @@ METRICS_TIMEOUT_S: Final = 15.0
 STEP_SECONDS: Final = "minisgl:step_time_seconds_sum"
 STEPS: Final = "minisgl:step_time_seconds_count"
 TOKENS: Final = "minisgl:generation_tokens_total"
-SIZES: Final = {"toy": ("toy", (8, 4)), "small": ("5m", (32, 16)), "full": ("0.6b", (256, 128))}
-"""Which shape is served, and the tokens of a prompt and of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is served, and how long prompts and answers are."""
+
+    model: str
+    input_tokens: int
+    output_tokens: int
+
+
+SIZES: Final = {
+    "toy": Sizes("toy", 8, 4),
+    "small": Sizes("5m", 32, 16),
+    "full": Sizes("0.6b", 256, 128),
+}
 
 
 def run(scale: Scale, report: Report) -> None:
     """Start a server, load it, and end it."""
-    shape, length = SIZES[scale.size]
+    sizes = SIZES[scale.size]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         began_s = time.perf_counter()
         folder, data = Path(scratch) / "model", Path(scratch) / "data"
         folder.mkdir()
         data.mkdir()
-        models.write_all_but_weights(SHAPES[shape], folder)
+        models.write_all_but_weights(SHAPES[sizes.model], folder)
         prompts = Prompts(folder)
-        report("model", shape=shape, written_s=time.perf_counter() - began_s)
+        report("model", shape=sizes.model, written_s=time.perf_counter() - began_s)
         flags = ["--model", str(folder), "--dummy-weight", "--device", scale.device]
         if scale.size == "toy":
             flags += ["--threads", "1"]  # a test shares its cores, and threads that wait for each other would spin
@@ -53,7 +68,7 @@ def run(scale: Scale, report: Report) -> None:
             engine_counts(served.url, 1.0)  # the token that showed that it is ready
             for name, concurrency in (("one request", 1), (f"{NUM_REQUESTS} requests at once", NUM_REQUESTS)):
                 with attempt(report, name):
-                    _measure(report, served, prompts, length, name, concurrency)
+                    _measure(report, served, prompts, sizes, name, concurrency)
 
 
 def attention_of(said: Path) -> str | None:
@@ -62,11 +77,9 @@ def attention_of(said: Path) -> str | None:
     return found[1] if found else None
 
 
-def _measure(
-    tell: Report, served: Served, prompts: Prompts, length: tuple[int, int], name: str, concurrency: int
-) -> None:
+def _measure(tell: Report, served: Served, prompts: Prompts, sizes: Sizes, name: str, concurrency: int) -> None:
     """Send *concurrency* requests at once, after as many that warm up, and report what a client sees."""
-    lengths = [length] * concurrency
+    lengths = [(sizes.input_tokens, sizes.output_tokens)] * concurrency
     warmup, load = (Workload(prompts.drawn(random.Random(seed), lengths), concurrency) for seed in (0, 1))
     began = engine_counts(served.url, 0.0)
     served.measure(warmup)

@@ -18,7 +18,7 @@ MOST_S: Final = 1.0
 """No further round begins after so many seconds."""
 COPY_BYTES: Final = {"toy": 2**20, "small": 2**26, "full": 2**30}
 """By size: of the buffer that is copied; a GPU's must be far larger than its cache."""
-MATMUL_SIZE: Final = {"toy": 64, "small": 1024, "full": 8192}
+MATMUL_SIZE: Final = {"toy": 64, "small": 512, "full": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def median_s(call: Callable[[], object], device: torch.device, *, rounds: int = 
     for _ in _repeated(WARM_ROUNDS):
         call()
         wait(device)
-    return statistics.median(round_s(call, device, inner) / inner for _ in _repeated(rounds))
+    return statistics.median(_round_s(call, device, inner) / inner for _ in _repeated(rounds))
 
 
 def _repeated(rounds: int) -> Iterator[int]:
@@ -77,8 +77,9 @@ def copy_bytes_per_s(device: torch.device, size: str) -> float:
     return 2 * source.nbytes / median_s(lambda: target.copy_(source), device, inner=4)
 
 
-def matmul_flops_per_s(device: torch.device, side: int, dtype: torch.dtype) -> float:
-    """Return the operations that a product of square matrices does in a second; a product and its sum are two."""
+def matmul_flops_per_s(device: torch.device, size: str, dtype: torch.dtype) -> float:
+    """Return the operations that a large matrix product does in a second; a product and its sum are two."""
+    side = MATMUL_SIZE[size]
     one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / median_s(lambda: one @ other, device, inner=4)
 
@@ -89,18 +90,12 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, see
     return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
 
-def host_s(call: Callable[[], object], inner: int = 1) -> float:
-    """Return the seconds that *inner* calls take by the host's clock."""
-    began_s = time.perf_counter()
-    for _ in range(inner):
-        call()
-    return time.perf_counter() - began_s
-
-
-def round_s(call: Callable[[], object], device: torch.device, inner: int) -> float:
-    """Return the seconds that *inner* calls keep the device busy; they may be queued behind other work."""
+def _round_s(call: Callable[[], object], device: torch.device, inner: int) -> float:
     if device.type != "cuda":
-        return host_s(call, inner)
+        began_s = time.perf_counter()
+        for _ in range(inner):
+            call()
+        return time.perf_counter() - began_s
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(inner):

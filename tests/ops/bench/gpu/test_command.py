@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 from pydantic import JsonValue, ValidationError
-from reported import STUBS
 from rich.console import Console
 from selection import rest_at_night
 from servers import ROOT, eventually
@@ -23,8 +22,15 @@ from ops.bench.gpu import command, document, show
 from ops.bench.gpu.command import PHASES
 from ops.bench.gpu.document import Document, Item, Phase
 from ops.bench.gpu.runner import Planned
+from pipeline.errors import ConfigError
 
 GPU = (sys.executable, str(ROOT / "minisgl.py"), "bench", "gpu")
+STUBS: Mapping[str, str] = {
+    "fine": "def run(scale, report): report('sum', ok=True, ms=1.25, counts=[1, 2], kernels=[{'name': 'a'}])",
+    "raises": "def run(scale, report): raise ValueError('no such kernel')",
+    "skips": "from ops.bench.gpu.phase import Skip\ndef run(scale, report): raise Skip('needs a GPU')",
+    "hangs": "import time\ndef run(scale, report):\n    report('before', ok=True)\n    time.sleep(600)",
+}
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[str], limit_s: float = 60.0) -> None:
@@ -78,15 +84,13 @@ def test_a_file_with_anything_else_in_it_is_not_ours(tmp_path: Path) -> None:
             Document.model_validate(json.loads(text) | odd)
 
 
-def test_what_was_chosen_runs_in_its_order_and_a_skipped_or_cut_phase_is_no_failure(
+def test_all_that_ran_was_right_and_some_was_skipped_or_cut_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(tmp_path, monkeypatch, ["fine", "raises", "skips", "hangs"])
+    stand_in(tmp_path, monkeypatch, ["fine", "skips", "hangs"])
     file = tmp_path / "out.json"
-    flags = ["--phases", "skips,hangs,fine", "--device", "cpu", "--budget", "7", "--json", str(file)]
-    assert command.run(flags, {}, None) == 0
+    assert command.run(["--device", "cpu", "--budget", "7", "--json", str(file)], {}, None) == 0
     one = Document.model_validate_json(file.read_text())
-    assert [phase.name for phase in one.phases] == ["fine", "skips", "hangs"]
     assert one.cut == ("hangs",)
     assert [item.item for item in one.phases[-1].items] == ["before"]
     printed = capsys.readouterr().out
@@ -94,8 +98,64 @@ def test_what_was_chosen_runs_in_its_order_and_a_skipped_or_cut_phase_is_no_fail
     assert "Skipped: skips" in printed
 
 
+def test_what_an_interrupted_run_found_is_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    (tmp_path / "stub_fine.py").write_text(STUBS["fine"])
+    runs = f"open({str(tmp_path / 'runs')!r}, 'w')"
+    (tmp_path / "stub_hangs.py").write_text(STUBS["hangs"].replace("    time.sleep", f"    {runs}\n    time.sleep"))
+    program = f"""
+import sys
+from ops.bench.gpu import command
+from ops.bench.gpu.runner import Planned
+command.PHASES = tuple(Planned(name, "stub_" + name, 60.0) for name in ("fine", "hangs"))
+sys.path.insert(0, {str(tmp_path)!r})
+sys.exit(command.run(["--device", "cpu", "--json", {str(file)!r}], {{}}, None))
+"""
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin"}
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        eventually((tmp_path / "runs").exists, "the second phase runs")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
+    one = Document.model_validate_json(file.read_text())
+    assert [(phase.name, phase.status) for phase in one.phases] == [("fine", "ok"), ("hangs", "cut")]
+    assert [item.item for item in one.phases[1].items] == ["before"]
+    assert not one.finished
+
+
+# the flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--phases", "machine,kernels"], "--phases: 'kernels': no such phase; expected some of machine,probes"),
+        (["--phases", ","], "must be phases with commas between them"),
+        (["--budget", "0"], "must be a number of seconds above 0"),
+        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: not a file in a folder that exists"),
+        (["--size", "huge"], "--size"),
+        (["--fast"], "--fast"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_in_one_line(flags: Sequence[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        command.run(flags, {}, None)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_two_phases_that_hang_leave_time_for_the_rest() -> None:
     assert all(phase.limit_s <= command.BUDGET_S["cuda"] / 3 for phase in PHASES)
+
+
+def test_the_phases_that_are_chosen_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, ["fine", "raises", "skips"])
+    file = tmp_path / "out.json"
+    assert command.run(["--phases", "skips,fine", "--device", "cpu", "--json", str(file)], {}, None) == 0
+    assert [phase.name for phase in Document.model_validate_json(file.read_text()).phases] == ["fine", "skips"]
 
 
 # the table
@@ -210,5 +270,4 @@ def test_a_server_phase_that_is_cut_off_leaves_nothing_behind(tmp_path: Path) ->
     _, alive = psutil.wait_procs(family, timeout=20)
     assert [one.cmdline() for one in alive] == []
     temporary.rmdir()  # nothing is in it
-    one = Document.model_validate_json(file.read_text())
-    assert one.cut == ("server",) and not one.finished
+    assert Document.model_validate_json(file.read_text()).cut == ("server",)

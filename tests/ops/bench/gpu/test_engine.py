@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from reported import toy_run
+from reported import Reported
 
 from ops.bench.gpu import engine
+from ops.bench.gpu.phase import Scale
 from ops.bench.gpu.profiled import profiled, summary
+from ops.bench.models import SHAPE_8B, SHAPES, write_config
 from stages.generate.attention import ATTENTION
 from stages.generate.attention.cpu import CpuAttention
+from stages.generate.model.spec import read_spec
+
+TOY = Scale("cpu", "toy")
 
 
 def test_every_step_is_timed_and_profiled() -> None:
-    report = toy_run(engine)
+    report = Reported()
+    engine.run(TOY, report)
     assert not report.wrong and not report.skipped
     steps = ("tiny cpu decode of 1 rows", "tiny cpu decode of 3 rows", "tiny cpu prefill of 64 tokens")
     for step in steps:
@@ -27,7 +35,8 @@ def test_every_step_is_timed_and_profiled() -> None:
 def test_the_reference_runs_beside_the_best_backend_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "resolve_attention", lambda name, shape: "fi")
     monkeypatch.setattr("stages.generate.forward.engine.ATTENTION", {**ATTENTION, "fi": CpuAttention})
-    report = toy_run(engine)
+    report = Reported()
+    engine.run(TOY, report)
     assert not report.wrong
     steps = [item for item, figures in report.items.items() if "step_ms" in figures]
     assert steps == [
@@ -40,19 +49,36 @@ def test_the_reference_runs_beside_the_best_backend_with_few_rows(monkeypatch: p
 
 def test_a_model_that_cannot_be_made_is_one_wrong_item(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "Engine", None)
-    report = toy_run(engine)
+    report = Reported()
+    engine.run(TOY, report)
     assert set(report.wrong) == {"tiny cpu load"}
 
 
 def test_gaps_are_where_nothing_ran() -> None:
-    found = summary([("a", 100, 50), ("b", 120, 60), ("a", 300, 100)], 1)
-    assert (found["kernels"], found["device_ms"], found["gap_share"]) == (3, 180e-6, pytest.approx(0.4))
-    assert found["longest"] == [{"kernel": "a", "count": 2, "ms": 150e-6}]
-    assert summary([], 1)["gap_share"] == 0
+    found = summary([("a", 100, 50), ("b", 120, 60), ("a", 300, 100)])
+    assert (found.num_kernels, found.span_s, found.busy_s) == (3, 300e-9, 180e-9)
+    assert found.gap_share == pytest.approx(0.4)
+    assert found.longest == (("a", 2, 150e-9), ("b", 1, 60e-9))
+
+
+def test_nothing_has_no_gaps() -> None:
+    assert summary([]).gap_share == 0
 
 
 def test_a_profile_names_what_ran() -> None:
     x = torch.randn(64, 64)
-    found = profiled(lambda: x @ x, torch.device("cpu"), 10)
-    assert any("mm" in one["kernel"] for one in found["longest"])
-    assert found["device_ms"] > 0 and 0 <= found["gap_share"] < 1
+    found = profiled(lambda: x @ x, torch.device("cpu"))
+    assert any("mm" in name for name, _, _ in found.longest)
+    assert 0 < found.busy_s <= found.span_s
+
+
+def test_what_a_step_reads_and_computes(tmp_path: Path) -> None:
+    write_config(SHAPES["0.6b"], tmp_path)
+    spec = read_spec(tmp_path)
+    assert engine._num_weights(spec) == engine._num_multiplied(spec) == 596_049_920
+    one_token = 2 * 28 * 8 * 128 * 2
+    assert engine._bytes_read(spec, ((511, 1),) * 3, torch.bfloat16) == 2 * 596_049_920 + 3 * 512 * one_token
+    write_config(SHAPE_8B, tmp_path)
+    spec = read_spec(tmp_path)
+    assert engine._num_weights(spec) == 8_190_735_360
+    assert engine._num_multiplied(spec) == 8_190_735_360 - 151_936 * 4096

@@ -9,14 +9,20 @@ from typing import Any
 
 import flashinfer_double
 import pytest
-from reported import TOY, Reported
+import torch
+from reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import flashinfer
-from ops.bench.gpu.phase import Skip
+from ops.bench.gpu.capture import Captured
+from ops.bench.gpu.phase import Scale, Skip
 
-COMPILED = [(64, False)]
-"""The module that is timed at toy size."""
+TOY = Scale("cpu", "toy")
+
+
+def fake_capture(call: Callable[[], object], device: torch.device) -> Captured:
+    call()
+    return Captured(call)
 
 
 def test_without_a_gpu_it_is_skipped_with_the_reason() -> None:
@@ -32,53 +38,49 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_right_attention_passes_and_a_cpu_skips_the_graphs() -> None:
     report = Reported()
-    builds = [(64, False), (128, True)]
-    flashinfer.check_all(flashinfer_double, builds, builds, TOY, report)
-    flashinfer.measure(flashinfer_double, COMPILED, TOY, report)
+    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
     assert not report.wrong
     assert set(report.skipped) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
-    assert report.items["decode, head_dim 128 windowed, pages of 64"]["ok"] is True
+    assert report.items["decode, head_dim 128, pages of 64"]["ok"] is True
 
 
-def again(call: Callable[[], Tensor]) -> Callable[[], object]:
-    call()
-    return call
-
-
-def frozen(call: Callable[[], Tensor]) -> Callable[[], object]:
-    out = call()
-    kept = out.clone()
-    return lambda: out.copy_(kept)
-
-
-@pytest.mark.parametrize(("graph", "right"), [(again, True), (frozen, False)])
-def test_a_graph_is_right_if_it_is_eager_at_other_lengths_too(
-    graph: Callable[[Callable[[], Tensor]], object], right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flashinfer, "capture", lambda call, device: graph(call))
+def test_graphs_are_compared_with_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "capture", fake_capture)
     report = Reported()
-    flashinfer.measure(flashinfer_double, COMPILED, TOY, report)
-    graphs = {"graph of decode, 1 rows", "graph of decode, 3 rows"}
-    assert not report.skipped and set(report.wrong) == (set() if right else graphs)
-    assert all(report.items[item]["replay_is_eager_at_other_lengths"] is right for item in graphs)
+    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    assert not report.wrong and not report.skipped
+    assert report.items["graph of decode, 3 rows"]["replay_is_eager_at_other_lengths"] is True
+
+
+def test_a_graph_that_keeps_the_first_lengths_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen(call: Callable[[], Tensor], device: torch.device) -> Captured:
+        out = call()
+        kept = out.clone()
+        return Captured(lambda: out.copy_(kept))
+
+    monkeypatch.setattr(flashinfer, "capture", frozen)
+    report = Reported()
+    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    assert set(report.wrong) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
 
 
 def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     attend: Callable[..., Tensor] = flashinfer_double._attend
 
     def wide(*arguments: Any) -> Tensor:
-        return attend(*arguments[:-1], arguments[-1] + 1)
+        return attend(*arguments[:-1], arguments[-1] + 1 if arguments[-1] >= 0 else -1)
 
     monkeypatch.setattr(flashinfer_double, "_attend", wide)
     report = Reported()
-    flashinfer.check_all(flashinfer_double, [(64, True)], [(64, True)], TOY, report)
-    assert set(report.wrong) == set(report.items)
+    flashinfer.check_all(flashinfer_double, [(64, True), (64, False)], [(64, True), (64, False)], TOY, report)
+    assert report.wrong and all("windowed" in item for item in report.wrong)
 
 
 def test_what_was_not_compiled_is_skipped_by_name() -> None:
     report = Reported()
     flashinfer.check_all(flashinfer_double, [(64, True)], [], TOY, report)
     assert set(report.skipped.values()) == {"the module for head_dim 64 with a window was not compiled"}
+    report = Reported()
     flashinfer.measure(flashinfer_double, [], TOY, report)
     assert not report.wrong and "prefill of 48 tokens" in report.skipped
 

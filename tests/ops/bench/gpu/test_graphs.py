@@ -8,20 +8,24 @@ from dataclasses import replace
 import flashinfer_double
 import pytest
 import torch
-from reported import toy_run
+from reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import flashinfer, graphs
+from ops.bench.gpu.capture import Captured
+from ops.bench.gpu.phase import Scale
 from stages.generate.attention import Attend
 from stages.generate.attention.reference import ReferenceAttention
 from stages.generate.forward.batch import ForwardBatch
 
+TOY = Scale("cpu", "toy")
+
 
 @pytest.fixture
 def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake_capture(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    def fake_capture(call: Callable[[], object], device: torch.device) -> Captured:
         call()
-        return call
+        return Captured(call)
 
     monkeypatch.setattr(graphs, "capture", fake_capture)
     monkeypatch.setattr(graphs, "_library", lambda shape: flashinfer_double)
@@ -29,7 +33,8 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cpu_compares_attention_and_says_that_it_has_no_graphs() -> None:
-    report = toy_run(graphs)
+    report = Reported()
+    graphs.run(TOY, report)
     assert not report.wrong
     assert report.items["float32 static attention"]["ok"] is True
     assert report.items["static attention, 3 rows"]["captured"] is False
@@ -38,7 +43,8 @@ def test_a_cpu_compares_attention_and_says_that_it_has_no_graphs() -> None:
 
 @pytest.mark.usefixtures("with_graphs")
 def test_replays_are_compared_with_eager_steps_at_two_lengths() -> None:
-    report = toy_run(graphs)
+    report = Reported()
+    graphs.run(TOY, report)
     assert not report.wrong and not report.skipped
     for item in ("float32 static attention", "static attention, 3 rows", "FlashInfer, 3 rows"):
         assert report.items[item]["replay_is_eager_at_other_lengths"] is True
@@ -56,17 +62,19 @@ def test_attention_that_keeps_its_first_lengths_is_found_out(monkeypatch: pytest
             return attend
 
     monkeypatch.setattr(graphs, "StaticAttention", Forgetful)
-    report = toy_run(graphs)
+    report = Reported()
+    graphs.run(TOY, report)
     assert "float32 static attention" in report.wrong and "FlashInfer, 3 rows" not in report.wrong
 
 
 @pytest.mark.usefixtures("with_graphs")
 def test_what_cannot_be_captured_is_told_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    def refuse(call: Callable[[], object], device: torch.device) -> Captured:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "capture", refuse)
-    report = toy_run(graphs)
+    report = Reported()
+    graphs.run(TOY, report)
     assert "not permitted" in str(report.items["float32 reference attention"]["why"])
     assert report.items["float32 reference attention"]["ok"] is None
     assert report.items["static attention, 1 rows"]["ok"] is False

@@ -52,7 +52,7 @@ def test_times_are_those_of_the_calls() -> None:
     assert len(calls) == 2 + 5 * 3
     times = step_times(lambda: torch.ones(1000).sum(), CPU)
     assert 0 < times.host_s <= times.total_s
-    assert copy_bytes_per_s(CPU, "toy") > 0 and matmul_flops_per_s(CPU, 64, torch.float32) > 0
+    assert copy_bytes_per_s(CPU, "toy") > 0 and matmul_flops_per_s(CPU, "toy", torch.float32) > 0
 
 
 def test_a_cpu_captures_nothing() -> None:

@@ -7,13 +7,16 @@ import sys
 import flashinfer_double
 import pytest
 import torch
-from reported import toy_run
+from reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import parity
+from ops.bench.gpu.phase import Scale
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.flashinfer import HEAD_DIMS
 from stages.generate.attention.reference import ReferenceAttention
+
+TOY = Scale("cpu", "toy")
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +25,8 @@ def one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_todays_path_agrees_with_transformers() -> None:
-    report = toy_run(parity)
+    report = Reported()
+    parity.run(TOY, report)
     assert not report.wrong
     assert report.items["odd float32 reference"]["clear"] is True
     assert report.items["odd bfloat16 reference"]["ok"] is True
@@ -38,9 +42,12 @@ def test_attention_that_sees_one_token_too_few_is_found_out(monkeypatch: pytest.
         return attend_block(self, q_QHD, kv_2KCD)
 
     monkeypatch.setattr(ReferenceAttention, "_attend_block", blind)
-    report = toy_run(parity)
-    attention = {item for item in report.items if item.startswith("attention")}
-    assert len(attention) == 4 and set(report.wrong) == attention | {"odd float32 reference", "odd bfloat16 reference"}
+    report = Reported()
+    parity.run(TOY, report)
+    expected = {
+        f"attention reference {dtype} pages of {size}" for dtype in ("float32", "bfloat16") for size in (16, 64)
+    }
+    assert expected | {"odd float32 reference", "odd bfloat16 reference"} == set(report.wrong)
     assert "instead of" in str(report.wrong["odd float32 reference"]["differs"])
 
 
@@ -52,7 +59,8 @@ def test_flashinfer_is_compared_in_bfloat16_with_a_head_dim_that_it_supports(mon
     monkeypatch.setattr(parity, "_backends", lambda device: ["fi"])
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_double)
     monkeypatch.setattr("stages.generate.attention.flashinfer.WORKSPACE_BYTES", 1024)
-    report = toy_run(parity)
+    report = Reported()
+    parity.run(TOY, report)
     assert not report.wrong
     assert report.skipped == {
         f"attention fi float32 pages of {page_size}": "not on this machine" for page_size in (16, 64)
@@ -60,19 +68,21 @@ def test_flashinfer_is_compared_in_bfloat16_with_a_head_dim_that_it_supports(mon
     assert report.items["odd bfloat16 fi"]["ok"] is True
     assert report.items["attention fi bfloat16 pages of 16"]["ok"] is True
     monkeypatch.setattr(flashinfer_double, "_attend", lambda q_THD, *_: q_THD)
-    report = toy_run(parity)
+    report = Reported()
+    parity.run(TOY, report)
     assert {"attention fi bfloat16 pages of 64", "odd bfloat16 fi"} <= set(report.wrong)
 
 
 def test_nan_is_wrong_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceAttention, "_attend_block", lambda self, q_QHD, kv_2KCD: q_QHD * float("nan"))
-    report = toy_run(parity)
+    report = Reported()
+    parity.run(TOY, report)
     assert report.wrong["attention reference float32 pages of 16"]["is_nan"] is True
     assert report.items["odd bfloat16 reference"]["ok"] is False
 
 
 def test_a_family_that_raises_is_one_wrong_item(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "Engine", None)
-    monkeypatch.setattr(parity, "check_attention", lambda *_: {})
-    report = toy_run(parity)
+    report = Reported()
+    parity.run(TOY, report)
     assert "TypeError" in str(report.wrong["odd float32 reference"]["error"])

@@ -15,36 +15,21 @@ from typing import Any, TypeAlias
 
 import psutil
 import pytest
-from reported import STUBS, TOY
 from servers import ROOT, eventually
 
 from ops.bench.gpu.document import Phase
+from ops.bench.gpu.phase import Scale
 from ops.bench.gpu.runner import Planned, interruptible, run_all, run_one
 
+TOY = Scale("cpu", "toy")
 PATIENCE_S = 60.0
-HALF_A_LINE = """os.write(os.open(sys.argv[4], os.O_APPEND | os.O_WRONLY), b'{"item": "ha')"""
-PRINTED = """print('{"item": "printed", "ok": true, "figures": {}}')"""
-MODULES = {
-    **STUBS,
-    "wrong": "def run(scale, report): report('sum', ok=False, error='2'); report('rest', ok=True)",
-    "killed": "import os\ndef run(scale, report): report('a'); print('allocates', flush=True); os.kill(os.getpid(), 9)",
-    "leaves": f"import os, sys\ndef run(scale, report): report('whole'); {HALF_A_LINE}; os._exit(3)",
-    "ignores": "import signal as s, time\ndef run(scale, report): s.signal(s.SIGTERM, s.SIG_IGN); time.sleep(600)",
-    "prints": f"import os\ndef run(scale, report): os.write(1, bytes(range(256)) * 999); {PRINTED}; report('item')",
-}
-GONE = Planned("gone", "stub_gone", PATIENCE_S)
-ENDS = [
-    ("wrong", "wrong", "wrong: sum", ["sum", "rest"]),
-    ("raises", "failed", "ValueError: no such kernel", ["begun"]),
-    ("skips", "skipped", "needs a GPU", []),
-    ("killed", "killed", "by SIGKILL; the last it said: allocates", ["a"]),
-    ("leaves", "failed", "exit code 3", ["whole"]),
-    ("hangs", "timeout", "ended at its limit of 2 s", ["before"]),
-    ("ignores", "timeout", "ended at its limit of 2 s", []),
-    ("gone", "failed", "ModuleNotFoundError: No module named 'stub_gone'", []),
-    ("prints", "ok", "", ["item"]),
-    ("fine", "ok", "", ["sum"]),
-]
+FINE = "def run(scale, report): report('fine', ok=True, device=scale.device, size=scale.size)"
+HANGS = """\
+    import time
+    def run(scale, report):
+        report('before', ok=True, figure=1.5)
+        time.sleep(600)
+"""
 Stub: TypeAlias = Callable[..., Planned]
 
 
@@ -53,8 +38,8 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
     """A function that writes the module of a phase and returns it as planned."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def written(name: str, body: str = "", limit_s: float = PATIENCE_S) -> Planned:
-        (tmp_path / f"stub_{name}.py").write_text(textwrap.dedent(body or MODULES[name]))
+    def written(name: str, body: str, limit_s: float = PATIENCE_S) -> Planned:
+        (tmp_path / f"stub_{name}.py").write_text(textwrap.dedent(body))
         return Planned(name, f"stub_{name}", limit_s)
 
     return written
@@ -67,22 +52,98 @@ def run(phase: Planned) -> Phase:
 # how a phase ends
 
 
-def test_what_became_of_each_phase_is_told_and_the_next_one_runs(stub: Stub) -> None:
-    phases = [
-        stub(name, limit_s=2.0 if status == "timeout" else PATIENCE_S) if name in MODULES else GONE
-        for name, status, *_ in ENDS
-    ]
-    seen: list[int] = []
-    done = run_all(phases, TOY, 600.0, threading.Event(), lambda ended: seen.append(len(ended)))
-    assert [(one.name, one.status, one.reason, [item.item for item in one.items]) for one in done] == ENDS
-    assert seen == list(range(1, len(ENDS) + 1))
-    assert all(0 < one.wall_s < 15 for one in done)
-    assert [(item.ok, item.error) for item in done[0].items] == [(False, "2"), (True, "")]
+def test_a_phase_is_told_where_and_how_much_and_its_items_come_back(stub: Stub) -> None:
+    done = run(stub("fine", FINE))
+    assert (done.status, done.reason) == ("ok", "")
+    (item,) = done.items
+    assert (item.item, item.ok, item.figures) == ("fine", True, {"device": "cpu", "size": "toy"})
+    assert 0 < done.wall_s < PATIENCE_S
 
 
-def test_a_phase_is_told_where_and_how_much(stub: Stub) -> None:
-    (item,) = run(stub("told", "def run(scale, report): report('a', device=scale.device, size=scale.size)")).items
-    assert item.figures == {"device": "cpu", "size": "toy"}
+def test_a_phase_with_a_wrong_item_is_wrong_and_names_it(stub: Stub) -> None:
+    done = run(stub("wrong", "def run(scale, report): report('sum', ok=False, error='2'); report('rest', ok=True)"))
+    assert (done.status, done.reason) == ("wrong", "wrong: sum")
+    assert [(item.item, item.ok, item.error) for item in done.items] == [("sum", False, "2"), ("rest", True, "")]
+
+
+def test_a_phase_that_raises_has_failed_and_says_why(stub: Stub) -> None:
+    done = run(stub("raises", "def run(scale, report):\n    report('a')\n    raise ValueError('no  such\\nkernel')"))
+    assert (done.status, done.reason) == ("failed", "ValueError: no such kernel")
+    assert [item.item for item in done.items] == ["a"]
+
+
+def test_a_phase_that_cannot_run_here_is_skipped(stub: Stub) -> None:
+    body = "from ops.bench.gpu.phase import Skip\ndef run(scale, report): raise Skip('needs a GPU')"
+    done = run(stub("skips", body))
+    assert (done.status, done.reason, done.items) == ("skipped", "needs a GPU", ())
+
+
+def test_a_phase_that_is_not_there_has_failed() -> None:
+    done = run(Planned("gone", "stub_gone", PATIENCE_S))
+    assert (done.status, done.reason) == ("failed", "ModuleNotFoundError: No module named 'stub_gone'")
+
+
+def test_a_phase_that_is_killed_names_the_signal_and_keeps_what_it_found(stub: Stub) -> None:
+    body = """\
+        import os, signal
+        def run(scale, report):
+            report('before', ok=True, figure=1.5)
+            print('about to allocate', flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = run(stub("killed", body))
+    assert (done.status, done.reason) == ("killed", "by SIGKILL; the last it said: about to allocate")
+    assert [(item.item, item.figures) for item in done.items] == [("before", {"figure": 1.5})]
+
+
+def test_a_phase_that_leaves_without_a_word_has_failed_with_its_exit_code(stub: Stub) -> None:
+    done = run(stub("leaves", "import os\ndef run(scale, report): os._exit(3)"))
+    assert (done.status, done.reason) == ("failed", "exit code 3")
+
+
+def test_a_phase_that_hangs_is_ended_at_its_limit_and_keeps_what_it_found(stub: Stub) -> None:
+    done = run(stub("hangs", HANGS, limit_s=2.0))
+    assert (done.status, done.reason) == ("timeout", "ended at its limit of 2 s")
+    assert [item.item for item in done.items] == ["before"]
+    assert done.wall_s < 10
+
+
+def test_a_phase_that_ignores_the_signal_is_killed(stub: Stub) -> None:
+    body = """\
+        import signal, time
+        def run(scale, report):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+    """
+    done = run(stub("ignores", body, limit_s=2.0))
+    assert done.status == "timeout"
+    assert done.wall_s < 15
+
+
+def test_what_a_phase_prints_is_no_report(stub: Stub) -> None:
+    body = """\
+        import os, sys
+        def run(scale, report):
+            os.write(1, bytes(range(256)) * 1000)
+            print('{"item": "printed", "ok": true, "figures": {}}')
+            print('[', file=sys.stderr)
+            report('reported')
+    """
+    done = run(stub("garbage", body))
+    assert (done.status, [item.item for item in done.items]) == ("ok", ["reported"])
+
+
+def test_half_a_line_of_a_report_is_left_out(stub: Stub) -> None:
+    body = """\
+        import os, sys
+        def run(scale, report):
+            report('whole')
+            with open(sys.argv[4], 'a') as file:
+                file.write('{"item": "ha')
+            os._exit(9)
+    """
+    done = run(stub("half", body))
+    assert (done.status, [item.item for item in done.items]) == ("failed", ["whole"])
 
 
 def test_figures_that_json_lacks_become_text_or_plain_numbers(stub: Stub) -> None:
@@ -92,7 +153,7 @@ def test_figures_that_json_lacks_become_text_or_plain_numbers(stub: Stub) -> Non
             report('odd', nan=float('nan'), number=numpy.float32(0.5), path=pathlib.Path('a'), nested={1: (True, None)})
     """
     (item,) = run(stub("odd", body)).items
-    assert item.figures == {"nan": None, "number": 0.5, "path": "a", "nested": {"1": [True, None]}}
+    assert item.figures == {"nan": "nan", "number": 0.5, "path": "a", "nested": {"1": [True, None]}}
 
 
 def test_an_item_that_raises_or_is_skipped_does_not_end_the_others(stub: Stub) -> None:
@@ -184,8 +245,21 @@ def _runs(pid: int) -> bool:
 # all of them
 
 
+def test_the_next_phase_runs_whatever_became_of_the_one_before(stub: Stub) -> None:
+    phases = [
+        stub("raises", "def run(scale, report): raise ValueError('x')"),
+        stub("killed", "import os\ndef run(scale, report): os.kill(os.getpid(), 9)"),
+        stub("hangs", HANGS, limit_s=1.0),
+        stub("fine", FINE),
+    ]
+    seen: list[list[str]] = []
+    done = run_all(phases, TOY, 600.0, threading.Event(), lambda ended: seen.append([phase.name for phase in ended]))
+    assert [phase.status for phase in done] == ["failed", "killed", "timeout", "ok"]
+    assert seen == [["raises"], ["raises", "killed"], ["raises", "killed", "hangs"], [p.name for p in phases]]
+
+
 def test_the_budget_cuts_the_phase_that_runs_and_names_those_after_it(stub: Stub) -> None:
-    phases = [stub("fine"), stub("hangs"), stub("after", MODULES["fine"]), stub("last", MODULES["fine"])]
+    phases = [stub("fine", FINE), stub("hangs", HANGS), stub("after", FINE), stub("last", FINE)]
     done = run_all(phases, TOY, 6.0, threading.Event(), lambda _: None)
     assert [phase.status for phase in done] == ["ok", "cut", "cut", "cut"]
     assert done[1].reason.startswith("the rest of --budget")
@@ -202,7 +276,7 @@ def test_ctrl_c_ends_the_phase_that_runs_and_keeps_what_it_found(stub: Stub) -> 
         began.append(time.monotonic())
         threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
-    phases = [stub("hangs"), stub("after", MODULES["fine"])]
+    phases = [stub("hangs", HANGS), stub("after", FINE)]
     with interruptible() as stop:
         assert len(run_all(phases, TOY, 600.0, stop, lambda done: kept.append([*done]), interrupt_soon)) == 1
     (phase,) = kept[-1]
@@ -222,6 +296,6 @@ def test_a_signal_while_a_phase_is_being_started_loses_nothing(stub: Stub, monke
     kept: list[Sequence[Phase]] = []
     handler = signal.getsignal(signal.SIGTERM)
     with interruptible() as stop:
-        run_all([stub("hangs"), stub("after", MODULES["fine"])], TOY, 600.0, stop, lambda done: kept.append([*done]))
+        run_all([stub("hangs", HANGS), stub("after", FINE)], TOY, 600.0, stop, lambda done: kept.append([*done]))
     assert [(phase.name, phase.status) for phase in kept[-1]] == [("hangs", "cut")]
     assert signal.getsignal(signal.SIGTERM) == handler

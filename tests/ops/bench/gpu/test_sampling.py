@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from reported import toy_run
+from reported import Reported
 from torch import Tensor
 
 from ops.bench.gpu import sampling
+from ops.bench.gpu.phase import Scale
 from stages.generate.forward.sampler import sample
 from stages.generate.schedule.plan import Sample
 
+TOY = Scale("cpu", "toy")
+
 
 def test_one_device_draws_the_same_tokens_twice() -> None:
-    report = toy_run(sampling)
+    report = Reported()
+    sampling.run(TOY, report)
     assert not report.wrong
     for kind in ("normal", "bfloat16", "flat", "sharp"):
         item = report.items[f"{kind} logits, vocabulary of 1000"]
@@ -28,7 +32,8 @@ def test_a_row_that_depends_on_its_batch_is_counted_and_described(monkeypatch: p
         return tokens if len(samples) > 1 else [(tokens[0] + 1) % 1000]
 
     monkeypatch.setattr(sampling, "sample", leaky)
-    report = toy_run(sampling)
+    report = Reported()
+    sampling.run(TOY, report)
     item = report.wrong["normal logits, vocabulary of 1000"]
     assert item["mismatches"] == item["rows"] == len(sampling.PARAMS)
     assert str(item["shown"]).startswith("greedy alone: ")

@@ -38,14 +38,23 @@ def among(packages: Mapping[str, Package]) -> wheels.Find:
 
 def test_what_is_needed_is_followed_to_its_end_with_extras_and_markers() -> None:
     packages = {
-        "ours": Package("1", ("client>=2", "other", "old; python_version < '3.12'", "new; python_version >= '3.12'")),
+        "ours": Package("1", ("client[fast]>=2", "old; python_version < '3.12'", "new; python_version >= '3.12'")),
         "client": Package("2.1", ("Parser; extra == 'fast'", "tests; extra == 'test'")),
-        "other": Package("1", ("client[fast]",)),  # an extra that a later package asks for
         "parser": Package("1", ("ours",)),
         "new": Package("1", ("torch>=2",)),
     }
     found = closure(["ours"], among(packages), LINUX, without=("torch",))
-    assert sorted(found) == ["client", "new", "other", "ours", "parser"]
+    assert sorted(found) == ["client", "new", "ours", "parser"]
+
+
+def test_an_extra_that_a_later_package_asks_for_is_followed_too() -> None:
+    packages = {
+        "ours": Package("1", ("client", "other")),
+        "client": Package("2", ("parser; extra == 'fast'",)),
+        "other": Package("1", ("client[fast]",)),
+        "parser": Package("1", ()),
+    }
+    assert "parser" in closure(["ours"], among(packages), LINUX)
 
 
 def test_versions_that_do_not_go_together_are_refused() -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import flashinfer_double
 import pytest
 import torch
+from reported import Reported
 from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError
@@ -150,4 +151,6 @@ def test_its_kernels_agree_with_float64_on_pages_amid_nan(page_size: int) -> Non
         pytest.skip("needs a CUDA device")
     from ops.bench.gpu import parity
 
-    assert parity.check_attention("fi", torch.bfloat16, page_size, CUDA, "full")["ok"] is True
+    report = Reported()
+    parity.check_attention(report, "fi", "fi", torch.bfloat16, page_size, CUDA, "full")
+    assert report.items["fi"]["ok"] is True
