@@ -104,7 +104,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     prompts = Prompts(folder)
     threads = config.threads or report.num_cores()
     interrupt_on_sigterm()
-    with _status() as status, _both(config, folder, threads, status) as (ours, peer, about):
+    status = Console(stderr=True).status("", refresh_per_second=1)  # the measurement needs the cores
+    with status, _both(config, folder, threads, status) as (ours, peer, about):
         results = [_compared(task, prompts, config, (ours, peer), status) for task in tasks(config)]
         status.update("repeating prefixes")
         prefix = repeated_prefix(ours, prompts, config)
@@ -142,13 +143,6 @@ def _both(
         else:
             transformers = stack.enter_context(transformers_process(folder, config.dtype, threads))
             yield ours, transformers, about | {"peer": {"name": transformers.name, **transformers.about}}
-
-
-@contextlib.contextmanager
-def _status() -> Iterator[Status]:
-    """Show the progress on a terminal."""
-    with Console(stderr=True).status("", refresh_per_second=1) as status:  # the measurement needs the cores
-        yield status
 
 
 def _compared(

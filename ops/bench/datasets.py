@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,8 +29,6 @@ _VOCABULARY: Final = (
 WORDS: Final = tuple(_VOCABULARY.split())
 """64 words of four letters: each is one token behind a space in every large vocabulary. Where letters are tokens, all
 words have equally many."""
-MOONCAKE_BLOCK: Final = 512
-QWEN_BLOCK: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,22 +180,20 @@ class QwenRow(MooncakeRow):
     turn: int = Field(ge=0)
 
 
-def mooncake_trace(path: Path, scale: float) -> list[Session]:
-    """Return the requests of a Mooncake trace, their times multiplied by *scale*.
+TRACES: Final[Mapping[str, tuple[int, float, type[MooncakeRow]]]] = {
+    "mooncake": (512, 0.001, MooncakeRow),
+    "qwen": (16, 1.0, QwenRow),
+}
+"""Tokens of a block, seconds of a unit of time, and the form of a line."""
+
+
+def trace(name: str, path: Path, scale: float) -> list[Session]:
+    """Return the requests of a JSONL file, earliest first; their times are multiplied by *scale*.
 
     Raises:
         ConfigError: The file cannot be read, or a line is wrong.
     """
-    return _trace(path, MOONCAKE_BLOCK, scale / 1000, MooncakeRow)
-
-
-def qwen_trace(path: Path, scale: float) -> list[Session]:
-    """As `mooncake_trace`, for a Qwen-Bailian trace."""
-    return _trace(path, QWEN_BLOCK, scale, QwenRow)
-
-
-def _trace(path: Path, block: int, unit_s: float, kind: type[MooncakeRow]) -> list[Session]:
-    """Return the requests of a JSONL file, earliest first; a timestamp is *unit_s* seconds."""
+    block, unit_s, kind = TRACES[name]
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -209,7 +205,7 @@ def _trace(path: Path, block: int, unit_s: float, kind: type[MooncakeRow]) -> li
     sessions = [
         Session(
             (Turn(tuple(_blocks(number, row, block)), max(row.output_length, 1)),),  # every server writes something
-            (row.timestamp - start) * unit_s,
+            (row.timestamp - start) * unit_s * scale,
         )
         for number, row in rows
     ]

@@ -7,12 +7,12 @@ Tokens are counted from `usage`: a chunk may hold several.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import aiohttp
 import orjson
@@ -101,28 +101,22 @@ class Measured:
     answer: Answer
 
 
+@contextlib.asynccontextmanager
+async def connected(url: str, *, api_key: str = "", timeout_s: float) -> AsyncIterator[Client]:
+    """Give a client; *timeout_s* is the longest silence within an answer, which has no limit as a whole."""
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
+        yield Client(url.rstrip("/").removesuffix("/v1"), session)
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
     """A server, with one connection for each concurrent request."""
 
-    def __init__(self, url: str, *, api_key: str = "", timeout_s: float) -> None:
-        """*timeout_s* is the longest silence within an answer; the answer as a whole has no limit."""
-        self._url = url.rstrip("/").removesuffix("/v1")
-        headers = {"content-type": "application/json"}
-        if api_key:
-            headers["authorization"] = f"Bearer {api_key}"
-        self._headers = headers
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=timeout_s)
-        self._session: aiohttp.ClientSession
-
-    async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._session.close()
+    url: str
+    session: aiohttp.ClientSession
 
     async def served_model(self) -> str:
         """Return the first name in /v1/models.
@@ -134,7 +128,7 @@ class Client:
         try:
             return str(document["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise ServerRefused(f"{self._url}/v1/models names no model; pass --model") from None
+            raise ServerRefused(f"{self.url}/v1/models names no model; pass --model") from None
 
     async def prompt_tokens(self, form: Form, text: str) -> int:
         """Return the server's token count of *text* as a first turn.
@@ -148,36 +142,40 @@ class Client:
             return int(document["usage"]["prompt_tokens"])
         except (KeyError, TypeError, ValueError):
             raise ServerRefused(
-                f"{self._url}{PATHS[form.endpoint]} answers without `usage`, from which tokens are counted"
+                f"{self.url}{PATHS[form.endpoint]} answers without `usage`, from which tokens are counted"
             ) from None
 
     async def _document(self, method: str, path: str, body: bytes) -> Any:
         try:
-            async with self._session.request(method, self._url + path, data=body or None) as response:
+            async with self.session.request(method, self.url + path, data=body or None) as response:
                 content = await response.read()
                 if response.status != 200:
-                    raise ServerRefused(f"{self._url}{path}: {refusal_of(response.status, content).message}")
+                    raise ServerRefused(f"{self.url}{path}: {refusal_of(response.status, content).message}")
                 return orjson.loads(content)
         except orjson.JSONDecodeError:
-            raise ServerRefused(f"{self._url}{path}: the answer is not JSON") from None
+            raise ServerRefused(f"{self.url}{path}: the answer is not JSON") from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ServerRefused(f"{self._url}: {_broken(error)}") from None
+            raise ServerRefused(f"{self.url}: {_broken(error)}") from None
 
     async def stream(self, form: Form, messages: Sequence[Message], max_tokens: int) -> Answer:
         """Send one request and return its result, also if it failed."""
         body = form.body(messages, max_tokens, stream=True)
         arrivals: list[Arrival] = []
         sent_s = time.perf_counter()
+        error = await self.receive(PATHS[form.endpoint], body, lambda arrival, _: arrivals.append(arrival))
+        return Answer(sent_s, time.perf_counter(), error=error) if error else read_stream(sent_s, arrivals)
+
+    async def receive(self, path: str, body: bytes, came: Callable[[Arrival, Mapping[str, str]], None]) -> str:
+        """Send *body*; give each piece of the answer, and its headers, to *came*. Return why it failed, or ""."""
         try:
-            async with self._session.post(self._url + PATHS[form.endpoint], data=body) as response:
+            async with self.session.post(self.url + path, data=body) as response:
                 if response.status != 200:
-                    refusal = refusal_of(response.status, await response.read())
-                    return Answer(sent_s, time.perf_counter(), error=refusal.message)
+                    return refusal_of(response.status, await response.read()).message
                 while data := await response.content.readany():
-                    arrivals.append((time.perf_counter(), data))
+                    came((time.perf_counter(), data), response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return Answer(sent_s, time.perf_counter(), error=_broken(error))
-        return read_stream(sent_s, arrivals)
+            return _broken(error)
+        return ""
 
 
 def _one_line(text: str) -> str:

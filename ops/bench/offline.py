@@ -50,6 +50,7 @@ LARGEST_ID: Final = 10_000
 """Largest token id in the prompts; a smaller vocabulary takes it modulo its size."""
 TEMPERATURE: Final = 0.6
 PHASES: Final = ("decode", "prefill", "mixed")
+RATES: Final = ("output_tokens_per_s", "total_tokens_per_s")
 MIB: Final = 2**20
 
 
@@ -110,25 +111,6 @@ class Workload:
     def longest(self) -> int:
         """Tokens of the longest prompt with its answer."""
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lengths, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run of the whole workload."""
-
-    seconds: float
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    steps: tuple[Step, ...]
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.output_tokens / self.seconds
-
-    @property
-    def total_tokens_per_s(self) -> float:
-        return (self.input_tokens + self.output_tokens) / self.seconds
 
 
 class StepClock:
@@ -200,11 +182,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 f"{settings.limits.context}; pass shorter --input-len and --output-len, or another --model"
             )
         runs = [_run(llm, clocks[0], workload) for _ in range(1 + config.runs)][1:]
+        steps = [step for _, steps in runs for step in steps]
     peak_bytes = peak_rss_bytes()
     bandwidth = probes.read_bandwidth(settings.device, settings.threads)
     gemm = probes.gemm_rate(settings.device, settings.dtype, settings.threads)
     cost = cost_of(read_spec(llm.folder), settings.dtype.itemsize)
-    steps = [step for run in runs for step in run.steps]
     document = {
         **report.setup(["minisgl", "bench", "offline", *arguments], PACKAGES),
         "model": _model(llm),
@@ -215,14 +197,13 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             "output_tokens": workload.output_tokens,
             "seed": config.seed,
         },
-        "output_tokens_per_s": statistics.median(run.output_tokens_per_s for run in runs),
-        "total_tokens_per_s": statistics.median(run.total_tokens_per_s for run in runs),
+        **{rate: statistics.median(row[rate] for row, _ in runs) for rate in RATES},
         "peak_rss_bytes": peak_bytes,
         "decode_share": decode_share(steps, cost, probes.best(bandwidth).per_s),
         "prefill_share": prefill_share(steps, cost, probes.best(gemm).per_s),
         "read_bandwidth": bandwidth,
         "gemm_rate": gemm,
-        "runs": [_run_row(run) for run in runs],
+        "runs": [row for row, _ in runs],
     }
     print(table(document))
     if config.output:
@@ -239,7 +220,8 @@ def _llm(model: ModelConfig, engine: EngineConfig, wrap: Callable[[Forward], For
     return LLM(model.model, wrap_engine=wrap, **options)
 
 
-def _run(llm: LLM, clock: StepClock, workload: Workload) -> Run:
+def _run(llm: LLM, clock: StepClock, workload: Workload) -> tuple[dict[str, Any], list[Step]]:
+    """Run the whole workload; return its row of the JSON and its steps."""
     parameters = [
         SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=length)
         for length in workload.output_lengths
@@ -252,8 +234,15 @@ def _run(llm: LLM, clock: StepClock, workload: Workload) -> Run:
     output_tokens = sum(len(completion.token_ids) for completion in completions)
     if output_tokens != workload.output_tokens:
         raise MiniSGLError(f"the engine wrote {output_tokens} tokens, expected {workload.output_tokens}: a bug of ours")
-    cached_tokens = sum(completion.cached_tokens for completion in completions)
-    return Run(seconds, workload.input_tokens, cached_tokens, output_tokens, tuple(clock.steps))
+    row = {
+        "seconds": seconds,
+        "output_tokens_per_s": output_tokens / seconds,
+        "total_tokens_per_s": (workload.input_tokens + output_tokens) / seconds,
+        "cached_tokens": sum(completion.cached_tokens for completion in completions),
+        "phases": {phase: _phase_row([step for step in clock.steps if step.phase == phase]) for phase in PHASES},
+        "outside_s": seconds - sum(step.seconds for step in clock.steps),
+    }
+    return row, clock.steps
 
 
 def _model(llm: LLM) -> dict[str, Any]:
@@ -271,17 +260,6 @@ def _engine(llm: LLM) -> dict[str, Any]:
     return settings | {name: str(settings[name]).removeprefix("torch.") for name in ("device", "dtype")}
 
 
-def _run_row(run: Run) -> dict[str, Any]:
-    rates = {"output_tokens_per_s": run.output_tokens_per_s, "total_tokens_per_s": run.total_tokens_per_s}
-    return {
-        "seconds": run.seconds,
-        **rates,
-        "cached_tokens": run.cached_tokens,
-        "phases": {phase: _phase_row([step for step in run.steps if step.phase == phase]) for phase in PHASES},
-        "outside_s": run.seconds - sum(step.seconds for step in run.steps),
-    }
-
-
 def _phase_row(steps: Sequence[Step]) -> dict[str, Any]:
     sums = {name: sum(getattr(step, name) for step in steps) for name in ("seconds", "decode_rows", "prefill_tokens")}
     return {"steps": len(steps), **sums}
@@ -294,7 +272,7 @@ def table(document: Mapping[str, Any]) -> str:
     rows = [header]
     for number, run in enumerate(document["runs"], 1):
         times_s = [*(run["phases"][phase]["seconds"] for phase in PHASES), run["outside_s"]]
-        rates = (f"{run[f'{kind}_tokens_per_s']:,.1f}" for kind in ("output", "total"))
+        rates = (f"{run[rate]:,.1f}" for rate in RATES)
         rows.append([str(number), f"{run['seconds']:.2f}", *rates, *(f"{time_s:.2f}" for time_s in times_s)])
     return f"""\
 {model["name"]}, {engine["dtype"]} on {engine["device"]}, {engine["threads"]} threads, {document["cpu"]}

@@ -24,7 +24,7 @@ import orjson
 
 from ops.bench import report
 from ops.bench.datasets import Piece, Session, Turn
-from ops.bench.load import CHAT_PROMPT, COMPLETIONS, Client, Form, Load, Measured
+from ops.bench.load import CHAT_PROMPT, COMPLETIONS, Form, Load, Measured, connected
 from ops.bench.processes import MINISGL, last_line, started, tree_cpu_s
 from ops.bench.prompts import Workload
 from pipeline.errors import MiniSGLError
@@ -110,7 +110,7 @@ class Served:
             Session((Turn((Piece(str(index), len(prompt.ids)),), prompt.output_tokens),))
             for index, prompt in enumerate(workload.prompts)
         ]
-        async with Client(self.url, timeout_s=SILENCE_TIMEOUT_S) as client:
+        async with connected(self.url, timeout_s=SILENCE_TIMEOUT_S) as client:
             load = Load(client, self._form, lambda turn: texts[turn.pieces[0].name], lambda _: None)
             return await load.at_once(sessions, workload.concurrency)
 
@@ -127,7 +127,7 @@ def served_at(name: str, url: str) -> Served:
     """
 
     async def model() -> str:
-        async with Client(url, timeout_s=SILENCE_TIMEOUT_S) as client:
+        async with connected(url, timeout_s=SILENCE_TIMEOUT_S) as client:
             return await client.served_model()
 
     return Served(name, url, COMPLETIONS, asyncio.run(model()))

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import redis
 import structlog
@@ -90,56 +90,8 @@ class PipelineConfig:
     output: str = flag("--output", default="", help="JSON file for the setup and all figures")
 
 
-@dataclass(frozen=True, slots=True)
-class CommitFigures:
-    """One commit at one number of concurrent requests."""
-
-    commit: str
-    rows: int
-    per_s: float
-    us: Spread
-    runs: list[Spread]
-
-
-@dataclass(frozen=True, slots=True)
-class WayFigures:
-    """Requests through all stages. Times are from step to step, in microseconds."""
-
-    rows: int
-    step_us: float
-    """The engine's own time."""
-    alone_us: Spread
-    way_us: Spread
-    added_per_step_us: float
-    """Difference of the means: what the log costs in throughput."""
-    added_p50_us: float
-    added_per_token_us: float
-    commit_us: Spread
-    """A step's commit beside a running engine, tokenizer and detokenizer."""
-    runs: list[tuple[Spread, Spread, Spread]]
-    """alone_us, way_us and commit_us of each run."""
-
-
-@dataclass(frozen=True, slots=True)
-class WebFigures:
-    """CPU time of the web process at one number of concurrent requests."""
-
-    rows: int
-    step_us: float
-    median: WebTimes
-    runs: list[WebTimes]
-    rest_us_per_s: float
-    """CPU time per second at rest; the other figures do not contain it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RememberedRequest:
-    """What a finished request leaves in Redis until its retention is over."""
-
-    prompt_tokens: int
-    output_tokens: int
-    num_entries: int
-    history_bytes: int
+Figures: TypeAlias = dict[str, Any]
+"""A row of the JSON. Times are in microseconds, those of the way from step to step."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -195,7 +147,7 @@ def _repeated(config: PipelineConfig, status: Status, what: str) -> Iterator[int
         yield run
 
 
-def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[CommitFigures]:
+def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[Figures]:
     """Time every commit at every number of rows."""
     figures = []
     with contextlib.closing(RedisLog(url, names, LIMITS)) as log:
@@ -207,13 +159,14 @@ def measure_commits(config: PipelineConfig, url: str, names: Names, status: Stat
             for commit in COMMITS:
                 spreads = [spread_of(run[commit]) for run in runs]
                 middle = median_of(spreads)
-                figures.append(CommitFigures(commit, rows, 1e6 / middle.mean, middle, spreads))
+                row = {"commit": commit, "rows": rows, "per_s": 1e6 / middle.mean, "us": middle, "runs": spreads}
+                figures.append(row)
     return figures
 
 
 def measure_stages(
     config: PipelineConfig, url: str, names: Names, folder: Path, status: Status
-) -> tuple[list[WayFigures], RememberedRequest, list[WebFigures]]:
+) -> tuple[list[Figures], Figures, list[Figures]]:
     """Start the stages; measure the way through them, and the web process before them."""
     way = Way(url, names, folder)
     status.update("starting the stages")
@@ -223,7 +176,7 @@ def measure_stages(
         return measure_way(config, way, status), remembered, measure_web(config, way, status)
 
 
-def measure_way(config: PipelineConfig, way: Way, status: Status) -> list[WayFigures]:
+def measure_way(config: PipelineConfig, way: Way, status: Status) -> list[Figures]:
     """Time the steps of an engine with the real stages around it."""
     figures = []
     for step_s in (0.0, config.step_s):
@@ -233,7 +186,7 @@ def measure_way(config: PipelineConfig, way: Way, status: Status) -> list[WayFig
     return figures
 
 
-def measure_web(config: PipelineConfig, way: Way, status: Status) -> list[WebFigures]:
+def measure_web(config: PipelineConfig, way: Way, status: Status) -> list[Figures]:
     """Measure the CPU time of a web process before the stages."""
     figures = []
     for step_s in (0.0, config.step_s):
@@ -246,27 +199,28 @@ def measure_web(config: PipelineConfig, way: Way, status: Status) -> list[WebFig
     return figures
 
 
-def web_figures(rows: int, step_s: float, runs: Sequence[WebTimes], rest_us_per_s: float) -> WebFigures:
-    """Return the medians of *runs*."""
-    return WebFigures(rows, step_s * 1e6, WebTimes(*_medians(runs)), list(runs), rest_us_per_s)
+def web_figures(rows: int, step_s: float, runs: Sequence[WebTimes], rest_us_per_s: float) -> Figures:
+    """Return the medians of *runs*. They do not contain the time at rest."""
+    median = WebTimes(*_medians(runs))
+    return {"rows": rows, "step_us": step_s * 1e6, "median": median, "runs": runs, "rest_us_per_s": rest_us_per_s}
 
 
-def way_figures(rows: int, step_s: float, runs: Sequence[WayTimes]) -> WayFigures:
-    """Return the medians of *runs*."""
+def way_figures(rows: int, step_s: float, runs: Sequence[WayTimes]) -> Figures:
+    """Return the medians of *runs*. What the log costs in throughput is the difference of the means."""
     spreads = [(spread_of(run.alone_us), spread_of(run.way_us), spread_of(run.commits_us)) for run in runs]
     alone, through, commit = (median_of(column) for column in zip(*spreads, strict=True))
     added_us = statistics.median(through.mean - alone.mean for alone, through, _ in spreads)
-    return WayFigures(
-        rows=rows,
-        step_us=step_s * 1e6,
-        alone_us=alone,
-        way_us=through,
-        added_per_step_us=added_us,
-        added_p50_us=statistics.median(through.p50 - alone.p50 for alone, through, _ in spreads),
-        added_per_token_us=added_us / rows,
-        commit_us=commit,
-        runs=spreads,
-    )
+    return {
+        "rows": rows,
+        "step_us": step_s * 1e6,
+        "alone_us": alone,
+        "way_us": through,
+        "added_per_step_us": added_us,
+        "added_p50_us": statistics.median(through.p50 - alone.p50 for alone, through, _ in spreads),
+        "added_per_token_us": added_us / rows,
+        "commit_us": commit,
+        "runs": spreads,
+    }
 
 
 def median_of(spreads: Sequence[Spread]) -> Spread:
@@ -281,16 +235,16 @@ def _medians(runs: Sequence[Any]) -> list[Any]:
     ]
 
 
-def remembered_request(url: str, names: Names, uid: str) -> RememberedRequest:
-    """Return the size of a finished request's history."""
+def remembered_request(url: str, names: Names, uid: str) -> Figures:
+    """Return what a finished request leaves in Redis until its retention is over."""
     key = names.request(uid)
     with connect(url) as client:
-        return RememberedRequest(
-            prompt_tokens=len(PROMPT),
-            output_tokens=REMEMBERED_TOKENS,
-            num_entries=int(client.execute_command("XLEN", key)),
-            history_bytes=int(client.execute_command("MEMORY", "USAGE", key, "SAMPLES", 0)),
-        )
+        return {
+            "prompt_tokens": len(PROMPT),
+            "output_tokens": REMEMBERED_TOKENS,
+            "num_entries": int(client.execute_command("XLEN", key)),
+            "history_bytes": int(client.execute_command("MEMORY", "USAGE", key, "SAMPLES", 0)),
+        }
 
 
 def remove_keys(url: str, namespace: str) -> None:
@@ -319,14 +273,10 @@ def server_of(url: str) -> dict[str, Any]:
 
 
 def print_figures(
-    commits: Sequence[CommitFigures],
-    way: Sequence[WayFigures],
-    web: Sequence[WebFigures],
-    remembered: RememberedRequest,
-    server: Mapping[str, Any],
+    commits: Sequence[Figures], way: Sequence[Figures], web: Sequence[Figures], remembered: Figures, server: Figures
 ) -> None:
     """Print the tables."""
-    rest_ms = statistics.median(item.rest_us_per_s for item in web) / 1000
+    rest_ms = statistics.median(item["rest_us_per_s"] for item in web) / 1000
     print(f"""\
 Commits in a tight loop, {server["server"]} {server["version"]}, {server["over"]}
 
@@ -349,34 +299,35 @@ CPU time of the web process
 User and system time in us: of a streamed token after the first; of a request of one token, streamed and not, on an open
 connection. The {rest_ms:.1f} ms per second that the process takes at rest are subtracted.
 
-A finished request of {remembered.prompt_tokens} + {remembered.output_tokens} tokens leaves \
-{remembered.history_bytes:,} bytes in Redis, {remembered.num_entries} entries, until its retention is over.""")
+A finished request of {remembered["prompt_tokens"]} + {remembered["output_tokens"]} tokens leaves \
+{remembered["history_bytes"]:,} bytes in Redis, {remembered["num_entries"]} entries, until its retention is over.""")
 
 
-def commit_table(commits: Sequence[CommitFigures]) -> str:
+def commit_table(commits: Sequence[Figures]) -> str:
     """Return a row for each commit, a column for each number of rows."""
-    cells = {(item.commit, item.rows): f"{_p50_p99(item.us)}, {item.per_s:,.0f}/s" for item in commits}
-    columns = dict.fromkeys(item.rows for item in commits)
+    cells = {(item["commit"], item["rows"]): f"{_p50_p99(item['us'])}, {item['per_s']:,.0f}/s" for item in commits}
+    columns = dict.fromkeys(item["rows"] for item in commits)
     header = ["commit", *(f"{rows} rows" if rows > 1 else "1 row" for rows in columns)]
     return report.aligned([header, *([commit, *(cells[commit, rows] for rows in columns)] for commit in COMMITS)])
 
 
-def way_table(way: Sequence[WayFigures]) -> str:
+def way_table(way: Sequence[Figures]) -> str:
     """Return a row for each number of rows and time of a step."""
     rows = [["rows", "wait", "loop", "stages", "+ step", "+ p50", "+ token", "commit"]]
     for item in way:
-        times = [f"{time_us:,.0f}" for time_us in (item.step_us, item.alone_us.mean, item.way_us.mean)]
-        added = [f"{item.added_per_step_us:+,.0f}", f"{item.added_p50_us:+,.0f}", f"{item.added_per_token_us:+,.1f}"]
-        rows.append([f"{item.rows}", *times, *added, _p50_p99(item.commit_us)])
+        times = [f"{time_us:,.0f}" for time_us in (item["step_us"], item["alone_us"].mean, item["way_us"].mean)]
+        added = [f"{item[name]:+,.0f}" for name in ("added_per_step_us", "added_p50_us")]
+        last = [f"{item['added_per_token_us']:+,.1f}", _p50_p99(item["commit_us"])]
+        rows.append([f"{item['rows']}", *times, *added, *last])
     return report.aligned(rows)
 
 
-def web_table(web: Sequence[WebFigures]) -> str:
+def web_table(web: Sequence[Figures]) -> str:
     """Return a row for each number of rows and time of a step."""
     rows = [["rows", "wait", "token", "streamed request", "other request"]]
     for item in web:
-        times = (item.step_us, item.median.token_us, item.median.stream_us, item.median.whole_us)
-        rows.append([f"{item.rows}", *(f"{time_us:,.0f}" for time_us in times)])
+        times = (item["step_us"], *report.options_of(item["median"]).values())
+        rows.append([f"{item['rows']}", *(f"{time_us:,.0f}" for time_us in times)])
     return report.aligned(rows)
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from pipeline.events import (
     Cancelled,
@@ -32,6 +32,7 @@ FRONTEND: Final = "web-0"
 LEASE_MS: Final = 600_000
 LIMITS: Final = RequestLimits(timeout_s=600, retention_s=2, max_queued=sys.maxsize)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -41,10 +42,10 @@ class Stopwatch:
     def __init__(self) -> None:
         self.times_us: dict[str, list[float]] = {name: [] for name in COMMITS}
 
-    def time(self, commit: str, work: Callable[[], T]) -> T:
+    def time(self, commit: str, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
         """Do *work* and note how long it took."""
         began_s = time.perf_counter()
-        done = work()
+        done = work(*arguments, **options)
         self.times_us[commit].append((time.perf_counter() - began_s) * 1e6)
         return done
 
@@ -83,32 +84,26 @@ class Lives:
         entry_ids = self._take(watch)
         for n in range(1, STEPS_OF_A_LIFE + 1):
             self._step(uids, n, watch)
-        log = self._log
         for uid in uids:
-            watch.time(
-                "end",
-                lambda uid=uid: log.end(  # type: ignore[misc]  # bound at once
-                    uid, Cancelled(by="bench"), frontend=FRONTEND
-                ),
-            )
+            watch.time("end", self._log.end, uid, Cancelled(by="bench"), frontend=FRONTEND)
         self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids, Stopwatch())
-        log.produced(self._detokenizer, self._read_step(), self._engine.slot, [])
+        self._log.produced(self._detokenizer, self._read_step(), self._engine.slot, [])
 
     def _submit(self, uids: list[str], watch: Stopwatch) -> None:
         log = self._log
         submitted = Submitted(endpoint="bench", frontend=FRONTEND, prompt=PROMPT, sampling=SamplingParams())
         for uid in uids:
-            watch.time("submit", lambda uid=uid: log.submit(uid, [submitted]))  # type: ignore[misc]
+            watch.time("submit", log.submit, uid, [submitted])
         tokenized = Tokenized(token_ids=PROMPT_IDS, fingerprint="bench", by=slot_name(TOKENIZE, 0))
         consumer = slot_name(TOKENIZE, 0)
         for entry in log.read(self._submitted, consumer, max_entries=self._num_rows, block_ms=0):
-            watch.time("tokenized", lambda entry=entry: log.tokenized(entry, tokenized))  # type: ignore[misc]
+            watch.time("tokenized", log.tokenized, entry, tokenized)
 
     def _take(self, watch: Stopwatch) -> list[str]:
         """Take all requests; return their entries."""
         log, ids = self._log, list[str]()
         while len(ids) < self._num_rows:
-            taken = watch.time("take", lambda: log.take(self._engine, MOST_TAKEN, control_cursor=self._control_cursor))
+            taken = watch.time("take", log.take, self._engine, MOST_TAKEN, control_cursor=self._control_cursor)
             self._control_cursor = taken.control_cursor
             ids += [entry.id for entry in taken.entries]
         return ids
@@ -119,17 +114,18 @@ class Lives:
         entry = self._read_step()
         event = TokensProduced(count=1, tokens=(token,), text=" word", step=entry.id)
         produced = [Produced(uid, tokens_id(n), n, event, FRONTEND) for uid in uids]
-        log, owner = self._log, self._detokenizer
-        watch.time(
-            "produced",
-            lambda: log.produced(owner, entry, self._engine.slot, produced),
-        )
+        watch.time("produced", self._log.produced, self._detokenizer, entry, self._engine.slot, produced)
 
     def _commit_step(self, event: StepCompleted, ended: list[str], watch: Stopwatch) -> None:
-        log, number, cursor = self._log, next(self._numbers), self._control_cursor
         done = watch.time(
             "step",
-            lambda: log.step(self._engine, number, event, ended=ended, control_cursor=cursor, lease_ms=LEASE_MS),
+            self._log.step,
+            self._engine,
+            next(self._numbers),
+            event,
+            ended=ended,
+            control_cursor=self._control_cursor,
+            lease_ms=LEASE_MS,
         )
         self._control_cursor = done.control_cursor
 

@@ -182,10 +182,28 @@ class Way:
     def _loop(
         self, slot_lease: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
     ) -> Iterator[threading.Thread]:
+        """Run the engine's loop in a thread until the block ends."""
         schedule = _schedule(num_rows, num_tokens, slot_lease.owner.slot, slot_lease.owner.epoch)
         log_thread = LogThread(log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
-        with _running(GenerateWorker(engine, schedule, log_thread, slot_lease), log_thread) as thread:
+        worker, stop, errors = GenerateWorker(engine, schedule, log_thread, slot_lease), Stop(), list[BaseException]()
+
+        def run() -> None:
+            try:
+                worker.run(stop)
+            except BaseException as error:  # raised again below, in the thread that waits for it
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="engine")
+        log_thread.start()
+        thread.start()
+        try:
             yield thread
+        finally:
+            stop.set()
+            thread.join()
+            log_thread.stop()
+        if errors:
+            raise errors[0]
 
     def _submit(self, num_rows: int, num_tokens: int) -> list[str]:
         """Submit requests and wait until all are tokenized, so that they start together."""
@@ -225,30 +243,6 @@ class Way:
             if time.monotonic() > deadline_s:
                 raise PipelineStuck(f"a stage is stuck for {timeout_s:.0f} s; its last line: {last_line(self._output)}")
             time.sleep(0.02)  # rare enough not to disturb the measurement
-
-
-@contextlib.contextmanager
-def _running(worker: GenerateWorker, log_thread: LogThread) -> Iterator[threading.Thread]:
-    """Run an engine's loop in a thread until the block ends."""
-    stop, errors = Stop(), list[BaseException]()
-
-    def run() -> None:
-        try:
-            worker.run(stop)
-        except BaseException as error:  # raised again below, in the thread that waits for it
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="engine")
-    log_thread.start()
-    thread.start()
-    try:
-        yield thread
-    finally:
-        stop.set()
-        thread.join()
-        log_thread.stop()
-    if errors:
-        raise errors[0]
 
 
 def _schedule(num_rows: int, num_tokens: int, slot: str, epoch: int) -> Schedule:

@@ -14,6 +14,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 MINISGL: Final = (sys.executable, str(ROOT / "minisgl.py"))
 STOP_TIMEOUT_S: Final = 45.0
+MOST_SAID: Final = 300
+"""Letters of a line that are shown."""
 INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
@@ -66,8 +68,11 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def last_line(output: Path) -> str:
-    """Return the last line of a file, which may be cut off or missing."""
-    return (output.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing"])[0]
+    """Return the start of the last line of a file; "nothing" if it has none."""
+    with output.open("rb") as file:
+        file.seek(max(output.stat().st_size - 8192, 0))
+        lines = file.read().decode(errors="replace").strip().splitlines() or ["nothing"]
+    return "".join(letter if letter.isprintable() else " " for letter in lines[-1]).strip()[:MOST_SAID]
 
 
 def interrupt_on_sigterm() -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ops.bench import datasets, report
 from ops.bench.datasets import Session, Span, Writer, length_flag
-from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Client, Form, Load, Measured, ServerRefused, calibrate
+from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Form, Load, Measured, ServerRefused, calibrate, connected
 from ops.bench.report import Objective
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, parse_flags, seconds
@@ -29,8 +29,8 @@ of a trace. Tokens are counted from `usage`, never from chunks: a chunk may hold
 sending to the first text. Time per token: from the first text to the last, divided by the number of tokens minus one.
 Exits with 1 if a request failed, after the figures of the others.
 """
-RANDOM, SHARED_PREFIX, MULTI_TURN, MOONCAKE, QWEN = "random", "shared-prefix", "multi-turn", "mooncake", "qwen"
-TRACES: Final = (MOONCAKE, QWEN)
+RANDOM, SHARED_PREFIX, MULTI_TURN = "random", "shared-prefix", "multi-turn"
+TRACES: Final = tuple(datasets.TRACES)
 DATASETS: Final = (RANDOM, SHARED_PREFIX, MULTI_TURN, *TRACES)
 NUM_REQUESTS: Final = 64
 CONCURRENCY: Final = 16
@@ -94,10 +94,7 @@ class LoadConfig:
     outputs: Span = length_flag("--output-len", "answer")  # noqa: RUF009
     groups: int = flag("--groups", default=8, parse=at_least(1), help="shared-prefix: number of prefixes")
     prefix_tokens: int = flag(
-        "--prefix-len",
-        default=1024,
-        parse=at_least(1),
-        help="shared-prefix: tokens per prefix, before --input-len",
+        "--prefix-len", default=1024, parse=at_least(1), help="shared-prefix: tokens per prefix, before --input-len"
     )
     turns: int = flag("--turns", default=4, parse=at_least(1), help="multi-turn: requests per conversation")
     trace: str = flag("--trace", default="", help="mooncake, qwen: file of the trace, one JSON object per line")
@@ -111,10 +108,7 @@ class LoadConfig:
         "--concurrency", default=0, parse=at_least(1), help=f"requests under way at any time [{CONCURRENCY}]"
     )
     rate: float = flag(
-        "--rate",
-        default=0.0,
-        parse=above_zero,
-        help="random (Poisson) arrivals per second, instead of --concurrency",
+        "--rate", default=0.0, parse=above_zero, help="random (Poisson) arrivals per second, instead of --concurrency"
     )
     warmup: int = flag("--warmup", default=2, parse=at_least(0), help="requests before the measured ones")
     seed: int = flag(
@@ -130,11 +124,7 @@ class OutputConfig:
     """Where the figures go."""
 
     goodput: tuple[Objective, ...] = flag(
-        "--goodput",
-        default=(),
-        parse=objective,
-        repeated=True,
-        help="limits of a good request: ttft:MS tpot:MS e2e:MS",
+        "--goodput", default=(), parse=objective, repeated=True, help="limits of a good request: ttft:MS tpot:MS e2e:MS"
     )
     output: str = flag("--output", default="", help="JSON file for the setup and every request")
     plot: str = flag("--plot", default="", help="file for a plot (.png, .svg, .pdf); needs minisgl[bench]")
@@ -217,8 +207,7 @@ def planned(load: LoadConfig) -> list[Session]:
     """
     count = load.num_requests or NUM_REQUESTS
     if load.dataset in TRACES:
-        read = datasets.mooncake_trace if load.dataset == MOONCAKE else datasets.qwen_trace
-        sessions = read(Path(load.trace), load.trace_scale)[: load.num_requests or None]
+        sessions = datasets.trace(load.dataset, Path(load.trace), load.trace_scale)[: load.num_requests or None]
     elif load.dataset == SHARED_PREFIX:
         sessions = datasets.shared_prefix(
             count, load.seed, load.inputs, load.outputs, groups=load.groups, prefix_tokens=load.prefix_tokens
@@ -241,7 +230,7 @@ async def _measured(
     target: TargetConfig, load: LoadConfig, sessions: Sequence[Session]
 ) -> tuple[list[Measured], str, Writer]:
     """Send everything; return the results, the model's name and the writer for its tokenizer."""
-    async with Client(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
+    async with connected(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
         model = target.model or await client.served_model()
         form = Form(target.endpoint, model, target.temperature, target.fix_length)
         writer = await calibrate(client, form, datasets.WORDS)

@@ -19,9 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, cast
 
-import aiohttp
 import orjson
 from chaos.measure import MeasureConfig, exit_code, parsed
 from chaos.recovery_figures import (
@@ -48,7 +47,7 @@ from servers import run_command
 
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
-from ops.bench.load import CHAT_PROMPT, CONNECT_TIMEOUT_S, PATHS, Arrival, Form, timed_frames
+from ops.bench.load import CHAT_PROMPT, PATHS, Arrival, Client, Form, connected, timed_frames
 from ops.bench.peers import READY_TIMEOUT_S, SILENCE_TIMEOUT_S, Served, SideFailed, our_server
 from ops.bench.processes import interrupt_on_sigterm, last_line
 from ops.bench.prompts import Prompt, Prompts, Workload
@@ -157,9 +156,8 @@ class Deployment:
 @contextlib.contextmanager
 def one_engine(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[Deployment]:
     """Run `minisgl serve`; its supervisor lives."""
-    said = data / "minisgl.log"
-    with our_server(data, [*_flags(folder, config, GENERATE), "--request-timeout", f"{PATIENCE_S:g}"]) as (ours, _):
-        redis_url = url_of(socket_of(data))
+    said, redis_url = data / "minisgl.log", url_of(socket_of(data))
+    with our_server(data, _serve_flags(folder, config)) as (ours, _):
         victim = _engine_beside((), redis_url, said)
         yield Deployment(ours, redis_url, victim, lambda: os.kill(victim.pid, signal.SIGKILL), said)
 
@@ -172,8 +170,7 @@ def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[De
         redis_server = EmbeddedRedis(data / "redis")
         stack.callback(redis_server.stop)
         where = ["--redis-url", redis_server.url]
-        flags = [*where, *_flags(folder, config, GENERATE), "--request-timeout", f"{PATIENCE_S:g}"]
-        ours, _ = stack.enter_context(our_server(data, flags))
+        ours, _ = stack.enter_context(our_server(data, [*where, *_serve_flags(folder, config)]))
         survivor = _engine_beside((), redis_server.url, said)
         stages = {}
         for stage in (DETOKENIZE, GENERATE):
@@ -189,6 +186,10 @@ def two_engines(folder: Path, config: RecoveryConfig, data: Path) -> Iterator[De
                 os.kill(victim.pid, signal.SIGKILL)
 
         yield Deployment(ours, redis_server.url, victim, kill, said)
+
+
+def _serve_flags(folder: Path, config: RecoveryConfig) -> list[str]:
+    return [*_flags(folder, config, GENERATE), "--request-timeout", f"{PATIENCE_S:g}"]
 
 
 def _flags(folder: Path, config: RecoveryConfig, stage: str) -> list[str]:
@@ -228,16 +229,16 @@ class Stream:
     """One client and its answer so far."""
 
     prompt: Prompt
-    sent_s: float = 0.0
     uid: str = ""
     arrivals: list[Arrival] = field(default_factory=list)
     error: str = ""
     begun: bool = False
     """It has text."""
 
-    def came(self, data: bytes) -> None:
+    def came(self, arrival: Arrival, headers: Mapping[str, str]) -> None:
         """Keep a piece. Only pieces before the first text are parsed: the client shares its cores with the server."""
-        self.arrivals.append((time.perf_counter(), data))
+        self.arrivals.append(arrival)
+        self.uid = headers["x-minisgl-uid"]
         if not self.begun:
             self.begun = any(_text_of(frame.data) for _, frame in timed_frames(self.arrivals))
 
@@ -249,43 +250,18 @@ def _text_of(chunk: str) -> str:
     return str(choices[0].get("delta", {}).get("content") or "")
 
 
-async def _listen(session: aiohttp.ClientSession, url: str, stream: Stream, after_each: Callable[[], None]) -> None:
-    body = Form(CHAT_PROMPT, "default").body(
-        [{"role": "user", "content": stream.prompt.text}], stream.prompt.output_tokens, stream=True
-    )
-    stream.sent_s = time.perf_counter()
-    try:
-        async with session.post(url + PATHS[CHAT_PROMPT], data=body) as response:
-            if response.status != 200:
-                stream.error = f"HTTP {response.status}: {(await response.text())[:300]}"
-                return
-            stream.uid = response.headers["x-minisgl-uid"]
-            while data := await response.content.readany():
-                stream.came(data)
-                after_each()
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        stream.error = f"the connection broke: {error or type(error).__name__}"
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """When Redis showed changes of the slot, in seconds after the kill."""
-
-    freed_s: float
-    owner_s: float
-    ready_s: float | None
-    """None: no engine was expected to come back."""
-
-
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """The time of the kill, on both clocks, and what followed."""
+    """The time of the kill, on both clocks, and when Redis showed changes of the slot, in seconds after it."""
 
     at_s: float
     """By `time.perf_counter`, like the arrivals."""
     at_ms: float
     """By the wall clock, like Redis and the log."""
-    watched: Watched
+    freed_s: float
+    owner_s: float
+    ready_s: float | None
+    """None: no engine was expected to come back."""
 
 
 def measured(config: RecoveryConfig, folder: Path, prompts: Prompts, run: int) -> Recovery:
@@ -315,9 +291,9 @@ def measured(config: RecoveryConfig, folder: Path, prompts: Prompts, run: int) -
     recovery = Recovery(
         streams=_figures_of(streams, histories, killed),
         lease_s=0.0 if config.peers == 1 else config.lease_s,
-        ready_s=killed.watched.ready_s,
-        freed_s=killed.watched.freed_s,
-        owner_s=killed.watched.owner_s,
+        ready_s=killed.ready_s,
+        freed_s=killed.freed_s,
+        owner_s=killed.owner_s,
         noticed_s=noticed_s,
         load_s=load_s,
         alone_tokens_per_s=alone_tokens_per_s,
@@ -339,15 +315,18 @@ async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_
     """Send all requests, kill the engine when all streams have begun, and wait until all have ended."""
     begun = asyncio.Event()
 
-    def look() -> None:
-        if not begun.is_set() and all(stream.begun for stream in streams):
-            begun.set()
+    async def listen(client: Client, stream: Stream) -> None:
+        def came(arrival: Arrival, headers: Mapping[str, str]) -> None:
+            stream.came(arrival, headers)
+            if not begun.is_set() and all(stream.begun for stream in streams):
+                begun.set()
 
-    headers = {"content-type": "application/json"}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
-        tasks = [asyncio.create_task(_listen(session, server.server.url, stream, look)) for stream in streams]
+        messages = [{"role": "user", "content": stream.prompt.text}]
+        body = Form(CHAT_PROMPT, "default").body(messages, stream.prompt.output_tokens, stream=True)
+        stream.error = await client.receive(PATHS[CHAT_PROMPT], body, came)
+
+    async with connected(server.server.url, timeout_s=SILENCE_TIMEOUT_S) as client:
+        tasks = [asyncio.create_task(listen(client, stream)) for stream in streams]
         all_begun = asyncio.create_task(begun.wait())
         await asyncio.wait([all_begun, *tasks], return_when=asyncio.FIRST_COMPLETED)
         if any(task.done() for task in tasks):
@@ -357,13 +336,15 @@ async def _killed_under(server: Deployment, streams: Sequence[Stream], *, comes_
             raise SideFailed(f"a stream ended before all had begun: {why or 'pass a larger --output-len'}")
         at_s, at_ms = time.perf_counter(), time.time() * 1000
         server.kill()
-        watched = await asyncio.to_thread(watch, server, at_s, comes_back=comes_back)
+        changes = await asyncio.to_thread(watch, server, at_s, comes_back=comes_back)
         await asyncio.gather(*tasks)
-    return Killed(at_s, at_ms, watched)
+    return Killed(at_s, at_ms, *changes)
 
 
-def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> Watched:
+def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> tuple[float, float, float | None]:
     """Poll Redis until the dead engine's slot has a new owner and, if one *comes_back*, a ready engine.
+
+    Return how many seconds after the kill the lease was gone, and the owner and the engine were there.
 
     Raises:
         SideFailed: It does not get them in time.
@@ -373,9 +354,8 @@ def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> Watched:
     freed_s = owner_s = ready_s = None
     with connect(server.redis_url, decode_responses=True) as client:
         while owner_s is None or (comes_back and ready_s is None):
-            found: Any = client.mget(keys)
+            lease, owner, said = cast(list[str | None], client.mget(keys))
             now_s = time.perf_counter() - killed_s
-            lease, owner, said = found
             if freed_s is None and lease != victim.owner:
                 freed_s = now_s
             if owner_s is None and owner != victim.owner:
@@ -386,7 +366,7 @@ def watch(server: Deployment, killed_s: float, *, comes_back: bool) -> Watched:
             if now_s > READY_TIMEOUT_S:
                 raise SideFailed(f"{now_s:.0f} s after the kill nobody serves {victim.slot}; see {server.said}")
             time.sleep(POLL_S)
-    return Watched(owner_s if freed_s is None else freed_s, owner_s, ready_s)
+    return owner_s if freed_s is None else freed_s, owner_s, ready_s
 
 
 def _figures_of(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]], killed: Killed) -> list[StreamFigures]:
@@ -413,12 +393,11 @@ def _figures_of(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]],
 
 
 def _problems(streams: Sequence[Stream], histories: Sequence[Sequence[Entry]]) -> list[Problem]:
-    said = []
-    for stream, history in zip(streams, histories, strict=True):
-        wrong = stream.error or what_is_wrong(stream.arrivals, history, stream.prompt.output_tokens)
-        if wrong:
-            said.append(Problem(stream.uid, wrong))
-    return said
+    return [
+        Problem(stream.uid, wrong)
+        for stream, history in zip(streams, histories, strict=True)
+        if (wrong := stream.error or what_is_wrong(stream.arrivals, history, stream.prompt.output_tokens))
+    ]
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class Recovery:
         return self.worst[0].pause_s - self.allowed_s
 
 
-FIGURES: Final[Mapping[str, str]] = {
+FIGURES: Final = {
     "longest_pause_s": "longest pause",
     "median_pause_s": "median pause",
     "longest_other_pause_s": "longest pause of the others",
@@ -302,8 +302,7 @@ def must_have_hit(recovery: Recovery) -> None:
 
 def figures(run: Recovery) -> dict[str, Any]:
     """Return the figures of a run, by name."""
-    names = (*FIGURES, "start_s", "tokens_again")
-    return {name: getattr(run, name) for name in names}
+    return {name: getattr(run, name) for name in (*FIGURES, "start_s", "tokens_again")}
 
 
 def medians(runs: Sequence[Recovery]) -> dict[str, float | None]:
@@ -316,12 +315,11 @@ def table(runs: Sequence[Recovery]) -> str:
     """Return a table with a line for each figure, and a column for each run and for the medians."""
     middle = medians(runs)
     rows = [("s", *(f"run {number}" for number in range(1, len(runs) + 1)), "median")]
-    for name, title in FIGURES.items():
+    for name, title in (FIGURES | {"tokens_again": "tokens computed again"}).items():
         values = [*(getattr(run, name) for run in runs), middle[name]]
+        form = ",.0f" if name == "tokens_again" else ".2f"
         if any(value is not None for value in values):
-            rows.append((title, *("-" if value is None else f"{value:.2f}" for value in values)))
-    again = [*(run.tokens_again for run in runs), middle["tokens_again"]]
-    rows.append(("tokens computed again", *(f"{value:,.0f}" for value in again)))
+            rows.append((title, *("-" if value is None else f"{value:{form}}" for value in values)))
     return report.aligned(rows)
 
 
@@ -331,10 +329,8 @@ def verdict(runs: Sequence[Recovery]) -> str:
     stream, again = run.worst
     prefill_s = run.prefill_for_s(again)
     parts = f"lease {run.lease_s:.2f} + start {run.start_s:.2f} + prefill {prefill_s:.2f} + {SLACK_S:.2f} s"
-    if run.beyond_s <= 0:
-        outcome = f"met, {-run.beyond_s:.2f} s to spare"
-    else:
-        outcome = f"missed by {run.beyond_s:.2f} s"
+    beyond_s = run.beyond_s
+    outcome = f"met, {-beyond_s:.2f} s to spare" if beyond_s <= 0 else f"missed by {beyond_s:.2f} s"
     return f"goal: a pause of at most {parts} = {run.allowed_s:.2f} s; it was {stream.pause_s:.2f} s: {outcome}"
 
 

@@ -7,6 +7,7 @@ so small that the warm-up writes all of its pages; a page takes memory when it i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import sys
@@ -43,6 +44,8 @@ was replaced meanwhile: then the figures mean nothing.
 """
 PACKAGES: Final = ("torch", "redis", "quart", "hypercorn")
 LARGEST_GROWTH: Final = 0.05
+COUNTS: Final = ("keys", "consumer groups", "consumers", "clients of Redis")
+"""The figures that are not bytes."""
 NUM_PAGES, PAGE_SIZE = 256, 8
 """The engine's cache: prompts of 8 tokens enter the prefix cache, and the warm-up fills it."""
 MOST_LOOKS_BETWEEN: Final = 9
@@ -141,22 +144,37 @@ class Row:
         """Return the growth per request."""
         return (self.last - self.first) / requests
 
+    def plain(self, requests: int) -> dict[str, Any]:
+        """Return it for the JSON."""
+        ratio = self.ratio if math.isfinite(self.ratio) else None
+        grown = {"ratio": ratio, "within": self.within, "per_request": self.per_request(requests)}
+        return report.options_of(self) | grown
+
+    def shown(self, value: int) -> str:
+        return f"{value / MIB:,.1f} MiB" if self.is_bytes else f"{value:,}"
+
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Soak; return the exit code.
 
     Raises:
-        ConfigError: The flags or the checkpoint cannot work.
+        ConfigError: The flags or the checkpoint cannot work, or no requests are left after the warm-up.
         SideFailed: The server did not start, a request failed, or an answer has a wrong number of tokens.
         NotQuiet: The server does not come to rest.
     """
     config = parsed("make soak", SoakConfig, ABOUT, arguments, environment)
-    check(config)
+    if config.requests <= config.warmup:
+        raise ConfigError(
+            f"--requests {config.requests} and --warmup {config.warmup}: no request is left after the warm-up; pass a "
+            "smaller --warmup"
+        )
+    report.check_can_write("--output", config.output)
     folder = config.folder(environment)
     prompts = Prompts(folder)
     interrupt_on_sigterm()
     flags = ["--model", str(folder), "--retention", f"{config.retention_s:g}"]
-    flags += ["--num-pages", str(max(NUM_PAGES, config.concurrency * pages_of_a_request(config)))]
+    pages_of_a_request = math.ceil((config.input_tokens + config.output_tokens) / PAGE_SIZE)
+    flags += ["--num-pages", str(max(NUM_PAGES, config.concurrency * pages_of_a_request))]
     flags += ["--page-size", str(PAGE_SIZE)]
     with (
         tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True) as data,
@@ -166,12 +184,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         snapshots = soak(config, ours, prompts, url_of(socket_of(Path(data))), status)
     first, last = snapshots[0], snapshots[-1]
     replaced = changed(first, last)
-    print(f"{folder.name} on {report.cpu_model()}: {config.requests:,} requests of {config.input_tokens} tokens in and")
-    print(f"{config.output_tokens} out, {config.concurrency} at a time; measured at rest, after a retention of")
-    print(
-        f"{config.retention_s:g} s. RSS includes shared libraries, USS only pages that no other process has now, heap"
-    )
-    print("pages that belong to no file.\n")
+    print(f"""\
+{folder.name} on {report.cpu_model()}: {config.requests:,} requests of {config.input_tokens} tokens in and
+{config.output_tokens} out, {config.concurrency} at a time; measured at rest, after a retention of
+{config.retention_s:g} s. RSS includes shared libraries, USS only pages that no other process has now, heap
+pages that belong to no file.
+""")
     if not replaced:
         print(table(first, last))
         if grew := evidence(snapshots):
@@ -182,31 +200,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         "flags": flags,
         "snapshots": snapshots,
         "changed": replaced,
-        "rows": [] if replaced else [_as_plain(row, last.requests - first.requests) for row in rows(first, last)],
+        "rows": [] if replaced else [row.plain(last.requests - first.requests) for row in rows(first, last)],
     }
     report.save(config.output, ("make", "soak", *arguments), PACKAGES, document)
     if replaced:
         print(f"minisgl: not the same processes: {'; '.join(replaced)}", file=sys.stderr)
     return 1 if replaced else 0
-
-
-def check(config: SoakConfig) -> None:
-    """Find errors before the measurement.
-
-    Raises:
-        ConfigError: There are no requests after the warm-up, or the output cannot be written.
-    """
-    if config.requests <= config.warmup:
-        raise ConfigError(
-            f"--requests {config.requests} and --warmup {config.warmup}: no request is left after the warm-up; pass a "
-            "smaller --warmup"
-        )
-    report.check_can_write("--output", config.output)
-
-
-def pages_of_a_request(config: SoakConfig) -> int:
-    """Return how many pages a request takes in the engine's cache."""
-    return math.ceil((config.input_tokens + config.output_tokens) / PAGE_SIZE)
 
 
 def soak(config: SoakConfig, ours: Served, prompts: Prompts, url: str, status: Shown) -> list[Snapshot]:
@@ -217,7 +216,7 @@ def soak(config: SoakConfig, ours: Served, prompts: Prompts, url: str, status: S
     batch = max(config.warmup, math.ceil((config.requests - config.warmup) / MOST_LOOKS_BETWEEN))
     snapshots: list[Snapshot] = []
     done = 0
-    with connected(url) as client:
+    with connect(url, decode_responses=True) as client:  # every snapshot counts it
         while done < config.requests:
             count = min(batch if done else config.warmup, config.requests - done)
             status.update(f"requests {done + 1:,} to {done + count:,} of {config.requests:,}")
@@ -227,11 +226,6 @@ def soak(config: SoakConfig, ours: Served, prompts: Prompts, url: str, status: S
             wait_until_quiet(client, names, config.retention_s + PATIENCE_S)
             snapshots.append(Snapshot(done, processes_of(url, names, client), redis_now(client, names)))
     return snapshots
-
-
-def connected(url: str) -> redis.Redis:
-    """Return a client of the server's Redis; every snapshot counts it."""
-    return connect(url, decode_responses=True)
 
 
 def wait_until_quiet(client: redis.Redis, names: Names, patience_s: float) -> None:
@@ -272,9 +266,7 @@ def work_left(client: redis.Redis, names: Names) -> list[str]:
 def redis_now(client: redis.Redis, names: Names) -> Redis:
     """Return the contents of Redis."""
     groups = consumers = 0
-    bytes_by_key: Counter[str] = Counter()
-    entries_by_key: Counter[str] = Counter()
-    keys = _keys(client, names)
+    bytes_by_key, entries_by_key, keys = Counter[str](), Counter[str](), _keys(client, names)
     for key in keys:
         bytes_by_key[_kind(key)] += int(client.execute_command("MEMORY", "USAGE", key, "SAMPLES", 0) or 0)
         if client.execute_command("TYPE", key) == "stream":
@@ -282,10 +274,8 @@ def redis_now(client: redis.Redis, names: Names) -> Redis:
             of_stream: Any = client.xinfo_groups(key)
             groups += len(of_stream)
             consumers += sum(int(group["consumers"]) for group in of_stream)
-    num_clients = int(_info(client, "clients")["connected_clients"])
-    return Redis(
-        _used_bytes(client), len(keys), groups, consumers, num_clients, dict(bytes_by_key), dict(entries_by_key)
-    )
+    clients = int(_info(client, "clients")["connected_clients"])
+    return Redis(_used_bytes(client), len(keys), groups, consumers, clients, dict(bytes_by_key), dict(entries_by_key))
 
 
 def _keys(client: redis.Redis, names: Names) -> list[str]:
@@ -311,11 +301,8 @@ def _used_bytes(client: redis.Redis) -> int:
 
 def processes_of(url: str, names: Names, client: redis.Redis) -> tuple[Process, ...]:
     """Return all processes of the server: the workers by their slots, their supervisor, and Redis."""
-    log = RedisLog(url, names)
-    try:
+    with contextlib.closing(RedisLog(url, names)) as log:
         pids = {status.slot: status.pid for stage in STAGES for status in read_statuses(log, stage)}
-    finally:
-        log.close()
     pids["supervisor"] = psutil.Process(next(iter(pids.values()))).ppid()
     pids["Redis"] = int(_info(client, "server")["process_id"])
     return tuple(Process(name, pid, memory_of(pid)) for name, pid in pids.items())
@@ -339,33 +326,27 @@ def changed(first: Snapshot, last: Snapshot) -> list[str]:
     """Return which processes were replaced, are gone or are new."""
     before = {process.name: process.pid for process in first.processes}
     after = {process.name: process.pid for process in last.processes}
-    said = []
-    for name, pid in (before | after).items():
-        if name not in after:
-            said.append(f"{name}: process {pid} is gone")
-        elif name not in before:
-            said.append(f"{name}: process {pid} is new")
-        elif before[name] != pid:
-            said.append(f"{name}: process {before[name]} became {pid}")
-    return said
+    gone = [f"{name}: process {pid} is gone" for name, pid in before.items() if name not in after]
+    new = [f"{name}: process {pid} is new" for name, pid in after.items() if name not in before]
+    both = [name for name in before if name in after and before[name] != after[name]]
+    return [*(f"{name}: process {before[name]} became {after[name]}" for name in both), *gone, *new]
 
 
 def rows(first: Snapshot, last: Snapshot) -> list[Row]:
     """Return all figures of two snapshots of the same processes."""
     assert not changed(first, last), "figures of different processes say nothing"
-    found = [
-        Row("Redis, used_memory", first.redis.used_bytes, last.redis.used_bytes, is_bytes=True),
-        Row("keys", first.redis.keys, last.redis.keys, is_bytes=False),
-        Row("consumer groups", first.redis.groups, last.redis.groups, is_bytes=False),
-        Row("consumers", first.redis.consumers, last.redis.consumers, is_bytes=False),
-        Row("clients of Redis", first.redis.clients, last.redis.clients, is_bytes=False),
-    ]
-    for before, after in zip(first.processes, last.processes, strict=True):
-        found += [
-            Row(f"{before.name}, RSS", before.memory.rss_bytes, after.memory.rss_bytes, is_bytes=True),
-            Row(f"{before.name}, USS", before.memory.uss_bytes, after.memory.uss_bytes, is_bytes=True),
-            Row(f"{before.name}, heap", before.memory.heap_bytes, after.memory.heap_bytes, is_bytes=True),
-        ]
+    before, after = _values(first), _values(last)
+    return [Row(name, before[name], after[name], name not in COUNTS) for name in before]
+
+
+def _values(snapshot: Snapshot) -> dict[str, int]:
+    redis = snapshot.redis
+    counts = dict(zip(COUNTS, (redis.keys, redis.groups, redis.consumers, redis.clients), strict=True))
+    found = {"Redis, used_memory": redis.used_bytes, **counts}
+    for process in snapshot.processes:
+        memory = process.memory
+        for kind, value in (("RSS", memory.rss_bytes), ("USS", memory.uss_bytes), ("heap", memory.heap_bytes)):
+            found[f"{process.name}, {kind}"] = value
     return found
 
 
@@ -376,12 +357,8 @@ def table(first: Snapshot, last: Snapshot) -> str:
     for row in rows(first, last):
         each = f"{row.per_request(requests):,.0f} B" if row.is_bytes else ""
         within = "yes" if row.within else "grew"
-        lines.append((row.name, _shown(row.first, row), _shown(row.last, row), f"{row.ratio:.3f}", within, each))
+        lines.append((row.name, row.shown(row.first), row.shown(row.last), f"{row.ratio:.3f}", within, each))
     return report.aligned(lines)
-
-
-def _shown(value: int, row: Row) -> str:
-    return f"{value / MIB:,.1f} MiB" if row.is_bytes else f"{value:,}"
 
 
 def evidence(snapshots: Sequence[Snapshot]) -> str:
@@ -411,12 +388,6 @@ def _keys_that_grew(first: Redis, last: Redis) -> str:
             entries = f" ({first.entries_by_key.get(kind, 0):,} to {last.entries_by_key[kind]:,} entries)"
         said.append(f"{kind} from {before.get(kind, 0):,} to {after[kind]:,} bytes{entries}")
     return ", ".join(said)
-
-
-def _as_plain(row: Row, requests: int) -> dict[str, Any]:
-    ratio = row.ratio if math.isfinite(row.ratio) else None
-    plain = report.options_of(row) | {"ratio": ratio, "within": row.within}
-    return plain | {"per_request": row.per_request(requests)}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,6 @@ from openai_stand_in import (
     Frames,
     OpenAIStandIn,
     data,
-    listening,
     prompt_tokens,
     text_chunk,
     usage_chunk,
@@ -32,23 +31,17 @@ from ops.bench.load import (
     CHAT_PROMPT,
     COMPLETIONS,
     NOT_SENT,
-    Client,
     Form,
     Load,
     Measured,
     ServerRefused,
     calibrate,
+    connected,
     read_stream,
 )
 
 LENGTHS = (Span(10, 20), Span(4, 4))
 GOOD = [ROLE, text_chunk("你好"), text_chunk(" world"), FINISH, usage_chunk(9, 7, 4), DONE]
-
-
-@pytest.fixture
-def stand_in() -> Iterator[OpenAIStandIn]:
-    with listening() as server:
-        yield server
 
 
 def measure(
@@ -57,7 +50,7 @@ def measure(
     """Send *sessions*; a concurrency of 0 sends them when they are due."""
 
     async def send() -> list[Measured]:
-        async with Client(server.url, api_key="key", timeout_s=30) as client:
+        async with connected(server.url, api_key="key", timeout_s=30) as client:
             load = Load(client, form or Form(CHAT, "m"), Writer().write, lambda _: None)
             return await (load.at_once(sessions, concurrency) if concurrency else load.when_due(sessions))
 
@@ -235,7 +228,7 @@ def test_a_failure_ends_its_conversation_and_no_other(stand_in: OpenAIStandIn) -
 
 def test_words_are_measured_in_the_tokens_of_the_server(stand_in: OpenAIStandIn) -> None:
     async def ask() -> tuple[str, Writer]:
-        async with Client(f"{stand_in.url}/v1/", timeout_s=30) as client:
+        async with connected(f"{stand_in.url}/v1/", timeout_s=30) as client:
             return await client.served_model(), await calibrate(client, Form(CHAT, "m"), datasets.WORDS)
 
     assert asyncio.run(ask()) == ("stand-in", Writer(tokens_per_word=2.0, overhead_tokens=5.0))
@@ -245,7 +238,7 @@ def test_a_server_that_is_not_there_is_told_by_name() -> None:
     url = f"http://127.0.0.1:{free_port()}"
 
     async def ask() -> str:
-        async with Client(url, timeout_s=30) as client:
+        async with connected(url, timeout_s=30) as client:
             return await client.served_model()
 
     with pytest.raises(ServerRefused, match=f"^{url}: cannot connect: Connection refused$"):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from ops.bench import models
+from ops.bench import models, nonsense
 from pipeline.errors import ConfigError
 from stages.generate.model.checkpoint import check_folder
 
-SHAPES = models.SHAPES
 TINY = models.Shape(32, 2, 4, 2, 8, 48, 1_000, 10_000.0, 128)
 
 
@@ -21,19 +22,18 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "SHAPES", {"tiny": TINY})
 
 
-def test_a_checkpoint_is_one_that_can_be_served_and_is_made_once(tmp_path: Path) -> None:
-    folder = models.ensure("tiny", tmp_path)
+@pytest.mark.parametrize("ensure", [partial(models.ensure, "tiny"), nonsense.ensure])
+def test_a_checkpoint_can_be_served_is_made_once_and_is_the_same_every_time(
+    ensure: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    folder, other = ensure(tmp_path / "first"), ensure(tmp_path / "second")
     spec = check_folder(folder)
-    assert (spec.vocab_size, spec.tie_embeddings, spec.dtype) == (1_000, True, "bfloat16")
+    assert (spec.vocab_size, spec.max_positions, spec.dtype) in ((1_000, 128, "bfloat16"), (259, 4096, "float32"))
     made = (folder / "model.safetensors").stat()
-    assert models.ensure("tiny", tmp_path) == folder
+    assert ensure(tmp_path / "first") == folder
     assert (folder / "model.safetensors").stat() == made
-
-
-def test_a_checkpoint_is_the_same_every_time(tmp_path: Path) -> None:
-    first, second = models.ensure("tiny", tmp_path / "first"), models.ensure("tiny", tmp_path / "second")
-    for file in first.iterdir():
-        assert file.read_bytes() == (second / file.name).read_bytes()
+    for file in folder.iterdir():
+        assert file.read_bytes() == (other / file.name).read_bytes()
 
 
 def test_every_word_of_the_vocabulary_is_one_token_behind_a_space(tmp_path: Path) -> None:
@@ -50,10 +50,17 @@ def test_a_name_that_there_is_not_names_those_that_there_are(tmp_path: Path) -> 
         models.ensure("7b", tmp_path)
 
 
-def test_the_shapes_are_those_that_results_are_compared_on() -> None:
-    """A figure is worth nothing beside one of another shape."""
-    small, large = SHAPES["95m"], SHAPES["0.6b"]
-    assert (small.hidden_size, small.num_layers, small.intermediate_size, small.vocab_size) == (768, 12, 2304, 16_000)
-    assert (small.num_heads, small.num_kv_heads, small.head_dim) == (12, 4, 64)
-    assert (large.hidden_size, large.num_layers, large.intermediate_size, large.vocab_size) == (1024, 28, 3072, 151_936)
-    assert (large.num_heads, large.num_kv_heads, large.head_dim) == (16, 8, 128)
+def test_of_two_that_make_it_at_once_the_faster_one_wins_and_the_other_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = nonsense.write
+
+    def slow(folder: Path) -> None:
+        monkeypatch.setattr(nonsense, "write", write)
+        assert nonsense.ensure(tmp_path).is_dir()  # the other one, from beginning to end
+        write(folder)
+
+    monkeypatch.setattr(nonsense, "write", slow)
+    folder = nonsense.ensure(tmp_path)
+    assert check_folder(folder).max_positions == nonsense.CONTEXT
+    assert list(tmp_path.iterdir()) == [folder]

@@ -168,25 +168,6 @@ def test_the_table_shows_each_run_the_median_and_both_shares(done: Done) -> None
 # what it refuses
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--input-len", "10-5"], "'10-5': must be MIN-MAX"),
-        (["--output-len", "0-5"], "'0-5': must be MIN-MAX"),
-        (["--output-len", "few"], "'few': must be MIN-MAX"),
-        (["--num-prompts", "0"], "'0': must be a whole number of at least 1"),
-        (["--runs", "0"], "'0': must be a whole number of at least 1"),
-        (["--preset", "huge"], "'huge': must be one of auto, small, nano"),
-        (["--output", "/no/such/folder/out.json"], "--output /no/such/folder/out.json"),
-        (["--port", "80"], "unrecognized arguments: --port"),
-    ],
-)
-def test_a_flag_that_cannot_work_is_one_line(arguments: list[str], words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        offline.main(arguments, {})
-    assert words in str(raised.value) and "\n" not in str(raised.value)
-
-
 def test_lengths_beyond_the_context_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
     folder = nonsense.ensure(tmp_path)
     with pytest.raises(ConfigError, match=r"have \d+ tokens, but the served context is 64; pass shorter"):

@@ -14,7 +14,6 @@ import pytest
 from redis_servers import Servers, command
 from servers import run_command
 
-import minisgl
 from ops.bench.pipeline import median_of, way_figures, web_figures
 from ops.bench.pipeline_clients import Order, Unanswered, carry_out
 from ops.bench.pipeline_commits import COMMITS, STEPS_OF_A_LIFE, Lives
@@ -78,14 +77,15 @@ def test_the_median_is_taken_of_each_figure() -> None:
 def test_what_is_added_is_the_difference_to_the_schedule_alone() -> None:
     runs = [WayTimes([10.0, 10.0], [14.0 + added, 14.0 + added], [3.0], []) for added in (0.0, 4.0, 100.0)]
     figures = way_figures(4, 0.5, runs)
-    assert (figures.added_per_step_us, figures.added_p50_us, figures.added_per_token_us) == (8.0, 8.0, 2.0)
-    assert figures.step_us == 500_000 and figures.commit_us == spread_of([3.0])
+    added = {"added_per_step_us": 8.0, "added_p50_us": 8.0, "added_per_token_us": 2.0}
+    assert figures.items() >= (added | {"step_us": 500_000, "commit_us": spread_of([3.0])}).items()
 
 
 def test_of_the_web_process_the_median_of_each_time_is_shown_and_every_run_kept() -> None:
     runs = [WebTimes(1.0, 9.0, 5.0), WebTimes(2.0, 8.0, 6.0), WebTimes(3.0, 1.0, 1.0)]
-    figures = web_figures(4, 0.5, runs, 7.0)
-    assert (figures.median, figures.runs, figures.step_us) == (WebTimes(2.0, 8.0, 5.0), runs, 500_000)
+    median = WebTimes(2.0, 8.0, 5.0)
+    expected = {"rows": 4, "step_us": 500_000, "median": median, "runs": runs, "rest_us_per_s": 7.0}
+    assert web_figures(4, 0.5, runs, 7.0) == expected
 
 
 def test_the_cpu_time_of_another_process_is_that_of_all_its_threads() -> None:
@@ -197,16 +197,3 @@ def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers
     tables = ("produced", "What the stages add to a step", "CPU time of the web process")
     for words in (*tables, f"{request['history_bytes']:,} bytes in Redis"):
         assert words in printed
-
-
-def test_what_cannot_work_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for flags, words in (
-        (["--redis-url", f"unix://{tmp_path}/nothing.sock"], "cannot be reached"),
-        (["--output", str(tmp_path / "nowhere" / "figures.json")], "make the folder"),
-        (["--rows", "0"], "at least 1"),
-    ):
-        assert minisgl.main(["bench", "pipeline", *flags]) == 2
-        printed = capsys.readouterr()
-        assert words in printed.err and printed.err.count("\n") == 1 and printed.out == ""

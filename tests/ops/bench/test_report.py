@@ -13,25 +13,13 @@ from ops.bench.report import Objective, Spread
 from pipeline.errors import ConfigError
 
 
-def answered(sent_s: float, content_s: tuple[float, ...], ended_s: float, output_tokens: int, **more: object) -> Answer:
-    return Answer(
-        sent_s,
-        ended_s,
-        content_s,
-        "text",
-        prompt_tokens=10,
-        output_tokens=output_tokens,
-        **more,  # type: ignore[arg-type]
-    )
-
-
 def measured(*answers: Answer, lag_s: float = 0.0) -> list[Measured]:
     return [Measured(index, 0, 10, 5, lag_s, answer) for index, answer in enumerate(answers)]
 
 
-FAST = answered(100.0, (100.1, 100.2, 100.5), 100.5, 5, cached_tokens=4)
+FAST = Answer(100.0, 100.5, (100.1, 100.2, 100.5), "text", prompt_tokens=10, output_tokens=5, cached_tokens=4)
 """First text after 100 ms, then 4 tokens in 400 ms, in two chunks."""
-SLOW = answered(100.5, (101.5,), 102.0, 1)
+SLOW = Answer(100.5, 102.0, (101.5,), "text", prompt_tokens=10, output_tokens=1)
 """One token, after a second."""
 FAILED = Answer(101.0, 104.0, error="HTTP 503: full")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ops.bench import nonsense
+from ops.bench.models import SHAPE_8B, SHAPES, Shape, write_config
 from ops.bench.shares import Cost, Step, cost_of, decode_share, prefill_share
 from stages.generate.model.spec import read_spec
 
@@ -55,3 +56,13 @@ def test_a_model_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
         weight_bytes=4,
         kv_bytes=2 * layers * kv * head_dim * 4,
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_multiplied"),
+    [(SHAPES["95m"], 94_884_096), (SHAPES["0.6b"], 596_049_920), (SHAPE_8B, 8_190_735_360 - 151_936 * 4096)],
+)
+def test_embeddings_count_only_where_they_are_the_head_too(tmp_path: Path, shape: Shape, num_multiplied: int) -> None:
+    write_config(shape, tmp_path)
+    cost = cost_of(read_spec(tmp_path), 2)
+    assert cost.dense + cost.head == num_multiplied

@@ -1,0 +1,55 @@
+"""`minisgl bench`: what cannot work is refused in one line, before anything is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+import minisgl
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("nothing", "nothing given, expected one of offline, serve, pipeline, compare, gpu"),
+        ("offline --input-len 10-5", "'10-5': must be MIN-MAX with 1 <= MIN <= MAX, or one number"),
+        ("offline --output-len few", "'few': must be MIN-MAX"),
+        ("offline --num-prompts 0", "'0': must be a whole number of at least 1"),
+        ("offline --preset huge", "'huge': must be one of auto, small, nano"),
+        ("offline --output /no/such/folder/out.json", "--output /no/such/folder/out.json"),
+        ("offline --port 80", "unrecognized arguments: --port"),
+        ("serve --url localhost:1919", "--url localhost:1919: must begin with http://"),
+        ("serve --url http://me:secret@host", "--url: has a password, which the outputs would show; pass --api-key"),
+        ("serve --rate 2 --concurrency 4", "--rate 2 and --concurrency 4: pass one of them"),
+        ("serve --turns 3", "--turns is not used by --dataset random, only by multi-turn"),
+        ("serve --dataset multi-turn --groups 2", "--groups is not used by --dataset multi-turn"),
+        ("serve --dataset qwen", "--dataset qwen needs a file: pass --trace FILE"),
+        ("serve --dataset qwen --trace t --input-len 5", "--input-len is not used by --dataset qwen"),
+        ("serve --dataset qwen --trace t --trace-scale 2 --rate 1", "which --rate and --concurrency"),
+        ("serve --dataset mooncake --trace absent", "--trace absent: No such file or directory"),
+        ("serve --output-len 0", "'0': must be MIN-MAX"),
+        ("serve --goodput speed:3", "'speed:3': must be ttft:MS, tpot:MS or e2e:MS"),
+        ("serve --goodput ttft:fast", "'ttft:fast': must be"),
+        ("serve --rate 0", "'0': must be a number above 0"),
+        ("serve --temperature 3", "'3': must be a number from 0 to 2"),
+        ("serve --output absent/out.json", "--output absent/out.json: not a file in a folder that exists"),
+        ("serve --plot plot.txt", "--plot plot.txt: must end in .png"),
+        ("serve --dataset sharegpt", "'sharegpt': must be one of random, shared-prefix"),
+        ("pipeline --redis-url unix:///nothing.sock", "cannot be reached"),
+        ("pipeline --output absent/figures.json", "make the folder"),
+        ("pipeline --rows 0", "at least 1"),
+        ("compare --model absent", "--model absent: no checkpoint; pass a folder, or 95m or 0.6b"),
+        ("compare --peer-url localhost:1", "--peer-url localhost:1: must begin with http://"),
+        ("compare --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
+        ("gpu --phases machine,kernels", "'kernels': no such phase; expected some of machine,probes"),
+        ("gpu --phases ,", "must be phases with commas between them"),
+        ("gpu --budget 0", "must be a number of seconds above 0"),
+        ("gpu --json /nowhere/a.json", "--json /nowhere/a.json: not a file in a folder that exists"),
+        ("gpu --size huge", "--size"),
+        ("gpu --wheels /nowhere", "--wheels /nowhere: no wheels there"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert minisgl.main(["bench", *command.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("minisgl: ") and printed.err.count("\n") == 1
+    assert says in printed.err and "secret" not in printed.err
