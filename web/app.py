@@ -38,6 +38,8 @@ OPEN_PATHS: Final = ("/health", "/ping", "/ready", "/health_generate", "/metrics
 METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 REQUEST_ID: Final = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
+_NO_KEY: Final = "This server needs an API key: send `Authorization: Bearer KEY`."
+_WRONG_KEY: Final = "The API key is not one of this server; ask whoever runs it for a valid one."
 _MESSAGES: Final = {
     404: "There is nothing at this path; see /v1/models and /v1/chat/completions.",
     405: "This path does not take this method; see the Allow header.",
@@ -85,7 +87,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None, *, max_body_bytes: 
         g.quota = keys.find(_keys_given()) if keys.are_needed else None
         if keys.are_needed and g.quota is None and request.path.rstrip("/") not in OPEN_PATHS:
             log_line(401)
-            raise RequestError("This server needs an API key: send `Authorization: Bearer KEY`.", status=401)
+            raise RequestError(_WRONG_KEY if any(_keys_given()) else _NO_KEY, status=401)
 
     @app.errorhandler(RequestError)
     async def refused(error: RequestError) -> Response:

@@ -58,7 +58,9 @@ async def test_what_is_refused_before_any_route_has_a_canonical_line_too(
         assert said[0]["path"].startswith("/nothing") and len(said[0]["path"]) < 300
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/messages", "/api/chat"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/responses", "/v1/images/generations", "/v1/messages", "/api/chat"]
+)
 async def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_url: str, path: str) -> None:
     async with site(redis_url, ready=False) as here:
         for answer in (here.client.post(path, data=b"{}"), here.client.get(path)):
@@ -99,3 +101,32 @@ async def test_models_are_what_the_engines_say(redis_url: str, stand_in: StandIn
         assert one == listed["data"][0] and expected.items() <= one.items()
         for name in (None, "", "default"):
             assert (await (await here.post(chat(model=name))).get_json())["model"] == MODELS[0]
+
+
+async def test_a_base_url_without_v1_works(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        for path in ("/models", f"/models/{MODELS[0]}"):
+            assert await (await here.get(path)).get_json() == await (await here.get(f"/v1{path}")).get_json()
+        for path, body in (("/chat/completions", chat()), ("/completions", {"prompt": "Hey"})):
+            answers = [await here.client.post(base + path, json=body) for base in ("/v1", "")]
+            assert [answer.status_code for answer in answers] == [200, 200]
+            first, second = [await answer.get_json() for answer in answers]
+            assert first.keys() == second.keys() and first["object"] == second["object"]
+
+
+@pytest.mark.parametrize("path", ["/get_model_info", "/get_server_info", "/props"])
+async def test_clients_of_other_servers_learn_the_model_and_its_context(
+    redis_url: str, stand_in: StandIn, path: str
+) -> None:
+    async with site(redis_url) as here:
+        told = await (await here.get(path)).get_json()
+        assert told["model_path"] == MODELS[0]
+        assert told.get("context_length", told.get("default_generation_settings", {}).get("n_ctx", CONTEXT)) == CONTEXT
+        if path == "/get_model_info":
+            assert told["is_generation"] is True
+
+
+async def test_who_asks_for_the_model_before_there_is_one_is_told_to_wait(redis_url: str) -> None:
+    async with site(redis_url, ready=False) as here:
+        for path in ("/get_model_info", "/get_server_info", "/props"):
+            assert (await error_of(here.get(path)))[0] == 503

@@ -276,6 +276,21 @@ async def test_a_key_is_a_bearer_token_or_the_header_x_api_key(
     assert len(stand_in.requests()) == (1 if status == 200 else 0)
 
 
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({}, "needs an API key"),
+        ({"authorization": "Bearer "}, "needs an API key"),
+        (bearer("x"), "not one of this server"),
+    ],
+    ids=["no key", "an empty key", "a wrong key"],
+)
+async def test_who_has_a_wrong_key_is_not_told_to_send_one(redis_url: str, headers: dict[str, str], words: str) -> None:
+    async with site(redis_url, ready=False, keys=read_keys([ANN], "")) as here:
+        status, error = await error_of(here.post(chat(), headers=headers))
+        assert status == 401 and words in error["message"]
+
+
 async def test_without_keys_any_or_none_does(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
         for headers in ({}, bearer("anything"), {"x-api-key": "anything"}):
@@ -420,7 +435,7 @@ async def test_the_official_client_sees_what_is_wrong_with_its_key(redis_url: st
                 with pytest.raises(openai.AuthenticationError) as caught:
                     await ask(client)
                 assert (caught.value.code, caught.value.type) == ("invalid_api_key", "authentication_error")
-                assert "Bearer KEY" in caught.value.message and "sk-wrong" not in caught.value.message
+                assert "not one of this server" in caught.value.message and "sk-wrong" not in caught.value.message
             async with client_of(here, ANN) as client:
                 assert isinstance(await ask(client), ChatCompletion)
     statuses = [line["status"] for line in lines if line["event"] == "request"]

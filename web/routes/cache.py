@@ -1,4 +1,7 @@
-"""GET and POST /flush_cache, as in SGLang: every engine forgets the prefixes that no running request uses."""
+"""POST /flush_cache, as in SGLang: every engine forgets the prefixes that no running request uses.
+
+Not GET, which any page can make a browser send.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ POLL_S = 0.02
 def cache_routes(frontend: Frontend) -> Blueprint:
     routes = Blueprint("cache", __name__)
 
-    @routes.route(PATH, methods=["GET", "POST"])
+    @routes.post(PATH)
     @operation("Forget the prefixes that no running request uses")
     async def flush_cache() -> Response:
         try:

@@ -65,11 +65,13 @@ Respond = Callable[[OpenRequest], Awaitable[Response]]
 def generation_routes(frontend: Frontend) -> Blueprint:
     routes = Blueprint("generations", __name__)
 
+    @routes.post("/chat/completions")
     @routes.post(CHAT_ENDPOINT)
     @operation("Answer a conversation", ChatRequest, **BOTH)
     async def chat() -> Response:
         return await answer(frontend, CHAT_ENDPOINT, parse_chat, chat_events)
 
+    @routes.post("/completions")
     @routes.post(COMPLETIONS_ENDPOINT)
     @operation("Continue a text, or several", CompletionRequest, **BOTH)
     async def complete() -> Response:

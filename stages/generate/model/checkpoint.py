@@ -131,7 +131,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         entries = {
             name: _entry(path, fields, 8 + len(raw)) for name, fields in header.items() if name != "__metadata__"
         }
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: its header is not that of a safetensors file: {error}") from error
     reached = data_begin = 8 + len(raw)
     end = data_begin + data_bytes

@@ -217,7 +217,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not found; --model must be a folder with a Hugging Face checkpoint") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or thousands of brackets
         raise ConfigError(f"{path}: is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
