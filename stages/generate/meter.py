@@ -62,7 +62,7 @@ class EngineMeter:
         self._measures.add(GENERATION_TOKENS, amount=tokens)
         if figures.forward_ms:
             self._measures.observe(STEP_SECONDS, figures.forward_ms / 1000)
-            self._measures.observe(STEP_TOKENS, figures.decode_rows + figures.prefill_tokens)
+            self._measures.observe(STEP_TOKENS, tokens + figures.prefill_tokens)
         self._measures.set(NUM_RUNNING, figures.running)
         self._measures.set(NUM_WAITING, figures.waiting)
         self._measures.set(KV_CACHE_USAGE, 1 - figures.free_pages / self._schedule.num_pages)

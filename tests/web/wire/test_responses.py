@@ -268,7 +268,7 @@ def test_counts_come_with_every_chunk_where_they_are_asked_for() -> None:
     stream = frames.of(tokens(1, "a", prompt=prompt)) + frames.of(tokens(2, "b")) + frames.of(ended(finished()))
     chunks = [ChatCompletionChunk.model_validate(each, strict=True) for each in documents(stream)]
     counts = [(chunk.usage.prompt_tokens, chunk.usage.completion_tokens) for chunk in chunks if chunk.usage]
-    assert counts == [(7, 1), (7, 1), (7, 2), (7, 3), (7, 3)]
+    assert counts == [(7, 0), (7, 1), (7, 2), (7, 3), (7, 3)], "the role comes before any token"
 
 
 def test_a_prompt_of_one_token_has_that_one_without_a_score() -> None:

@@ -177,8 +177,9 @@ class _ChoiceChunks:
     def tokens(self, event: TokensProduced) -> list[bytes]:
         """Return the chunks of tokens; none if there is nothing to show."""
         choice = self.choice
+        choice.prompt = choice.prompt or event.prompt
+        chunks = self._begin()  # its counts are those before any token
         part = choice.apply(event)
-        chunks = self._begin(part)
         if self.is_plain and not part.scores:
             if part.text:
                 chunks.append(self.before + orjson.dumps(part.text) + self.after)
@@ -192,9 +193,9 @@ class _ChoiceChunks:
     def finish(self, finished: Finished) -> list[bytes]:
         """Return the chunk that says why the choice ended."""
         self.choice.finished = finished
-        return [*self._begin(AnswerPart("")), self._chunk(self.style.closing(), reason=self.choice.reason)]
+        return [*self._begin(), self._chunk(self.style.closing(), reason=self.choice.reason)]
 
-    def _begin(self, part: AnswerPart) -> list[bytes]:
+    def _begin(self) -> list[bytes]:
         """Return the chunk before the first event: the role, or the prompt; also for tokens without text."""
         if self.begun:
             return []
