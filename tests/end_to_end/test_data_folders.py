@@ -11,7 +11,7 @@ import pytest
 from lived_requests import LivedRequests
 from redis_servers import Servers, running_server
 from servers import eventually, serve
-from streams import LONG, Stream, events_of, family_of
+from streams import LONG, Stream, events_of
 
 from pipeline.events import Finished, Tokenized, TokensProduced
 from pipeline.log.protocol import Inbox
@@ -25,7 +25,9 @@ def test_what_another_redis_has_written_is_read_and_gone_on_with(
     place: str, redis_servers: Servers, tmp_path: Path
 ) -> None:
     inbox = Inbox.submitted(Names())
-    with running_server(redis_servers.binary(place), tmp_path, "--appendonly", "yes") as older:
+    with running_server(
+        redis_servers.binary(place), tmp_path, "--appendonly", "yes", "--appendfsync", "always"
+    ) as older:
         with closing(RedisLog(older.url, Names())) as log:
             lived = LivedRequests(log)
             ended, running = lived.running(), lived.running()
@@ -56,10 +58,10 @@ def test_a_stream_that_redis_6_has_begun_is_finished(redis_servers: Servers, tmp
     data = tmp_path / "data"
     data.mkdir()
     with running_server(redis_servers.binary("oldest"), data, "--appendonly", "yes") as older:
-        with serve(tmp_path, redis_url=older.url) as server, family_of(server.command) as family:
+        with serve(tmp_path, redis_url=older.url) as server:
             stream = Stream(server, "Tell me a story.")
             eventually(lambda: stream.num_frames > 20, "it has begun")
-            for process in family:
+            for process in server.command.processes():
                 process.send_signal(signal.SIGKILL)
         older.process.kill()
         older.process.wait()
