@@ -152,4 +152,5 @@ def on_a_terminal(
     try:
         yield Terminal(child, columns, rows)
     finally:
-        child.close(force=True)
+        with contextlib.suppress(pexpect.ExceptionPexpect):  # it has got SIGKILL, but was not gone 0.1 s later
+            child.close(force=True)
