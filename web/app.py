@@ -21,6 +21,7 @@ from web.routes.answers import error_response
 from web.routes.cache import cache_routes
 from web.routes.generations import generation_routes
 from web.routes.health import health_routes
+from web.routes.info import info_routes
 from web.routes.models import model_routes
 from web.routes.openapi import docs_routes
 from web.routes.requests import request_routes
@@ -64,6 +65,7 @@ def create_app(frontend: Frontend, keys: Keys | None = None, *, max_body_bytes: 
         generation_routes(frontend),
         request_routes(frontend),
         model_routes(frontend, int(time.time())),
+        info_routes(frontend),
         health_routes(frontend),
         cache_routes(frontend),
         docs_routes(),

@@ -1,4 +1,4 @@
-"""Files and folders for their owner's eyes alone: prompts, answers, and what somebody typed are in them."""
+"""Files and folders that only their owner can read, because they hold prompts and answers."""
 
 from __future__ import annotations
 

@@ -114,16 +114,15 @@ async def test_a_base_url_without_v1_works(redis_url: str, stand_in: StandIn) ->
             assert first.keys() == second.keys() and first["object"] == second["object"]
 
 
-@pytest.mark.parametrize("path", ["/get_model_info", "/get_server_info", "/props"])
-async def test_clients_of_other_servers_learn_the_model_and_its_context(
-    redis_url: str, stand_in: StandIn, path: str
-) -> None:
+async def test_clients_of_other_servers_learn_the_model_and_its_context(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here:
-        told = await (await here.get(path)).get_json()
-        assert told["model_path"] == MODELS[0]
-        assert told.get("context_length", told.get("default_generation_settings", {}).get("n_ctx", CONTEXT)) == CONTEXT
-        if path == "/get_model_info":
-            assert told["is_generation"] is True
+        model, server, props = [
+            await (await here.get(path)).get_json() for path in ("/get_model_info", "/get_server_info", "/props")
+        ]
+        assert [told["model_path"] for told in (model, server, props)] == [MODELS[0]] * 3
+        assert model["is_generation"] is True
+        assert (server["context_length"], server["status"]) == (CONTEXT, "ready")
+        assert props["default_generation_settings"]["n_ctx"] == CONTEXT
 
 
 async def test_who_asks_for_the_model_before_there_is_one_is_told_to_wait(redis_url: str) -> None:

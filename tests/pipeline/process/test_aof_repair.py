@@ -66,6 +66,13 @@ class Data:
         return sorted(self.folder.glob("damaged-*/*"))
 
 
+def rewrite(server: EmbeddedRedis) -> None:
+    """Have the server begin its file anew, with a snapshot, and wait until it has."""
+    command(server.url, "BGREWRITEAOF")
+    done = b"aof_rewrite_in_progress:0\r\naof_rewrite_scheduled:0"
+    until(lambda: done in command(server.url, "INFO", "persistence"))
+
+
 def num_commits(server: EmbeddedRedis) -> int:
     """Return how many commits the server holds; all or nothing of each."""
     before, after = (int(command(server.url, "GET", key) or 0) for key in (KEYS[0], KEYS[2]))
@@ -211,12 +218,7 @@ def test_commands_behind_a_snapshot_are_cut_too(data: Data) -> None:
     """In one file, which Redis 6.2 writes and later servers read once, and in files of their own."""
     with data.server() as server:
         data.commit(server, 3)
-        command(server.url, "BGREWRITEAOF")
-        until(
-            lambda: (
-                b"aof_rewrite_in_progress:0\r\naof_rewrite_scheduled:0" in command(server.url, "INFO", "persistence")
-            )
-        )
+        rewrite(server)
         data.commit(server, 2)
     whole = data.file.read_bytes()
     data.file.write_bytes(whole[:-20])
@@ -313,12 +315,7 @@ def test_exactly_as_much_as_may_be_lost_needs_no_flag(embedded: Data) -> None:
 def test_a_damaged_snapshot_is_refused_and_its_copy_named(data: Data) -> None:
     with data.server() as server:
         data.commit(server, 3)
-        command(server.url, "BGREWRITEAOF")
-        until(
-            lambda: (
-                b"aof_rewrite_in_progress:0\r\naof_rewrite_scheduled:0" in command(server.url, "INFO", "persistence")
-            )
-        )
+        rewrite(server)
     path = next(data.folder.glob("appendonlydir/*.base.rdb"), data.folder / "appendonly.aof")
     whole = path.read_bytes()
     assert whole.startswith((b"REDIS", b"VALKEY"))
