@@ -24,6 +24,8 @@ serve: venv
 bench: venv
 	@$(BIN)/minisgl bench compare $(ARGS)
 
+# One thread in each process: many of them share the cores, and threads that wait by spinning would starve the others.
+test: export OMP_NUM_THREADS ?= 1
 test: venv
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup --no-loadscope-reorder --durations=15 $(ARGS)
 
