@@ -42,7 +42,7 @@ from pipeline.events import (
     decode,
     new_uid,
 )
-from pipeline.names import SEAL
+from pipeline.names import SEAL, sibling_uids
 from stages.generate.forward.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
@@ -339,14 +339,14 @@ def test_who_came_first_keeps_its_pages_unless_the_other_is_more_important(
 ) -> None:
     """One such answer fits into the pages, two do not."""
     num_tokens = 120
+    base, events = new_uid(), []
+    for name, priority in (("first", first), ("second", second)):
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        said = f"The {name} log is the memory."
+        events.append(Submitted(endpoint="test", frontend="web-0", prompt=said, sampling=sampling, priority=priority))
+    uids = dict(zip(("first", "second"), sibling_uids(base, 2), strict=True))
     with server.log() as log:
-        uids: dict[str, str] = {}
-        for name, priority in (("first", first), ("second", second)):
-            sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-            said = f"The {name} log is the memory."
-            event = Submitted(endpoint="test", frontend="web-0", prompt=said, sampling=sampling, priority=priority)
-            uids[name] = new_uid()
-            log.submit(uids[name], [event])
+        log.submit(base, events)  # at once: the second would wait if the first had most pages already
         eventually(lambda: not log.alive(list(uids.values())), "both have ended", 120)
     answers = dict(zip(uids, with_histories(server, [(uid, "") for uid in uids.values()]), strict=True))
     assert {name for name, answer in answers.items() if answer.count(Preempted)} == {preempted}
