@@ -51,7 +51,7 @@ class Caller:
     """It may do everything."""
 
     @classmethod
-    def of(cls, hashed: str, name: str = "", **limits: int) -> Caller:
+    def of(cls, hashed: str, name: str = "", /, **limits: int) -> Caller:
         """Return who has the key with this hash. Keys of one *name* own the same requests and are counted together."""
         owner = name or hashed
         return cls(hashed, owner, Quota(owner, **limits))
@@ -120,11 +120,8 @@ def read_keys(api_keys: Sequence[str], limits_file: str, admin_key: str | None =
     keys = {*api_keys, *tables, admin_key}
     if any(table.name in keys for table in tables.values()):
         raise ConfigError(f"{where}: a name is one of the keys, and names are no secret; take another name")
-    callers = [
-        Caller.of(hash_of(key), table.name, **(limits | table.limits))
-        for key in dict.fromkeys([*api_keys, *tables])
-        for table in [tables.get(key, _Table())]
-    ]
+    all_tables = dict.fromkeys(api_keys, _Table()) | tables
+    callers = (Caller.of(hash_of(key), table.name, **(limits | table.limits)) for key, table in all_tables.items())
     return Keys([*callers, *([Caller(hash_of(admin_key), is_admin=True)] if admin_key else [])])
 
 
@@ -138,7 +135,7 @@ def first_key(api_keys: Sequence[str], limits_file: str, admin_key: str | None =
 class _Table:
     """A [[key]]."""
 
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
     name: str = ""
 
 
@@ -171,7 +168,7 @@ def _limits_in(path: str) -> tuple[dict[str, int], dict[str, _Table]]:
 
 def _name_in(table: Mapping[str, Any], here: str) -> str:
     """Return the name in a [[key]]; "" if it has none. Raises ConfigError."""
-    name = table.get("name", "")
+    name: str = table.get("name", "")
     if "name" in table and not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise ConfigError(f"{here}: has a bad name; {_NAME_EXPECTED}")
     return name

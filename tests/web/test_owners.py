@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any, Final
 
 import pytest
-from log_contract import CANCELLED
+from log_contract import CANCELLED, FINISHED
 from quart import Quart
 from redis_servers import command
 from stand_in_stages import MODELS, StandIn
@@ -129,8 +129,9 @@ async def asked(app: Quart, route: str, name: str, who: str) -> tuple[int, bytes
     method, _, path = route.partition(" ")
     for pattern, value in (("<name>", name), ("<path:name>", MODELS[0]), ("<path:rest>", "x")):
         path = path.replace(pattern, value)
+    client: Any = app.test_client()
     body = {} if path != "/abort_request" else {"json": {"rid": name} if name else {"abort_all": True}}
-    response = await app.test_client().open(path, method=method, headers=HEADERS[who], **body)
+    response = await client.open(path, method=method, headers=HEADERS[who], **body)
     assert response.headers.get("WWW-Authenticate") == ("Bearer" if response.status_code == 401 else None)
     return response.status_code, await response.get_data(as_text=False)
 
@@ -321,6 +322,7 @@ async def test_nobody_is_answered_from_a_request_of_others_whatever_has_the_idem
         first = await here.post(chat(), headers=headers)
         uid = first.headers["x-minisgl-uid"]
         other = submit(log, hash_of(BOB))
+        log.end(other, FINISHED, frontend="web-9")
         (key,) = command(redis_url, "KEYS", Names().idempotency("*"))
         held = command(redis_url, "GET", key)
         command(redis_url, "SET", key, held.replace(uid.encode(), other.encode()), "PX", 60_000)
@@ -354,8 +356,7 @@ async def test_whoever_is_refused_is_told_what_to_set_and_has_a_log_line(redis_u
                     assert "admin key" in error["message"] and "--admin-key" in error["message"]
         async with site(redis_url, ready=False, keys=KEYS["the admin key alone"]) as here:
             for method in ("GET", "DELETE"):
-                response = await here.client.open(f"/v1/requests/{new_uid()}", method=method)
-                assert response.status_code == 401
+                assert (await asked(here.app, f"{method} /v1/requests/<name>", new_uid(), "no key"))[0] == 401
     assert [line["status"] for line in request_lines(lines)] == [403, 403, 401, 401, 401, 401]
 
 
