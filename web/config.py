@@ -92,7 +92,7 @@ class KeysConfig:
         default=None,
         secret=True,
         help=(
-            "key that may do everything, and alone may flush the cache, abort all requests and read those of others; "
+            "key that may do everything; only it may flush the cache, abort all requests and read those of others; "
             "prefer MINISGL_ADMIN_KEY [none]"
         ),
     )
