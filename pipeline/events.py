@@ -206,6 +206,8 @@ class Submitted(Event):
     endpoint: str
     frontend: str
     """The frontend whose `replies` stream serves the client."""
+    owner: str = ""
+    """The name or the hash of the API key that sent it; "" where it was the admin key, or the server has no keys."""
     model: str = ""
     """The name that the client used."""
     messages: tuple[dict[str, Any], ...] = ()
@@ -213,8 +215,7 @@ class Submitted(Event):
     prompt_ids: tuple[int, ...] = ()
     sampling: SamplingParams
     task: Task = "generate"
-    """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, a description of the
-    tokenizer."""
+    """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, what it is itself."""
     return_pieces: bool = False
     """The answer to `tokenize` has the text of each token."""
     templating: Templating = Templating()

@@ -18,6 +18,7 @@ class LivedRequests:
     def __init__(self, log: StreamLog) -> None:
         self.log = log
         self.frontend = "web-0"
+        self.owner = ""
         self._scene = Scene(log)
         self._scene.prepare()
         self._detokenizer = Detokenizer(self._scene)
@@ -33,6 +34,7 @@ class LivedRequests:
             prompt=prompt,
             sampling=SamplingParams(temperature=0.5, seed=7, max_tokens=20),
             labels=dict(labels or {}),
+            owner=self.owner,
         )
         assert self.log.submit(uid, [event]).submission is Submission.ACCEPTED
         return uid

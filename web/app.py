@@ -15,7 +15,7 @@ from werkzeug.exceptions import HTTPException, RequestTimeout
 from pipeline.errors import RequestError
 from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from web.config import DEFAULT_BODY_BYTES
-from web.keys import Keys
+from web.keys import Caller, Keys
 from web.live.frontend import Frontend
 from web.routes.answers import error_response
 from web.routes.cache import cache_routes
@@ -85,9 +85,10 @@ def create_app(frontend: Frontend, keys: Keys | None = None, *, max_body_bytes: 
 
     @app.before_request
     async def check_key() -> None:
-        """Set `g.quota` to the limits of the key that the request has. Raises RequestError without a key."""
-        g.quota = keys.find(_keys_given()) if keys.are_needed else None
-        if keys.are_needed and g.quota is None and request.path.rstrip("/") not in OPEN_PATHS:
+        """Set `g.caller` to who has the key of the request. Raises RequestError without a key, where one is needed."""
+        found = keys.find(_keys_given())
+        g.caller = found or Caller()
+        if found is None and request.path.rstrip("/") not in OPEN_PATHS:
             log_line(401)
             raise RequestError(_WRONG_KEY if any(_keys_given()) else _NO_KEY, status=401)
 

@@ -74,7 +74,7 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class KeysConfig:
-    """Who may send requests, and how many."""
+    """Who may send requests, how many, and who may do everything."""
 
     api_key: tuple[str, ...] = flag(
         "--api-key",
@@ -87,6 +87,15 @@ class KeysConfig:
         ),
     )
     limits: str = flag("--limits", default="", help="TOML file with API keys and their limits on requests [no limits]")
+    admin_key: str | None = flag(
+        "--admin-key",
+        default=None,
+        secret=True,
+        help=(
+            "key that may do everything; only it may flush the cache, abort all requests and read those of others; "
+            "prefer MINISGL_ADMIN_KEY [none]"
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""API keys and their limits: the flags `--api-key` and `--limits`. Only hashes of keys are kept.
+"""API keys, their limits and what they own: `--api-key`, `--limits` and `--admin-key`. Only hashes of keys are kept.
 
 A file of limits, in TOML; every number is optional:
 
@@ -9,6 +9,7 @@ A file of limits, in TOML; every number is optional:
     [[key]]                       # one table for each key; keys of --api-key need none
     key = "sk-..."
     requests_per_minute = 600
+    name = "team-a"               # owns its requests, instead of the key: a new key of this name may go on with them
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hmac
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,31 +30,63 @@ from pipeline.log.protocol import Quota
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,255}")
 _EXPECTED: Final = "must be 1 to 255 visible ASCII characters, without a space"
 _LIMITS: Final = tuple(item.name for item in dataclasses.fields(Quota) if item.name != "key")
+_HASH: Final = re.compile(r"[0-9a-f]{32}")
+_NAME: Final = re.compile(rf"(?!{_HASH.pattern}\Z)[A-Za-z0-9][A-Za-z0-9_.@-]{{0,63}}")
+_NAME_EXPECTED: Final = 'name = "..." must be 1 to 64 letters, digits and _.@-, and not 32 hex digits, as a hash has'
 _WORD: Final = re.compile(r"[a-z_]{1,40}")
 """A name that an error may show; other text could be a key in the wrong place."""
 
 
-class Keys:
-    """The keys of a server, and the limits of each. Without keys, any client may send requests."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends an HTTP request, as its key says."""
 
-    def __init__(self, quotas: Iterable[Quota] = ()) -> None:
-        self._quotas = tuple(quotas)
+    hashed: str = ""
+    """The hash of the key; "" without a key of this server."""
+    owner: str = ""
+    """Whose requests it sends: the name of the key, or its hash. "" for the admin key, and without a key."""
+    quota: Quota | None = None
+    """What it may submit; None: as much as it wants."""
+    is_admin: bool = False
+    """It may do everything."""
+
+    @classmethod
+    def of(cls, hashed: str, name: str = "", /, **limits: int) -> Caller:
+        """Return who has the key with this hash. Keys of one *name* own the same requests and are counted together."""
+        owner = name or hashed
+        return cls(hashed, owner, Quota(owner, **limits))
 
     @property
-    def are_needed(self) -> bool:
-        return bool(self._quotas)
+    def scope(self) -> str:
+        """Whose idempotency keys it uses."""
+        return self.owner or self.hashed
 
-    def find(self, given: Sequence[str]) -> Quota | None:
-        """Return the quota of the first of *given* that is a key, in a time that says nothing about the keys.
+    def may_see(self, owner: str) -> bool:
+        """Say whether it may read and cancel the requests of *owner*. A key that has got a name still owns what it sent
+        without one."""
+        return self.is_admin or (bool(owner) and owner in (self.owner, self.hashed))
 
-        It compares hashes, in constant time, with all keys, also after one that matches.
+
+class Keys:
+    """The keys of a server. Without API keys, any client may send requests; without any key, it may do everything."""
+
+    def __init__(self, callers: Iterable[Caller] = ()) -> None:
+        """Of two *callers* with the same key, the last one counts."""
+        self._callers = tuple(callers)
+        are_needed = not all(caller.is_admin for caller in self._callers)
+        self._without_key = None if are_needed else Caller(is_admin=not self._callers)
+
+    def find(self, given: Sequence[str]) -> Caller | None:
+        """Return who has the first of *given* that is a key, or who needs none; None: a key is needed.
+
+        It compares hashes, in constant time, with all keys, also after one that matches; the time tells nothing.
         """
-        found = None
+        found = self._without_key
         for text in reversed(given):
             hashed = hash_of(text)
-            for quota in self._quotas:
-                if hmac.compare_digest(quota.key, hashed):
-                    found = quota
+            for caller in self._callers:
+                if hmac.compare_digest(caller.hashed, hashed):
+                    found = caller
         return found
 
 
@@ -61,8 +95,13 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(b"minisgl api key " + key.encode()).hexdigest()[:32]
 
 
-def read_keys(api_keys: Sequence[str], limits_file: str) -> Keys:
-    """Return the keys that the flags `--api-key` and `--limits` name.
+def shown(owner: str) -> str:
+    """Return *owner* as log lines show it: a name, or the first digits of a hash."""
+    return owner[:8] if _HASH.fullmatch(owner) else owner
+
+
+def read_keys(api_keys: Sequence[str], limits_file: str, admin_key: str | None = None) -> Keys:
+    """Return the keys that the flags `--api-key`, `--limits` and `--admin-key` name.
 
     Raises:
         ConfigError: A key or the file is malformed. No message shows a key.
@@ -70,25 +109,38 @@ def read_keys(api_keys: Sequence[str], limits_file: str) -> Keys:
     for number, key in enumerate(api_keys, 1):
         if not _KEY.fullmatch(key):
             raise ConfigError(f"--api-key: key {number} of {len(api_keys)} {_EXPECTED}")
-    default: dict[str, int] = {}
-    own: dict[str, dict[str, int]] = {}
-    if limits_file:
-        default, own = _limits_in(limits_file)
-        if not api_keys and not own:
-            raise ConfigError(
-                f"--limits {limits_file}: limits are per key, and there is none; add a [[key]] or pass --api-key"
-            )
-    return Keys(Quota(hash_of(key), **(default | own.get(key, {}))) for key in dict.fromkeys([*api_keys, *own]))
+    if admin_key is not None and not _KEY.fullmatch(admin_key):
+        raise ConfigError(f"--admin-key: {_EXPECTED}")
+    limits, tables = _limits_in(limits_file) if limits_file else ({}, {})
+    where = f"--limits {limits_file}"
+    if limits_file and not api_keys and not tables:
+        raise ConfigError(f"{where}: limits are per key, and there is none; add a [[key]] or pass --api-key")
+    if admin_key in tables:
+        raise ConfigError(f"{where}: has the key of --admin-key, which has no limits; remove its [[key]]")
+    keys = {*api_keys, *tables, admin_key}
+    if any(table.name in keys for table in tables.values()):
+        raise ConfigError(f"{where}: a name is one of the keys, and names are no secret; take another name")
+    all_tables = dict.fromkeys(api_keys, _Table()) | tables
+    callers = (Caller.of(hash_of(key), table.name, **(limits | table.limits)) for key, table in all_tables.items())
+    return Keys([*callers, *([Caller(hash_of(admin_key), is_admin=True)] if admin_key else [])])
 
 
-def first_key(api_keys: Sequence[str], limits_file: str) -> str:
-    """Return one valid key, as `read_keys` reads them; empty if none is needed. Raises ConfigError."""
-    own = _limits_in(limits_file)[1] if limits_file else {}
-    return next(iter([*api_keys, *own]), "")
+def first_key(api_keys: Sequence[str], limits_file: str, admin_key: str | None = None) -> str:
+    """Return one valid key, as `read_keys` reads them; empty if there is none. Raises ConfigError."""
+    tables = _limits_in(limits_file)[1] if limits_file else {}
+    return next(iter([*api_keys, *tables]), admin_key or "")
 
 
-def _limits_in(path: str) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Return the limits of [default], and key -> the limits of its own table. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A [[key]]."""
+
+    limits: dict[str, int] = field(default_factory=dict)
+    name: str = ""
+
+
+def _limits_in(path: str) -> tuple[dict[str, int], dict[str, _Table]]:
+    """Return the limits of [default], and key -> its own table. Raises ConfigError."""
     where = f"--limits {path}"
     document = _read(path, where)
     for name, value in document.items():
@@ -96,7 +148,7 @@ def _limits_in(path: str) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
             raise ConfigError(f"{where}: {_shown(name)} is unknown; expected [default] and [[key]]")
         if not _is_right(name, value):
             raise ConfigError(f"{where}: {name} is no table of its own; write [default] and, for each key, [[key]]")
-    own: dict[str, dict[str, int]] = {}
+    own: dict[str, _Table] = {}
     for number, table in enumerate(document.get("key", ()), 1):
         here = f"{where}: [[key]] {number}"
         key = table.get("key")
@@ -104,8 +156,22 @@ def _limits_in(path: str) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
             raise ConfigError(f'{here}: has {"no key" if key is None else "a bad key"}; key = "..." {_EXPECTED}')
         if key in own:
             raise ConfigError(f"{here}: has the key of [[key]] {[*own].index(key) + 1}; write one table for both")
-        own[key] = _limits({name: value for name, value in table.items() if name != "key"}, here)
+        limits = _limits({name: value for name, value in table.items() if name not in ("key", "name")}, here)
+        own[key] = _Table(limits, _name_in(table, here))
+        for other, each in enumerate(own.values(), 1):
+            if each.name and each.name == own[key].name and each.limits != limits:
+                raise ConfigError(
+                    f"{here}: has the name of [[key]] {other}, so they are counted together; give both the same limits"
+                )
     return _limits(document.get("default", {}), f"{where}: [default]"), own
+
+
+def _name_in(table: Mapping[str, Any], here: str) -> str:
+    """Return the name in a [[key]]; "" if it has none. Raises ConfigError."""
+    name: str = table.get("name", "")
+    if "name" in table and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise ConfigError(f"{here}: has a bad name; {_NAME_EXPECTED}")
+    return name
 
 
 def _read(path: str, where: str) -> Mapping[str, Any]:

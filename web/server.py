@@ -53,7 +53,7 @@ def run(config: WebStageConfig) -> int:
     Raises:
         ConfigError: The address is not available, or the API keys are wrong.
     """
-    keys = read_keys(config.keys.api_key, config.keys.limits)
+    keys = read_keys(config.keys.api_key, config.keys.limits, config.keys.admin_key)
     if config.listen.listen_fd is None:
         listener = open_listener(config.web.host, config.web.port)
     else:

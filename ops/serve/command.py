@@ -126,10 +126,10 @@ def _with_model(config: C, folder: Path) -> C:
 
 def _check_keys(config: KeysConfig) -> None:
     """Read the API keys and their limits as a frontend will, before anything starts. Raises ConfigError."""
-    if config.api_key or config.limits:
+    if config.api_key or config.limits or config.admin_key is not None:
         from web.keys import read_keys
 
-        read_keys(config.api_key, config.limits)
+        read_keys(config.api_key, config.limits, config.admin_key)
 
 
 @contextlib.contextmanager

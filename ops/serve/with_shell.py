@@ -124,7 +124,7 @@ def run_with_shell(processes: Processes, config: ServerConfig, greeting: str, re
         from web.keys import first_key
 
         where = url_here(config.web.host, config.web.port)
-        key = first_key(config.keys.api_key, config.keys.limits)
+        key = first_key(config.keys.api_key, config.keys.limits, config.keys.admin_key)
         front.run(supervisor, (*PROGRAM, "shell", "--url", where), key)
 
     try:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 KEYS = ("sk-first-8f3a6b", "sk-second-5c7d2e")
 LIMITED = "sk-limited-1b9e4f"
+ADMIN = "sk-admin-7d2c4a"
 BODY = {"prompt": "Hello!", "max_tokens": 2}
 
 
@@ -34,15 +35,18 @@ def test_keys_let_in_last_through_a_restart_and_are_nowhere_to_be_seen(tmp_path:
     """Keys of the command line are taken out of it: by then everything is as if they came by the environment."""
     limits = tmp_path / "limits.toml"
     limits.write_text(f'[[key]]\nkey = "{LIMITED}"\nconcurrent_requests = 1\n')
-    with serve(tmp_path / "here", "--limits", str(limits), "--api-key", *KEYS) as server:
+    flags = ("--limits", str(limits), "--api-key", *KEYS, "--admin-key", ADMIN)
+    with serve(tmp_path / "here", *flags) as server:
         for is_killed in (True, False):
-            assert [status(server, key) for key in (*KEYS, LIMITED, "", "sk-wrong")] == [200, 200, 200, 401, 401]
+            keys = (*KEYS, LIMITED, ADMIN, "", "sk-wrong")
+            assert [status(server, key) for key in keys] == [200, 200, 200, 200, 401, 401]
             assert httpx.get(f"{server.url}/v1/models").status_code == 401
             for process in server.command.processes()[1:]:  # all but the command itself, which was given them
                 if process not in server.command.workers(WEB):
-                    assert "MINISGL_API_KEY" not in process.environ(), process.cmdline()
+                    assert not {"MINISGL_API_KEY", "MINISGL_ADMIN_KEY"} & process.environ().keys(), process.cmdline()
             (worker,) = server.command.workers(WEB)
             assert set(KEYS) <= set(worker.environ()["MINISGL_API_KEY"].split())
+            assert worker.environ()["MINISGL_ADMIN_KEY"] == ADMIN
             if is_killed:
                 worker.send_signal(signal.SIGKILL)
                 eventually(lambda worker=worker: not is_alive(worker), "the frontend's end")  # type: ignore[misc]
@@ -51,7 +55,7 @@ def test_keys_let_in_last_through_a_restart_and_are_nowhere_to_be_seen(tmp_path:
         assert any(hash_of(LIMITED).encode() in key for key in there)
         lines = [" ".join(process.cmdline()) for process in server.command.processes()]
         assert len(lines) >= 5
-        for key in (*KEYS, LIMITED):
+        for key in (*KEYS, LIMITED, ADMIN):
             assert not any(key in line for line in lines)
             assert key not in server.command.output
             assert all(

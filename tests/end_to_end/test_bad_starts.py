@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         ["--limits {folder}/limits: [[key]] 1: ", "at least 1"],
     ),
     "an API key": ("serve", "MINISGL_API_KEY=hidden hidd\xe9n", ["--api-key", "visible ASCII"]),
+    "an admin key": ("serve", "MINISGL_ADMIN_KEY=", ["--admin-key", "visible ASCII"]),
     "a host that is none": (
         "serve --host no.invalid --data-dir data",
         "",

@@ -136,6 +136,16 @@ def test_requeue_sends_the_request_again_to_nobody_and_drops_the_letter(lived: L
     assert 10_000 < left_ms <= 16_000
 
 
+def test_a_dead_letter_and_the_request_that_is_sent_again_have_the_owner(lived: LivedRequests, dead: Tool) -> None:
+    lived.owner = "team-a"
+    uid = lived.dead()
+    (letter,) = lived.log.dead_letters(9)
+    (new,) = dead("requeue", uid)
+    for entry in (copied_history(letter)[0], lived.log.histories([new])[0][0]):
+        event = decode(entry.fields)
+        assert isinstance(event, Submitted) and event.owner == "team-a"
+
+
 def test_a_requeued_request_goes_its_whole_way_though_nobody_listens(lived: LivedRequests, dead: Tool) -> None:
     uid = lived.dead()
     said = dead.json("requeue", uid)

@@ -66,6 +66,12 @@ def test_what_the_tokenizer_answered_has_no_engine_and_no_first_token(lived: Liv
     assert lines[-2:] == ["tokens: prompt 2; output 0", "text: ab"]
 
 
+def test_the_owner_of_a_request_is_told(lived: LivedRequests, trace: Tool) -> None:
+    lived.owner = "team-a"
+    (row,) = [line for line in trace(lived.submitted()) if "+0.000" in line and "submitted" in line]
+    assert row.split()[2:] == ["submitted", "web-0", "0", "owner=team-a"]
+
+
 def test_each_thing_that_happened_is_one_row_of_an_aligned_table_and_so_are_a_thousand_tokens(
     lived: LivedRequests, trace: Tool
 ) -> None:

@@ -52,6 +52,7 @@ FULL: list[AnyEvent] = [
     Submitted(
         endpoint="/v1/chat/completions",
         frontend="web-0",
+        owner="team-a",
         model="default",
         messages=({"role": "user", "content": "Grüß dich"}, {"role": "assistant", "content": None, "n": [1, 2.5]}),
         prompt="[1, 2]",

@@ -26,10 +26,10 @@ import web.routes.cache
 from pipeline.errors import ConfigError
 from pipeline.log.protocol import Quota
 from pipeline.names import Names
-from web.keys import Keys, first_key, hash_of, read_keys
+from web.keys import Caller, Keys, first_key, hash_of, read_keys
 from web.listener import open_listener
 
-ANN, BOB = "sk-ann-0123456789", "sk-bob/+~!"
+ANN, BOB, ADMIN = "sk-ann-0123456789", "sk-bob/+~!", "sk-root"
 
 
 def bearer(key: str = ANN) -> dict[str, str]:
@@ -43,13 +43,18 @@ def keys_of(tmp_path: Path, text: str, *api_keys: str) -> Keys:
     return read_keys(api_keys, str(file))
 
 
+def quota_of(keys: Keys, *texts: str) -> Quota | None:
+    found = keys.find(texts)
+    return found.quota if found else None
+
+
 def quotas(keys: Keys, *texts: str) -> list[Quota | None]:
-    return [keys.find([text]) for text in texts]
+    return [quota_of(keys, text) for text in texts]
 
 
 def with_limit(**limits: int) -> Keys:
     """Return the keys of Ann, with limits, and of Bob, without."""
-    return Keys([Quota(hash_of(ANN), **limits), Quota(hash_of(BOB))])
+    return Keys([Caller.of(hash_of(ANN), **limits), Caller.of(hash_of(BOB))])
 
 
 # keys
@@ -61,12 +66,19 @@ def test_a_key_is_known_and_nothing_else_is() -> None:
     for other in ("", " ", ANN[:-1], ANN + "0", ANN.upper(), "ä", "\udcff".encode("utf-8", "replace").decode()):
         assert keys.find([other]) is None
     assert keys.find([]) is None
-    assert keys.find(["", "x", BOB, ANN]) == Quota(hash_of(BOB))
+    assert quota_of(keys, "", "x", BOB, ANN) == Quota(hash_of(BOB))
 
 
-def test_without_keys_none_is_needed() -> None:
-    assert not read_keys((), "").are_needed and not Keys().are_needed
-    assert read_keys([ANN], "").are_needed
+def test_without_keys_any_client_may_do_everything() -> None:
+    for keys in (Keys(), read_keys((), "")):
+        assert keys.find([]) == keys.find([ANN]) == Caller(is_admin=True)
+
+
+def test_the_admin_key_has_no_limits_and_does_not_shut_out_others() -> None:
+    assert read_keys((), "", ADMIN).find([]) == Caller()
+    for keys in (read_keys((), "", ADMIN), read_keys([ANN], "", ADMIN), read_keys([ANN, ADMIN], "", ADMIN)):
+        assert keys.find([ADMIN]) == keys.find([ADMIN, ANN]) == Caller(hash_of(ADMIN), is_admin=True)
+    assert read_keys([ADMIN], "", ADMIN).find([ANN]) is None
 
 
 def test_a_hash_is_the_same_for_every_frontend_and_says_nothing_of_the_key() -> None:
@@ -128,19 +140,65 @@ def test_the_first_key_is_the_flags_or_else_the_files(tmp_path: Path) -> None:
     file.write_text('[[key]]\nkey = "sk-1"\n[[key]]\nkey = "sk-2"\n')
     assert first_key((), "") == ""
     assert first_key((), str(file)) == "sk-1"
-    assert first_key(("a", "b"), str(file)) == "a"
+    assert first_key(("a", "b"), str(file), ADMIN) == "a"
+    assert first_key((), "", ADMIN) == ADMIN
+
+
+def test_keys_of_one_name_own_the_same_requests_and_are_counted_together(tmp_path: Path) -> None:
+    text = f"""
+        [default]
+        concurrent_requests = 4
+        [[key]]
+        key = "{ANN}"
+        name = "team-a"
+        [[key]]
+        key = "new"
+        name = "team-a"
+        [[key]]
+        key = "{BOB}"
+    """
+    keys = keys_of(tmp_path, text)
+    assert quotas(keys, ANN, "new", BOB) == 2 * [Quota("team-a", 0, 4)] + [Quota(hash_of(BOB), 0, 4)]
+    ann, new, bob = (keys.find([key]) or Caller() for key in (ANN, "new", BOB))
+    assert (ann.owner, ann.scope) == (new.owner, new.scope) == ("team-a", "team-a")
+    assert ann.may_see("team-a") and new.may_see("team-a") and not bob.may_see("team-a")
+    assert ann.may_see(hash_of(ANN)), "it was sent before the key had a name"
+    for others in (new.may_see(hash_of(ANN)), bob.may_see(""), ann.may_see(""), Caller().may_see("")):
+        assert not others
+
+
+def test_an_admin_key_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
+    for bad in ("", "two words"):
+        with pytest.raises(ConfigError, match="--admin-key: must be 1 to 255 visible ASCII") as caught:
+            read_keys([ANN], "", bad)
+        assert not bad or bad not in str(caught.value)
+
+
+def test_the_admin_key_has_no_table_and_no_key_is_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "limits.toml"
+    for name, key, expected in (
+        ("", ADMIN, "has the key of --admin-key, which has no limits; remove its [[key]]"),
+        (f'name = "{BOB[:6]}"', ANN, "a name is one of the keys"),
+        (f'name = "{ADMIN}"', ANN, "a name is one of the keys"),
+        (f'name = "{ANN}"', ANN, "a name is one of the keys"),
+    ):
+        file.write_text(f'[[key]]\nkey = "{key}"\n{name}\n')
+        with pytest.raises(ConfigError) as caught:
+            read_keys([BOB[:6]], str(file), ADMIN)
+        assert str(caught.value).startswith(f"--limits {file}: {expected}")
+        assert ADMIN not in str(caught.value) and ANN not in str(caught.value)
 
 
 def test_without_a_default_what_is_not_said_has_no_limit(tmp_path: Path) -> None:
     keys = keys_of(tmp_path, f'[[key]]\nkey = "{ANN}"\nconcurrent_requests = 1\n', BOB)
     assert quotas(keys, ANN, BOB) == [Quota(hash_of(ANN), 0, 1), Quota(hash_of(BOB))]
-    assert keys_of(tmp_path, "", BOB).find([BOB]) == Quota(hash_of(BOB))
+    assert quotas(keys_of(tmp_path, "", BOB), BOB) == [Quota(hash_of(BOB))]
 
 
 def test_a_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "l.toml").write_text(f'[[key]]\nkey = "{ANN}"\n')
-    assert read_keys((), "~/l.toml").are_needed
+    assert quotas(read_keys((), "~/l.toml"), ANN) == [Quota(hash_of(ANN))]
 
 
 KEY_LINE = f'key = "{ANN}"'
@@ -168,6 +226,14 @@ SPOILT = [
     ("[[key]]\nkey = ''", "[[key]] 1: has a bad key"),
     (f"[[key]]\nkey = '{ANN} {ANN}'", '[[key]] 1: has a bad key; key = "..." must be 1 to 255 visible'),
     (f"[[key]]\n{KEY_LINE}\n[[key]]\nkey = 'b'\n[[key]]\n{KEY_LINE}", "[[key]] 3: has the key of [[key]] 1"),
+    *(
+        (f"[[key]]\n{KEY_LINE}\nname = {bad}", '[[key]] 1: has a bad name; name = "..." must be 1 to 64 letters')
+        for bad in ("1", "''", "'a b'", "'-a'", "'a:b'", "'é'", f"'{'x' * 65}'", f"'{hash_of(ANN)}'", '"a\\n"')
+    ),
+    (
+        f"[[key]]\n{KEY_LINE}\nname = 'a'\n[[key]]\nkey = 'b'\nname = 'a'\nconcurrent_requests = 1",
+        "[[key]] 2: has the name of [[key]] 1, so they are counted together; give both the same limits",
+    ),
     *(
         (f"[[key]]\n{KEY_LINE}\n{name} = {value}", f"[[key]] 1: {name}: {seen} given, expected a whole number")
         for name in ("requests_per_minute", "concurrent_requests")
@@ -298,7 +364,7 @@ async def test_without_keys_any_or_none_does(redis_url: str, stand_in: StandIn) 
 
 
 async def test_a_key_is_in_no_log_line_and_only_its_hash_is_in_redis(redis_url: str, stand_in: StandIn) -> None:
-    keys = Keys([Quota(hash_of(ANN), 100, 100)])
+    keys = with_limit(requests_per_minute=100, concurrent_requests=100)
     with capture_logs() as lines:
         async with site(redis_url, keys=keys) as here:
             await here.post(chat(), headers=bearer() | {"Idempotency-Key": "a-key"})

@@ -23,7 +23,7 @@ class Lookup:
     uids: tuple[str, ...]
     """The uid itself, or those of the siblings that share it."""
     submitted: Submitted
-    """How the first of them begins; all have the same frontend and endpoint."""
+    """How the first of them begins; all have the same frontend, endpoint and owner."""
 
 
 async def find(log: AsyncRedisLog, uid: str) -> Lookup | None:

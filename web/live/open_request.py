@@ -28,6 +28,7 @@ from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
 from pipeline.metrics.families import COMMIT_SECONDS, REJECTIONS
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
+from web.keys import shown
 from web.live.client import Client
 from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend, reaching
 from web.live.listener import Listener
@@ -217,7 +218,8 @@ class OpenRequest(Client):
             raise self.refuse(error) from None
         in_vain = any(isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500) for end in ends)
         events = [event for event in begins if isinstance(event, Submitted)]
-        if len(events) < len(uids) or in_vain:
+        is_others = any(event.owner != self.event.owner for event in events)  # keys do not share what they send
+        if len(events) < len(uids) or in_vain or is_others:
             frontend.stop_reading(self)
             return False
         self.subscribe(frontend.tail.follow, uid, events)
@@ -327,6 +329,6 @@ class OpenRequest(Client):
 
     def log_line(self, **fields: object) -> None:
         """As Client.log_line."""
-        sender = {"key": self._quota.key[:8]} if self._quota else {}
+        sender = {"key": shown(self._quota.key)} if self._quota else {}
         attached = {"attached": True} if self.attached else {}
         super().log_line(stream=self.is_stream, **sender, **fields, **attached)

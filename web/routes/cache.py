@@ -1,6 +1,6 @@
 """POST /flush_cache, as in SGLang: every engine forgets the prefixes that no running request uses.
 
-Not GET, which any page can make a browser send.
+Not GET, which any page can make a browser send. If there are keys, it needs the admin key.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import GENERATE, parse_id
 from pipeline.slots import Status, known_statuses
 from web.live.frontend import Frontend, reaching
+from web.routes.access import check_admin
 from web.routes.answers import json_response
 from web.routes.operations import operation
 
@@ -38,6 +39,7 @@ def cache_routes(frontend: Frontend) -> Blueprint:
     @operation("Forget the prefixes that no running request uses")
     async def flush_cache() -> Response:
         try:
+            check_admin()
             with reaching("not_flushed"):
                 body = await _flush(frontend.log, frontend.name)
         except RequestError as error:

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
-from quart import Blueprint, Response, g, request
+from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
-from pipeline.log.protocol import Quota
 from pipeline.process.failpoints import failpoint
 from web.live.frontend import Frontend
 from web.live.open_request import OpenRequest, open_request
+from web.routes.access import caller
 from web.routes.answers import error_response, json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
@@ -98,21 +98,23 @@ async def answer(
     Raises:
         RequestError: The request is wrong, or the log does not take it now.
     """
-    quota: Quota | None = g.quota
+    who = caller()
     body = await request.get_data(False, False, False)
     try:
         asked = parse(body)
         if len(body) > LARGE_BODY:
             await asyncio.sleep(0)
-        once = once_of(request.headers.get(HEADER), endpoint, body, scope=quota.key if quota else "")
+        once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
         frontend.admit()
         model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
         events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
+        if who.owner:
+            events = [event.model_copy(update={"owner": who.owner}) for event in events]
     except RequestError as error:  # it has no history, but a log line like any other
         logger.info("request", status=error.status, error=error.code, param=error.param)
         raise
     del body  # it may be large, and the answer long
-    opened = await open_request(frontend, events, once=once, quota=quota)
+    opened = await open_request(frontend, events, once=once, quota=who.quota)
     try:
         response = await (respond or _generated)(opened)
     except Exception:

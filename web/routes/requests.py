@@ -1,4 +1,5 @@
-"""/v1/requests/<uid>: any request of the log, running or finished, whichever client sent it to whichever process.
+"""/v1/requests/<uid>: any request of the log, running or finished, whichever client sent it to whichever process. With
+keys, one of another owner does not exist.
 
 GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start or after an
 event. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
@@ -18,9 +19,11 @@ from pipeline.errors import RequestError
 from pipeline.events import Cancelled
 from pipeline.names import parse_id
 from pipeline.views.history import story
+from web.keys import Caller
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import Lookup, cancel, find, living
 from web.live.open_request import read_request
+from web.routes.access import check_admin, known_caller
 from web.routes.answers import json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, operation
 from web.wire.endpoints import frames_for
@@ -44,9 +47,10 @@ def request_routes(frontend: Frontend) -> Blueprint:
     @routes.get(PATH)
     @operation("The story of a request, running or finished")
     async def tell(name: str) -> Response:
+        who = known_caller()
         uid = _uid(name)
         with reaching("request_not_read", uid=uid):
-            found = await _find(frontend, uid)
+            found = await _find(frontend, uid, who)
             histories = await frontend.log.histories(dict.fromkeys(found.uids, ""))
             stories = [story(each, history) for each, history in histories.items() if history]
         if found.uids != (uid,):
@@ -58,9 +62,10 @@ def request_routes(frontend: Frontend) -> Blueprint:
     @routes.delete(PATH)
     @operation("Cancel a request")
     async def cancel(name: str) -> Response:
+        who = known_caller()
         uid = _uid(name)
         with reaching("request_not_read", uid=uid):
-            found = await _find(frontend, uid)
+            found = await _find(frontend, uid, who)
             cancelled = await _cancel(frontend, dict.fromkeys(found.uids, found.submitted.frontend))
         logger.info("request_cancelled", uid=uid, cancelled=bool(cancelled))
         body: dict[str, object] = {"id": uid, "object": "request", "cancelled": bool(cancelled)}
@@ -71,9 +76,12 @@ def request_routes(frontend: Frontend) -> Blueprint:
     @routes.post("/abort_request")
     @operation("Cancel a request, or all requests, as in SGLang", AbortRequest)
     async def abort() -> Response:
+        who = known_caller()
         try:
             asked = parse_abort(await request.get_data(False, False, False))
-            body = await _abort(frontend, asked)
+            if asked.abort_all:
+                check_admin()
+            body = await _abort(frontend, asked, who)
         except RequestError as error:
             logger.info("request", status=error.status, error=error.code, param=error.param)
             raise
@@ -93,12 +101,13 @@ def request_routes(frontend: Frontend) -> Blueprint:
         headers={LAST_EVENT_ID: CURSOR},
     )
     async def events(name: str) -> Response:
+        who = known_caller()
         uid = _uid(name)
         frontend.admit()
         whole = _asks_for_events(request.args.get("format"))
         after, where = _cursor()
         with reaching("request_not_read", uid=uid):
-            found = await frontend.ask(_find(frontend, uid))
+            found = await frontend.ask(_find(frontend, uid, who))
             if found.uids != (uid,):
                 raise _several(found.uids)
             if after and not await frontend.ask(frontend.log.entries(uid, (after,))):
@@ -124,10 +133,13 @@ def _uid(name: str) -> str:
     return uid
 
 
-async def _find(frontend: Frontend, uid: str) -> Lookup:
-    """Return the requests that *uid* stands for. Raises RequestError if there are none, and as the log does."""
+async def _find(frontend: Frontend, uid: str, who: Caller) -> Lookup:
+    """Return the requests of *who* that *uid* stands for. Raises RequestError if there are none, and as the log does.
+
+    It reads no more of a history than how it begins.
+    """
     found = await find(frontend.log, uid)
-    if found is None:
+    if found is None or not who.may_see(found.submitted.owner):
         raise _absent(uid, frontend.limits.retention_s)
     return found
 
@@ -139,8 +151,9 @@ async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]
     return cancelled
 
 
-async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]]:
-    """Cancel the requests that are *asked* for; return which of them ended now, which before, and which are unknown.
+async def _abort(frontend: Frontend, asked: AbortRequest, who: Caller) -> dict[str, list[str]]:
+    """Cancel the requests that are *asked* for; return which of them ended now, which before, and which are unknown to
+    *who*.
 
     Raises:
         RequestError: The log cannot be reached.
@@ -152,7 +165,7 @@ async def _abort(frontend: Frontend, asked: AbortRequest) -> dict[str, list[str]
         else:
             uid = uid_of(name)
             found = await find(frontend.log, uid) if uid else None
-            if found is None:
+            if found is None or not who.may_see(found.submitted.owner):
                 return {"aborted": [], "ended": [], "unknown": [name]}
             frontends = dict.fromkeys(found.uids, found.submitted.frontend)
         aborted = await _cancel(frontend, frontends)

@@ -41,7 +41,7 @@ DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
 CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",)}
-KEYS = {("--api-key",), ("--limits",)}
+KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
 LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
 ENGINE = {
     ("--dtype",),
@@ -81,7 +81,7 @@ FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
-SECRET = ("--redis-url", "--api-key")
+SECRET = ("--redis-url", "--api-key", "--admin-key")
 VALUES: dict[str, tuple[str, object]] = {
     "--model": ("/m o d e l", "/m o d e l"),
     "--served-model-name": ("a b", ("a", "b")),
@@ -100,6 +100,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--disconnect-grace": ("0.5", 0.5),
     "--api-key": ("k1 k2", ("k1", "k2")),
     "--limits": ("/l.toml", "/l.toml"),
+    "--admin-key": ("k3", "k3"),
     "--dtype": ("float32", "float32"),
     "--tp": ("1", 1),
     "--dummy-weight": ("yes", True),
@@ -329,7 +330,7 @@ def test_the_flags_for_a_stage_leave_out_defaults_and_which_worker_it_is() -> No
 
 
 def test_what_is_secret_is_in_no_command_line_and_in_no_text_of_the_config() -> None:
-    given = {"--redis-url": ["redis://u:hidden@h"], "--api-key": ["hidden1", "hidden2"]}
+    given = {"--redis-url": ["redis://u:hidden@h"], "--api-key": ["hidden1", "hidden2"], "--admin-key": ["hidden3"]}
     assert set(given) == set(SECRET)
     config = parse_serve(*(word for flag, words in given.items() for word in (flag, *words)))
     assert stage_flags(config, "web") == []
@@ -339,10 +340,12 @@ def test_what_is_secret_is_in_no_command_line_and_in_no_text_of_the_config() -> 
 
 
 def test_each_stage_has_the_secrets_that_it_needs_and_no_others() -> None:
-    config = parse_serve("--redis-url", "redis://u:hidden@h", "--api-key", "hidden1", "hidden2")
+    keys = ("--api-key", "hidden1", "hidden2", "--admin-key", "hidden3")
+    config = parse_serve("--redis-url", "redis://u:hidden@h", *keys)
     url = {"MINISGL_REDIS_URL": "redis://u:hidden@h"}
     assert [stage_secrets(config, stage) for stage in ("tokenize", "generate", "detokenize")] == [url] * 3
-    assert stage_secrets(config, "web") == url | {"MINISGL_API_KEY": "hidden1 hidden2"}
+    both = {"MINISGL_API_KEY": "hidden1 hidden2", "MINISGL_ADMIN_KEY": "hidden3"}
+    assert stage_secrets(config, "web") == url | both
     assert stage_secrets(parse("stage", "web", "--api-key", "hidden1"), "web") == {"MINISGL_API_KEY": "hidden1"}
 
 
@@ -350,6 +353,7 @@ def test_each_stage_has_the_secrets_that_it_needs_and_no_others() -> None:
 def test_no_keys_in_the_environment_is_an_empty_key_which_is_refused_later(text: str) -> None:
     assert parse_serve(MINISGL_API_KEY=text).keys.api_key == (text,)
     assert parse_serve("--api-key", "k", MINISGL_API_KEY=text).keys.api_key == ("k",)
+    assert (parse_serve().keys.admin_key, parse_serve(MINISGL_ADMIN_KEY=text).keys.admin_key) == (None, text)
 
 
 def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,6 +371,8 @@ def test_the_data_folder_is_given_or_one_for_each_port(monkeypatch: pytest.Monke
         ("trace u --redis-url=redis://:pw@box --json", "trace u --json", "REDIS_URL=redis://:pw@box"),
         ("serve --api-key a b --port 80", "serve --port 80", "API_KEY=a b"),
         ("serve --api-key a", "serve", "API_KEY=a"),
+        ("serve --admin-key a --port 80", "serve --port 80", "ADMIN_KEY=a"),
+        ("stage web --admin-key=a", "stage web", "ADMIN_KEY=a"),
         (
             "top --redis-url redis+sentinel://h?sentinel_password=p",
             "top",

@@ -17,7 +17,7 @@ from web_site import Site, chat, code_of, error_of, site, until
 import web.live.metrics
 import web.live.open_request
 from pipeline.events import Cancelled, Failed
-from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, Quota, RequestLimits
+from pipeline.log.protocol import DeadLetter, Inbox, Occupancy, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
@@ -34,7 +34,7 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import Names
 from pipeline.slots import Status
-from web.keys import Keys, hash_of
+from web.keys import Caller, Keys, hash_of
 
 LEASE_MS = 60_000
 MODEL = MODELS[0]
@@ -323,7 +323,7 @@ async def test_a_client_that_does_not_get_the_end_of_its_answer_is_counted_with_
 @pytest.mark.parametrize("limit", ["requests_per_minute", "concurrent_requests"])
 async def test_what_a_key_may_not_send_is_counted_with_the_limit(redis_url: str, stand_in: StandIn, limit: str) -> None:
     ann = {"authorization": "Bearer sk-ann"}
-    async with site(redis_url, keys=Keys([Quota(hash_of("sk-ann"), **{limit: 1})])) as here:
+    async with site(redis_url, keys=Keys([Caller.of(hash_of("sk-ann"), **{limit: 1})])) as here:
         async with here.connection(chat("silent"), ann):
             await until(stand_in.requests)
             assert (await error_of(here.post(chat(), headers=ann)))[0] == 429
