@@ -62,7 +62,7 @@ class Origins:
         if not is_open and not self._is_named(host, own_address):
             return _foreign_host(host)
         if origin is not None:
-            return None if self.allow(origin) or _is_own(origin, host) else _foreign_origin(origin)
+            return self._origin_refusal(origin, host)
         if headers.get("sec-fetch-site") != "cross-site":
             return None
         is_link = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
@@ -70,9 +70,7 @@ class Origins:
 
     def preflight_refusal(self, headers: Headers) -> RequestError | None:
         """Return the error for a page that asks whether it may send a request, and may not."""
-        origin = headers["origin"]
-        is_known = self.allow(origin) or _is_own(origin, headers.get("host", ""))
-        return None if is_known else _foreign_origin(origin)
+        return self._origin_refusal(headers["origin"], headers.get("host", ""))
 
     def preflight(self, headers: Headers) -> dict[str, str]:
         """Return the headers for an allowed page that asks whether it may send a request; `open_to` adds more."""
@@ -95,6 +93,9 @@ class Origins:
             headers["Access-Control-Allow-Origin"] = ANY if is_any else origin
         if not is_any:
             headers.add("Vary", "Origin")
+
+    def _origin_refusal(self, origin: str, host: str) -> RequestError | None:
+        return None if self.allow(origin) or _is_own(origin, host) else _foreign_origin(origin)
 
     def _is_named(self, host: str, own_address: str) -> bool:
         """Say whether a Host header names this server. Clients of HTTP/1.0 may send none; browsers always do."""
