@@ -104,61 +104,50 @@ async def test_a_request_of_a_foreign_page_is_refused(tmp_path: Path, headers: d
         assert await status(client, "POST", CHAT, headers) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("application/json", LET_IN),
-        ("application/json; charset=utf-8", LET_IN),
-        ("Application/JSON", LET_IN),
-        ("application/vnd.api+json", LET_IN),
-        ("application/x-www-form-urlencoded", LET_IN),
-        ("", LET_IN),
-        ("text/plain", 415),
-        ("text/plain;charset=UTF-8", 415),
-        ("text/plain; x=application/json", 415),
-        ("multipart/form-data; boundary=x", 415),
-        ("application/octet-stream", 415),
-        ("application/jsonp", 415),
-        ("nonsense", 415),
-    ],
+JSON_TYPES = ("application/json", "application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json")
+OTHER_TYPES = (
+    *("text/plain", "text/plain;charset=UTF-8", "text/plain; x=application/json", "multipart/form-data; boundary=x"),
+    *("application/octet-stream", "application/jsonp", "text/json", "nonsense"),
 )
+
+
 @pytest.mark.parametrize("has_key", [False, True])
-async def test_a_body_says_that_it_is_json(tmp_path: Path, given: str, expected: int, has_key: bool) -> None:
+async def test_a_body_says_that_it_is_json(tmp_path: Path, has_key: bool) -> None:
     async with client_of(tmp_path, has_key=has_key) as client:
-        headers = {"content-type": given, "authorization": f"Bearer {KEY}"}
-        for path in (CHAT, "/completions", "/generate", "/tokenize", "/v1/detokenize", "/abort_request"):
-            assert await status(client, "POST", path, headers) == expected, path
+        for given in (*JSON_TYPES, *OTHER_TYPES, "application/x-www-form-urlencoded", ""):
+            headers = {"content-type": given, "authorization": f"Bearer {KEY}"}
+            for path in (CHAT, "/completions", "/generate", "/tokenize", "/v1/detokenize", "/abort_request"):
+                expected = 415 if given in OTHER_TYPES else LET_IN
+                assert await status(client, "POST", path, headers) == expected, (given, path)
+
+
+ALWAYS = ("localhost", "LOCALHOST:80", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "")
+OWN = (OWN_ADDRESS, f"{OWN_ADDRESS}:80", f"[::ffff:{OWN_ADDRESS}]")
+NAMED = ("chat.example.com", "Chat.Example.com:443", "10.9.9.9", "[fd00::1]")
+OTHERS = (
+    *("evil.test", "evil.test:1919", "localhost.evil.test", "127.0.0.1.evil.test", "localhost@evil.test"),
+    *("10.1.2.4", "[::2]", "1", "a b"),
+)
 
 
 @pytest.mark.parametrize(
-    ("host", "by_default", "with_names", "on_any_address"),
+    ("origins", "names"),
     [
-        *(
-            (host, True, True, True)
-            for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.9.9.9:1", "[::1]:1919")
-        ),
-        *((host, True, True, True) for host in (OWN_ADDRESS, f"{OWN_ADDRESS}:80", f"[::ffff:{OWN_ADDRESS}]", "")),
-        *((host, False, True, True) for host in ("chat.example.com", "Chat.Example.com:443", "10.9.9.9", "[fd00::1]")),
-        *((host, False, False, True) for host in ("evil.test", "evil.test:1919", "10.1.2.4", "localhost.evil.test")),
-        *((host, False, False, True) for host in ("127.0.0.1.evil.test", "[::2]", "1", "a b", "localhost@evil.test")),
+        (allowed(), ()),
+        (allowed(hosts=("Chat.example.com", "10.9.9.9", "FD00:0::1"), host="0.0.0.0"), NAMED),
+        (allowed(host="0.0.0.0"), (*NAMED, *OTHERS)),
+        (allowed(hosts=("*",)), (*NAMED, *OTHERS)),
     ],
+    ids=["default", "named", "on all interfaces", "any"],
 )
-async def test_the_server_is_called_by_its_names(
-    tmp_path: Path, host: str, by_default: bool, with_names: bool, on_any_address: bool
-) -> None:
-    names = allowed(hosts=("Chat.example.com", "10.9.9.9", "FD00:0::1"), host="0.0.0.0")
-    for origins, is_let_in in (
-        (allowed(), by_default),
-        (names, with_names),
-        (allowed(host="0.0.0.0"), on_any_address),
-        (allowed(hosts=("*",)), on_any_address),
-    ):
-        async with client_of(tmp_path, origins) as client:
-            expected = LET_IN if is_let_in else 403
-            assert await status(client, "POST", CHAT, JSON | {"host": host}, OWN_ADDRESS) == expected
-            own_page = {"host": host, "origin": f"http://{host}"}
-            if host:
-                assert await status(client, "POST", CHAT, JSON | own_page, OWN_ADDRESS) == expected
+async def test_the_server_is_called_by_its_names(tmp_path: Path, origins: Origins, names: tuple[str, ...]) -> None:
+    async with client_of(tmp_path, origins) as client:
+        for host in (*ALWAYS, *OWN, *NAMED, *OTHERS):
+            expected = LET_IN if host in (*ALWAYS, *OWN, *names) else 403
+            headers = JSON | {"host": host}
+            assert await status(client, "POST", CHAT, headers, OWN_ADDRESS) == expected, host
+            own_page = headers | ({"origin": f"http://{host}"} if host else {})
+            assert await status(client, "POST", CHAT, own_page, OWN_ADDRESS) == expected, host
 
 
 async def test_the_name_that_it_listens_on_is_one_of_them(tmp_path: Path) -> None:
