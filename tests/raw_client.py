@@ -21,7 +21,7 @@ def request(
 ) -> bytes:
     """Return the bytes of a request: a POST of *body*, or a GET without one."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode() if body else b""
-    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/{version}", "Host: x", *headers]
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/{version}", "Host: localhost", *headers]
     if body is not None:
         lines.append(f"Content-Length: {len(content) if length is None else length}")
     return "\r\n".join([*lines, "", ""]).encode() + content
@@ -34,7 +34,7 @@ def head(*lines: str) -> bytes:
 
 def chunked(*chunks: bytes) -> bytes:
     """Return the head of a request and its body in *chunks*, which may say wrong things of themselves."""
-    return head(f"POST {CHAT} HTTP/1.1", "Host: x", "Transfer-Encoding: chunked") + b"".join(chunks)
+    return head(f"POST {CHAT} HTTP/1.1", "Host: localhost", "Transfer-Encoding: chunked") + b"".join(chunks)
 
 
 def chunk(data: bytes) -> bytes:

@@ -96,7 +96,7 @@ class Server:
         """Return the status of a GET; 0 when nobody answers."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
-                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
                 line = connection.makefile("rb").readline()
         except OSError:
             return 0

@@ -17,6 +17,7 @@ from pipeline.names import SEAL, Names
 from web.app import create_app
 from web.keys import Keys
 from web.live.frontend import Frontend
+from web.origins import Origins
 
 CHAT = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
@@ -37,11 +38,12 @@ class Site:
         *,
         disconnect_grace_s: float = 0.0,
         keys: Keys | None = None,
+        origins: Origins | None = None,
     ) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names(), limits)
         self.frontend = Frontend(name, self.log, self._say, disconnect_grace_s=disconnect_grace_s)
-        self.app: Quart = create_app(self.frontend, keys)
+        self.app: Quart = create_app(self.frontend, keys, origins=origins)
         self.client = self.app.test_client()
 
     def _say(self, **changes: object) -> None:
@@ -96,9 +98,10 @@ async def site(
     limits: RequestLimits = DEFAULT_LIMITS,
     disconnect_grace_s: float = 0.0,
     keys: Keys | None = None,
+    origins: Origins | None = None,
 ) -> AsyncIterator[Site]:
     """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over."""
-    site = Site(url, limits, name, disconnect_grace_s=disconnect_grace_s, keys=keys)
+    site = Site(url, limits, name, disconnect_grace_s=disconnect_grace_s, keys=keys, origins=origins)
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):

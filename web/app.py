@@ -1,4 +1,4 @@
-"""The Quart application: routes, keys, body limits; and every error has the OpenAI error body."""
+"""The Quart application: routes, keys, pages, body limits; and every error has the OpenAI error body."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pipeline.metrics.families import HTTP_REQUESTS, HTTP_RESPONSES
 from web.config import DEFAULT_BODY_BYTES
 from web.keys import Caller, Keys
 from web.live.frontend import Frontend
+from web.origins import Origins, body_refusal, is_preflight
 from web.routes.answers import error_response
 from web.routes.cache import cache_routes
 from web.routes.generations import generation_routes
@@ -24,6 +25,7 @@ from web.routes.health import health_routes
 from web.routes.info import info_routes
 from web.routes.models import model_routes
 from web.routes.openapi import docs_routes
+from web.routes.operations import operation_of
 from web.routes.requests import request_routes
 from web.routes.tokenizer import tokenizer_routes
 from web.routes.unsupported import unsupported_routes
@@ -48,10 +50,20 @@ _MESSAGES: Final = {
 }
 
 
-def create_app(frontend: Frontend, keys: Keys | None = None, *, max_body_bytes: int = DEFAULT_BODY_BYTES) -> Quart:
-    """Return the application of *frontend*; with *keys*, it answers only requests that have one of them."""
+def create_app(
+    frontend: Frontend,
+    keys: Keys | None = None,
+    *,
+    origins: Origins | None = None,
+    max_body_bytes: int = DEFAULT_BODY_BYTES,
+) -> Quart:
+    """Return the application of *frontend*; with *keys*, it answers only requests that have one of them.
+
+    *origins*: the web pages that may send requests, and the names by which they may call the server.
+    """
     messages = _MESSAGES | {413: f"The body is larger than {max_body_bytes} bytes (--max-body-bytes)."}
     keys = keys or Keys()
+    origins = origins or Origins()
     app = Quart(__name__, static_folder=None)
     app.request_class = _Request
     app.config |= {
@@ -74,23 +86,50 @@ def create_app(frontend: Frontend, keys: Keys | None = None, *, max_body_bytes: 
     ):
         app.register_blueprint(routes)
 
-    def log_line(status: int) -> None:
+    def log_line(status: int, code: str | None = None) -> None:
         """Write the log line of a request that no route took or could answer."""
         path = request.path[:PATH_SHOWN]
-        logger.info("request", status=status, error=CODES.get(status), method=request.method, path=path)
+        logger.info("request", status=status, error=code or CODES.get(status), method=request.method, path=path)
+
+    def refuse(error: RequestError | None) -> None:
+        """Raise *error*, if there is one, after its log line."""
+        if error is not None:
+            log_line(error.status, error.code)
+            raise error
+
+    def is_open() -> bool:
+        return request.path.rstrip("/") in OPEN_PATHS
 
     @app.before_request
     async def count_request() -> None:
         frontend.measures.add(HTTP_REQUESTS, *_route_and_method())
 
     @app.before_request
+    async def answer_preflight() -> Response | None:
+        """Tell a browser whether a page may send a request. The browser does not send a key with that question."""
+        if not is_preflight(request.method, request.headers):
+            return None
+        refuse(origins.preflight_refusal(request.headers))
+        return Response(status=204, headers=origins.preflight(request.headers))
+
+    @app.before_request
     async def check_key() -> None:
         """Set `g.caller` to who has the key of the request. Raises RequestError without a key, where one is needed."""
         found = keys.find(_keys_given())
         g.caller = found or Caller()
-        if found is None and request.path.rstrip("/") not in OPEN_PATHS:
+        if found is None and not is_open():
             log_line(401)
             raise RequestError(_WRONG_KEY if any(_keys_given()) else _NO_KEY, status=401)
+
+    @app.before_request
+    async def check_page() -> None:
+        """Refuse what a foreign web page may have sent. Raises RequestError."""
+        if not g.caller.hashed:
+            own_address = str((request.server or ("",))[0])
+            refuse(origins.refusal(request.headers, own_address, is_open=is_open()))
+        said = operation_of(app.view_functions[request.endpoint]) if request.endpoint else None
+        if said is not None and said.bodies and request.method == "POST":
+            refuse(body_refusal(request.headers))
 
     @app.errorhandler(RequestError)
     async def refused(error: RequestError) -> Response:
@@ -111,6 +150,11 @@ def create_app(frontend: Frontend, keys: Keys | None = None, *, max_body_bytes: 
         logger.error("handler_failed", method=request.method, path=request.path[:PATH_SHOWN], exc_info=error)
         log_line(500)
         return error_response(RequestError("The server failed on this request; that is our bug.", status=500))
+
+    @app.after_request
+    async def open_to_page(response: Response) -> Response:  # the first here is the last to run
+        origins.open_to(request.headers.get("origin"), response.headers)
+        return response
 
     @app.after_request
     async def count_response(response: Response) -> Response:

@@ -73,6 +73,30 @@ class ClientConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OriginConfig:
+    """Which web pages may send requests, and by which names clients may call the server."""
+
+    allow_host: tuple[str, ...] = flag(
+        "--allow-host",
+        default=(),
+        repeated=True,
+        help=(
+            "names that clients may use for the server, besides localhost and its own address, or *; without API keys, "
+            "another name in the Host header gets 403 [none; all with --host 0.0.0.0]"
+        ),
+    )
+    allow_origin: tuple[str, ...] = flag(
+        "--allow-origin",
+        default=(),
+        repeated=True,
+        help=(
+            "origins of web pages that may use the server, such as https://chat.example.com, or *; without API keys, "
+            "pages of other origins get 403 [none]"
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class KeysConfig:
     """Who may send requests, how many, and who may do everything."""
 
@@ -108,4 +132,5 @@ class WebStageConfig:
     log: LogConfig
     requests: RequestConfig
     clients: ClientConfig
+    origins: OriginConfig
     keys: KeysConfig

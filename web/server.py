@@ -36,6 +36,7 @@ from web.keys import Keys, read_keys
 from web.listener import open_listener, url_to
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
+from web.origins import Origins, read_origins
 from web.seldom import Seldom
 
 logger = structlog.get_logger()
@@ -51,9 +52,10 @@ def run(config: WebStageConfig) -> int:
     """Run one web process until a signal stops it; return the exit code.
 
     Raises:
-        ConfigError: The address is not available, or the API keys are wrong.
+        ConfigError: The address is not available, or the API keys or the allowed names and pages are wrong.
     """
     keys = read_keys(config.keys.api_key, config.keys.limits, config.keys.admin_key)
+    origins = read_origins(config.origins, config.web.host)
     if config.listen.listen_fd is None:
         listener = open_listener(config.web.host, config.web.port)
     else:
@@ -72,7 +74,7 @@ def run(config: WebStageConfig) -> int:
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
         sweeping.start()
         try:
-            return asyncio.run(_serve(config, keys, listener, seat, hard_exit))
+            return asyncio.run(_serve(config, keys, origins, listener, seat, hard_exit))
         finally:
             stop.set()
             sweeping.join(JANITOR_PATIENCE_S)
@@ -133,7 +135,12 @@ def _address(listener: socket.socket) -> str:
 
 
 async def _serve(
-    config: WebStageConfig, keys: Keys, listener: socket.socket, seat: Seat, hard_exit: threading.Timer
+    config: WebStageConfig,
+    keys: Keys,
+    origins: Origins,
+    listener: socket.socket,
+    seat: Seat,
+    hard_exit: threading.Timer,
 ) -> int:
     seldom = Seldom()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: _log_loop_error(context, seldom))
@@ -149,7 +156,7 @@ async def _serve(
     _collect_often()
     stop = asyncio.Event()
     server = asyncio.create_task(
-        _listen(frontend, keys, listener, config.clients, config.requests.max_queued_requests, seldom, stop),
+        _listen(frontend, keys, origins, listener, config.clients, config.requests.max_queued_requests, seldom, stop),
         name="server",
     )
     beat = asyncio.create_task(_beat(seat, frontend), name="beat")
@@ -185,6 +192,7 @@ def _collect_often() -> None:
 async def _listen(
     frontend: Frontend,
     keys: Keys,
+    origins: Origins,
     listener: socket.socket,
     clients: ClientConfig,
     max_queued: int,
@@ -204,7 +212,7 @@ async def _listen(
     config.errorlog = logging.getLogger("hypercorn.error")
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]  # there is no other way in
     hypercorn.protocol.H11Protocol = Protocol  # type: ignore[attr-defined, assignment]
-    app = create_app(frontend, keys, max_body_bytes=clients.max_body_bytes)
+    app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes)
     await hypercorn.asyncio.serve(app, config, shutdown_trigger=stop.wait)
 
 

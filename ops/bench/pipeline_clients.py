@@ -39,7 +39,7 @@ class Order:
         """Return the bytes of one request."""
         fields = {"prompt": self.prompt, "max_tokens": self.tokens, "ignore_eos": True, "stream": self.stream}
         body = json.dumps(fields).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
 

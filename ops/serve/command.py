@@ -56,6 +56,7 @@ def serve(config: ServerConfig) -> int:
 
         check_terminal()
     _check_keys(config.keys)
+    _check_origins(config)
     folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(_with_redis(config))
@@ -89,6 +90,7 @@ def run_stage(config: StageConfig, stage: str) -> int:
         raise ConfigError(f"minisgl stage {stage}: --redis-url is missing; pass the URL all stages share")
     if isinstance(config, WebStageConfig):
         _check_keys(config.keys)
+        _check_origins(config)
     check_server(config.log.redis_url)
     processes = Processes(config, config.log.redis_url)
     with contextlib.ExitStack() as stack:
@@ -130,6 +132,22 @@ def _check_keys(config: KeysConfig) -> None:
         from web.keys import read_keys
 
         read_keys(config.api_key, config.limits, config.admin_key)
+
+
+def _check_origins(config: ServerConfig | WebStageConfig) -> None:
+    """Read which names and pages are allowed, as a frontend will; warn once if any name is. Raises ConfigError."""
+    import structlog
+
+    from web.origins import ANY, read_origins
+
+    origins = read_origins(config.origins, config.web.host)
+    if ANY in origins.hosts and not (config.origins.allow_host or config.keys.api_key or config.keys.limits):
+        structlog.get_logger().warning(
+            "any_host_allowed",
+            host=config.web.host,
+            risk="web pages whose name points here can read prompts (DNS rebinding)",
+            remedy="--allow-host NAME, or API keys",
+        )
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from pipeline.process.config import DataConfig, ModelConfig, data_folder
 from stages.detokenize.config import DetokenizeConfig
 from stages.generate.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig
 from stages.tokenize.config import TokenizeConfig
-from web.config import ClientConfig, KeysConfig, RequestConfig, WebConfig, WebStageConfig
+from web.config import ClientConfig, KeysConfig, OriginConfig, RequestConfig, WebConfig, WebStageConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class ServerConfig:
     log: LogConfig
     requests: RequestConfig
     clients: ClientConfig
+    origins: OriginConfig
     keys: KeysConfig
     data: DataConfig
 

@@ -35,6 +35,8 @@ VALUES = {
     "MINISGL_ADMIN_KEY": "k",
     "MINISGL_REQUEST_TIMEOUT": "60",
     "MINISGL_MAX_QUEUED_REQUESTS": "8",
+    "MINISGL_ALLOW_HOST": "localhost gpu-box",
+    "MINISGL_ALLOW_ORIGIN": "https://chat.example.com",
     "MINISGL_TOKENIZERS": "2",
     "MINISGL_HOST": "0.0.0.0",
     "MINISGL_DATA_DIR": "/data",

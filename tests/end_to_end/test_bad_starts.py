@@ -97,6 +97,16 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     ),
     "an API key": ("serve", "MINISGL_API_KEY=hidden hidd\xe9n", ["--api-key", "visible ASCII"]),
     "an admin key": ("serve", "MINISGL_ADMIN_KEY=", ["--admin-key", "visible ASCII"]),
+    "a page that is none": (
+        "serve --allow-origin chat.example.com",
+        "",
+        ["--allow-origin", "https://chat.example.com"],
+    ),
+    "a stage's name that is none": (
+        "stage web --redis-url {redis}",
+        "MINISGL_ALLOW_HOST=localhost http://gpu-box",
+        ["--allow-host: 'http://gpu-box'", "without scheme"],
+    ),
     "a host that is none": (
         "serve --host no.invalid --data-dir data",
         "",

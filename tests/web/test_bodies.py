@@ -82,7 +82,7 @@ class Scene:
         began_s = time.monotonic()
         with closing(connect(self.server.port)) as client:
             if chunk_bytes:
-                client.send(head(f"POST {path} HTTP/1.1", "Host: x", "Transfer-Encoding: chunked"))
+                client.send(head(f"POST {path} HTTP/1.1", "Host: localhost", "Transfer-Encoding: chunked"))
                 chunk = b"%x\r\n%s\r\n" % (chunk_bytes, body[:chunk_bytes])
                 with suppress(OSError):
                     client.send(chunk * (len(body) // chunk_bytes) + b"0\r\n\r\n")

@@ -114,7 +114,7 @@ def test_when_every_connection_is_answered_a_new_one_is_refused(scene: Scene) ->
 def test_clients_that_never_end_their_bodies_make_room_for_others(scene: Scene) -> None:
     with scene.clients(NUM_IDLE) as clients:
         for client in clients:
-            client.send(head(f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Length: 100"))
+            client.send(head(f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Length: 100"))
         assert scene.server.status("/health") == 200
 
 

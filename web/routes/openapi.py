@@ -51,7 +51,8 @@ def docs_routes() -> Blueprint:
     @routes.get("/docs")
     @operation("A page that shows this document and can call its routes", answers=("text/html",))
     async def docs() -> Response:
-        return Response(page, content_type="text/html; charset=utf-8")
+        no_frames = {"Content-Security-Policy": "frame-ancestors 'none'"}  # a click on Send is meant for this page
+        return Response(page, headers=no_frames, content_type="text/html; charset=utf-8")
 
     return routes
 

@@ -41,6 +41,7 @@ DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
 CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",)}
+ORIGINS = {("--allow-host",), ("--allow-origin",)}
 KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
 LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
 ENGINE = {
@@ -66,11 +67,11 @@ CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
 RETENTION = {("--retention",)}
 JSON = {("--json",)}
 FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
-    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS,
+    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | ORIGINS | KEYS,
     "stage tokenize": MODEL | WORKER | LOG,
     "stage generate": MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG,
     "stage detokenize": MODEL | WORKER | LOG,
-    "stage web": WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | KEYS,
+    "stage web": WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | ORIGINS | KEYS,
     "trace": CONNECT | RETENTION | JSON,
     "top": CONNECT | JSON | {("--interval",), ("--once",)},
     "dead ls": CONNECT | JSON,
@@ -98,6 +99,8 @@ VALUES: dict[str, tuple[str, object]] = {
     "--max-queued-requests": ("1", 1),
     "--max-body-bytes": ("2048", 2048),
     "--disconnect-grace": ("0.5", 0.5),
+    "--allow-host": ("a b", ("a", "b")),
+    "--allow-origin": ("http://a http://b", ("http://a", "http://b")),
     "--api-key": ("k1 k2", ("k1", "k2")),
     "--limits": ("/l.toml", "/l.toml"),
     "--admin-key": ("k3", "k3"),
