@@ -239,7 +239,7 @@ def look_after_others(
     """
     log = open_log()
     before: set[str] = set()
-    serving: dict[str, threading.Thread] = {}
+    guests: dict[str, threading.Thread] = {}
 
     def be_guest(slot: str) -> None:
         log, lease_log = open_log(), open_log()
@@ -264,10 +264,10 @@ def look_after_others(
             logger.warning("log_unavailable", error=str(error))
             unattended = set()
         for engine in sorted(unattended & before):
-            if engine not in serving or not serving[engine].is_alive():
+            if engine not in guests or not guests[engine].is_alive():
                 slot = slot_name(DETOKENIZE, slot_index(engine))
-                serving[engine] = threading.Thread(target=be_guest, args=(slot,), name=f"guest {slot}", daemon=True)
-                serving[engine].start()
+                guests[engine] = threading.Thread(target=be_guest, args=(slot,), name=f"guest {slot}", daemon=True)
+                guests[engine].start()
         before = unattended
-    for thread in serving.values():
+    for thread in guests.values():
         thread.join()

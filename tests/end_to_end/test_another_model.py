@@ -14,7 +14,7 @@ from servers import Command, Server, eventually, free_port, run_command, serve, 
 from streams import Stream, events_of
 
 from ops.bench import nonsense
-from pipeline.events import Admitted, Finished
+from pipeline.events import Admitted, Failed, Finished
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
@@ -105,5 +105,5 @@ def test_after_a_crash_another_model_starts_and_continues_nothing(tmp_path: Path
     with serve(tmp_path, "--model", str(with_other_weights(tmp_path / "other"))) as server, server.log() as log:
         eventually(lambda: events_of(log, stream.uid)[-1].kind == "failed", "it has ended")
         failed = events_of(log, stream.uid)[-1]
-        assert failed.code == "other_model"
+        assert isinstance(failed, Failed) and failed.code == "other_model"
         assert server.post({"prompt": "Hi", "max_tokens": 1}).status_code == 200

@@ -220,7 +220,7 @@ def announce(log: LogContext, slot: str, status: str) -> Script[bool]:
 def renew(log: LogContext, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> Script[bool]:
     slot, names = owner.slot, log.names
     keys = [names.lease(slot), names.owner(slot), names.status(slot), *_serving_keys(names, slot, serving)]
-    args = [str(owner), lease_ms, status, STATUS_TTL_MS, serving.text() if serving else ""]
+    args: Words = [str(owner), lease_ms, status, STATUS_TTL_MS, serving.text() if serving else ""]
     return Script("renew", keys, args, bool)
 
 
