@@ -159,18 +159,22 @@ def slot_leases(
 ) -> Generator[SlotLease, None, None]:
     """Yield a held slot, and another one after each loss, until *stop*. Each slot is given back before the next.
 
-    While the log cannot be reached, this waits and tries again: a process that is ready does not end.
+    While the log cannot be reached, this waits and tries again: a process that is ready does not end. A worker that
+    once served the context of others asks for that again, so that others with less still fit beside it.
 
     Raises:
         ConfigError: The worker would serve *serving*, but a living one serves something else.
     """
+    agreed = serving
     while not stop:
         try:
-            owner = acquire_slot(log, stage, lease_ms, preferred=preferred, serving=serving)
-            agreed = _with_the_context_of_all(log, stage, serving)
+            owner = acquire_slot(log, stage, lease_ms, preferred=preferred, serving=agreed)
+            agreed = _with_the_context_of_all(log, stage, agreed)
         except DoesNotFit:
             assert serving is not None
-            wait_until_it_fits(log, serving, stop)
+            if agreed == serving:
+                wait_until_it_fits(log, serving, stop)
+            agreed = serving
             continue
         except (LogUnavailable, LogFull) as error:
             logger.warning("no_slot", stage=stage, error=str(error))

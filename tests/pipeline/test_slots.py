@@ -505,9 +505,10 @@ def test_a_stop_ends_the_wait_for_what_dead_workers_served(log: CountingLog, sto
     assert list(serve(log, OTHER, stop)) == []
 
 
-def test_a_worker_with_more_context_serves_the_context_of_the_others_until_it_is_the_first(
+def test_a_worker_with_more_context_serves_the_context_of_the_others_also_under_its_next_lease(
     log: CountingLog, stop: Stop
 ) -> None:
+    """Else the others would be refused when all ask again, after Redis lost its data."""
     larger = replace(MINE, context=8192)
     with closing(serve(log, larger, stop)) as later:
         with closing(serve(log, MINE, stop)) as first:
@@ -516,7 +517,12 @@ def test_a_worker_with_more_context_serves_the_context_of_the_others_until_it_is
             assert second.serving == MINE
         lose(log, second, lease_ms=SHORT_MS)
         until(lambda: log.serving() == {})
-        assert next(later).serving == larger
+        third = next(later)
+        assert third.serving == MINE and log.serving()["generate"].serving == MINE
+        lose(log, third, lease_ms=SHORT_MS)
+        until(lambda: log.serving() == {})
+        assert log.acquire("generate-7", "n", LONG_MS, replace(MINE, context=6000)) is not None
+        assert next(later).serving == replace(MINE, context=6000)
 
 
 def test_of_two_models_that_start_at_once_one_is_refused(log: CountingLog, stop: Stop) -> None:

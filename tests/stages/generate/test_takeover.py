@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rig import LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene
+from engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene
 from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
@@ -414,6 +414,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     config = parse_config("stage generate", GenerateConfig, ["--lease", "0.2", "--slot", "0"], {})
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     process = threading.Thread(target=run_engine, args=(config, scene.another_log, tmp_path, load))
+    assert log.acquire("generate-7", "with less context", LEASE_MS * 10, Serving("m", "counting", context=CONTEXT - 8))
     with detokenizing(scene, 0):
         process.start()
         until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["ready"])
@@ -432,6 +433,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     assert another is not None and another.epoch == 2
     assert (status.slot, status.phase, status.owner.partition(":")[0]) == ("generate-0", "ready", "3")
     assert status.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert (status.context, status.fingerprint) == (CONTEXT - 8, "counting")
     assert loads == [tmp_path] and scene.tokens(uid) == list(range(11, 51))
     assert [event.epoch for _, event in scene.takeovers(uid)] == [3]
     assert log.lease("generate-0").holder == ""
