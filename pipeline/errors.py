@@ -30,6 +30,10 @@ class Fenced(LogError):
     """The slot has another owner now; nothing was written."""
 
 
+class DoesNotFit(LogError):
+    """The living workers of the namespace serve something else than this one; it got no slot."""
+
+
 class GroupLost(LogError):
     """A stream or its consumer group is gone: Redis lost its data."""
 

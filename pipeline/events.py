@@ -256,13 +256,14 @@ class Admitted(Event):
     epoch: int
     step: int
     fingerprint: str
-    """Identifies the weights and the dtype."""
+    """Identifies the weights and the model's config; where `numerics` is empty, the dtype as well."""
+    numerics: str = ""
+    """How the engine computes with them, such as `bfloat16/cpu`. Empty in histories of older versions."""
     cached_tokens: int = 0
 
 
 class Preempted(Event):
-    """The pages ran out, and the least important request (the newest of them) lost its own. It will be admitted again
-    and recomputed."""
+    """The pages ran out, and the least important request (the newest of them) lost its own. It is admitted again."""
 
     kind: Literal["preempted"] = "preempted"
     engine: str

@@ -13,6 +13,8 @@ JANITOR: Final = "janitor"
 """Not a stage. A frontend that holds this slot ends requests that nobody else ends."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
 """The worker roles. The first three also name the consumer groups."""
+SERVING_STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
+"""The stages whose workers have a model or its tokenizer."""
 
 SUBMITTED_ID: Final = "0-1"
 TOKENIZED_ID: Final = "0-2"
@@ -129,6 +131,10 @@ class Names:
     def owner(self, slot: str) -> str:
         """String `<epoch>:<nonce>`: who may write for the slot."""
         return self._key(f"owner:{slot}")
+
+    def serving(self, stage: str) -> str:
+        """String, JSON, with a time to live: what the workers of a stage serve, while one of them lives."""
+        return self._key(f"serving:{stage}")
 
     def status(self, slot: str) -> str:
         """String, JSON, with a time to live of 10 s: the status that the slot's worker publishes."""

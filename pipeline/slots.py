@@ -8,6 +8,7 @@ data, drops its work and asks for a slot again, in the same process.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import socket
@@ -19,12 +20,13 @@ from typing import Literal, Protocol
 import structlog
 from pydantic import Field, ValidationError
 
-from pipeline.errors import LogError, LogFull, LogUnavailable, UndecodableEvent
+from pipeline.errors import ConfigError, DoesNotFit, LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Value
 from pipeline.log.protocol import GUEST, Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
 from pipeline.process.parent import RUN_VARIABLE
+from pipeline.serving import Serving
 
 logger = structlog.get_logger()
 
@@ -38,6 +40,8 @@ EXIT_STUCK = 3
 """Exit code when the watchdog ends the process."""
 AGAIN_S = 0.2
 """Pause between two requests for a slot while the log cannot be reached."""
+LOOK_AGAIN_S = 0.05
+"""Pause between two looks at what other workers serve, while this one does not fit to it."""
 
 
 class Ends(Protocol):
@@ -111,9 +115,35 @@ def known_statuses(texts: Mapping[str, str]) -> list[Status]:
     return found
 
 
-def acquire_guest(log: StreamLog, slot: str, lease_ms: int) -> Owner | None:
+def acquire_guest(log: StreamLog, slot: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
     """Look after *slot* while its worker is away, which can no longer write. None if somebody holds the slot."""
-    return log.acquire(slot, GUEST + secrets.token_hex(4), lease_ms)
+    return log.acquire(slot, GUEST + secrets.token_hex(4), lease_ms, serving)
+
+
+def wait_until_it_fits(log: StreamLog, serving: Serving, stop: Ends) -> None:
+    """Return when no living worker serves something else than *serving*, or at *stop*.
+
+    What dead workers served holds until their leases would have run out. A living worker renews it.
+
+    Raises:
+        ConfigError: A living worker serves something else. The line names both.
+    """
+    ttls_ms: dict[tuple[str, Serving], int] = {}
+    while not stop:
+        try:
+            served = log.serving()
+        except LogUnavailable as error:
+            logger.warning("log_unavailable", error=str(error))
+            stop.wait(AGAIN_S)
+            continue
+        others = {stage: other for stage, other in served.items() if serving.difference(other.serving)}
+        if not others:
+            return
+        for stage, other in others.items():
+            if other.ttl_ms > ttls_ms.get((stage, other.serving), other.ttl_ms):
+                raise ConfigError(serving.refusal(other.serving, stage, log.names.namespace))
+            ttls_ms[stage, other.serving] = other.ttl_ms
+        stop.wait(LOOK_AGAIN_S)
 
 
 def slot_leases(
@@ -125,20 +155,33 @@ def slot_leases(
     preferred: int | None,
     stop: Ends,
     measures: Measures | None = None,
+    serving: Serving | None = None,
 ) -> Generator[SlotLease, None, None]:
     """Yield a held slot, and another one after each loss, until *stop*. Each slot is given back before the next.
 
-    While the log cannot be reached, this waits and tries again: a process that is ready does not end.
+    While the log cannot be reached, this waits and tries again: a process that is ready does not end. A worker that
+    once served the context of others asks for that again, so that others with less still fit beside it.
+
+    Raises:
+        ConfigError: The worker would serve *serving*, but a living one serves something else.
     """
+    agreed = serving
     while not stop:
         try:
-            owner = acquire_slot(log, stage, lease_ms, preferred=preferred)
+            owner = acquire_slot(log, stage, lease_ms, preferred=preferred, serving=agreed)
+            agreed = _with_the_context_of_all(log, stage, agreed)
+        except DoesNotFit:
+            assert serving is not None
+            if agreed == serving:
+                wait_until_it_fits(log, serving, stop)
+            agreed = serving
+            continue
         except (LogUnavailable, LogFull) as error:
             logger.warning("no_slot", stage=stage, error=str(error))
             stop.wait(AGAIN_S)
             continue
         structlog.contextvars.bind_contextvars(slot=owner.slot)
-        slot_lease = SlotLease(lease_log, owner, lease_ms, measures)
+        slot_lease = SlotLease(lease_log, owner, lease_ms, measures, agreed)
         try:
             yield slot_lease
         finally:
@@ -148,26 +191,40 @@ def slot_leases(
         preferred = slot_index(owner.slot)
 
 
-def acquire_slot(log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None) -> Owner:
-    """Take the slot *preferred*, once its dead holder's lease has run out, or else the lowest free one of *stage*."""
+def _with_the_context_of_all(log: StreamLog, stage: str, serving: Serving | None) -> Serving | None:
+    """Return *serving* with the context that the workers of *stage* serve: that of the first of them."""
+    served = log.serving().get(stage) if serving is not None and serving.context else None
+    if serving is None or served is None:
+        return serving
+    return dataclasses.replace(serving, context=min(serving.context, served.serving.context))
+
+
+def acquire_slot(
+    log: StreamLog, stage: str, lease_ms: int, *, preferred: int | None = None, serving: Serving | None = None
+) -> Owner:
+    """Take the slot *preferred*, once its dead holder's lease has run out, or else the lowest free one of *stage*.
+
+    Raises:
+        DoesNotFit: Living workers serve something else than *serving*.
+    """
     nonce = secrets.token_hex(4)
     if preferred is not None:
-        owner = _acquire_when_dead(log, slot_name(stage, preferred), nonce, lease_ms)
+        owner = _acquire_when_dead(log, slot_name(stage, preferred), nonce, lease_ms, serving)
         if owner is not None:
             return owner
     index = 0
     while True:
-        owner = log.acquire(slot_name(stage, index), nonce, lease_ms)
+        owner = log.acquire(slot_name(stage, index), nonce, lease_ms, serving)
         if owner is not None:
             return owner
         index += 1
 
 
-def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int, serving: Serving | None) -> Owner | None:
     """Wait for the lease of *slot* to run out; None as soon as its holder shows a sign of life."""
     before = log.lease(slot)
     while True:
-        owner = log.acquire(slot, nonce, lease_ms)
+        owner = log.acquire(slot, nonce, lease_ms, serving)
         if owner is not None:
             return owner
         now = log.lease(slot)
@@ -263,11 +320,20 @@ class Announcement(Voice):
 class SlotLease(Voice):
     """Holds a slot: renews the lease, publishes the status, watches the loop."""
 
-    def __init__(self, log: StreamLog, owner: Owner, lease_ms: int, measures: Measures | None = None) -> None:
-        """Publish the *measures* of this process with the status."""
+    def __init__(
+        self,
+        log: StreamLog,
+        owner: Owner,
+        lease_ms: int,
+        measures: Measures | None = None,
+        serving: Serving | None = None,
+    ) -> None:
+        """Publish the *measures* of this process with the status. *serving* is what it was given the slot for."""
         self.owner = owner
+        self.serving = serving
         self.lost = threading.Event()
-        """Set once this owner has lost the slot: another one took it, or Redis lost its data."""
+        """Set once this owner has lost the slot: another one took it, Redis lost its data, or others serve something
+        else since the lease expired."""
         self._measures = measures
         super().__init__(log, owner.slot, str(owner), lease_ms)
 
@@ -284,7 +350,7 @@ class SlotLease(Voice):
             status = status.model_copy(update={"metrics": self._measures.snapshot()})
         # A guest is no worker of this slot. It holds the lease, and has its status in its own slot.
         said = "" if self.owner.is_guest else status.model_dump_json()
-        if not self._log.renew(self.owner, self._lease_ms, said):
+        if not self._log.renew(self.owner, self._lease_ms, said, self.serving):
             self.lost.set()
 
 

@@ -20,6 +20,7 @@ import structlog
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
 from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
+from pipeline.serving import Serving
 from pipeline.slots import Announcement, SlotLease, slot_leases
 
 logger = structlog.get_logger()
@@ -80,7 +81,7 @@ class WorkerProcess:
         announcement.say(phase="loading", detail=detail)
         return announcement
 
-    def slot_leases(self) -> Generator[SlotLease, None, None]:
+    def slot_leases(self, serving: Serving | None = None) -> Generator[SlotLease, None, None]:
         """As `pipeline.slots.slot_leases`, until this process is to end."""
         return slot_leases(
             self.log,
@@ -90,6 +91,7 @@ class WorkerProcess:
             preferred=self._preferred,
             stop=self.stop,
             measures=self.measures,
+            serving=serving,
         )
 
 

@@ -11,6 +11,7 @@ from pipeline.events import AnyEvent, SamplingParams, Submitted, TakenOver, Toke
 from pipeline.log.protocol import Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import SEAL, parse_id, slot_index, slot_name
+from pipeline.serving import Serving
 from pipeline.slots import SlotLease, acquire_slot
 from pipeline.worker import Stop
 from stages.generate.kvcache.base import PrefixCache
@@ -108,10 +109,12 @@ class Scene:
         cache: PrefixCache | None = None,
         lease_ms: int = LEASE_MS,
         thread_log: StreamLog | None = None,
+        serving: Serving | None = None,
+        numerics: str = "",
     ) -> Iterator[Running]:
         """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends.
 
-        *heard*: its detokenizer's slot is held, too.
+        *heard*: its detokenizer's slot is held, too. *serving*, *numerics*: its weights, and how it computes with them.
         """
         log = self.another_log()
         owner = acquire_slot(log, "generate", lease_ms, preferred=slot)
@@ -119,7 +122,8 @@ class Scene:
         log.prepare(Inbox.steps(log.names, owner.slot))
         if heard:
             log.acquire(slot_name("detokenize", slot_index(owner.slot)), "the detokenizer", LEASE_MS * 10)
-        identity = Identity(owner.slot, owner.epoch, "counting")
+        weights = serving.weights if serving else "counting"
+        identity = Identity(owner.slot, owner.epoch, weights, numerics)
         schedule = Schedule(cache or NaiveCache(num_pages, 4), limits, [], identity)
         measures = Measures()
         log_thread = LogThread(
@@ -128,6 +132,7 @@ class Scene:
             lease_ms=lease_ms,
             came_round=slot_lease.came_round,
             measures=measures,
+            serving=serving,
         )
         engine = engine or CountingEngine(pace_s)
         worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures)

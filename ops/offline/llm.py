@@ -62,8 +62,8 @@ class LLM:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies weights and dtype."""
-        return self._stages.loaded.fingerprint
+        """Identifies config and weights."""
+        return self._stages.serving.weights
 
     def generate(
         self,

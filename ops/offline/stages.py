@@ -31,7 +31,7 @@ from stages.generate.log_thread import LogThread
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.resolve import resolve
-from stages.generate.worker import Forward, GenerateWorker, Loaded, load
+from stages.generate.worker import Forward, GenerateWorker, Loaded, load, serving_of
 from stages.tokenize.prompts import PromptEncoder
 from stages.tokenize.worker import MOST_READ as MOST_PROMPTS_READ
 from stages.tokenize.worker import TokenizeWorker
@@ -64,6 +64,7 @@ class Stages:
         """
         self.log = MemoryLog(Names(), LIMITS)
         self.encoder = PromptEncoder(folder)
+        self.serving = serving_of(folder, model_id(folder), dummy=config.engine.dummy_weight)
         self.error: BaseException | None = None
         """The error that ended a thread; then all threads end."""
         self._stop = Stop()
@@ -150,17 +151,15 @@ class Stages:
             except BaseException as error:
                 loaded.set_exception(error)
                 return
-            slot_lease.say(
-                phase="ready",
-                models=(model_id(folder),),
-                context=model.settings.limits.context,
-                fingerprint=model.fingerprint,
-            )
+            serving = model.can_serve(self.serving)
+            slot_lease.say(phase="ready", models=(serving.model,), context=serving.context, fingerprint=serving.weights)
             log_thread = LogThread(self.log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
             log_thread.start()
             loaded.set_result(model)
             try:
-                GenerateWorker(wrapped, model.schedule(slot_lease.owner), log_thread, slot_lease).run(self._stop)
+                GenerateWorker(wrapped, model.schedule(slot_lease.owner, serving), log_thread, slot_lease).run(
+                    self._stop
+                )
             finally:
                 log_thread.stop()
 

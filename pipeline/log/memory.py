@@ -54,6 +54,7 @@ from pipeline.names import (
     slot_index,
     slot_name,
 )
+from pipeline.serving import Served, Serving
 
 
 class MemoryLog:
@@ -395,9 +396,9 @@ class MemoryLog:
 
     # slots
 
-    def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+    def acquire(self, slot: str, nonce: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
         with self._changed:
-            return self._leases.acquire(slot, nonce, lease_ms)
+            return self._leases.acquire(slot, nonce, lease_ms, serving)
 
     def announce(self, slot: str, status: str) -> bool:
         with self._changed:
@@ -414,9 +415,9 @@ class MemoryLog:
             )
             return sorted(slot for slot in here if self.lease(slot_name(DETOKENIZE, slot_index(slot))).is_free)
 
-    def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
+    def renew(self, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> bool:
         with self._changed:
-            return self._leases.renew(owner, lease_ms, status)
+            return self._leases.renew(owner, lease_ms, status, serving)
 
     def release(self, owner: Owner) -> bool:
         with self._changed:
@@ -429,6 +430,10 @@ class MemoryLog:
     def statuses(self, stage: str) -> dict[str, str]:
         with self._changed:
             return self._leases.statuses(stage)
+
+    def serving(self) -> dict[str, Served]:
+        with self._changed:
+            return self._leases.serving()
 
     # frontends
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.errors import Fenced
+from pipeline.errors import DoesNotFit, Fenced
 from pipeline.log.entries import STATUS_TTL_MS
 from pipeline.log.protocol import GUEST, Lease, Owner
 from pipeline.names import slot_index, slot_name, slot_stage
+from pipeline.serving import Served, Serving
 
 
 class Leases:
@@ -21,6 +22,8 @@ class Leases:
         """Who took the lease of each slot, and when it expires."""
         self.said: dict[str, tuple[str, int]] = {}
         """The status of each slot, and when it expires."""
+        self.served: dict[str, tuple[Serving, int]] = {}
+        """What each stage serves, and when that expires."""
 
     def fence(self, owner: Owner) -> None:
         if self.owners.get(owner.slot) != owner:
@@ -41,23 +44,41 @@ class Leases:
     def say(self, slot: str, status: str) -> None:
         self.said[slot] = status, self._now_ms() + STATUS_TTL_MS
 
-    def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+    def acquire(self, slot: str, nonce: str, lease_ms: int, serving: Serving | None) -> Owner | None:
         holder, before = self.holder(slot), self.owners.get(slot)
         if holder is not None and holder.nonce == nonce:
             return holder
         if holder is not None and (nonce.startswith(GUEST) or not holder.is_guest):
             return None
+        if not self._fits(serving):
+            raise DoesNotFit(f"{slot}: other workers serve something else")
         owner = self.owners[slot] = Owner(slot, before.epoch + 1 if before is not None else 1, nonce)
         self.hold(owner, lease_ms)
+        self._keep_serving(slot, serving, lease_ms)
         return owner
 
-    def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
-        if self.owners.get(owner.slot) != owner:
+    def renew(self, owner: Owner, lease_ms: int, status: str, serving: Serving | None) -> bool:
+        if self.owners.get(owner.slot) != owner or not self._fits(serving):
             return False
         self.hold(owner, lease_ms)
+        self._keep_serving(owner.slot, serving, lease_ms)
         if status:
             self.say(owner.slot, status)
         return True
+
+    def serving(self) -> dict[str, Served]:
+        now_ms = self._now_ms()
+        return {stage: Served(it, at_ms - now_ms) for stage, (it, at_ms) in self.served.items() if now_ms < at_ms}
+
+    def _fits(self, serving: Serving | None) -> bool:
+        return serving is None or not any(serving.difference(other.serving) for other in self.serving().values())
+
+    def _keep_serving(self, slot: str, serving: Serving | None, lease_ms: int) -> None:
+        if serving is None:
+            return
+        stage = slot_stage(slot)
+        there = self.serving().get(stage, Served(serving, 0))
+        self.served[stage] = there.serving, self._now_ms() + max(there.ttl_ms, lease_ms)
 
     def release(self, owner: Owner) -> bool:
         if self.holder(owner.slot) != owner:

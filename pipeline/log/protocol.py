@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from pipeline.events import End, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
+from pipeline.serving import Served, Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,10 +409,12 @@ class StreamLog(Protocol):
 
     # slots
 
-    def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+    def acquire(self, slot: str, nonce: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
         """Take a free slot under a new epoch; None if somebody holds its lease.
 
-        A slot that a guest holds is free for a worker. The nonce of a guest begins with GUEST.
+        A slot that a guest holds is free for a worker. The nonce of a guest begins with GUEST. *serving* is what the
+        worker serves. Its stage serves that from now on, if nobody else lives there. Raises DoesNotFit if the living
+        workers of any stage serve something else.
         """
 
     def announce(self, slot: str, status: str) -> bool:
@@ -420,10 +423,10 @@ class StreamLog(Protocol):
     def unattended(self) -> list[str]:
         """Return the engines that live or have steps waiting, and whose detokenizer is away."""
 
-    def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
+    def renew(self, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> bool:
         """Keep the lease, or take it again if it expired, and publish *status* (JSON) unless that is empty.
 
-        False: the slot has another owner.
+        False: the slot has another owner, or since the lease expired others serve something else than *serving*.
         """
 
     def release(self, owner: Owner) -> bool:
@@ -434,6 +437,9 @@ class StreamLog(Protocol):
 
     def statuses(self, stage: str) -> dict[str, str]:
         """Return slot -> status (JSON) of the workers of *stage* that published one in the last 10 s."""
+
+    def serving(self) -> dict[str, Served]:
+        """Return what each stage serves that has a living worker."""
 
     # frontends
 

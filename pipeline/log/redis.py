@@ -111,6 +111,7 @@ class RedisLog:
     release = _sent(workers.release)
     lease = _sent(workers.lease)
     statuses = _sent(workers.statuses)
+    serving = _sent(workers.serving)
 
     # frontends, and who shows the log
 

@@ -12,14 +12,15 @@ import structlog
 from tokenizers import Tokenizer
 
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
-from pipeline.events import Failed, StepCompleted, decode
+from pipeline.events import Failed, StepCompleted, Tokenized, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
+from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, acquire_guest
-from pipeline.walk import walk
+from pipeline.walk import Moment, walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
@@ -129,19 +130,29 @@ class DetokenizeWorker:
         return step
 
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
-        """Give a history to the fold. One that does not decode ends its request alone."""
+        """Give a history to the fold. One that does not decode, or that has other tokens, ends its request alone."""
         try:
             moments = list(walk(history, over_holes=True))
-            self._fold.learn(uid, moments)
-            self._meter.learn(uid, moments)
+            reason = self._why_not_continued(moments)
+            if not reason:
+                self._fold.learn(uid, moments)
+                self._meter.learn(uid, moments)
+                return
+            logger.error("begun_elsewhere", uid=uid, reason=reason)
+            event = Failed(status=500, code="other_model", message=reason)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
             event = Failed(status=500, code="log_damaged", message=message)
-            frontend = history[0].fields.get("frontend", "")  # raw: Submitted may be what does not decode
-            if self._log.end(uid, event, frontend=frontend):
-                self._meter.failed()
-            self._fold.learn(uid, [])
+        frontend = history[0].fields.get("frontend", "")  # raw: Submitted may be what does not decode
+        if self._log.end(uid, event, frontend=frontend):
+            self._meter.failed()
+        self._fold.learn(uid, [])
+
+    def _why_not_continued(self, moments: Sequence[Moment]) -> str:
+        mine = self._slot_lease.serving
+        prompts = [moment.event for moment in moments if isinstance(moment.event, Tokenized)]
+        return mine.why_not_continued(Serving(tokenizer=prompts[0].fingerprint)) if mine and prompts else ""
 
     def _commit(self, entry: Entry, produced: Sequence[Produced]) -> bool:
         """Consume a step; False when it was consumed before."""
@@ -190,14 +201,15 @@ def run(config: DetokenizeConfig, open_log: Callable[[], StreamLog], folder: Pat
     process = WorkerProcess(DETOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     with process.loading("tokenizer", LOAD_TIMEOUT_S):
         decoder = load_decoder(folder)
+    serving = Serving(str(folder), tokenizer=tokenizer_fingerprint(folder))
     guests = threading.Thread(
         target=look_after_others,
-        args=(open_log, decoder, process.lease_ms, process.stop, process.measures),
+        args=(open_log, decoder, process.lease_ms, process.stop, process.measures, serving),
         name="guests",
         daemon=True,
     )
     guests.start()
-    for slot_lease in process.slot_leases():
+    for slot_lease in process.slot_leases(serving):
         slot_lease.say(phase="ready")
         _say_whom_it_waits_for(process.log, slot_name(GENERATE, slot_index(slot_lease.owner.slot)))
         serve(process.log, slot_lease, decoder, process.stop, process.measures)
@@ -214,7 +226,12 @@ def _say_whom_it_waits_for(log: StreamLog, engine: str) -> None:
 
 
 def look_after_others(
-    open_log: Callable[[], StreamLog], decoder: Decoder, lease_ms: int, stop: Stop, measures: Measures | None = None
+    open_log: Callable[[], StreamLog],
+    decoder: Decoder,
+    lease_ms: int,
+    stop: Stop,
+    measures: Measures | None = None,
+    serving: Serving | None = None,
 ) -> None:
     """Serve the engines whose own detokenizer was away at two looks, each in a thread, until it is back.
 
@@ -222,19 +239,19 @@ def look_after_others(
     """
     log = open_log()
     before: set[str] = set()
-    serving: dict[str, threading.Thread] = {}
+    guests: dict[str, threading.Thread] = {}
 
     def be_guest(slot: str) -> None:
         log, lease_log = open_log(), open_log()
         try:
-            owner = acquire_guest(log, slot, lease_ms)
+            owner = acquire_guest(log, slot, lease_ms, serving)
         except LogError as error:
             logger.warning("log_unavailable", error=str(error))
             return
         if owner is None:
             return  # another is faster
         logger.info("guest", slot=slot, epoch=owner.epoch)
-        slot_lease = SlotLease(lease_log, owner, lease_ms)
+        slot_lease = SlotLease(lease_log, owner, lease_ms, serving=serving)
         try:
             serve(log, slot_lease, decoder, stop, measures)
         finally:
@@ -247,10 +264,10 @@ def look_after_others(
             logger.warning("log_unavailable", error=str(error))
             unattended = set()
         for engine in sorted(unattended & before):
-            if engine not in serving or not serving[engine].is_alive():
+            if engine not in guests or not guests[engine].is_alive():
                 slot = slot_name(DETOKENIZE, slot_index(engine))
-                serving[engine] = threading.Thread(target=be_guest, args=(slot,), name=f"guest {slot}", daemon=True)
-                serving[engine].start()
+                guests[engine] = threading.Thread(target=be_guest, args=(slot,), name=f"guest {slot}", daemon=True)
+                guests[engine].start()
         before = unattended
-    for thread in serving.values():
+    for thread in guests.values():
         thread.join()

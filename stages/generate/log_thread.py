@@ -21,6 +21,7 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
+from pipeline.serving import Serving
 from pipeline.slots import acquire_guest
 from stages.generate.past import Past, past_of
 from stages.generate.schedule.request import NewRequest
@@ -162,7 +163,9 @@ class LogThread:
         lease_ms: int,
         came_round: Callable[[], None],
         measures: Measures | None = None,
+        serving: Serving | None = None,
     ) -> None:
+        """Serve *owner*'s engine. A request that others began with something else than *serving* fails."""
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._num_told = 0
         self._num_heard = 0
@@ -171,6 +174,7 @@ class LogThread:
         self._lease_ms = lease_ms
         self._came_round = came_round
         self._measures = measures or Measures()
+        self._serving = serving or Serving()
         self._inbox = Inbox.tokenized(log.names)
         self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
         self._entry_ids: dict[str, str] = {}
@@ -424,6 +428,10 @@ class LogThread:
             logger.error("history_undecodable", uid=uid, error=str(error))
             message = f"The history of the request does not decode: {error}"
             self._fail(entry, Failed(status=500, code="log_damaged", message=message))
+            return None
+        if past is not None and (reason := self._serving.why_not_continued(past.served_by)):
+            logger.error("begun_elsewhere", uid=uid, reason=reason)
+            self._fail(entry, Failed(status=500, code="other_model", message=reason))
             return None
         if past is not None and past.is_poisonous:
             deaths = past.num_deaths

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeline.events import Admitted, Submitted, TakenOver, Tokenized, TokensProduced
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
+from pipeline.serving import Serving
 from pipeline.walk import walk
 from stages.generate.schedule.request import NewRequest
 
@@ -30,6 +31,8 @@ class Past:
     """How many engines took it over and died before they had made TOKENS_IN_DOUBT tokens of it."""
     num_alone: int
     """How many of them computed nothing else."""
+    served_by: Serving
+    """The tokenizer of its prompt, and the weights that computed it so far."""
 
     @property
     def is_poisonous(self) -> bool:
@@ -54,6 +57,7 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
     tokenized: Tokenized | None = None
     output: list[int] = []
     had_begun = False
+    weights = ""
     takeovers: list[tuple[int, bool]] = []
     for _, n, event, _ in walk(history):
         match event:
@@ -68,6 +72,8 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
                 takeovers.append((n, event.alone))
             case Admitted():
                 had_begun = True
+                if event.numerics:  # else an older version wrote it, whose fingerprint is of weights and dtype
+                    weights = event.fingerprint
     if submitted is None or tokenized is None:
         return None
     request = NewRequest(
@@ -79,4 +85,5 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
         bad_words=tokenized.bad_words,
     )
     in_vain = [alone for n, alone in takeovers if len(output) - n < TOKENS_IN_DOUBT]
-    return Past(request, had_begun, len(in_vain), sum(in_vain))
+    served_by = Serving(weights=weights, tokenizer=tokenized.fingerprint)
+    return Past(request, had_begun, len(in_vain), sum(in_vain), served_by)

@@ -32,6 +32,16 @@ class Settings:
     page_size: int
     num_pages: int
     limits: ScheduleLimits
+    context_flag: str = "--max-seq-len"
+    """The flag that bounds the served context."""
+
+    @property
+    def numerics(self) -> str:
+        """Name everything that may change a token although the weights are the same.
+
+        Add here what will: quantization, kernels, the page size where they depend on it, ranks.
+        """
+        return f"{str(self.dtype).removeprefix('torch.')}/{self.device.type}"
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
@@ -87,6 +97,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         page_size=page_size,
         num_pages=num_pages,
         limits=limits,
+        context_flag="--num-pages" if num_pages * page_size < wanted else "--max-seq-len",
     )
 
 

@@ -5,6 +5,7 @@ Its memory is the schedule. The log thread does everything that crosses the netw
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import time
@@ -21,14 +22,15 @@ from pipeline.log.protocol import Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
-from pipeline.slots import SlotLease, progress_reporter
+from pipeline.serving import Serving, tokenizer_fingerprint
+from pipeline.slots import SlotLease, progress_reporter, wait_until_it_fits
 from pipeline.worker import Stop, WorkerProcess
 from stages.generate.config import DefaultsConfig, GenerateConfig
 from stages.generate.forward.engine import Engine
 from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
 from stages.generate.meter import EngineMeter
-from stages.generate.model.checkpoint import check_folder, model_id
+from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
 from stages.generate.resolve import Settings, resolve
@@ -283,17 +285,23 @@ class Loaded:
     engine: Forward
     settings: Settings
     eos_ids: tuple[int, ...]
-    fingerprint: str
-    """Of the weights and their dtype."""
 
-    def schedule(self, owner: Owner) -> Schedule:
-        """Return an empty schedule with an empty cache for the engine *owner*."""
+    def can_serve(self, serving: Serving) -> Serving:
+        """Return *serving* with the context that this engine can serve."""
+        settings = self.settings
+        step = settings.page_size if settings.context_flag == "--num-pages" else 1
+        return dataclasses.replace(
+            serving, context=settings.limits.context, context_flag=settings.context_flag, context_step=step
+        )
+
+    def schedule(self, owner: Owner, serving: Serving) -> Schedule:
+        """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context."""
         settings = self.settings
         return Schedule(
             make_cache(settings.cache, settings.num_pages, settings.page_size),
-            settings.limits,
+            dataclasses.replace(settings.limits, context=serving.context),
             self.eos_ids,
-            Identity(owner.slot, owner.epoch, self.fingerprint),
+            Identity(owner.slot, owner.epoch, serving.weights, settings.numerics),
         )
 
 
@@ -315,30 +323,34 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
     process = WorkerProcess(GENERATE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     measures = process.measures
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    names = config.names.served_model_name or (model_id(folder),)
+    serving = serving_of(folder, names[0], dummy=config.engine.dummy_weight)
     with process.loading("torch", LOAD_TIMEOUT_S) as announcement:
+        wait_until_it_fits(process.log, serving, process.stop)  # a load takes long, and may need what the others have
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
     defaults = sampling_defaults(config.defaults, folder)
-    for slot_lease in process.slot_leases():
+    for slot_lease in process.slot_leases(loaded.can_serve(serving)):
         failpoint("generate.after_lease")
+        serving = slot_lease.serving or serving
         log_thread = LogThread(
             process.log,
             slot_lease.owner,
             lease_ms=process.lease_ms,
             came_round=functools.partial(slot_lease.came_round, patience_s=STEP_TIMEOUT_S),
             measures=measures,
+            serving=serving,
         )
         log_thread.start()
         slot_lease.say(
             phase="ready",
-            models=config.names.served_model_name or (model_id(folder),),
-            context=loaded.settings.limits.context,
+            models=names,
+            context=serving.context,
             sampling_defaults=defaults,
-            fingerprint=loaded.fingerprint,
+            fingerprint=serving.weights,
         )
+        schedule = loaded.schedule(slot_lease.owner, serving)
         try:
-            GenerateWorker(loaded.engine, loaded.schedule(slot_lease.owner), log_thread, slot_lease, measures).run(
-                process.stop
-            )
+            GenerateWorker(loaded.engine, schedule, log_thread, slot_lease, measures).run(process.stop)
         except Fenced as error:
             logger.warning("fenced", error=str(error))
             slot_lease.lost.set()
@@ -397,4 +409,9 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
         context=settings.limits.context,
         threads=settings.threads,
     )
-    return Loaded(engine, settings, tuple(spec.eos_ids), engine.fingerprint)
+    return Loaded(engine, settings, tuple(spec.eos_ids))
+
+
+def serving_of(folder: Path, model: str, *, dummy: bool = False) -> Serving:
+    """Return what an engine of the checked *folder* serves under the name *model*, but for the context."""
+    return Serving(model, fingerprint(folder, dummy=dummy), tokenizer_fingerprint(folder))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Submitted
+from pipeline.serving import tokenizer_fingerprint
 from pipeline.spelling import Spelling, text_of
 from stages.tokenize.description import description
 from stages.tokenize.templates import conversation_text
@@ -59,7 +59,7 @@ class PromptEncoder:
             raise ConfigError(
                 f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again"
             ) from error
-        self.fingerprint = _fingerprint(folder)
+        self.fingerprint = tokenizer_fingerprint(folder)
         self._config = _json_of(folder / "tokenizer_config.json")
         self._num_tokens = len(self._tokenizer)
         self._num_embeddings = _vocab_size(_json_of(folder / "config.json")) or self._num_tokens
@@ -264,11 +264,3 @@ def _vocab_size(config: Mapping[str, Any]) -> int:
     text_config = config.get("text_config")
     size = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else 0)
     return size if isinstance(size, int) else 0
-
-
-def _fingerprint(folder: Path) -> str:
-    digest = sha256()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        path = folder / name
-        digest.update(path.read_bytes() if path.exists() else b"")
-    return digest.hexdigest()[:16]

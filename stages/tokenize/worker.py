@@ -22,7 +22,8 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.process.failpoints import failpoint
-from pipeline.slots import Voice, read_statuses
+from pipeline.serving import Serving
+from pipeline.slots import Voice, read_statuses, wait_until_it_fits
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long
@@ -239,10 +240,12 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
     log, stop = process.log, process.stop
     with process.loading("tokenizer", LOAD_TIMEOUT_S) as announcement:
         encoder = PromptEncoder(folder)
+        serving = Serving(str(folder), tokenizer=encoder.fingerprint)
+        wait_until_it_fits(log, serving, stop)
         worker = TokenizeWorker(log, announcement, encoder, process.measures)
         _wait_for_context(worker, announcement, stop)
     inbox = Inbox.submitted(log.names)
-    for slot_lease in process.slot_leases():
+    for slot_lease in process.slot_leases(serving):
         worker.slot_lease = slot_lease
         slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
         follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ)

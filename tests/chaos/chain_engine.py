@@ -77,7 +77,7 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
         step_s=STEP_S,
     )
     report(1.0)
-    return Loaded(engine, settings, spec.eos_ids, engine.fingerprint)
+    return Loaded(engine, settings, spec.eos_ids)
 
 
 def supervise(config: StageConfig, stage: str, program: str = __file__) -> int:

@@ -57,8 +57,6 @@ class ChainEngine:
     Like keys and values, a slot depends on its token and on all before it, and a new token on all slots of its row.
     """
 
-    fingerprint: Final = "chain"
-
     def __init__(self, *, num_pages: int, page_size: int, max_running_requests: int, step_s: float = 0.0) -> None:
         """*step_s* is how long a step takes."""
         self._page_size = page_size

@@ -71,7 +71,7 @@ class MortalEncoder(PromptEncoder):
 def mortal_load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
     loaded = load(config, folder, report)
     mortal = Mortal(loaded.engine, load_decoder(folder).plain)
-    return Loaded(mortal, loaded.settings, loaded.eos_ids, loaded.fingerprint)
+    return Loaded(mortal, loaded.settings, loaded.eos_ids)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from tool import Tool
 from minisgl import main
 from ops.trace import lines_of, why_absent
 from pipeline.events import (
+    Admitted,
     Answered,
     Cancelled,
     Failed,
@@ -93,6 +94,19 @@ def test_each_thing_that_happened_is_one_row_of_an_aligned_table_and_so_are_a_th
     assert "longest pause" in rows[3]
     assert lines[0] == f"request {uid}: running"
     assert lines[-1].endswith(" .. (1,000 characters; --json has all)")
+
+
+def test_a_takeover_by_an_engine_with_other_numerics_is_seen(lived: LivedRequests, trace: Tool) -> None:
+    uid = lived.running()
+    for epoch, numerics in enumerate(("bfloat16/cpu", "float32/cpu"), 2):
+        lived.mark(uid, 0, TakenOver(engine="generate-0", epoch=epoch))
+        lived.mark(uid, 0, Admitted(engine="generate-0", epoch=epoch, step=1, fingerprint="w1", numerics=numerics))
+    lines = [line for line in trace(uid) if " admitted " in line]
+    assert [line.partition("step=1 ")[2] for line in lines] == [
+        "fingerprint=w1 cached_tokens=2",
+        "fingerprint=w1 numerics=bfloat16/cpu",
+        "fingerprint=w1 numerics=float32/cpu",
+    ]
 
 
 def test_how_far_a_request_came_is_below_the_table(lived: LivedRequests, trace: Tool) -> None:

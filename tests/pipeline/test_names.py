@@ -37,6 +37,7 @@ def all_keys(names: Names) -> dict[str, str]:
         "lease:web-0": names.lease("web-0"),
         "owner:web-0": names.owner("web-0"),
         "status:web-0": names.status("web-0"),
+        "serving:generate": names.serving("generate"),
     }
 
 

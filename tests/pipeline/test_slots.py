@@ -6,19 +6,22 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from redis_servers import until
 from structlog.contextvars import bound_contextvars
 
-from pipeline.errors import LogError, LogFull, LogUnavailable, UndecodableEvent
+from pipeline.errors import ConfigError, LogError, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Owner
 from pipeline.metrics.counters import Measures, read_snapshot
 from pipeline.metrics.families import PROMPT_TOKENS
 from pipeline.names import Names
+from pipeline.serving import Serving
 from pipeline.slots import (
     EXIT_STUCK,
     Announcement,
@@ -31,6 +34,7 @@ from pipeline.slots import (
     progress_reporter,
     read_statuses,
     slot_leases,
+    wait_until_it_fits,
 )
 from pipeline.worker import Stop
 
@@ -50,22 +54,22 @@ class CountingLog(MemoryLog):
         """What the next attempts to acquire or announce meet."""
         self.published: list[str] = []
 
-    def renew(self, owner: Owner, lease_ms: int, status: str) -> bool:
+    def renew(self, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> bool:
         self.renewals += 1
         if self.cut_off:
             raise LogUnavailable("cut off")
         self.published.append(status)
-        return super().renew(owner, lease_ms, status)
+        return super().renew(owner, lease_ms, status, serving)
 
     def release(self, owner: Owner) -> bool:
         if self.cut_off:
             raise LogUnavailable("cut off")
         return super().release(owner)
 
-    def acquire(self, slot: str, nonce: str, lease_ms: int) -> Owner | None:
+    def acquire(self, slot: str, nonce: str, lease_ms: int, serving: Serving | None = None) -> Owner | None:
         if self.errors:
             raise self.errors.pop()
-        return super().acquire(slot, nonce, lease_ms)
+        return super().acquire(slot, nonce, lease_ms, serving)
 
     def announce(self, slot: str, status: str) -> bool:
         if self.errors:
@@ -317,7 +321,7 @@ def test_a_slot_is_waited_for_while_the_log_is_away(
 
 
 def test_a_stop_ends_the_wait_for_a_slot(log: CountingLog, stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(slot: str, nonce: str, lease_ms: int) -> Owner | None:
+    def away(slot: str, nonce: str, lease_ms: int, serving: Serving | None) -> Owner | None:
         stop.set()
         raise LogUnavailable("connection refused")
 
@@ -437,3 +441,124 @@ def test_a_status_of_another_version_is_left_out_and_breaks_no_reader() -> None:
     good = Status(slot="generate-0", owner="1:x", pid=1, host="h").model_dump_json()
     newer = '{"slot": "generate-1", "owner": "1:y", "pid": 2, "host": "h", "something": "new"}'
     assert [status.slot for status in known_statuses({"generate-0": good, "generate-1": newer})] == ["generate-0"]
+
+
+# what the workers of a namespace serve together
+
+MINE = Serving("qwen", "w1", "t1", 4096, "--max-seq-len")
+OTHER = Serving("other", "w2", "t2", 128, "--max-seq-len")
+
+
+def serve(log: CountingLog, serving: Serving, stop: Stop) -> Generator[SlotLease, None, None]:
+    return slot_leases(log, log, "generate", SHORT_MS, preferred=None, stop=stop, serving=serving)
+
+
+def refusals(log: CountingLog, other: Serving, stop: Stop) -> list[str]:
+    """Return how *other* is refused while a worker lives that serves MINE: when it asks for a slot, and before."""
+    with closing(serve(log, MINE, stop)) as living:
+        next(living)
+        with pytest.raises(ConfigError) as refused:
+            next(serve(log, other, stop))
+        with pytest.raises(ConfigError) as before:
+            wait_until_it_fits(log, other, stop)
+    return [str(refused.value), str(before.value)]
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (replace(MINE, model="copy", weights="w2"), "serve qwen (weights w1), but this worker has copy (weights w2)"),
+        (replace(MINE, tokenizer="t2"), "serve qwen (tokenizer t1), but this worker has qwen (tokenizer t2)"),
+    ],
+    ids=["weights", "tokenizer"],
+)
+def test_a_worker_with_another_model_than_a_living_one_is_refused_with_both(
+    log: CountingLog, stop: Stop, other: Serving, what: str
+) -> None:
+    line = f"--namespace test: its generate workers {what}; pass another --namespace, or stop them first"
+    assert refusals(log, other, stop) == [line] * 2
+
+
+@pytest.mark.parametrize(("flag", "step", "least"), [("--max-seq-len", 1, 4096), ("--num-pages", 60, 69)])
+def test_a_worker_with_less_context_than_a_living_one_is_refused_with_the_flag(
+    log: CountingLog, stop: Stop, flag: str, step: int, least: int
+) -> None:
+    line = (
+        f"{flag}: gives a context of 1024 tokens, but the generate workers of --namespace test serve 4096; "
+        f"pass {flag} {least} or more, or stop them first"
+    )
+    less = replace(MINE, context=1024, context_flag=flag, context_step=step)
+    assert refusals(log, less, stop) == [line] * 2
+
+
+def test_after_the_last_worker_has_stopped_or_died_another_model_starts(log: CountingLog, stop: Stop) -> None:
+    with closing(serve(log, MINE, stop)) as stopped:
+        next(stopped)
+    assert log.acquire("generate-1", "dead", 2 * SHORT_MS, MINE) is not None
+    with closing(serve(log, OTHER, stop)) as another:
+        assert next(another).serving == OTHER
+
+
+def test_a_stop_ends_the_wait_for_what_dead_workers_served(log: CountingLog, stop: Stop) -> None:
+    assert log.acquire("generate-0", "dead", LONG_MS, MINE) is not None
+    threading.Timer(0.05, stop.set).start()
+    assert list(serve(log, OTHER, stop)) == []
+
+
+def test_a_worker_with_more_context_serves_the_context_of_the_others_also_under_its_next_lease(
+    log: CountingLog, stop: Stop
+) -> None:
+    """Else the others would be refused when all ask again, after Redis lost its data."""
+    larger = replace(MINE, context=8192)
+    with closing(serve(log, larger, stop)) as later:
+        with closing(serve(log, MINE, stop)) as first:
+            next(first)
+            second = next(later)
+            assert second.serving == MINE
+        lose(log, second, lease_ms=SHORT_MS)
+        until(lambda: log.serving() == {})
+        third = next(later)
+        assert third.serving == MINE and log.serving()["generate"].serving == MINE
+        lose(log, third, lease_ms=SHORT_MS)
+        until(lambda: log.serving() == {})
+        assert log.acquire("generate-7", "n", LONG_MS, replace(MINE, context=6000)) is not None
+        assert next(later).serving == replace(MINE, context=6000)
+
+
+def test_of_two_models_that_start_at_once_one_is_refused(log: CountingLog, stop: Stop) -> None:
+    ready, outcomes = threading.Barrier(2), list[str]()
+
+    def start(serving: Serving) -> None:
+        ready.wait(10)
+        try:
+            for _ in serve(log, serving, stop):
+                outcomes.append(f"{serving.model} serves")
+                until(lambda: len(outcomes) == 2)
+                stop.set()
+        except ConfigError as error:
+            outcomes.append(str(error))
+
+    models = [Serving(f"model-{number}", f"w{number}", "t1", 128) for number in (1, 2)]
+    threads = [threading.Thread(target=start, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    (winner,) = (text.partition(" ")[0] for text in outcomes if text.endswith(" serves"))
+    (refusal,) = (text for text in outcomes if not text.endswith(" serves"))
+    assert f"generate workers serve {winner} (weights " in refusal
+
+
+def test_a_worker_that_slept_while_another_model_took_its_place_is_refused(log: CountingLog, stop: Stop) -> None:
+    with closing(serve(log, MINE, stop)) as slept:
+        first = next(slept)
+        log.cut_off = True
+        until(lambda: log.serving() == {})
+        owner = log.acquire("generate-1", "other", 10 * SHORT_MS, OTHER)
+        assert owner is not None
+        log.cut_off = False
+        assert first.lost.wait(10)
+        another = SlotLease(log, owner, 10 * SHORT_MS, serving=OTHER)
+        with pytest.raises(ConfigError, match=r"serve other \(weights w2\), but this worker has qwen"):
+            next(slept)
+        another.leave()

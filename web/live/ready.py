@@ -149,6 +149,8 @@ class Readiness:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
+        # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
+        engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]
         if engines or not self.probed:  # before that, they may be left over from an earlier server
             self.models = tuple(dict.fromkeys(name for status in engines for name in status.models))
             self.context = min((status.context for status in engines), default=0)

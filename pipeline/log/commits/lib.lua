@@ -40,6 +40,26 @@ local function fenced(owner_key, owner)
   return redis.call('GET', owner_key) ~= owner
 end
 
+-- Returns whether what a worker serves fits to what the living workers of some stages serve. `Serving.difference` in
+-- pipeline/serving.py has the rule.
+local function fits(serving, keys)
+  local mine = cjson.decode(serving)
+  for _, key in ipairs(keys) do
+    local served = cjson.decode(redis.call('GET', key) or '{}')
+    for _, part in ipairs({ 'weights', 'tokenizer' }) do
+      if mine[part] and served[part] and mine[part] ~= served[part] then return false end
+    end
+    if mine.context and served.context and mine.context < served.context then return false end
+  end
+  return true
+end
+
+-- Keeps what a stage serves for as long as the lease of one of its workers. It stays as the first of them said it.
+local function keep_serving(key, serving, lease_ms)
+  redis.call('SET', key, serving, 'PX', lease_ms, 'NX')
+  if redis.call('PTTL', key) < tonumber(lease_ms) then redis.call('PEXPIRE', key, lease_ms) end
+end
+
 -- Returns what `control` has after a cursor: uids, the cursor for the next call, and the id of the last flush or ''.
 local function control_after(control, cursor)
   local uids, flush = {}, ''

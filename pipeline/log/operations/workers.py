@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from pipeline.errors import Fenced
+from pipeline.errors import DoesNotFit, Fenced
 from pipeline.events import StepCompleted, encode
 from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_fields
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
@@ -23,7 +23,8 @@ from pipeline.log.replies import (
     texts,
     texts_there,
 )
-from pipeline.names import DETOKENIZE, GENERATE, Names, slot_index, slot_name
+from pipeline.names import DETOKENIZE, GENERATE, SERVING_STAGES, Names, slot_index, slot_name, slot_stage
+from pipeline.serving import Served, Serving
 
 SLOTS_PER_LOOK = 16
 """So many slots of a stage are looked at together, and the next ones where one of these was there."""
@@ -183,19 +184,44 @@ def forsaken(log: LogContext, inbox: Inbox) -> Steps[list[str]]:
 # Slots
 
 
-def acquire(log: LogContext, slot: str, nonce: str, lease_ms: int) -> Script[Owner | None]:
-    keys = [log.names.lease(slot), log.names.owner(slot)]
-    return Script("acquire", keys, [nonce, lease_ms], lambda epoch: Owner(slot, epoch, nonce) if epoch else None)
+def acquire(
+    log: LogContext, slot: str, nonce: str, lease_ms: int, serving: Serving | None = None
+) -> Script[Owner | None]:
+    def parse(epoch: int) -> Owner | None:
+        if epoch < 0:
+            raise DoesNotFit(f"{slot}: other workers serve something else")
+        return Owner(slot, epoch, nonce) if epoch else None
+
+    names = log.names
+    keys = [names.lease(slot), names.owner(slot), *_serving_keys(names, slot, serving)]
+    return Script("acquire", keys, [nonce, lease_ms, serving.text() if serving else ""], parse)
+
+
+def _serving_keys(names: Names, slot: str, serving: Serving | None) -> list[str]:
+    """Return the key of what the slot's stage serves, then those of the other stages; none without *serving*."""
+    own = slot_stage(slot)
+    stages = [own, *(stage for stage in SERVING_STAGES if stage != own)] if serving else []
+    return [names.serving(stage) for stage in stages]
+
+
+def serving(log: LogContext) -> Batch[dict[str, Served]]:
+    def parse(replies: list[Any]) -> dict[str, Served]:
+        found = zip(SERVING_STAGES, replies[::2], replies[1::2], strict=True)
+        return {stage: Served(Serving.parse(text), ttl_ms) for stage, text, ttl_ms in found if text is not None}
+
+    keys = [log.names.serving(stage) for stage in SERVING_STAGES]
+    return Batch([[word, key] for key in keys for word in ("GET", "PTTL")], parse)
 
 
 def announce(log: LogContext, slot: str, status: str) -> Script[bool]:
     return Script("announce", [log.names.lease(slot), log.names.status(slot)], [status, STATUS_TTL_MS], bool)
 
 
-def renew(log: LogContext, owner: Owner, lease_ms: int, status: str) -> Script[bool]:
+def renew(log: LogContext, owner: Owner, lease_ms: int, status: str, serving: Serving | None = None) -> Script[bool]:
     slot, names = owner.slot, log.names
-    keys = [names.lease(slot), names.owner(slot), names.status(slot)]
-    return Script("renew", keys, [str(owner), lease_ms, status, STATUS_TTL_MS], bool)
+    keys = [names.lease(slot), names.owner(slot), names.status(slot), *_serving_keys(names, slot, serving)]
+    args: Words = [str(owner), lease_ms, status, STATUS_TTL_MS, serving.text() if serving else ""]
+    return Script("renew", keys, args, bool)
 
 
 def release(log: LogContext, owner: Owner) -> Script[bool]:

@@ -14,7 +14,6 @@ from stages.generate.forward.sampler import sample
 from stages.generate.forward.scores import score
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.kvcache.pool import allocate
-from stages.generate.model.checkpoint import fingerprint
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.plan import BatchPlan, Computed
@@ -46,7 +45,6 @@ class Engine:
         if threads:
             torch.set_num_threads(threads)
         self.device, self.dtype = device, dtype
-        self.fingerprint = fingerprint(folder, str(self.dtype).removeprefix("torch."), dummy=dummy)
         self._attention = ATTENTION[attention](
             AttentionShape(
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window, self.dtype, self.device

@@ -148,13 +148,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def fingerprint(folder: Path, dtype: str, *, dummy: bool = False) -> str:
-    """Return 16 hex digits that identify weights and dtype, with `dummy-` before them for random weights.
+def fingerprint(folder: Path, *, dummy: bool = False) -> str:
+    """Return 16 hex digits that identify config and weights, with `dummy-` before them for random weights.
 
     Hashes config.json, the header of each weights file, and 64 samples spread over all files. The header alone is not
     enough, because a fine-tuned model has that of its base; reading every byte would cost seconds at the start.
     """
-    digest = hashlib.sha256(f"{dtype} ".encode() + (folder / "config.json").read_bytes())
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
     if dummy:
         return f"dummy-{digest.hexdigest()[:16]}"
     files = weight_files(folder)

@@ -56,6 +56,8 @@ class Identity:
     engine: str
     epoch: int
     fingerprint: str
+    """Of the weights."""
+    numerics: str = ""
 
 
 class Schedule:
@@ -383,6 +385,7 @@ class Schedule:
             epoch=identity.epoch,
             step=self.next_step,
             fingerprint=identity.fingerprint,
+            numerics=identity.numerics,
             cached_tokens=holding.cached_tokens,
         )
 

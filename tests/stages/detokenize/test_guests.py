@@ -34,6 +34,7 @@ from pipeline.log.protocol import GUEST, Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, BURIED, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, slot_name
+from pipeline.serving import Serving
 from pipeline.slots import SlotLease, acquire_guest, acquire_slot
 from pipeline.worker import MOST_DELIVERIES, Stop
 from stages.detokenize.fold import DetokenizeFold
@@ -41,6 +42,7 @@ from stages.detokenize.text import Decoder
 from stages.detokenize.worker import DetokenizeWorker, look_after_others, serve
 
 LEASE_MS = 60_000
+SERVING = Serving(tokenizer="f")
 SHORT_MS = 60
 """The lease of a detokenizer that looks after others which have been away for so long."""
 
@@ -174,7 +176,7 @@ class Scene:
     ) -> Iterator[None]:
         """Run the part of a detokenizer that serves other engines than its own, until the block ends."""
         open_log = open_log or self.another_log
-        with running(lambda stop: look_after_others(open_log, DECODER, SHORT_MS, stop, measures)):
+        with running(lambda stop: look_after_others(open_log, DECODER, SHORT_MS, stop, measures, SERVING)):
             yield
 
 
@@ -212,6 +214,7 @@ def test_an_engine_whose_detokenizer_is_away_gets_a_guest_until_that_is_back(sce
         until(lambda: engine.text(uid) == "abc")
         assert f":{GUEST}" in engine.log.lease("detokenize-1").holder and guests() == ["guest detokenize-1"]
         assert engine.log.statuses("detokenize") == {}
+        assert engine.log.serving()["detokenize"].serving == SERVING
         with scene.serving(1) as slot_lease:
             assert engine.log.lease("detokenize-1").holder == str(slot_lease.owner)
             until(lambda: guests() == [])

@@ -27,6 +27,7 @@ from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, COMMIT_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
+from pipeline.serving import Serving
 from pipeline.slots import SlotLease
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import DetokenizeWorker
@@ -105,6 +106,18 @@ def test_a_step_reaches_the_history_and_the_frontend_in_one_commit(rig: Rig) -> 
     assert [reply.n for reply in replies] == [1, 2, 2] and isinstance(replies[-1].event, Finished)
     assert rig.counted() == (1, 1, 2, 1, 0)
     assert rig.log.alive([UID]) == set()
+
+
+@pytest.mark.parametrize(("tokenizer", "text"), [("f", "a"), ("another", "")])
+def test_only_tokens_of_its_own_tokenizer_become_text(rig: Rig, tokenizer: str, text: str) -> None:
+    rig.slot_lease.serving = Serving(tokenizer=tokenizer)
+    rig.worker.handle([rig.step(1, row(1, "a"))])
+    assert rig.text() == text and rig.log.backlog(rig.inbox) == 0
+    assert (rig.log.alive([UID]) == set()) is (tokenizer == "another")
+    if tokenizer == "another":
+        failed = rig.last_reply()
+        assert isinstance(failed, Failed) and failed.code == "other_model"
+        assert "(tokenizer f), this server has another" in failed.message
 
 
 def test_a_successor_continues_from_the_histories(rig: Rig) -> None:

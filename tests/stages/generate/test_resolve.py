@@ -50,6 +50,16 @@ def test_the_served_context_is_what_model_flag_and_cache_allow_at_most(spec: Mod
     assert resolve(replace(CPU, num_pages=2, page_size=16), spec).limits.context == 32
 
 
+def test_the_flag_that_bounds_the_served_context_is_known(spec: ModelSpec) -> None:
+    assert resolve(replace(CPU, max_seq_len=100), spec).context_flag == "--max-seq-len"
+    assert resolve(replace(CPU, num_pages=2, page_size=16), spec).context_flag == "--num-pages"
+
+
+def test_dtype_and_device_are_the_numerics(spec: ModelSpec) -> None:
+    assert resolve(replace(CPU, dtype="bfloat16"), spec).numerics == "bfloat16/cpu"
+    assert resolve(replace(CPU, dtype="float32"), spec).numerics == "float32/cpu"
+
+
 @pytest.mark.parametrize(
     ("config", "has_cuda", "message"),
     [

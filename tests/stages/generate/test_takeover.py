@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rig import LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene
+from engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene
 from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
@@ -38,6 +38,7 @@ from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
 from pipeline.names import Names, slot_name
+from pipeline.serving import Serving
 from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
@@ -110,7 +111,13 @@ class DeadEngine:
     """
 
     def __init__(
-        self, scene: Scene, *uids: str, num_tokens: int = 2, in_vain: bool = False, held: bool = False
+        self,
+        scene: Scene,
+        *uids: str,
+        num_tokens: int = 2,
+        in_vain: bool = False,
+        held: bool = False,
+        numerics: str = "float32/cpu",
     ) -> None:
         self.log = scene.log
         self.log.prepare(scene.tokenized)
@@ -121,7 +128,7 @@ class DeadEngine:
         self._numbers = itertools.count(1)
         entries = self.log.take(owner, 8, control_cursor="0-0").entries
         assert [entry.fields["uid"] for entry in entries] == list(uids)
-        admitted = Admitted(engine=owner.slot, epoch=owner.epoch, step=1, fingerprint="counting")
+        admitted = Admitted(engine=owner.slot, epoch=owner.epoch, step=1, fingerprint="counting", numerics=numerics)
         taken_over = TakenOver(engine=owner.slot, epoch=owner.epoch)
         self.step(*(EventRow(uid=uid, n=0, event=taken_over if in_vain else admitted) for uid in uids))
         last = {uid: next(e.token_ids[-1] for e in scene.history(uid) if isinstance(e, Tokenized)) for uid in uids}
@@ -196,6 +203,48 @@ def test_another_engine_goes_on_with_what_a_dead_one_had_in_hand(scene: Scene) -
         assert (n, event.engine, event.epoch, event.alone) == (2, "generate-1", peer.slot_lease.owner.epoch, False)
         assert isinstance(scene.history(uid)[-1], Finished)
     assert peer.engine.plans[0].rows[0].token_ids == (10, 11, 12)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_an_engine_with_other_numerics_goes_on_and_the_history_says_so(scene: Scene, slot: int) -> None:
+    uid = scene.send(10, max_tokens=6)
+    DeadEngine(scene, uid, numerics="bfloat16/cpu")
+    with taking_over(scene, slot=slot, serving=Serving("m", "counting", "f"), numerics="float32/cpu"):
+        until(lambda: scene.have_ended(uid))
+    assert scene.tokens(uid) == [11, 12, 13, 14, 15, 16]
+    admitted = [event for event in scene.history(uid) if isinstance(event, Admitted)]
+    assert [(event.fingerprint, event.numerics) for event in admitted] == [
+        ("counting", "bfloat16/cpu"),
+        ("counting", "float32/cpu"),
+    ]
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_request_is_never_continued_with_other_weights(scene: Scene, slot: int) -> None:
+    uid = scene.send(10, max_tokens=6)
+    DeadEngine(scene, uid)
+    with taking_over(scene, slot=slot, serving=Serving("m", "other weights", "f")) as peer:
+        until(lambda: scene.have_ended(uid) and scene.is_consumed)
+    failed = scene.history(uid)[-1]
+    assert isinstance(failed, Failed) and (failed.status, failed.code) == (500, "other_model")
+    assert "(weights counting), this server has other weights" in failed.message
+    assert scene.tokens(uid) == [11, 12] and peer.engine.plans == [] and not scene.takeovers(uid)
+
+
+def test_a_request_of_an_older_version_whose_fingerprint_has_the_dtype_in_it_goes_on(scene: Scene) -> None:
+    uid = scene.send(10, max_tokens=6)
+    DeadEngine(scene, uid, numerics="")
+    with taking_over(scene, serving=Serving("m", "another fingerprint", "f"), numerics="float32/cpu"):
+        until(lambda: scene.have_ended(uid))
+    assert isinstance(scene.history(uid)[-1], Finished)
+
+
+def test_a_prompt_of_another_tokenizer_is_not_computed(scene: Scene) -> None:
+    uid = scene.send(10, max_tokens=6)
+    with taking_over(scene, serving=Serving("m", "counting", "other tokens")) as peer:
+        until(lambda: scene.have_ended(uid) and scene.is_consumed)
+    failed = scene.history(uid)[-1]
+    assert isinstance(failed, Failed) and failed.code == "other_model" and peer.engine.plans == []
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -352,7 +401,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
         loads.append(folder)
         cpu, kind = torch.device("cpu"), torch.float32
         settings = Settings(cpu, kind, "reference", "naive", threads=1, page_size=4, num_pages=64, limits=LIMITS)
-        return Loaded(engine, settings, (), "counting")
+        return Loaded(engine, settings, ())
 
     def unless_standing_still(slot_lease: SlotLease, status: Status) -> None:
         if not standstill.is_set() or slot_lease.owner.slot != "generate-0":
@@ -361,9 +410,11 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     monkeypatch.setattr(Stop, "on_signals", on_signals)
     monkeypatch.setattr(SlotLease, "_speak", unless_standing_still)
     monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
+    monkeypatch.setattr("stages.generate.worker.serving_of", lambda folder, model, dummy: Serving(model, "counting"))
     config = parse_config("stage generate", GenerateConfig, ["--lease", "0.2", "--slot", "0"], {})
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     process = threading.Thread(target=run_engine, args=(config, scene.another_log, tmp_path, load))
+    assert log.acquire("generate-7", "with less context", LEASE_MS * 10, Serving("m", "counting", context=CONTEXT - 8))
     with detokenizing(scene, 0):
         process.start()
         until(lambda: [status.phase for status in read_statuses(log, "generate")] == ["ready"])
@@ -382,6 +433,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     assert another is not None and another.epoch == 2
     assert (status.slot, status.phase, status.owner.partition(":")[0]) == ("generate-0", "ready", "3")
     assert status.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+    assert (status.context, status.fingerprint) == (CONTEXT - 8, "counting")
     assert loads == [tmp_path] and scene.tokens(uid) == list(range(11, 51))
     assert [event.epoch for _, event in scene.takeovers(uid)] == [3]
     assert log.lease("generate-0").holder == ""

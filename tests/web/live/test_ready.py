@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from redis_servers import RunningServer, command
-from stand_in_stages import Stages, StandIn, finished, tokens
+from stand_in_stages import CONTEXT, MODELS, Stages, StandIn, finished, tokens
 from structlog.testing import capture_logs
 from web_site import Site, chat, error_of, seal_of, site, until
 
@@ -16,6 +16,7 @@ import web.live.ready
 from pipeline.events import SamplingParams
 from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names
+from pipeline.slots import Status
 
 PATH = "/health_generate"
 
@@ -251,6 +252,23 @@ async def test_the_model_of_the_server_before_is_not_served_while_the_next_one_l
         await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
         assert (await error_of(here.post(chat(model="the-next"))))[1]["code"] == "loading"
         assert (await (await here.client.get("/v1/models")).get_json())["data"] == []
+
+
+async def test_a_model_whose_engines_died_is_not_served_beside_the_one_that_came_after_it(
+    redis_url: str, stages: Stages
+) -> None:
+    """Statuses stay for 10 s. The next engine has the lowest slot that is free, or announces itself there."""
+    dead = Status(slot="generate-1", owner="1:n", pid=1, host="h", phase="ready", models=("dead",), context=8)
+    for slot in ("generate-1", "generate-2"):
+        owner = stages.log.acquire(slot, "n", 60_000)
+        assert owner is not None
+        status = dead.model_copy(update={"slot": slot, "fingerprint": "w0"})
+        assert stages.log.renew(owner, 60_000, status.model_dump_json())
+    async with site(redis_url, ready=False) as here:
+        await until(lambda: here.frontend.readiness.models == ("dead",))
+        stages.say_phase("ready")
+        await until(lambda: "demo" in here.frontend.readiness.models)
+        assert (here.frontend.readiness.models, here.frontend.readiness.context) == (MODELS, CONTEXT)
 
 
 async def test_a_stage_that_is_down_for_a_moment_refuses_no_request(redis_url: str, stand_in: StandIn) -> None:
