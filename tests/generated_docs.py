@@ -81,7 +81,7 @@ def _cell(text: str) -> str:
 def metrics() -> str:
     """Return the table of all metric families."""
     rows = [
-        f"| `minisgl:{one.name}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | "
+        f"| `{one.shown_as}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | "
         f"{', '.join(one.stages) or 'log'} | {_cell(one.help)} |"
         for one in FAMILIES
     ]
