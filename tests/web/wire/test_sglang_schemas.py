@@ -105,7 +105,7 @@ def sampling(**params: Any) -> dict[str, Any]:
         (sampling(temperature=-0.1), "sampling_params.temperature"),
         (sampling(stop=""), "sampling_params.stop.0"),
         (sampling(no_stop_trim="x"), "sampling_params.no_stop_trim"),
-        (sampling(logit_bias={SECRET: 1}), "sampling_params.logit_bias"),
+        (sampling(logit_bias={"a": SECRET}), "sampling_params.logit_bias"),
         (sampling(n=129), "sampling_params.n"),
         (sampling(sampling_seed=2**63), "sampling_params.sampling_seed"),
         (sampling(regex=SECRET), "sampling_params.regex"),
