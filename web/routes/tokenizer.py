@@ -26,6 +26,7 @@ from web.wire.openai.tokenizer import (
     TokenizeRequest,
     parse_detokenize,
     parse_tokenize,
+    refuse_too_many,
     text_body,
     tokens_body,
 )
@@ -80,12 +81,13 @@ async def _response(opened: OpenRequest, frontend: Frontend) -> Response:
                     answers[event.index] = answered
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
+            try:
+                refuse_too_many(answers.values())
+            except RequestError as error:
+                return error_response(opened.refuse(error))
         if len(answers) == len(opened.events):
             in_order = [answers[index] for index in range(len(answers))]
-            try:
-                return json_response(_body(in_order, opened.event, frontend.readiness.context))
-            except RequestError as error:
-                return error_response(error)
+            return json_response(_body(in_order, opened.event, frontend.readiness.context))
 
 
 def _body(answers: Sequence[Answered], asked: Submitted, context: int) -> bytes:

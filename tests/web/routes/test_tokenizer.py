@@ -177,9 +177,11 @@ async def test_one_of_several_texts_that_is_refused_refuses_all(redis_url: str, 
 
 
 async def test_several_texts_have_no_more_tokens_together_than_one(redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        status, error = await error_of(post(here, "/tokenize", {"prompt": ["x" * 200_000, "y" * 200_000]}))
-        assert (status, error["param"]) == (413, "prompt") and "400000 tokens" in error["message"]
+    with capture_logs() as lines:
+        async with site(redis_url) as here:
+            status, error = await error_of(post(here, "/tokenize", {"prompt": ["x" * 200_000] * 3}))
+    assert (status, error["param"]) == (413, "prompt") and "more than 262144 tokens" in error["message"]
+    assert [line["status"] for line in request_lines(lines)] == [413]
 
 
 async def test_special_tokens_are_kept_in_a_text_unless_it_is_said_otherwise(redis_url: str, stand_in: StandIn) -> None:

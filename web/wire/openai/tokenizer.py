@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -167,20 +167,22 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return parsed(DetokenizeRequest, body)
 
 
+def refuse_too_many(answers: Collection[Answered]) -> None:
+    """Refuse several texts that have more tokens together than one may have; called as their *answers* come.
+
+    Raises:
+        RequestError: They have.
+    """
+    if len(answers) > 1 and sum(len(answer.token_ids) for answer in answers) > MOST_VALUES:
+        message = f"prompt: these texts have more than {MOST_VALUES} tokens together; send fewer at once"
+        raise RequestError(message, code="request_too_large", param="prompt", status=413)
+
+
 def tokens_body(answers: Sequence[Answered], asked: Submitted, context: int) -> bytes:
     """Return the answer of POST /tokenize: of several texts, lists in their order.
 
     *context* is the most tokens that a request of this model can have.
-
-    Raises:
-        RequestError: The texts have too many tokens together.
     """
-    total = sum(len(answer.token_ids) for answer in answers)
-    if len(answers) > 1 and total > MOST_VALUES:
-        message = (
-            f"prompt: these texts have {total} tokens, but an answer has at most {MOST_VALUES}; send fewer at once"
-        )
-        raise RequestError(message, code="request_too_large", param="prompt", status=413)
     told = [(len(answer.token_ids), answer.token_ids, answer.pieces) for answer in answers]
     count, tokens, pieces = zip(*told, strict=True) if asked.presentation.in_list else told[0]
     return orjson.dumps(
