@@ -164,7 +164,7 @@ class Submitted(Event):
     """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, a description of the
     tokenizer."""
     return_pieces: bool = False
-    """The answer to `tokenize` has the text of each token."""
+    """The answer to `tokenize` has each token as the vocabulary writes it."""
     templating: Templating = Templating()
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own tokens, as at the start of a text; None: to `prompt`, not to `messages`."""
@@ -294,7 +294,7 @@ class Answered(Event):
     n: int = 0
     token_ids: tuple[int, ...] = ()
     pieces: tuple[str, ...] = ()
-    """The text of each token, if the client asked for it."""
+    """Each token as the vocabulary writes it, if the client asked for that."""
     text: str = ""
     by: str
     """The slot of the tokenizer."""

@@ -41,7 +41,9 @@ _SYSTEM: Final = "a message of role `system`"
 
 GENERATE: Final = (
     # what is asked, of which model, and how it is sent
-    *_of("model messages prompt text input_ids sampling_params stream stream_options"),
+    *_of("model messages prompt stream stream_options"),
+    *_of("text input_ids", instead="`prompt`"),
+    *_of("sampling_params", instead="its members as fields of the body"),
     *_of("chat_template_kwargs", {}),
     *_of("input", instead="`messages` or `prompt`"),
     *_of("instructions system", "", instead=_SYSTEM),
@@ -54,11 +56,11 @@ GENERATE: Final = (
     *_of("include", []),
     *_of("stream_interval", 1),
     # how long the answer is
-    *_of("max_completion_tokens"),
     *_of("max_tokens", instead="`max_new_tokens` in `sampling_params`"),
-    *_of("max_new_tokens max_output_tokens num_predict", instead="`max_tokens`"),
+    *_of("max_completion_tokens max_new_tokens max_output_tokens num_predict", instead="`max_tokens`"),
     *_of("n_predict", -1, instead="`max_tokens`"),
-    *_of("min_tokens min_new_tokens", 0),
+    *_of("min_tokens", 0, instead="`min_new_tokens` in `sampling_params`"),
+    *_of("min_new_tokens", 0, instead="`min_tokens`"),
     *_of("t_max_predict_ms", -1, 0),
     *_of("n_indent", 0),
     # where it ends
@@ -66,7 +68,9 @@ GENERATE: Final = (
     *_of("stop_sequences", [], instead="`stop`"),
     *_of("stop_token_ids bad_words", []),
     *_of("stop_regex", "", []),
-    *_of("ignore_eos no_stop_trim include_stop_str_in_output", False),
+    *_of("ignore_eos", False),
+    *_of("include_stop_str_in_output", False, instead="`no_stop_trim` in `sampling_params`"),
+    *_of("no_stop_trim", False, instead="`include_stop_str_in_output`"),
     *_of("repetition_detection"),
     # how a token is chosen
     *_of("n", 1),
@@ -74,7 +78,9 @@ GENERATE: Final = (
     *_of("best_of beam_width", 1),
     *_of("use_beam_search early_stopping", False),
     *_of("length_penalty", kind="note"),
-    *_of("temperature seed sampling_seed allowed_token_ids"),
+    *_of("temperature allowed_token_ids"),
+    *_of("seed", instead="`sampling_seed` in `sampling_params`"),
+    *_of("sampling_seed", instead="`seed`"),
     *_of("top_p typical_p", 1),
     *_of("top_k", -1, 0),
     *_of("min_p min_keep", 0),
@@ -129,10 +135,10 @@ GENERATE: Final = (
     *_of("options output_config", {}, instead="its members as fields of the body"),
     # what is told of the answer
     *_of("echo return_token_ids return_text_in_logprobs", False),
-    *_of("logprobs", False),
+    *_of("logprobs", False, instead="`return_logprob`"),
     *_of("return_logprob", False, instead="`logprobs`"),
-    *_of("top_logprobs", 0),
-    *_of("prompt_logprobs"),
+    *_of("top_logprobs", 0, instead="`logprobs`, or in /generate `top_logprobs_num`"),
+    *_of("prompt_logprobs", instead="`logprob_start_len`"),
     *_of("logprob_token_ids", []),
     *_of("return_tokens_as_token_ids", False),
     *_of("n_probs", 0, instead="`logprobs`"),
