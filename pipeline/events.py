@@ -14,69 +14,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.errors import UndecodableEvent
+from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
+from pipeline.sampling import SamplingParams as SamplingParams
+from pipeline.sampling import Value as Value
 
 FinishReason = Literal["stop", "length"]
-TokenId = Annotated[int, Field(ge=0)]
 Task = Literal["generate", "tokenize", "detokenize", "describe"]
-MOST_LOGPROBS = 20
-"""OpenAI's bound of `top_logprobs`."""
-
-
-class Value(BaseModel):
-    """A frozen value that refuses unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SamplingParams(Value):
-    """How tokens are chosen and when to stop. The seed is drawn before the submit, so that a replay can repeat it."""
-
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    """0 is greedy: top_p, top_k, min_p and seed have no effect."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    """0 is off."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    max_tokens: int | None = Field(default=None, ge=1)
-    """None: the rest of the served context."""
-    min_tokens: int = Field(default=0, ge=0)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """Subtracted from the logit of each token in the output (OpenAI's formula)."""
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """The same, multiplied by how often the output has the token."""
-    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
-    """Divides the logit of each token in prompt or output, multiplies a negative one (CTRL, Keskar et al. 2019)."""
-    logit_bias: tuple[tuple[TokenId, Annotated[float, Field(ge=-100, le=100)]], ...] = ()
-    """(token id, number added to its logit)."""
-    allowed_token_ids: tuple[TokenId, ...] = ()
-    """The only tokens that the output may have; empty: all."""
-    bad_words: tuple[str, ...] = ()
-    """Texts that the output must not have; Tokenized has their token ids."""
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """Number of top tokens that are told with each chosen token and its log-probability; None: no log-probabilities."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
-    """The same for each token of the prompt but the first. No cached page is read then."""
-    include_stop_str_in_output: bool = False
-    """The stop string, or the text of the stop token, is part of the answer."""
-    skip_special_tokens: bool = True
-    """Special tokens have no text."""
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether earlier tokens change the logits."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-    @property
-    def shapes(self) -> bool:
-        """Whether the logits are changed before a token is chosen."""
-        return self.penalizes or bool(self.logit_bias or self.allowed_token_ids)
 
 
 class Usage(Value):
@@ -174,6 +120,8 @@ class Presentation(Value):
     """The answer is an item of a list, even if it is the only one."""
     scores_from: int = 0
     """First token of the prompt whose log-probability is sent."""
+    tokens_as_ids: bool = False
+    """Log-probabilities name a token by its id, not by its text."""
     score_texts: bool = False
     """Log-probabilities by token id have the text of the token, too."""
     choices: int = 1
@@ -217,13 +165,18 @@ class Submitted(Event):
     task: Task = "generate"
     """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, what it is itself."""
     return_pieces: bool = False
-    """The answer to `tokenize` has the text of each token."""
+    """The answer to `tokenize` has each token as the vocabulary writes it."""
     templating: Templating = Templating()
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own tokens, as at the start of a text; None: to `prompt`, not to `messages`."""
     truncate_prompt_tokens: int | None = None
-    """Only the last so many tokens of the prompt are kept. -1: as many as the context holds besides `max_tokens`, or
-    besides one token."""
+    """Only so many tokens of the prompt are kept. -1: as many as the context holds besides `max_tokens`, or besides one
+    token."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Whether those before the kept ones are dropped, or those after them."""
+    limit: str = ""
+    """The client's field for `max_tokens`, if it set one. Then the request fails unless the prompt and so many tokens
+    fit into the context. Otherwise the answer ends where the context does."""
     priority: int = 0
     """Of the requests in an engine, the lower one runs first."""
     siblings: int = 1
@@ -343,7 +296,7 @@ class Answered(Event):
     n: int = 0
     token_ids: tuple[int, ...] = ()
     pieces: tuple[str, ...] = ()
-    """The text of each token, if the client asked for it."""
+    """Each token as the vocabulary writes it, if the client asked for that."""
     text: str = ""
     by: str
     """The slot of the tokenizer."""

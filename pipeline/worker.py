@@ -19,7 +19,7 @@ import structlog
 
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable
 from pipeline.log.protocol import Entry, Inbox, StreamLog
-from pipeline.metrics.counters import Measures
+from pipeline.metrics.process import ProcessMeasures
 from pipeline.serving import Serving
 from pipeline.slots import Announcement, SlotLease, slot_leases
 
@@ -68,7 +68,7 @@ class WorkerProcess:
     ) -> None:
         self.stop = Stop().on_signals()
         self.log = open_log()
-        self.measures = Measures()
+        self.measures = ProcessMeasures()
         self.lease_ms = lease_ms
         self._stage = stage
         self._lease_log = open_log()

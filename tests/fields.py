@@ -83,13 +83,20 @@ class Field:
 FIELDS = (
     Field(
         "max_completion_tokens", "whole number from 1", "rest of the context",
-        "Maximum number of output tokens. Reaching it ends the answer with `length`.",
+        "Maximum number of output tokens. Reaching it ends the answer with `length`. The request is refused if prompt "
+        "and answer would not fit into the context.",
         GREEDY, 5, lambda a, b: b.token_ids == a.token_ids[:5] and b.reason == "length", 0,
     ),
     Field(
         "max_tokens", "the same; `max_completion_tokens` wins", "rest of the context", "Older name of the same field.",
         {"temperature": 0, "ignore_eos": True}, 7,
         lambda a, b: b.num_tokens == 7 < a.num_tokens and b.reason == "length", "7",
+    ),
+    Field(
+        "n_predict", "the same, or -1", "rest of the context",
+        "llama.cpp's name of `max_tokens`. -1: the rest of the context.",
+        GREEDY, 3, lambda a, b: b.token_ids == a.token_ids[:3] and b.reason == "length", -2,
+        more=lambda said: {"max_tokens": None},
     ),
     Field(
         "min_tokens", "whole number from 0", "0", "Minimum number of output tokens before any stop condition applies.",
@@ -134,6 +141,11 @@ FIELDS = (
         WILD, 1, lambda a, b: a.token_ids != b.token_ids, 1.1,
     ),
     Field(
+        "typical_p", "above 0, at most 1", "1",
+        "Samples from tokens whose information is close to the expected one, until their probabilities add up to it.",
+        WILD, 0.05, lambda a, b: a.token_ids != b.token_ids, 0,
+    ),
+    Field(
         "seed", "whole number of 64 bits", "random", "The same seed gives the same answer.",
         WILD, 6, lambda a, b: a.token_ids != b.token_ids, "6",
     ),
@@ -148,6 +160,11 @@ FIELDS = (
     Field(
         "repetition_penalty", "above 0, to 2", "the model's, else 1",
         "Above 1, makes tokens of the prompt and the answer less likely.",
+        FEW, 2, lambda a, b: b.num_different > a.num_different, 0,
+    ),
+    Field(
+        "repeat_penalty", "the same", "the model's, else 1",
+        "llama.cpp's and Ollama's name of `repetition_penalty`. Counts all tokens of the prompt and the answer.",
         FEW, 2, lambda a, b: b.num_different > a.num_different, 0,
     ),
     Field(
@@ -198,6 +215,23 @@ FIELDS = (
         "logprobs", "completions: 0 to 20", "none", "Log-probabilities, with this many alternatives for each token.",
         WILD, 2, lambda a, b: a.choice["logprobs"] is None
         and all(len(one) in (2, 3) for one in b.choice["logprobs"]["top_logprobs"]), -1, completions=True,
+    ),
+    Field(
+        "logprob_token_ids", "up to 20 token ids, with `logprobs`", "none",
+        "Shows these tokens instead of the most probable ones.",
+        {**WILD, "logprobs": True, "return_tokens_as_token_ids": True}, [50, 40],
+        lambda a, b: a.token_ids == b.token_ids and all(
+            [other["token"] for other in one["top_logprobs"]] == ["token_id:50", "token_id:40"]
+            for one in b.choice["logprobs"]["content"]
+        ), [-1],
+    ),
+    Field(
+        "return_tokens_as_token_ids", "true or false", "false",
+        "Log-probabilities name tokens as `token_id:<id>`, as in vLLM.",
+        {**WILD, "logprobs": True}, True, lambda a, b: a.token_ids == b.token_ids
+        and [one["token"] for one in b.choice["logprobs"]["content"]] == [f"token_id:{one}" for one in b.token_ids]
+        and [one["bytes"] for one in a.choice["logprobs"]["content"]]
+        == [one["bytes"] for one in b.choice["logprobs"]["content"]], 1,
     ),
     Field(
         "prompt_logprobs", "0 to 20, not streamed", "none",
@@ -257,6 +291,13 @@ FIELDS = (
         "truncate_prompt_tokens", "whole number from 1, or -1", "none",
         "Keeps only this many tokens from the end of the prompt. -1 keeps as many as fit.",
         GREEDY, 5, lambda a, b: b.prompt_tokens == 5 < a.prompt_tokens, 0,
+    ),
+    Field(
+        "truncation_side", "`left` or `right`", "left",
+        "With `truncate_prompt_tokens`: `right` drops the end of the prompt and keeps its beginning.",
+        {**GREEDY, "truncate_prompt_tokens": 5, "return_token_ids": True}, "right",
+        lambda a, b: len(b.answer["prompt_token_ids"]) == 5
+        and a.answer["prompt_token_ids"] != b.answer["prompt_token_ids"], "middle",
     ),
     Field(
         "priority", "whole number", "0", "Within an engine, lower numbers run first.",

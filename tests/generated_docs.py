@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,12 @@ import fields
 import minisgl
 from ops.shell.lines import COMMANDS
 from pipeline.metrics.families import FAMILIES
+from web.wire.fields import TABLE, Field, Place
+from web.wire.openai.messages import Message
+from web.wire.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
+from web.wire.openai.strict import Strict
+from web.wire.openai.tokenizer import DetokenizeRequest, TokenizeRequest
+from web.wire.sglang.schemas import AbortRequest, SGLangRequest, SGLangSampling
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("tokenize", "generate", "detokenize", "web")
@@ -78,10 +85,51 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def all_fields() -> str:
+    """Return the table of all fields of requests that generate."""
+    rows = []
+    for row in sorted(TABLE["generate"], key=lambda row: row.name):
+        chat, completions, generate = (
+            _outcome(row, model.model_fields) for model in (ChatRequest, CompletionRequest, SGLangRequest)
+        )
+        if row.name in SGLangSampling.model_fields:
+            generate = "in `sampling_params`"
+        rows.append(f"| `{row.name}` | {chat} | {completions} | {generate} | {_told(row)} |")
+    head = "| field | chat | completions | /generate | values that pass | use instead |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
+
+
+def other_fields() -> str:
+    """Return the table of all fields of other objects."""
+    objects: Mapping[Place, tuple[str, type[Strict]]] = {
+        "message": ("a message", Message),
+        "stream_options": ("`stream_options`", StreamOptions),
+        "tokenize": ("/tokenize", TokenizeRequest),
+        "detokenize": ("/detokenize", DetokenizeRequest),
+        "abort": ("/abort_request", AbortRequest),
+    }
+    rows = [
+        f"| {name} | `{row.name}` | {_outcome(row, model.model_fields)} | {_told(row)} |"
+        for place, (name, model) in objects.items()
+        for row in sorted(TABLE[place], key=lambda row: row.name)
+    ]
+    return "\n".join(["| of | field | here | values that pass | use instead |", "|---|---|---|---|---|", *rows])
+
+
+def _outcome(row: Field, declared: Collection[str]) -> str:
+    if row.name in declared:
+        return "yes" if row.kind == "effect" else "kept"
+    return "refused" if row.kind == "effect" else "noted"
+
+
+def _told(row: Field) -> str:
+    return f"{', '.join(f'`{json.dumps(value)}`' for value in row.neutral)} | {_cell(row.instead)}"
+
+
 def metrics() -> str:
     """Return the table of all metric families."""
     rows = [
-        f"| `minisgl:{one.name}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | "
+        f"| `{one.shown_as}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | "
         f"{', '.join(one.stages) or 'log'} | {_cell(one.help)} |"
         for one in FAMILIES
     ]
@@ -100,6 +148,8 @@ def shell_commands() -> str:
 TOOLS = ("trace", "top", "dead ls", "dead show", "dead requeue", "dead drop")
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "fields": fields.table,
+    "all fields": all_fields,
+    "fields of other objects": other_fields,
     "metrics": metrics,
     "flags of serve and stage": partial(flags, {"serve": "serve"} | {f"stage {name}": name for name in STAGES}),
     "flags of trace, top and dead": partial(flags, {name: name for name in TOOLS}),

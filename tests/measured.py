@@ -42,9 +42,9 @@ class Scrape:
                 self._check_histogram(name)
 
     def of(self, name: str, **labels: str) -> dict[frozenset[tuple[str, str]], float]:
-        """Return labels -> value of the samples `minisgl:<name>` that have *labels*."""
-        wanted = set(labels.items())
-        return {has: value for (found, has), value in self.samples.items() if found == PREFIX + name and wanted <= has}
+        """Return labels -> value of the samples `minisgl:<name>`, or `<name>`, that have *labels*."""
+        wanted, names = set(labels.items()), (PREFIX + name, name)
+        return {has: value for (found, has), value in self.samples.items() if found in names and wanted <= has}
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of those; there is one at least."""

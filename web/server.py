@@ -26,6 +26,7 @@ from pipeline.errors import LogError
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
+from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import WEB, Names, slot_index
 from pipeline.slots import SlotLease, acquire_slot
 from web.app import create_app
@@ -65,7 +66,7 @@ def run(config: WebStageConfig) -> int:
     hard_exit = threading.Timer(HARD_EXIT_S, os._exit, (EXIT_HARD,))
     hard_exit.daemon = True
     stop = threading.Event()
-    measures = Measures()
+    measures = ProcessMeasures()
     with (
         contextlib.closing(RedisLog(url, names, _limits(config))) as janitor_log,
         Seat(url, names, lease_ms, config.worker.slot, measures) as seat,

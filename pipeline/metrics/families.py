@@ -39,6 +39,13 @@ class Family:
     """Upper bounds, inclusive. One more bucket, above all of them, is implied."""
     of_model: bool = False
     """It has the label `model_name`, as vLLM's have."""
+    bare: bool = False
+    """It is shown under its name alone, as every client library of Prometheus names it."""
+
+    @property
+    def shown_as(self) -> str:
+        """Its name in the text."""
+        return self.name if self.bare else PREFIX + self.name
 
 
 # Bounds. vLLM's first ones are marked; what is before them is ours.
@@ -67,6 +74,10 @@ _BATCH_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 
 def _of_engine(name: str, kind: Kind, help: str, buckets: tuple[float, ...] = ()) -> Family:
     return Family(name, kind, help, (GENERATE,), buckets=buckets, of_model=True)
+
+
+def _of_process(name: str, kind: Kind, help: str) -> Family:
+    return Family(f"process_{name}", kind, help, STAGES, bare=True)
 
 
 def _of_request(name: str, help: str, buckets: tuple[float, ...]) -> Family:
@@ -110,6 +121,15 @@ STEP_SECONDS: Final = _of_engine(
 )
 TAKEOVERS: Final = _of_engine(
     "takeovers_total", "counter", "Requests that an engine went on with which another owner of a slot had begun."
+)
+
+CACHE_CONFIG: Final = Family(
+    "cache_config_info",
+    "gauge",
+    "Always 1; the labels tell the cache of an engine: tokens in a page, dtype, whether prefixes are shared, pages.",
+    (GENERATE,),
+    ("block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks"),
+    of_model=True,
 )
 
 # A request, by Redis' clock, as its detokenizer sees it.
@@ -156,6 +176,42 @@ REQUEST_SUCCESS: Final = Family(
     known=("stop", "length", "abort", "error"),
     of_model=True,
 )
+
+# A request as its client sent it, counted when all of its choices have finished.
+
+PARAMS_N: Final = Family(
+    "request_params_n",
+    "histogram",
+    "`n` of a finished request.",
+    (WEB,),
+    buckets=(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0),
+    of_model=True,
+)
+PARAMS_MAX_TOKENS: Final = Family(
+    "request_params_max_tokens",
+    "histogram",
+    "`max_tokens` of each choice of a finished request, where it has a limit.",
+    (WEB,),
+    buckets=_TOKENS,
+    of_model=True,
+)
+MAX_GENERATION_TOKENS: Final = Family(
+    "request_max_num_generation_tokens",
+    "histogram",
+    "Tokens of the longest choice of a finished request.",
+    (WEB,),
+    buckets=_TOKENS,
+    of_model=True,
+)
+
+# A process, by the names of Prometheus' client libraries.
+
+CPU_SECONDS: Final = _of_process("cpu_seconds_total", "counter", "Time on a CPU, of the process and the system for it.")
+RESIDENT_BYTES: Final = _of_process("resident_memory_bytes", "gauge", "Memory of the process that is in RAM.")
+VIRTUAL_BYTES: Final = _of_process("virtual_memory_bytes", "gauge", "Address space of the process.")
+START_SECONDS: Final = _of_process("start_time_seconds", "gauge", "When the process was started, since 1970.")
+OPEN_FDS: Final = _of_process("open_fds", "gauge", "Open files and connections.")
+MAX_FDS: Final = _of_process("max_fds", "gauge", "Most files and connections that the process may have open.")
 
 # What only we have.
 

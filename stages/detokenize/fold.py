@@ -211,7 +211,8 @@ class DetokenizeFold:
         unscored = submitted.sampling.prompt_logprobs is None
         text = ""
         if shown.echo:
-            decode = self._decoder.plain if submitted.sampling.skip_special_tokens else self._decoder.special
+            skips = submitted.sampling.skip_special_tokens and not submitted.prompt_ids
+            decode = self._decoder.plain if skips else self._decoder.special
             is_whole = submitted.prompt and submitted.truncate_prompt_tokens is None
             text = submitted.prompt if is_whole else decode(ids)
         return ToldPrompt(

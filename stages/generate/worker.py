@@ -20,6 +20,7 @@ from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
 from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import CACHE_CONFIG
 from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving, tokenizer_fingerprint
@@ -328,6 +329,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
     with process.loading("torch", LOAD_TIMEOUT_S) as announcement:
         wait_until_it_fits(process.log, serving, process.stop)  # a load takes long, and may need what the others have
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
+    _measure_cache(measures, loaded.settings)
     defaults = sampling_defaults(config.defaults, folder)
     for slot_lease in process.slot_leases(loaded.can_serve(serving)):
         failpoint("generate.after_lease")
@@ -357,6 +359,12 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
         finally:
             log_thread.stop()
     return 0
+
+
+def _measure_cache(measures: Measures, settings: Settings) -> None:
+    """Tell what the cache is like, with vLLM's labels and words."""
+    dtype, shares = str(settings.dtype).removeprefix("torch."), settings.cache != "naive"
+    measures.set(CACHE_CONFIG, 1, str(settings.page_size), dtype, str(shares), str(settings.num_pages))
 
 
 def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int | float]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Submitted
 from pipeline.serving import tokenizer_fingerprint
-from pipeline.spelling import Spelling, text_of
+from pipeline.spelling import Spelling
 from stages.tokenize.description import description
 from stages.tokenize.templates import conversation_text
 
@@ -81,6 +81,7 @@ class PromptEncoder:
         # Who names a token that this tokenizer does not have means another model.
         self._refuse_unknown("logit_bias", [token for token, _ in sampling.logit_bias], self._num_tokens)
         self._refuse_unknown("allowed_token_ids", sampling.allowed_token_ids, self._num_tokens)
+        self._refuse_unknown("logprob_token_ids", sampling.logprob_token_ids, self._num_tokens)
         bad_words = self._bad_words(sampling.bad_words)
         if event.prompt_ids:
             self._refuse_unknown("prompt", event.prompt_ids, self._num_embeddings)
@@ -104,23 +105,26 @@ class PromptEncoder:
                     encoded[place] = tuple(ids)
         return encoded
 
-    def keep_last(self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the last *num_tokens* of a prompt's tokens.
+    def keep(
+        self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...], *, first: bool = False
+    ) -> tuple[int, ...]:
+        """Return the last *num_tokens* of a prompt's tokens, or the *first* ones.
 
-        As with `truncation_side="left"` in transformers, the special tokens around the text stay and count, if there
-        is room for others beside them.
+        As with `truncation_side` in transformers, the special tokens around the text stay and count, if there is room
+        for others beside them.
         """
         if len(token_ids) <= num_tokens:
             return token_ids
         before, after = (self._num_before, self._num_after) if prompt.add_special_tokens else (0, 0)
         if before + after >= num_tokens:
             before = after = 0
+        if first:
+            return token_ids[: num_tokens - after] + token_ids[len(token_ids) - after :]
         return token_ids[:before] + token_ids[len(token_ids) - (num_tokens - before) :]
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Return the text of each token by itself."""
-        told = {token: text_of(token_bytes) for token, token_bytes in self._bytes_of(token_ids, "prompt").items()}
-        return tuple(told[token] for token in token_ids)
+        """Return each token as the vocabulary writes it, as in vLLM: `Ġis`, not ` is`."""
+        return tuple(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     def decode(self, event: Submitted) -> str:
         """Return the text of a request's token ids.
@@ -233,6 +237,19 @@ def tokens_kept(event: Submitted, context: int) -> int | None:
             param="max_tokens",
         )
     return context - num_answer
+
+
+def limit_too_high(num_tokens: int, event: Submitted, context: int) -> RequestError | None:
+    """Return the error for a client's limit that does not fit into the *context* after *num_tokens* of prompt."""
+    limit, most = event.limit, event.sampling.max_tokens
+    if not limit or most is None or num_tokens + most <= context:
+        return None
+    return RequestError(
+        f"This model's maximum context length is {context} tokens. However, the prompt has {num_tokens} tokens, and "
+        f"{limit} is {most}; send at most {context - num_tokens}, or leave it out.",
+        code="context_length_exceeded",
+        param=limit,
+    )
 
 
 def too_long(tokens: str, context: int, param: str) -> RequestError:

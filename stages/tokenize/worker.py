@@ -26,7 +26,7 @@ from pipeline.serving import Serving
 from pipeline.slots import Voice, read_statuses, wait_until_it_fits
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from stages.tokenize.config import TokenizeConfig
-from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept, too_long
+from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept, too_long
 
 logger = structlog.get_logger()
 
@@ -151,7 +151,8 @@ class TokenizeWorker:
         prompts = [each.prompt for each in work if each.prompt is not None]
         for each, prompt, token_ids in zip(work, prompts, self._encode(prompts), strict=True):
             if not isinstance(token_ids, RequestError) and each.num_kept is not None:
-                token_ids = self._encoder.keep_last(each.num_kept, prompt, token_ids)
+                first = each.submitted.truncation_side == "right"
+                token_ids = self._encoder.keep(each.num_kept, prompt, token_ids, first=first)
             if isinstance(token_ids, RequestError):
                 self._fail(each.entry, token_ids)
             elif each.submitted.task != "generate":
@@ -160,6 +161,8 @@ class TokenizeWorker:
                 self._fail(each.entry, RequestError("The prompt has no tokens; send some text.", param=prompt.param))
             elif len(token_ids) + 1 > self.context:
                 self._fail(each.entry, too_long(str(len(token_ids)), self.context, prompt.param))
+            elif error := limit_too_high(len(token_ids), each.submitted, self.context):
+                self._fail(each.entry, error)
             else:
                 event = Tokenized(
                     token_ids=token_ids,

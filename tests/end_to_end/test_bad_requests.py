@@ -176,8 +176,17 @@ def test_a_path_or_a_method_that_there_is_not_is_told_in_the_same_shape(server: 
     assert "POST" in response.headers["allow"]
 
 
-@pytest.mark.parametrize("max_tokens", [NARROW, 10**9, 2**63 - 1])
-def test_more_tokens_than_the_context_has_are_cut_to_it(server: Server, max_tokens: int) -> None:
-    answer = server.post(HELLO | {"max_tokens": max_tokens, "ignore_eos": True}).json()
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["total_tokens"] == NARROW
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_that_does_not_fit_beside_the_prompt_is_refused_with_the_largest_that_does(
+    server: Server, stream: bool
+) -> None:
+    without = server.post(HELLO | {"max_tokens": None, "ignore_eos": True}).json()
+    assert without["choices"][0]["finish_reason"] == "length" and without["usage"]["total_tokens"] == NARROW
+    most = NARROW - without["usage"]["prompt_tokens"]
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+        for too_many in (most + 1, 10**9, 2**63 - 1):
+            asked = HELLO | {"max_tokens": None, name: too_many, "stream": stream}
+            error = error_of(server.post(asked), 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+            assert f"send at most {most}," in error["message"]
+    assert server.post(HELLO | {"max_tokens": most, "ignore_eos": True}).json()["usage"]["total_tokens"] == NARROW

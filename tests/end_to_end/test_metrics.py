@@ -99,6 +99,9 @@ def test_after_some_requests_every_count_is_exactly_theirs(server: Server) -> No
             request_prompt_tokens_sum=prompts,
             request_generation_tokens_sum=tokens,
             request_success_total=6,
+            request_params_n_sum=6,
+            request_params_max_tokens_sum=tokens,  # each answer has as many as it may
+            request_max_num_generation_tokens_sum=tokens,
         ),
         "every process has said what it counted",
     )
@@ -115,6 +118,9 @@ def test_after_some_requests_every_count_is_exactly_theirs(server: Server) -> No
     for name, expected_ms in milliseconds.items():
         assert since.count(f"{name}_sum") * 1000 == pytest.approx(expected_ms, abs=0.01), name
         assert expected_ms > 0, name
+    cache = {"block_size": str(PAGE_SIZE), "enable_prefix_caching": "True", "slot": "generate-0", "model_name": "llama"}
+    assert since.now.total("cache_config_info", **cache) == 1
+    assert since.now.values("process_resident_memory_bytes", "slot") == {f"{stage}-0" for stage in STAGES}
     steps = since.count("step_time_seconds_count")
     assert steps == since.count("iteration_tokens_total_count") >= max(7, 3 * 4)
     commits = {name: since.count("commit_latency_seconds_count", commit=name) for name in ("submit", "tokenized")}

@@ -29,7 +29,6 @@ from pipeline.metrics.families import (
     MODEL,
     NUM_LIVE,
     NUM_WAITING,
-    PREFIX,
     SLOT,
     STREAM_LAG,
     STREAM_LENGTH,
@@ -147,8 +146,8 @@ def _show_log(shown: Readings, facts: LogFacts, served: str) -> None:
 
 
 def _known(family: Family) -> Iterable[tuple[str, ...]]:
-    """Return the label values that are shown from the start."""
-    return [(word,) for word in family.known] if family.labels else [()]
+    """Return the label values that are shown from the start. A process that cannot be measured has none."""
+    return [(word,) for word in family.known] if family.labels else () if family.bare else [()]
 
 
 def _nothing(family: Family) -> Reading:
@@ -158,7 +157,7 @@ def _nothing(family: Family) -> Reading:
 def _metric(family: Family, series: Mapping[tuple[str, ...], Reading]) -> Any:
     slot_lease = (SLOT, MODEL) if family.of_model else (SLOT,)
     labels = (*(slot_lease if family.stages else ()), *family.labels)
-    metric: Any = _METRICS[family.kind](PREFIX + family.name, family.help, labels=labels)
+    metric: Any = _METRICS[family.kind](family.shown_as, family.help, labels=labels)
     bounds = [*map(str, family.buckets), "+Inf"]
     for values, reading in sorted(series.items()):
         if isinstance(reading, Counts):

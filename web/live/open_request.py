@@ -23,9 +23,15 @@ from typing import Final, Literal
 import structlog
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
-from pipeline.events import Cancelled, End, Failed, Submitted, decode, new_uid
+from pipeline.events import Cancelled, End, Failed, Finished, Submitted, decode, new_uid
 from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
-from pipeline.metrics.families import COMMIT_SECONDS, REJECTIONS
+from pipeline.metrics.families import (
+    COMMIT_SECONDS,
+    MAX_GENERATION_TOKENS,
+    PARAMS_MAX_TOKENS,
+    PARAMS_N,
+    REJECTIONS,
+)
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
 from web.keys import shown
@@ -301,12 +307,26 @@ class OpenRequest(Client):
         attached_to = self.reads  # perhaps it is not subscribed to them yet
         self._frontend.drop(self)
         if self.ended:
+            self._measure()
             return
         failpoint("web.on_disconnect")
         if self.broken and not attached_to:
             self._frontend.spawn(self.end(Cancelled(by="web")))
         else:
             self._frontend.after_grace(functools.partial(self._abandon, attached_to))
+
+    def _measure(self) -> None:
+        """Count what the client asked for, as vLLM does it, if all choices have finished."""
+        finished = [end for _, end in sorted(self._ends.items()) if isinstance(end, Finished)]
+        if self.attached or len(finished) < len(self.events):
+            return
+        observe, choices = self._frontend.measures.observe, self.event.presentation.choices
+        lengths = [end.usage.completion_tokens for end in finished]
+        for first in range(0, len(lengths), choices):
+            observe(PARAMS_N, choices)
+            observe(MAX_GENERATION_TOKENS, max(lengths[first : first + choices]))
+        if self.event.sampling.max_tokens is not None:
+            observe(PARAMS_MAX_TOKENS, self.event.sampling.max_tokens, times=len(finished))
 
     async def _abandon(self, attached_to: Sequence[str]) -> None:
         """Cancel the own request, or the one that this client is *attached_to*, unless another client reads it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from quart import Blueprint, Response
 
+from pipeline.errors import RequestError
 from pipeline.events import Answered, Cancelled, Failed, Submitted
 from pipeline.process.failpoints import failpoint
 from web.live.frontend import Frontend
@@ -25,6 +26,7 @@ from web.wire.openai.tokenizer import (
     TokenizeRequest,
     parse_detokenize,
     parse_tokenize,
+    refuse_too_many,
     text_body,
     tokens_body,
 )
@@ -66,25 +68,33 @@ def _describe(body: bytes) -> DescribeRequest:
 
 
 def _events(request: Asked, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:
-    return [request.submitted(frontend=frontend, model=model)]
+    return request.submitted(frontend=frontend, model=model)
 
 
 async def _response(opened: OpenRequest, frontend: Frontend) -> Response:
+    answers: dict[int, Answered] = {}
     while True:
         for event in await opened.next():
             failpoint("web.before_first_byte")
             match event.event:
                 case Answered() as answered:
-                    return json_response(_body(answered, opened, frontend.readiness.context))
+                    answers[event.index] = answered
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
+            try:
+                refuse_too_many(answers.values())
+            except RequestError as error:
+                return error_response(opened.refuse(error))
+        if len(answers) == len(opened.events):
+            in_order = [answers[index] for index in range(len(answers))]
+            return json_response(_body(in_order, opened.event, frontend.readiness.context))
 
 
-def _body(answer: Answered, opened: OpenRequest, context: int) -> bytes:
-    match opened.event.task:
+def _body(answers: Sequence[Answered], asked: Submitted, context: int) -> bytes:
+    match asked.task:
         case "tokenize":
-            return tokens_body(answer, opened.event, context)
+            return tokens_body(answers, asked, context)
         case "detokenize":
-            return text_body(answer)
+            return text_body(answers, asked)
         case _:
-            return answer.text.encode()
+            return answers[0].text.encode()

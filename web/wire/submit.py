@@ -56,7 +56,10 @@ def generate_events(
     said: dict[str, Any] = {"endpoint": GENERATE_ENDPOINT, "frontend": frontend, "model": model}
     if isinstance(request, TextRequest):
         greedy = SamplingParams(temperature=0, max_tokens=request.longest, ignore_eos=bool(request.ignore_eos))
+        said["limit"] = "" if request.max_tokens is None else "max_tokens"
         return [Submitted(**said, prompt=request.prompt, sampling=greedy, presentation=Presentation(stream=True))]
+    if request.sampling.max_new_tokens:
+        said["limit"] = "sampling_params.max_new_tokens"
     presentation = Presentation(
         stream=bool(request.stream),
         continuous_usage=True,
@@ -105,6 +108,8 @@ def _common(request: GenerationRequest, endpoint: str, frontend: str, model: str
         "model": model,
         "add_special_tokens": request.add_special_tokens,
         "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "truncation_side": request.truncation_side or "left",
+        "limit": request.limit if request.longest else "",
         "priority": request.priority or 0,
         "labels": request.labels,
     }
@@ -118,12 +123,18 @@ def _presentation(request: GenerationRequest) -> Presentation:
         include_usage=include_usage,
         continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),
         token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
         prompt_scores=request.prompt_logprobs is not None,
     )
 
 
 def _sampling(request: GenerationRequest, defaults: Defaults) -> SamplingParams:
-    own = {"max_tokens": request.longest or None, "logprobs": request.num_logprobs}
+    penalty = request.repeat_penalty if request.repetition_penalty is None else request.repetition_penalty
+    own = {
+        "max_tokens": request.longest or None,
+        "logprobs": request.num_logprobs,
+        "repetition_penalty": penalty,
+    }
     return _sampling_params(request, request.seed, own, defaults)
 
 

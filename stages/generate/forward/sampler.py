@@ -61,7 +61,8 @@ def splitmix64(state: int) -> int:
 
 
 def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return p_V, float64, not normalised, after temperature, top_k, top_p and min_p in this order, as in transformers.
+    """Return p_V, float64, not normalised, after temperature, top_k, top_p, min_p and typical_p in this order, as in
+    transformers.
 
     Tokens of equal probability at a border are all kept or all dropped, so the result does not depend on how a sort
     orders equal logits. In bfloat16 these are common.
@@ -74,7 +75,22 @@ def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
         p_V = p_V * (p_V >= _smallest_of_nucleus(p_V, params.top_p))
     if params.min_p > 0:
         p_V = p_V * (p_V >= params.min_p * p_V.max())
+    if params.typical_p < 1:
+        p_V = p_V * _is_typical(p_V, params.typical_p)
     return p_V
+
+
+def _is_typical(p_V: Tensor, typical_p: float) -> Tensor:
+    """Mark the tokens whose information is closest to the entropy and that together reach *typical_p*.
+
+    Meister, Pimentel, Wiher, Cotterell: Locally Typical Sampling, TACL 2023 (arXiv:2202.00666).
+    """
+    p_V = p_V / p_V.sum()
+    distance_V = (-p_V.log() - torch.special.entr(p_V).sum()).abs()  # infinite where p is 0
+    nearest_V = distance_V.argsort()
+    num_before = (p_V[nearest_V].cumsum(0) < typical_p).sum()
+    typical_V: Tensor = distance_V <= distance_V[nearest_V[num_before.clamp(max=len(p_V) - 1)]]
+    return typical_V
 
 
 def _smallest_of_nucleus(p_V: Tensor, top_p: float) -> Tensor:

@@ -41,9 +41,10 @@ def score(
         prompt: tuple[Score, ...] = ()
         if row.sample is not None:
             sample = next(sampled)
-            num_top = row.sample.params.logprobs
-            if num_top is not None:
-                token = scores_of(logits_RV[sample : sample + 1], token_ids[sample : sample + 1], num_top)[0]
+            params = row.sample.params
+            if params.logprobs is not None:
+                drawn_1V, drawn = logits_RV[sample : sample + 1], token_ids[sample : sample + 1]
+                token = scores_of(drawn_1V, drawn, params.logprobs, params.logprob_token_ids)[0]
         if row.scoring is not None:
             first = batch.query_starts[index]
             x_NE = x_TE[first : first + len(row.scoring.targets)]
@@ -61,12 +62,17 @@ def score(
     return found
 
 
-def scores_of(logits_NV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Score]:
-    """Return the score of each of *token_ids* in its row of logits, with the *num_top* most probable tokens."""
+def scores_of(logits_NV: Tensor, token_ids: Sequence[int], num_top: int, others: Sequence[int] = ()) -> list[Score]:
+    """Return the score of each of *token_ids* in its row of logits, with the *num_top* most probable tokens, or with
+    *others* if there are any."""
     logprobs_NV = logits_NV.float().log_softmax(-1)
     chosen_N1 = logprobs_NV.gather(1, torch.tensor(token_ids, device=logprobs_NV.device)[:, None])
-    top = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]))
-    told = zip(chosen_N1[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
+    if others:
+        known_C = torch.tensor([token for token in others if token < logprobs_NV.shape[1]], device=logprobs_NV.device)
+        values_NC, tokens_NC = logprobs_NV[:, known_C.long()], known_C.expand(len(logprobs_NV), -1)
+    else:
+        values_NC, tokens_NC = logprobs_NV.topk(min(num_top, logprobs_NV.shape[1]))
+    told = zip(chosen_N1[:, 0].tolist(), tokens_NC.tolist(), values_NC.tolist(), strict=True)
     return [
         Score(logprob=_told(chosen), top=tuple((token, _told(logprob)) for token, logprob in zip(*best, strict=True)))
         for chosen, *best in told

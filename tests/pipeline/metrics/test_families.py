@@ -53,6 +53,7 @@ def test_a_family_is_declared_as_prometheus_wants_it(family: Family) -> None:
         (families.DECODE_SECONDS, VLLM_REQUEST_S),
         (families.INFERENCE_SECONDS, VLLM_REQUEST_S),
         (families.STEP_TOKENS, VLLM_STEP_TOKENS),
+        (families.PARAMS_N, (1, 2, 5, 10, 20)),
     ],
     ids=lambda value: value.name if isinstance(value, Family) else "",
 )

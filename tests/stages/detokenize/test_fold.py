@@ -318,6 +318,14 @@ def test_a_prompt_is_repeated_as_it_was_sent_or_where_it_was_cut_as_it_was_read(
     assert told is not None and (told.text, told.token_ids, told.first) == (repeated, (), None)
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_of_a_prompt_that_came_as_tokens_are_repeated(skip: bool) -> None:
+    asked = {"prompt_ids": tuple(map(ord, "aĬb")), "presentation": Presentation(echo=True)}
+    fold = Fold(prompt_ids=tuple(map(ord, "aĬb")), submitted=asked, skip_special_tokens=skip)
+    told = tokens(fold.says("x")).prompt
+    assert told is not None and told.text == "aĬb"
+
+
 def test_who_asked_for_nothing_is_told_nothing_of_the_prompt() -> None:
     event = tokens(Fold().says("x"))
     assert event.prompt is None and event.scores == ()

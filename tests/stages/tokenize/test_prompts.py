@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import stages.tokenize.prompts
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import SamplingParams, Submitted, Task, Templating
-from stages.tokenize.prompts import PromptEncoder, Rendered, tokens_kept
+from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept
 from stages.tokenize.templates import NO_VARIABLES
 
 TOOL_TEMPLATE = """\
@@ -286,20 +286,21 @@ def surrounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 17, 100_000])
-def test_the_last_tokens_are_kept_beside_those_that_the_tokenizer_adds_as_in_transformers(
-    folder: Path, surrounded: Path, num_tokens: int
+def test_the_tokens_of_one_side_are_kept_beside_those_that_the_tokenizer_adds_as_in_transformers(
+    folder: Path, surrounded: Path, num_tokens: int, side: str
 ) -> None:
     for path in (folder, surrounded):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, truncation_side="left")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path, truncation_side=side)
         encoder = PromptEncoder(path)
         num_added = tokenizer.num_special_tokens_to_add()
         for special in (True, False):
             rendered = encoder.render(plain(TEXT[:300], add_special_tokens=special))
             (ids,) = encoder.encode([rendered])
-            kept = encoder.keep_last(num_tokens, rendered, ids)
+            kept = encoder.keep(num_tokens, rendered, ids, first=side == "right")
             if special and num_tokens <= num_added:  # where transformers refuses, or keeps nothing of the text
-                assert kept == ids[-num_tokens:]
+                assert kept == (ids[-num_tokens:] if side == "left" else ids[:num_tokens])
             else:
                 expected = tokenizer(TEXT[:300], add_special_tokens=special, truncation=True, max_length=num_tokens)[
                     "input_ids"
@@ -311,8 +312,9 @@ def test_of_tokens_that_came_as_such_and_of_conversations_the_last_are_kept(enco
     for event in (asked(prompt_ids=(7, 5, 9)), chat("hello")):
         rendered = encoder.render(event)
         (ids,) = encoder.encode([rendered])
-        assert encoder.keep_last(2, rendered, ids) == ids[-2:]
-        assert encoder.keep_last(0, rendered, ids) == ()
+        assert encoder.keep(2, rendered, ids) == ids[-2:]
+        assert encoder.keep(2, rendered, ids, first=True) == ids[:2]
+        assert encoder.keep(0, rendered, ids) == encoder.keep(0, rendered, ids, first=True) == ()
 
 
 @pytest.mark.parametrize(
@@ -324,6 +326,22 @@ def test_minus_1_is_all_that_there_is_room_for_beside_the_answer(
 ) -> None:
     event = plain("x", truncate_prompt_tokens=truncate, sampling=SamplingParams(max_tokens=max_tokens))
     assert tokens_kept(event, context=100) == kept
+
+
+@pytest.mark.parametrize(
+    ("limit", "max_tokens", "fits"),
+    [("max_tokens", 60, True), ("max_tokens", 61, False), ("max_tokens", None, True), ("", 61, True)],
+)
+def test_a_limit_that_the_client_set_must_fit_beside_the_prompt(limit: str, max_tokens: int | None, fits: bool) -> None:
+    event = plain("x", limit=limit, sampling=SamplingParams(max_tokens=max_tokens))
+    error = limit_too_high(40, event, 100)
+    assert (error is None) is fits
+    if error is not None:
+        assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "max_tokens")
+        assert error.message == (
+            "This model's maximum context length is 100 tokens. However, the prompt has 40 tokens, and max_tokens is "
+            "61; send at most 60, or leave it out."
+        )
 
 
 def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused() -> None:
@@ -426,18 +444,11 @@ def test_token_ids_that_stand_for_too_much_text_are_not_decoded(
     assert (error.status, error.param) == (413, "tokens")
 
 
-def test_the_pieces_of_a_text_are_its_tokens_one_by_one(encoder: PromptEncoder) -> None:
+def test_the_pieces_of_a_text_are_its_tokens_as_the_vocabulary_writes_them(encoder: PromptEncoder) -> None:
     ids = encoded(encoder, plain("The sea ☃"))
     first, *pieces = encoder.pieces(ids)
-    assert first == BOS and pieces[:2] == ["The", " sea"] and len(pieces) == len(ids) - 1
-    assert (
-        b"".join(
-            bytes.fromhex(piece[6:].replace("\\x", "")) if piece.startswith("bytes:") else piece.encode()
-            for piece in pieces
-        )
-        == "The sea ☃".encode()
-    )
-    assert any(piece.startswith("bytes:\\x") for piece in pieces)
+    assert first == BOS and pieces[:2] == ["The", "Ġsea"] and len(pieces) == len(ids) - 1
+    assert "".join(pieces) == "TheĠseaĠâĺĥ", "GPT-2's table, byte by byte"
 
 
 # what a tokenizer is like

@@ -69,8 +69,10 @@ class LetterEncoder:
         if prompt.text == "a book":
             raise RequestError("It is a book.", code="request_too_large", param="prompt", status=413)
 
-    def keep_last(self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        return token_ids[-num_tokens:]
+    def keep(
+        self, num_tokens: int, prompt: Rendered, token_ids: tuple[int, ...], *, first: bool = False
+    ) -> tuple[int, ...]:
+        return token_ids[:num_tokens] if first else token_ids[-num_tokens:]
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         if ord("?") in token_ids:
@@ -226,6 +228,26 @@ def test_the_last_tokens_of_a_prompt_are_kept(
     uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=truncate, sampling=sampling)
     rig.handle()
     assert rig.last(uid)[1].token_ids == tuple(map(ord, kept))
+
+
+def test_the_first_tokens_of_a_prompt_are_kept_where_the_end_is_to_go(rig: Rig) -> None:
+    uid = rig.ask(prompt="abcdef", truncate_prompt_tokens=2, truncation_side="right")
+    rig.handle()
+    assert rig.last(uid)[1].token_ids == (97, 98)
+
+
+def test_a_limit_that_does_not_fit_beside_the_prompt_is_refused_by_the_clients_name_of_it(rig: Rig) -> None:
+    most = SamplingParams(max_tokens=CONTEXT - 3)
+    uids = [
+        rig.ask(prompt="abc", limit="n_predict", sampling=most),
+        rig.ask(prompt="abcd", limit="n_predict", sampling=most),
+        rig.ask(prompt="abcd", sampling=most),
+        rig.ask(prompt="abcd", limit="n_predict", sampling=most, truncate_prompt_tokens=3),
+    ]
+    rig.handle()
+    fits, refused, unlimited, cut = (rig.last(uid)[1] for uid in uids)
+    assert all(isinstance(event, Tokenized) for event in (fits, unlimited, cut))
+    assert isinstance(refused, Failed) and (refused.code, refused.param) == ("context_length_exceeded", "n_predict")
 
 
 def test_a_prompt_that_is_too_long_goes_through_where_it_is_cut(rig: Rig) -> None:

@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import orjson
+import psutil
 import pytest
 from measured import Scrape
 from redis_servers import RunningServer, command
@@ -32,6 +33,7 @@ from pipeline.metrics.families import (
     REFUSALS,
     REQUEST_SUCCESS,
 )
+from pipeline.metrics.process import ProcessMeasures
 from pipeline.names import Names
 from pipeline.slots import Status
 from web.keys import Caller, Keys, hash_of
@@ -100,7 +102,7 @@ async def test_what_has_not_happened_yet_is_there_as_zero(redis_url: str, stand_
 
     async with site(redis_url) as here:
         seen = await scrape(here)
-    measured = [family for family in FAMILIES if family.stages and (family.known or not family.labels)]
+    measured = [one for one in FAMILIES if one.stages and not one.bare and (one.known or not one.labels)]
     for family in measured:
         suffix = "_count" if family.kind == "histogram" else ""
         slots = {f"{stage}-0" if stage == "web" else f"{stage}-1" for stage in family.stages}
@@ -233,7 +235,56 @@ async def test_who_asks_while_a_text_is_made_gets_that_one(redis_url: str, stand
         assert times == 2
 
 
+async def test_a_process_is_measured_by_the_names_of_prometheus_own_libraries(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    before = ProcessMeasures()
+    sum(range(2_000_000))
+    text = before.snapshot()
+    publish(redis_url, "generate-1", text)
+    async with site(redis_url) as here:
+        seen = await scrape(here)
+    this = psutil.Process()
+    assert seen.values("process_open_fds", "slot") == {"generate-1"}, "who cannot tell says nothing"
+    assert {name: kind for name, kind in seen.kinds.items() if name.startswith("process_")} == {
+        "process_cpu_seconds": "counter",
+        "process_resident_memory_bytes": "gauge",
+        "process_virtual_memory_bytes": "gauge",
+        "process_start_time_seconds": "gauge",
+        "process_open_fds": "gauge",
+        "process_max_fds": "gauge",
+    }
+    assert 0 < seen.total("process_cpu_seconds_total") <= sum(this.cpu_times()[:2])
+    assert seen.total("process_start_time_seconds") == pytest.approx(this.create_time(), abs=2)
+    memory = this.memory_info()
+    assert seen.total("process_resident_memory_bytes") == pytest.approx(memory.rss, rel=0.3)
+    assert seen.total("process_virtual_memory_bytes") == pytest.approx(memory.vms, rel=0.3)
+    assert 3 <= seen.total("process_open_fds") < seen.total("process_max_fds") == this.rlimit(psutil.RLIMIT_NOFILE)[0]
+
+
 # the frontend
+
+
+async def test_what_clients_ask_for_is_counted_once_for_each_request_that_finished(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    async with site(redis_url) as here:
+        for body in (chat(), {**chat(), "max_tokens": 7}, {**chat(), "n": 3, "max_tokens": 7, "stream": True}):
+            await (await here.client.post("/v1/chat/completions", json=body)).get_data()
+        two = {"prompt": ["a", "b"], "n": 2, "max_tokens": 5}
+        assert (await here.client.post("/v1/completions", json=two)).status_code == 200
+        await error_of(here.post(chat("break")))
+        assert (await here.client.post("/tokenize", json={"prompt": "ab"})).status_code == 200
+        await until(lambda: not here.is_busy)
+        seen = await scrape(here)
+
+    def counted(name: str) -> tuple[float, float]:
+        at = {"slot": "web-0", "model_name": MODEL}
+        return seen.total(f"{name}_count", **at), seen.total(f"{name}_sum", **at)
+
+    assert counted("request_params_n") == (5, 1 + 1 + 3 + 2 + 2)
+    assert counted("request_params_max_tokens") == (1 + 3 + 4, 7 + 3 * 7 + 4 * 5)
+    assert counted("request_max_num_generation_tokens") == (5, 5 * 3)
 
 
 async def test_requests_and_responses_are_counted_by_route_and_never_by_path(redis_url: str, stand_in: StandIn) -> None:

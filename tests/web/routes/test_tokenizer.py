@@ -38,8 +38,12 @@ async def post(here: Site, path: str, body: Any, **options: Any) -> Response:
 BAD_TOKENIZE: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
     ({"prompt": "a", "messages": HELLO}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [1, 2]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [1, 2]}, "prompt.0"),
+    ({"prompt": ["a", None]}, "prompt.1"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": ["a", "b"], "messages": HELLO}, "prompt"),
+    ({"prompt": "a", "content": SECRET}, "content"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": SECRET}]}]}, "messages.0.tool_calls.0.function"),
     ({"messages": HELLO, "chat_template": SECRET}, "chat_template"),
@@ -58,7 +62,8 @@ BAD_TOKENIZE: list[tuple[dict[str, Any], str]] = [
 BAD_DETOKENIZE: list[tuple[dict[str, Any], str]] = [
     ({}, "tokens"),
     ({"tokens": "ab"}, "tokens"),
-    ({"tokens": [[1, 2], [3]]}, "tokens"),
+    ({"tokens": [[1, 2], 3]}, "tokens.1"),
+    ({"tokens": [[1, 2], [-1]]}, "tokens.1.0"),
     ({"tokens": [1, -1]}, "tokens.1"),
     ({"tokens": [1, 2**31]}, "tokens.1"),
     ({"tokens": [True]}, "tokens.0"),
@@ -77,13 +82,6 @@ async def test_a_bad_field_is_refused_by_its_name_and_goes_nowhere(redis_url: st
     assert stand_in.requests() == []
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
-async def test_a_list_of_several_is_refused_with_what_to_do(path: str, redis_url: str, stand_in: StandIn) -> None:
-    async with site(redis_url) as here:
-        _, error = await error_of(post(here, path, {"prompt": ["a", "b"], "tokens": [[1], [2]]}))
-        assert "send a request for each" in error["message"]
-
-
 def test_a_list_of_more_tokens_than_any_text_has_is_refused() -> None:
     tokens = b'{"tokens":[' + b"1," * MOST_TOKENS + b"%s]}"
     with pytest.raises(Exception, match="tokens: List should have at most"):
@@ -94,9 +92,8 @@ def test_a_list_of_more_tokens_than_any_text_has_is_refused() -> None:
 def test_every_optional_field_takes_null_as_absent() -> None:
     nulls = dict.fromkeys(set(TokenizeRequest.model_fields) - {"prompt"})
     asked = parse_tokenize(json.dumps({"prompt": "a", **nulls, "chat_template": None}).encode())
-    assert asked.submitted(frontend="f", model="m") == parse_tokenize(b'{"prompt":"a"}').submitted(
-        frontend="f", model="m"
-    )
+    plain = parse_tokenize(b'{"prompt":"a"}')
+    assert asked.submitted(frontend="f", model="m") == plain.submitted(frontend="f", model="m")
 
 
 def test_a_conversation_is_submitted_with_all_that_its_template_is_given() -> None:
@@ -109,7 +106,7 @@ def test_a_conversation_is_submitted_with_all_that_its_template_is_given() -> No
         "tools": [TOOL],
         "return_token_strs": True,
     }
-    event = parse_tokenize(json.dumps(body).encode()).submitted(frontend="web-0", model="m")
+    (event,) = parse_tokenize(json.dumps(body).encode()).submitted(frontend="web-0", model="m")
     assert event == Submitted(
         endpoint="/tokenize",
         frontend="web-0",
@@ -149,6 +146,42 @@ async def test_a_text_and_a_conversation_are_answered_with_their_tokens(
         answer = await json_of(await post(here, f"{prefix}/detokenize", {"tokens": [104, 105]}))
         assert answer == {"prompt": "hi", "text": "hi"}
         assert (await json_of(await post(here, f"{prefix}/detokenize", {"tokens": []})))["prompt"] == ""
+
+
+async def test_several_texts_are_answered_with_lists_in_their_order(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        several = {"prompt": ["ab", "", "c"], "return_token_strs": True}
+        response = await post(here, "/tokenize", several)
+        assert await json_of(response) == {
+            "count": [2, 0, 1],
+            "max_model_len": CONTEXT,
+            "tokens": [[97, 98], [], [99]],
+            "token_strs": [["a", "b"], [], ["c"]],
+        }
+        uid = response.headers["x-minisgl-uid"]
+        assert sorted(each for each, _ in stand_in.requests()) == [f"{uid}.{index}" for index in range(3)]
+        alone = await json_of(await post(here, "/tokenize", {"prompt": ["ab"]}))
+        assert (alone["count"], alone["tokens"]) == ([2], [[97, 98]]), "a list of one is answered by a list"
+        answer = await json_of(await post(here, "/detokenize", {"tokens": [[104, 105], []]}))
+        assert answer == {"prompt": ["hi", ""], "text": ["hi", ""]}
+        first = await post(here, "/tokenize", several, headers=KEY)
+        again = await post(here, "/tokenize", several, headers=KEY)
+        assert await json_of(first) == await json_of(again)
+        assert first.headers["x-minisgl-uid"] == again.headers["x-minisgl-uid"]
+
+
+async def test_one_of_several_texts_that_is_refused_refuses_all(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        status, error = await error_of(post(here, "/tokenize", {"prompt": ["ab", "refuse", "c"]}))
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+async def test_several_texts_have_no_more_tokens_together_than_one(redis_url: str, stand_in: StandIn) -> None:
+    with capture_logs() as lines:
+        async with site(redis_url) as here:
+            status, error = await error_of(post(here, "/tokenize", {"prompt": ["x" * 200_000] * 3}))
+    assert (status, error["param"]) == (413, "prompt") and "more than 262144 tokens" in error["message"]
+    assert [line["status"] for line in request_lines(lines)] == [413]
 
 
 async def test_special_tokens_are_kept_in_a_text_unless_it_is_said_otherwise(redis_url: str, stand_in: StandIn) -> None:

@@ -36,7 +36,7 @@ def test_no_row_is_of_a_field_that_there_is_not() -> None:
 def test_a_bias_of_no_token_is_refused_with_what_a_key_should_be() -> None:
     with pytest.raises(RequestError) as raised:
         parse_completion(b'{"prompt": "Hello!", "logit_bias": {"a": 1}}')
-    expected = "logit_bias: a key is not a token id; expected a whole number below 1000000000, such as `42`"
+    expected = 'logit_bias at "a": the key is not a token id; expected a whole number below 1000000000, such as `42`'
     assert raised.value.message == expected
 
 

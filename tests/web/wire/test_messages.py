@@ -9,15 +9,7 @@ import pytest
 
 from pipeline.errors import RequestError
 from pipeline.events import SamplingParams, Submitted, Templating, decode, encode
-from web.wire.openai.messages import (
-    UNSUPPORTED_IN_MESSAGE,
-    Message,
-    Tool,
-    check_messages,
-    plain_messages,
-    plain_tools,
-    templating_of,
-)
+from web.wire.openai.messages import Message, Tool, check_messages, plain_messages, plain_tools, templating_of
 from web.wire.openai.strict import Strict, parsed
 
 SECRET = "a-word-that-must-not-come-back"
@@ -90,7 +82,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (calling(name="f", arguments='{"a": NaN}'), ARGUMENTS),
     (calling(name="f", arguments='{"a": "\\ud800"}'), ARGUMENTS),
     (calling(name="f", arguments='{"a":' * 100_000), ARGUMENTS),
-    ({"role": "assistant", "content": "x", "reasoning_content": SECRET}, "0.reasoning_content"),
+    ({"role": "assistant", "content": "x", "refusal": SECRET}, "0.refusal"),
     ({"role": "assistant", "content": "x", "function_call": {"name": SECRET}}, "0.function_call"),
 ]
 
@@ -127,10 +119,9 @@ def test_a_call_without_a_type_is_of_a_function_and_no_arguments_are_none() -> N
     assert message["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}]
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED_IN_MESSAGE))
-def test_what_we_do_not_have_may_be_sent_with_its_neutral_value(name: str) -> None:
-    for neutral in (None, *UNSUPPORTED_IN_MESSAGE[name]):
-        assert plain({"role": "assistant", "content": "x", name: neutral}) == ({"role": "assistant", "content": "x"},)
+def test_what_a_template_is_not_given_is_left_out() -> None:
+    message = {"role": "assistant", "content": "x"}
+    assert plain({**message, "refusal": "", "annotations": [], "reasoning_content": "hm"}) == (message,)
 
 
 def test_unknown_names_are_let_through_and_named() -> None:

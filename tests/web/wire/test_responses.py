@@ -204,6 +204,84 @@ def test_a_completion_echoes_its_prompt_with_the_logprobs_of_all_but_its_first_t
     assert choice.logprobs.text_offset == [0, 3, 5]
 
 
+def test_tokens_are_named_by_their_ids_where_the_client_wants_that() -> None:
+    scores = (score("you", -1.0, ("me", -0.5)),)
+    event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True, tokens_as_ids=True)
+    logprobs = json.loads(whole([event], "you", scores=scores, prompt=PROMPT))["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:8", "token_id:5", "token_id:5"]
+    assert logprobs["top_logprobs"][1:] == [
+        {"token_id:5": -3.0, "token_id:1": -0.5},
+        {"token_id:5": -1.0, "token_id:1": -0.5},
+    ]
+    assert logprobs["text_offset"] == [0, 3, 5], "in the text, not in the names"
+    chat = json.loads(whole([submitted(tokens_as_ids=True)], "you", scores=scores))["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["bytes"]) for one in (*chat, *chat[0]["top_logprobs"])] == [
+        ("token_id:5", list(b"you")),
+        ("token_id:1", list(b"me")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "offsets"),
+    [
+        ("<s>Dear <b>you", ["<s>", "Dear", " ", "<b>", "you"], [0, 3, 7, 8, 11]),
+        ("Dear you", ["<|begin_of_text|>", "Dear", " you"], [0, 0, 4]),
+        ("Dear you", ["▁Dear".replace("▁", " "), " you", "<|end|>"], [0, 4, 8]),
+        ("a漢b", ["a", "bytes:\\xe6\\xbc", "bytes:\\xa2", "b"], [0, 1, 1, 2]),
+        ("a\ufffdb", ["a", "bytes:\\xe6", "b"], [0, 1, 2]),
+        ("e\u0301 x", ["é", " x"], [0, 2]),
+        ("", ["a", "b"], [0, 0]),
+    ],
+)
+def test_a_token_begins_where_its_text_does_and_one_that_is_not_shown_where_the_next_one_does(
+    text: str, pieces: list[str], offsets: list[int]
+) -> None:
+    event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True)
+    first, *rest = pieces
+    scores = tuple(score(piece, -1.0) for piece in rest)
+    prompt = ToldPrompt(num_tokens=len(pieces), text=text, scores=scores, first=ToldToken(token=1, text=first))
+    answer = json.loads(whole([event], "!", scores=(score("!", -1.0),), prompt=prompt))["choices"][0]
+    assert answer["text"] == text + "!" and answer["logprobs"]["text_offset"] == [*offsets, len(text)]
+    given = submitted(endpoint=COMPLETIONS_ENDPOINT)
+    choice = json.loads(whole([given], text, scores=(score(first, -1.0), *scores)))["choices"][0]
+    assert choice["logprobs"]["text_offset"] == offsets
+
+
+@pytest.mark.parametrize(
+    ("end", "stop_reason", "matched_stop"),
+    [
+        (finished("length"), None, None),
+        (finished().model_copy(update={"stop_string": "END"}), "END", "END"),
+        (finished(), None, 5),
+    ],
+)
+@pytest.mark.parametrize("endpoint", [CHAT_ENDPOINT, COMPLETIONS_ENDPOINT])
+def test_an_answer_says_what_ended_it_as_vllm_and_sglang_say_it(
+    endpoint: str, end: Finished, stop_reason: object, matched_stop: object
+) -> None:
+    event = submitted(endpoint=endpoint, stream=True)
+    (choice,) = choices_for([event])
+    produced = tokens(1, "a").event
+    assert isinstance(produced, TokensProduced)
+    choice.apply(produced)
+    choice.finished = end
+    whole_one = json.loads(body_of(UID, [event], [choice]))["choices"][0]
+    frames = stream_of([event])
+    last = documents(frames.of(tokens(1, "a")) + frames.of(ended(end)))[-1]["choices"][0]  # type: ignore[index]
+    for told in (whole_one, last):
+        assert (told["finish_reason"], told["stop_reason"], told["matched_stop"]) == (
+            end.reason,
+            stop_reason,
+            matched_stop,
+        )
+
+
+def test_a_stop_token_that_the_client_named_is_a_stop_reason_of_vllm() -> None:
+    event = submitted().model_copy(update={"sampling": SamplingParams(stop_token_ids=(4, 5))})
+    told = json.loads(whole([event], ""))["choices"][0]
+    assert (told["stop_reason"], told["matched_stop"]) == (5, 5)
+
+
 def test_a_streamed_completion_says_the_same_as_a_whole_one() -> None:
     event = submitted(endpoint=COMPLETIONS_ENDPOINT, echo=True, stream=True, token_ids=True)
     frames = stream_of([event])

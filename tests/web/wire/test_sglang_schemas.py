@@ -105,7 +105,7 @@ def sampling(**params: Any) -> dict[str, Any]:
         (sampling(temperature=-0.1), "sampling_params.temperature"),
         (sampling(stop=""), "sampling_params.stop.0"),
         (sampling(no_stop_trim="x"), "sampling_params.no_stop_trim"),
-        (sampling(logit_bias={SECRET: 1}), "sampling_params.logit_bias"),
+        (sampling(logit_bias={"a": SECRET}), "sampling_params.logit_bias"),
         (sampling(n=129), "sampling_params.n"),
         (sampling(sampling_seed=2**63), "sampling_params.sampling_seed"),
         (sampling(regex=SECRET), "sampling_params.regex"),
@@ -218,7 +218,7 @@ def test_sglangs_sampling_params_are_submitted_as_they_were_asked_for() -> None:
         sampling(
             max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, stop="x",
             stop_token_ids=[1, 2], ignore_eos=True, skip_special_tokens=False, no_stop_trim=True, presence_penalty=1,
-            frequency_penalty=-0.5, repetition_penalty=1.1, sampling_seed=-5, logit_bias={"7": -100},
+            frequency_penalty=-0.5, repetition_penalty=1.1, sampling_seed=-5, logit_bias={"7": -100}, typical_p=0.7,
         )
         | {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
     )  # fmt: skip
@@ -226,6 +226,7 @@ def test_sglangs_sampling_params_are_submitted_as_they_were_asked_for() -> None:
         max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=0, min_p=0.1, stop=("x",),
         stop_token_ids=(1, 2), ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True,
         presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.1, seed=-5, logit_bias=((7, -100),),
+        typical_p=0.7,
         logprobs=2, prompt_logprobs=2,
     )  # fmt: skip
 

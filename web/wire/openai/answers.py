@@ -24,6 +24,8 @@ class Choice:
 
     index: int
     shown: Presentation
+    stop_token_ids: tuple[int, ...] = ()
+    """Those that the client named."""
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     scores: list[ToldScore] = field(default_factory=list)
@@ -39,6 +41,14 @@ class Choice:
         """Why it ended, once it has."""
         assert self.finished is not None
         return "length" if self.shown.prompt_only else self.finished.reason
+
+    @property
+    def matched(self) -> str | int | None:
+        """The stop string or the token that ended it; None: the limit of its length did."""
+        assert self.finished is not None
+        if self.reason == "length":
+            return None
+        return self.finished.stop_string or (self.token_ids[-1] if self.token_ids else None)
 
     def apply(self, event: TokensProduced) -> AnswerPart:
         """Add tokens; return the part that the client sees."""
@@ -60,7 +70,7 @@ class Choice:
 
 def choices_for(events: Sequence[Submitted]) -> list[Choice]:
     """Return the empty choices of siblings, or of a single request."""
-    return [Choice(index, event.presentation) for index, event in enumerate(events)]
+    return [Choice(index, event.presentation, event.sampling.stop_token_ids) for index, event in enumerate(events)]
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

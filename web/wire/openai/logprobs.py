@@ -9,26 +9,38 @@ from typing import Any, Final
 from pipeline.events import ToldCandidate, ToldPrompt, ToldScore, ToldToken
 
 _BYTES: Final = re.compile(r"bytes:(?:\\x[0-9a-f]{2})+")
+MOST_SKIPPED: Final = 4
+"""Most characters of a text between two tokens that are in none: a tokenizer may have written them another way."""
 
 
-def chat_logprobs(scores: Sequence[ToldScore]) -> dict[str, Any]:
-    """Return `choices[].logprobs` of a chat completion."""
-    content = [_with_bytes(score) | {"top_logprobs": [_with_bytes(other) for other in score.top]} for score in scores]
+def chat_logprobs(scores: Sequence[ToldScore], *, as_ids: bool = False) -> dict[str, Any]:
+    """Return `choices[].logprobs` of a chat completion. With *as_ids*, tokens are `token_id:<id>`, as in vLLM."""
+    content = [
+        _with_bytes(score, as_ids) | {"top_logprobs": [_with_bytes(other, as_ids) for other in score.top]}
+        for score in scores
+    ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(prompt: ToldPrompt | None, scores: Sequence[ToldScore], offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    prompt: ToldPrompt | None, scores: Sequence[ToldScore], text: str, offset: int, *, as_ids: bool = False
+) -> dict[str, Any]:
     """Return `choices[].logprobs` of a completion: first the prompt, if it is given, then the answer.
 
-    *offset* is where in the text the first of *scores* begins; a prompt before it begins at 0.
+    *scores* are those of the tokens of *text*, which begins at *offset*; a prompt before it begins at 0. *as_ids* is
+    that of chat_logprobs.
     """
-    tokens: list[ToldToken] = [*([prompt.first] if prompt and prompt.first else ()), *(prompt.scores if prompt else ())]
-    offsets = _offsets(tokens, 0) + _offsets(scores, offset)
+    tokens: list[ToldToken] = []
+    offsets: list[int] = []
+    if prompt is not None:
+        tokens += [*([prompt.first] if prompt.first else ()), *prompt.scores]
+        offsets += _offsets(tokens, prompt.text, 0)
+    offsets += _offsets(scores, text, offset)
     tokens += scores
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [_name(token, as_ids) for token in tokens],
         "token_logprobs": [token.logprob if isinstance(token, ToldScore) else None for token in tokens],
-        "top_logprobs": [_by_text(token) if isinstance(token, ToldScore) else None for token in tokens],
+        "top_logprobs": [_by_name(token, as_ids) if isinstance(token, ToldScore) else None for token in tokens],
         "text_offset": offsets,
     }
 
@@ -50,19 +62,44 @@ def utf8(text: str) -> list[int]:
     return list(text.encode())
 
 
-def _with_bytes(token: ToldCandidate) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": utf8(token.text)}
+def _name(token: ToldToken, as_ids: bool) -> str:
+    return f"token_id:{token.token}" if as_ids else token.text
 
 
-def _by_text(score: ToldScore) -> dict[str, float]:
-    """Return the most probable tokens and the chosen one; of several with the same text, the most probable."""
-    return {score.text: score.logprob} | {other.text: other.logprob for other in reversed(score.top)}
+def _with_bytes(token: ToldCandidate, as_ids: bool) -> dict[str, Any]:
+    return {"token": _name(token, as_ids), "logprob": token.logprob, "bytes": utf8(token.text)}
 
 
-def _offsets(tokens: Sequence[ToldToken], offset: int) -> list[int]:
-    """Return where each token begins in the text; part of a character begins where the character does."""
-    offsets = []
+def _by_name(score: ToldScore, as_ids: bool) -> dict[str, float]:
+    """Return the told tokens and the chosen one; of several with the same text, the most probable."""
+    others = {_name(other, as_ids): other.logprob for other in sorted(score.top, key=lambda other: other.logprob)}
+    return {_name(score, as_ids): score.logprob} | others
+
+
+def _offsets(tokens: Sequence[ToldToken], text: str, start: int) -> list[int]:
+    """Return where each of *tokens* begins in *text*, which begins at *start*.
+
+    Part of a character begins where the character does. A token that is not in the text, such as a special token,
+    begins where the next one does.
+    """
+    offsets: list[int] = []
+    place, part = 0, b""
     for token in tokens:
-        offsets.append(offset)
-        offset += 0 if _BYTES.fullmatch(token.text) else len(token.text)
+        if _BYTES.fullmatch(token.text):
+            offsets.append(start + place)
+            part += bytes(utf8(token.text))
+            whole = part.decode(errors="ignore")
+            if part == whole.encode() and text.startswith(whole, place):
+                place, part = place + len(whole), b""
+            continue
+        part = b""
+        found, length = text.find(token.text, place, place + MOST_SKIPPED + len(token.text)), len(token.text)
+        if (
+            found < 0 and token.text[:1] == " " and text.startswith(token.text[1:], place)
+        ):  # a decoder dropped the space
+            found, length = place, length - 1
+        if found >= 0:
+            place = found
+        offsets.append(start + place)
+        place += length if found >= 0 else 0
     return offsets

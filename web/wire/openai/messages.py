@@ -11,19 +11,9 @@ from typing_extensions import TypedDict
 
 from pipeline.errors import RequestError
 from pipeline.events import Templating
+from web.wire.fields import refused
 from web.wire.openai.bulk import MOST_LARGE, bulk_of
-from web.wire.openai.strict import Neutrals, Strict, kept_exactly, refuse_unsupported
-
-UNSUPPORTED_IN_MESSAGE: Final[Mapping[str, Neutrals]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "partial": (False,),
-    "prefix": (False,),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
-    "refusal": ("",),
-}
+from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported
 
 MOST_MESSAGES: Final = 4096
 MOST_PARTS: Final = 4096
@@ -97,11 +87,14 @@ class Message(Strict):
     @property
     def unknown(self) -> set[str]:
         """Unknown fields, without the index of a tool call."""
-        names = set(self.extra) - set(UNSUPPORTED_IN_MESSAGE)
+        names = set(self.extra) - set(_REFUSED)
         for call in self.tool_calls or ():
             names |= {f"tool_calls.{name}" for name in call.extra}
             names |= {f"tool_calls.function.{name}" for name in call.function.extra}
         return names
+
+
+_REFUSED: Final = refused("message", Message.model_fields)
 
 
 class FunctionOfTool(Strict):
@@ -148,7 +141,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise _wrong(f"{path}tool_call_id", "missing; say which call this answers")
         if message.role != "tool" and message.tool_call_id is not None:
             raise _wrong(f"{path}tool_call_id", "only a message of role `tool` answers a call")
-        refuse_unsupported(message.extra, UNSUPPORTED_IN_MESSAGE, path)
+        refuse_unsupported(message.extra, _REFUSED, path)
 
 
 def _check_arguments(arguments: str, path: str, left: int) -> int:

@@ -48,7 +48,7 @@ class Style:
 
     def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
         """Return the log-probabilities of a *part* that begins at *offset*; the *first* part includes the prompt."""
-        return chat_logprobs(part.scores) if part.scores else None
+        return chat_logprobs(part.scores, as_ids=choice.shown.tokens_as_ids) if part.scores else None
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the fields about the prompt: beside `choices`, and within the choice."""
@@ -77,7 +77,8 @@ class CompletionStyle(Style):
         prompt = choice.prompt if choice.shown.echo and first else None
         if not part.scores and not (prompt is not None and prompt.first):
             return None
-        return completion_logprobs(prompt, part.scores, len(self._echoed(choice)) + offset)
+        offset += len(self._echoed(choice))
+        return completion_logprobs(prompt, part.scores, part.text, offset, as_ids=choice.shown.tokens_as_ids)
 
     def of_prompt(self, choice: Choice) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return {}, _of_prompt(choice)
@@ -109,8 +110,9 @@ def body(style: Style, uid: str, events: Sequence[Submitted], choices: Sequence[
         beside |= for_all
         part = AnswerPart(choice.text, tuple(choice.token_ids), tuple(choice.scores))
         token_ids = {"token_ids": choice.token_ids} if choice.shown.token_ids else {}
-        logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True), "finish_reason": choice.reason}
-        told.append({"index": choice.index, **style.message(choice), **logprobs, **token_ids, **within})
+        logprobs = {"logprobs": style.logprobs(choice, part, 0, first=True)}
+        end = {"finish_reason": choice.reason, **_stopped_by(choice)}
+        told.append({"index": choice.index, **style.message(choice), **logprobs, **end, **token_ids, **within})
     head = _head(style, style.whole, uid, events[0].model)
     return orjson.dumps({**head, "choices": told, "usage": usage_of(choices), **beside})
 
@@ -193,7 +195,8 @@ class _ChoiceChunks:
     def finish(self, finished: Finished) -> list[bytes]:
         """Return the chunk that says why the choice ended."""
         self.choice.finished = finished
-        return [*self._begin(), self._chunk(self.style.closing(), reason=self.choice.reason)]
+        stopped_by = _stopped_by(self.choice)
+        return [*self._begin(), self._chunk(self.style.closing(), reason=self.choice.reason, choice_more=stopped_by)]
 
     def _begin(self) -> list[bytes]:
         """Return the chunk before the first event: the role, or the prompt; also for tokens without text."""
@@ -225,6 +228,13 @@ class _ChoiceChunks:
         if self.include_usage:
             more["usage"] = self.choice.usage() if self.choice.shown.continuous_usage else None
         return self.start + b"," + orjson.dumps(more)[1:]
+
+
+def _stopped_by(choice: Choice) -> Mapping[str, Any]:
+    """Return what ended an answer, in vLLM's field and in SGLang's: vLLM names no end-of-sequence token."""
+    matched = choice.matched
+    asked = isinstance(matched, str) or matched in choice.stop_token_ids
+    return {"stop_reason": matched if asked else None, "matched_stop": matched}
 
 
 def _head(style: Style, kind: str, uid: str, model: str) -> dict[str, Any]:

@@ -6,86 +6,27 @@ and listed in a response header. Every optional field takes `null` as absent.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
+from web.wire import fields
 from web.wire.openai.messages import Messages, Tools, check_messages
 from web.wire.openai.strict import (
     INT32_MAX,
     INT64_MAX,
-    Neutrals,
     Strict,
     at_most,
     kept_exactly,
     parsed,
     refuse_unsupported,
 )
-
-UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "cache_salt": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "documents": ([],),
-    "ebnf": (),
-    "echo": (False,),
-    "enable_thinking": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "input_ids": (),
-    "json_schema": (),
-    "kv_transfer_params": (),
-    "logprob_token_ids": ([],),
-    "lora_path": (),
-    "max_completion_tokens": (),
-    "messages": (),
-    "modalities": (["text"],),
-    "no_stop_trim": (False,),
-    "parallel_tool_calls": (True, False),  # without tools neither changes anything
-    "prediction": (),
-    "reasoning_effort": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "return_hidden_states": (False,),
-    "return_meta_info": (False,),
-    "return_prompt_text": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "sampling_seed": (),
-    "separate_reasoning": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stop_regex": ([],),
-    "stream_interval": (1,),
-    "stream_reasoning": (True, False),
-    "structural_tag": (),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "vllm_xargs": (),
-    "web_search_options": (),
-}
-"""Fields of OpenAI, vLLM and SGLang that would change the output and that some endpoint does not have."""
-UNSUPPORTED_IN_STREAM_OPTIONS: Final[Mapping[str, Neutrals]] = {
-    "include_obfuscation": (False,),
-}
-LABELS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
 MOST_CHOICES: Final = 128
 MOST_ANSWERS: Final = 1024
@@ -118,11 +59,29 @@ def as_list(stop: object) -> object:
 def _named_token(key: str) -> str:
     if not re.fullmatch(TOKEN_ID, key):
         expected = "expected a whole number below 1000000000, such as `42`"
-        raise PydanticCustomError("token_id", f"a key is not a token id; {expected}")
+        raise PydanticCustomError("token_id", f"the key is not a token id; {expected}")
     return key
 
 
+def _flat(value: object) -> object:
+    """Refuse what is no single value, with one error instead of one for each type that it could have."""
+    if isinstance(value, dict | list):
+        raise PydanticCustomError("flat", "Input should be a text, a number, true, false or null")
+    return value
+
+
 NamedToken = Annotated[str, AfterValidator(_named_token), WithJsonSchema({"type": "string", "pattern": TOKEN_ID})]
+
+
+def texts_or_one(text: object) -> str:
+    """Return the tag of a text, or of several."""
+    return PROMPT_KINDS[1] if isinstance(text, list) else PROMPT_KINDS[0]
+
+
+def lists_or_one(token_ids: object) -> str:
+    """Return the tag of a list of token ids, or of several."""
+    nested = isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list)
+    return PROMPT_KINDS[3] if nested else PROMPT_KINDS[2]
 
 
 def _prompt_kind(prompt: object) -> str:
@@ -144,6 +103,9 @@ class StreamOptions(Strict):
     """With `include_usage`: send the token counts in every chunk."""
 
 
+_REFUSED_OPTIONS: Final = fields.refused("stream_options", StreamOptions.model_fields)
+
+
 class SamplingFields(Strict):
     """Sampling and stop conditions, for which OpenAI, vLLM and SGLang have the same names."""
 
@@ -153,6 +115,7 @@ class SamplingFields(Strict):
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """-1 and 0 turn it off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
@@ -190,6 +153,10 @@ class GenerationRequest(SamplingFields):
     stream_options: StreamOptions | None = None
 
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    n_predict: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    """llama.cpp's name of `max_tokens`; -1: as many as fit into the context."""
+    repeat_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    """llama.cpp's and Ollama's name of `repetition_penalty`."""
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -205,18 +172,27 @@ class GenerationRequest(SamplingFields):
     ) = None
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_LOGPROBS)] | None = None
+    """With `logprobs`: these tokens are told instead of the most probable ones."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """With `logprobs`: tokens are `token_id:<id>` instead of texts."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep only this many tokens at the end of the prompt; -1: as many as fit into the context."""
+    """Keep only this many tokens of the prompt; -1: as many as fit into the context."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where tokens are dropped then: from the beginning (left, the default), or from the end."""
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     """Among the requests that an engine holds, a lower number runs first."""
 
     user: str | None = None
     metadata: (
         Annotated[
-            dict[str, Annotated[str | int | float | bool | None, AfterValidator(kept_exactly)]],
+            dict[
+                str,
+                Annotated[str | int | float | bool | None, BeforeValidator(_flat), AfterValidator(kept_exactly)],
+            ],
             Field(max_length=MOST_METADATA),
             at_most(MOST_METADATA),
         ]
@@ -227,10 +203,19 @@ class GenerationRequest(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens", "n_predict")
+    """The fields for the most tokens of an answer; the first one that is set counts."""
+
+    @property
+    def limit(self) -> str:
+        """The one of `limits` that counts; "" if none is set."""
+        return next((name for name in self.limits if getattr(self, name) is not None), "")
+
     @property
     def longest(self) -> int | None:
         """The most tokens that an answer may have; None: as many as fit into the context."""
-        return self.max_tokens
+        longest = getattr(self, self.limit, None)
+        return None if longest == -1 else longest
 
     @property
     def num_logprobs(self) -> int | None:
@@ -240,15 +225,14 @@ class GenerationRequest(SamplingFields):
     @property
     def labels(self) -> dict[str, Any]:
         """The fields that change nothing but are kept in the history."""
-        return {name: value for name in LABELS if (value := getattr(self, name)) is not None}
+        return {name: value for name in fields.LABELS if (value := getattr(self, name)) is not None}
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Unknown fields, sorted; those of messages without an index."""
-        names = set(self.extra) - set(UNSUPPORTED)
+        names = set(self.extra) - set(_refused(type(self)))
         if self.stream_options is not None:
-            options = set(self.stream_options.extra) - set(UNSUPPORTED_IN_STREAM_OPTIONS)
-            names |= {f"stream_options.{name}" for name in options}
+            names |= {f"stream_options.{name}" for name in set(self.stream_options.extra) - set(_REFUSED_OPTIONS)}
         return tuple(sorted(names))
 
 
@@ -267,9 +251,7 @@ class ChatRequest(GenerationRequest):
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
 
-    @property
-    def longest(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    limits: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens", "n_predict")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -312,12 +294,17 @@ class CompletionRequest(GenerationRequest):
                 return self.prompt  # type: ignore[return-value]
 
     @property
-    def longest(self) -> int:
-        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+    def longest(self) -> int | None:
+        return super().longest if self.limit else COMPLETION_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+
+@functools.cache
+def _refused(model: type[GenerationRequest]) -> Mapping[str, fields.Field]:
+    return fields.refused("generate", model.model_fields)
 
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -343,8 +330,6 @@ def parse_chat(body: bytes) -> ChatRequest:
 def parse_completion(body: bytes) -> CompletionRequest:
     """As `parse_chat`."""
     request = _parse(CompletionRequest, body)
-    if request.longest == 0 and not request.echo:
-        raise RequestError("max_tokens: 0 is only allowed with `echo: true`", param="max_tokens")
     if request.best_of is not None and request.best_of != request.num_choices:
         raise RequestError("best_of: must equal `n`; leave it out", code="unsupported_parameter", param="best_of")
     num_answers = len(request.prompts) * request.num_choices
@@ -356,11 +341,17 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def _parse(model: type[R], body: bytes) -> R:
     request = parsed(model, body)
-    refuse_unsupported(request.extra, UNSUPPORTED, "")
+    refuse_unsupported(request.extra, _refused(model), "")
     if request.stream_options is not None:
         if not request.stream:
             raise RequestError("stream_options: only allowed with `stream: true`", param="stream_options")
-        refuse_unsupported(request.stream_options.extra, UNSUPPORTED_IN_STREAM_OPTIONS, "stream_options.")
+        refuse_unsupported(request.stream_options.extra, _REFUSED_OPTIONS, "stream_options.")
+    if request.longest == 0 and not getattr(request, "echo", False):
+        raise RequestError(f"{request.limit}: 0 is only allowed with `echo: true`", param=request.limit)
+    _refuse_two_values(request, request.limit, "n_predict")
+    _refuse_two_values(request, "repetition_penalty", "repeat_penalty")
+    if request.logprob_token_ids and request.num_logprobs is None:
+        raise RequestError("logprob_token_ids: only allowed with `logprobs`", param="logprob_token_ids")
     if request.longest is not None and (request.min_tokens or 0) > request.longest:
         raise RequestError("min_tokens: larger than the most tokens allowed", param="min_tokens")
     if request.stream and request.prompt_logprobs is not None:
@@ -371,6 +362,15 @@ def _parse(model: type[R], body: bytes) -> R:
         most = max(MOST_COPIED_BYTES // len(body), 1)
         raise RequestError(f"n: with a prompt of this size at most {most}", param="n")
     return request
+
+
+def _refuse_two_values(request: GenerationRequest, name: str, alias: str) -> None:
+    """Refuse another value of a field under its *alias*. Raises RequestError."""
+    value, other = getattr(request, name, None), getattr(request, alias)
+    if value is not None and other is not None and value != other:
+        raise RequestError(
+            f"{alias}: means the same as `{name}`, which has another value; send one of them", param=alias
+        )
 
 
 def refuse_copies(request: Strict, field: str, num_bytes: int, num_prompts: int, num_choices: int) -> None:

@@ -13,15 +13,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pipeline.errors import RequestError
+from web.wire.fields import Field
 from web.wire.openai.bulk import refuse_bulk
-
-Neutrals = tuple[Any, ...]
-"""The values of an unsupported field that change nothing; `null` is always one."""
 
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
 NAMED_BY_CLIENTS: Final = ("metadata", "logit_bias", "chat_template_kwargs", "parameters")
-"""Objects whose keys the client chose; errors do not repeat them."""
+"""Objects whose keys the client chose: an error's message quotes the key, and `param`, which is logged, does not."""
+LONGEST_QUOTED: Final = 64
+"""Most characters of such a key that a message quotes."""
 
 
 class Strict(BaseModel):
@@ -87,20 +87,18 @@ def kept_exactly(value: object) -> object:
     return value
 
 
-def refuse_unsupported(
-    extra: Mapping[str, Any], table: Mapping[str, Neutrals], path: str, *, instead: str = ""
-) -> None:
-    """Refuse the fields that *table* names, unless their value is neutral. Errors put *path* before the name, and
-    *instead* after the message.
+def refuse_unsupported(extra: Mapping[str, Any], table: Mapping[str, Field], path: str) -> None:
+    """Refuse the fields that *table* names, unless their value is neutral. Errors put *path* before the name.
 
     Raises:
         RequestError: For the first such field.
     """
     for name, value in extra.items():
-        neutrals = table.get(name)
-        if neutrals is None or value is None or any(_same(value, neutral) for neutral in neutrals):
+        field = table.get(name)
+        if field is None or value is None or any(_same(value, neutral) for neutral in field.neutral):
             continue
-        accepted = "".join(f" or send {orjson.dumps(neutral).decode()}" for neutral in neutrals)
+        accepted = "".join(f" or send {orjson.dumps(neutral).decode()}" for neutral in field.neutral)
+        instead = f", or use {field.instead}" if field.instead else ""
         raise RequestError(
             f"{path}{name} is not supported with this value; leave it out{accepted}{instead}",
             code="unsupported_parameter",
@@ -120,10 +118,13 @@ def refusal(first: ErrorDetails) -> RequestError:
     if not first["loc"]:
         return RequestError("The body should be a JSON object", code="invalid_json")
     path: list[str] = []
-    for part in first["loc"]:  # up to a key that the client chose, and without the tags of unions
+    quoted = ""
+    for place, part in enumerate(first["loc"]):  # up to a key that the client chose, and without the tags of unions
         if not str(part).startswith("<"):
             path.append(str(part))
         if part in NAMED_BY_CLIENTS:
+            keys = first["loc"][place + 1 : place + 2]
+            quoted = "".join(f" at {orjson.dumps(str(key)[:LONGEST_QUOTED]).decode()}" for key in keys)
             break
     param = ".".join(path)
-    return RequestError(f"{param}: {first['msg']}", param=param, code="invalid_value")
+    return RequestError(f"{param}{quoted}: {first['msg']}", param=param, code="invalid_value")

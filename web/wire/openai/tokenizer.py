@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from pipeline.errors import RequestError
-from pipeline.events import Answered, SamplingParams, Submitted
+from pipeline.events import Answered, Presentation, SamplingParams, Submitted
+from web.wire.fields import refused
 from web.wire.openai.bulk import MOST_VALUES
 from web.wire.openai.messages import Messages, Tools, check_messages, plain_messages, templating_of
-from web.wire.openai.strict import INT32_MAX, Neutrals, Strict, kept_exactly, parsed, refuse_unsupported
+from web.wire.openai.schemas import MOST_ANSWERS, PROMPT_KINDS, lists_or_one, refuse_copies, texts_or_one
+from web.wire.openai.strict import INT32_MAX, Strict, kept_exactly, parsed, refuse_unsupported
 
 TOKENIZE_ENDPOINT: Final = "/tokenize"
 DETOKENIZE_ENDPOINT: Final = "/detokenize"
 DESCRIBE_ENDPOINT: Final = "/tokenizer_info"
 MOST_TOKENS: Final = MOST_VALUES - 16
 """Few enough that one more is refused by this bound, and not by that of the whole body."""
-UNSUPPORTED: Final[Mapping[str, Neutrals]] = {
-    "chat_template": (),
-    "documents": ([],),
-    "enable_thinking": (),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "reasoning_effort": (),
-    "truncate_prompt_tokens": (),
-}
-"""Fields of vLLM and SGLang that would change the tokens and are not supported."""
 OF_CONVERSATIONS: Final = ("continue_final_message", "tools", "chat_template_kwargs")
 """Fields that change nothing with a `prompt`, which has no template."""
 
 
-def _one_text(prompt: object) -> object:
-    """Refuse SGLang's list of prompts, and say what to do instead; the field's type checks the rest."""
-    if isinstance(prompt, list):
-        raise PydanticCustomError("one_text", "Input should be one text; send a request for each of several")
-    return prompt
-
-
-def _one_list(tokens: object) -> object:
-    """Refuse SGLang's list of lists, and say what to do instead; the field's type checks the rest."""
-    if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):
-        raise PydanticCustomError("one_list", "Input should be one list of tokens; send a request for each of several")
-    return tokens
+Tokens = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(fail_fast=True, max_length=MOST_TOKENS)]
 
 
 class TokenizeRequest(Strict):
     """The body of POST /tokenize."""
 
     model: str | None = None
-    prompt: Annotated[str | None, BeforeValidator(_one_text)] = None
+    prompt: (
+        Annotated[
+            Annotated[str, Tag(PROMPT_KINDS[0])]
+            | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST_ANSWERS), Tag(PROMPT_KINDS[1])],
+            Discriminator(texts_or_one),
+        ]
+        | None
+    ) = None
+    """A text, or in SGLang's form several."""
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -65,21 +53,23 @@ class TokenizeRequest(Strict):
     @property
     def unknown(self) -> tuple[str, ...]:
         """Unknown fields, sorted; those of messages and tools without an index."""
-        names = set(self.extra) - set(UNSUPPORTED)
+        names = set(self.extra) - set(_REFUSED)
         for message in self.messages or ():
             names |= {f"messages.{name}" for name in message.unknown}
         for tool in self.tools or ():
             names |= {f"tools.{name}" for name in tool.unknown}
         return tuple(sorted(names))
 
-    def submitted(self, *, frontend: str, model: str) -> Submitted:
-        """Return the event that holds all of it. Raises RequestError if fields contradict each other."""
-        return Submitted(
+    def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
+        """Return the events that hold all of it, one for each text. Raises RequestError if fields contradict."""
+        texts = self.prompt if isinstance(self.prompt, list) else [self.prompt or ""]
+        first = Submitted(
             endpoint=TOKENIZE_ENDPOINT,
             frontend=frontend,
             model=model,
             task="tokenize",
-            prompt=self.prompt or "",
+            siblings=len(texts),
+            presentation=Presentation(in_list=isinstance(self.prompt, list)),
             messages=plain_messages(self.messages or ()),
             add_special_tokens=self.add_special_tokens,
             templating=templating_of(
@@ -91,6 +81,10 @@ class TokenizeRequest(Strict):
             return_pieces=bool(self.return_token_strs),
             sampling=SamplingParams(),
         )
+        return [first.model_copy(update={"prompt": text}) for text in texts]
+
+
+_REFUSED: Final = refused("tokenize", TokenizeRequest.model_fields)
 
 
 class DetokenizeRequest(Strict):
@@ -98,10 +92,11 @@ class DetokenizeRequest(Strict):
 
     model: str | None = None
     tokens: Annotated[
-        list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
-        Field(fail_fast=True, max_length=MOST_TOKENS),
-        BeforeValidator(_one_list),
+        Annotated[Tokens, Tag(PROMPT_KINDS[2])]
+        | Annotated[list[Tokens], Field(fail_fast=True, max_length=MOST_ANSWERS), Tag(PROMPT_KINDS[3])],
+        Discriminator(lists_or_one),
     ]
+    """Token ids, or in SGLang's form several lists of them."""
     skip_special_tokens: bool | None = None
     """SGLang's field; by default special tokens are kept, as in vLLM."""
 
@@ -110,16 +105,20 @@ class DetokenizeRequest(Strict):
         """Unknown fields, sorted."""
         return tuple(sorted(self.extra))
 
-    def submitted(self, *, frontend: str, model: str) -> Submitted:
-        """Return the event that holds all of it."""
-        return Submitted(
+    def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
+        """Return the events that hold all of it, one for each list."""
+        in_list = lists_or_one(self.tokens) == PROMPT_KINDS[3]
+        lists: list[Any] = self.tokens if in_list else [self.tokens]
+        first = Submitted(
             endpoint=DETOKENIZE_ENDPOINT,
             frontend=frontend,
             model=model,
             task="detokenize",
-            prompt_ids=tuple(self.tokens),
+            siblings=len(lists),
+            presentation=Presentation(in_list=in_list),
             sampling=SamplingParams(skip_special_tokens=bool(self.skip_special_tokens)),
         )
+        return [first.model_copy(update={"prompt_ids": tuple(tokens)}) for tokens in lists]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +128,12 @@ class DescribeRequest:
     model: None = None
     unknown: tuple[str, ...] = ()
 
-    def submitted(self, *, frontend: str, model: str) -> Submitted:
+    def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
         """Return the event that holds all of it."""
-        return Submitted(
-            endpoint=DESCRIBE_ENDPOINT, frontend=frontend, model=model, task="describe", sampling=SamplingParams()
-        )
+        sampling = SamplingParams()
+        return [
+            Submitted(endpoint=DESCRIBE_ENDPOINT, frontend=frontend, model=model, task="describe", sampling=sampling)
+        ]
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
@@ -143,7 +143,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         RequestError: The first thing that is wrong. It names the field, not the value.
     """
     request = parsed(TokenizeRequest, body)
-    refuse_unsupported(request.extra, UNSUPPORTED, "")
+    refuse_unsupported(request.extra, _REFUSED, "")
     if request.messages is None and request.prompt is None:
         raise _wrong("prompt", "missing; send a text, or `messages`")
     if request.messages is not None and request.prompt is not None:
@@ -153,6 +153,8 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         if useless is not None:
             raise _wrong(useless, "only with `messages`")
     check_messages(request.messages or ())
+    if isinstance(request.prompt, list):
+        refuse_copies(request, "prompt", len(body), len(request.prompt), 1)
     return request
 
 
@@ -165,21 +167,39 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return parsed(DetokenizeRequest, body)
 
 
-def tokens_body(answered: Answered, asked: Submitted, context: int) -> bytes:
-    """Return the answer of POST /tokenize. *context* is the most tokens that a request of this model can have."""
+def refuse_too_many(answers: Collection[Answered]) -> None:
+    """Refuse several texts that have more tokens together than one may have; called as their *answers* come.
+
+    Raises:
+        RequestError: They have.
+    """
+    if len(answers) > 1 and sum(len(answer.token_ids) for answer in answers) > MOST_VALUES:
+        message = f"prompt: these texts have more than {MOST_VALUES} tokens together; send fewer at once"
+        raise RequestError(message, code="request_too_large", param="prompt", status=413)
+
+
+def tokens_body(answers: Sequence[Answered], asked: Submitted, context: int) -> bytes:
+    """Return the answer of POST /tokenize: of several texts, lists in their order.
+
+    *context* is the most tokens that a request of this model can have.
+    """
+    told = [(len(answer.token_ids), answer.token_ids, answer.pieces) for answer in answers]
+    count, tokens, pieces = zip(*told, strict=True) if asked.presentation.in_list else told[0]
     return orjson.dumps(
         {
-            "count": len(answered.token_ids),
+            "count": count,
             "max_model_len": context,
-            "tokens": answered.token_ids,
-            "token_strs": answered.pieces if asked.return_pieces else None,
+            "tokens": tokens,
+            "token_strs": pieces if asked.return_pieces else None,
         }
     )
 
 
-def text_body(answered: Answered) -> bytes:
+def text_body(answers: Sequence[Answered], asked: Submitted) -> bytes:
     """Return the answer of POST /detokenize: `prompt` is vLLM's name for the text, `text` is SGLang's."""
-    return orjson.dumps({"prompt": answered.text, "text": answered.text})
+    texts = [answer.text for answer in answers]
+    text = texts if asked.presentation.in_list else texts[0]
+    return orjson.dumps({"prompt": text, "text": text})
 
 
 def _wrong(param: str, message: str) -> RequestError:

@@ -121,7 +121,7 @@ class _Answer:
             return None
         if self.choice.reason == "length":
             return {"type": "length", "length": num_tokens}
-        return {"type": "stop", "matched": self.choice.finished.stop_string or self.choice.token_ids[-1]}
+        return {"type": "stop", "matched": self.choice.matched}
 
     def _logprobs(self) -> dict[str, Any]:
         """Return the fields with log-probabilities; those of the prompt are made once."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Final
 
@@ -11,25 +12,24 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
+from web.wire import fields
 from web.wire.openai.bulk import refuse_bulk
 from web.wire.openai.schemas import (
-    LABELS,
     MOST_ANSWERS,
     MOST_COPIED_BYTES,
     PROMPT_KINDS,
-    UNSUPPORTED,
-    GenerationRequest,
     ListsOfIds,
     SamplingFields,
     Text,
     Texts,
     TokenIds,
+    lists_or_one,
     refuse_copies,
+    texts_or_one,
 )
 from web.wire.openai.strict import (
     INT32_MAX,
     INT64_MAX,
-    Neutrals,
     Strict,
     first_of,
     parsed,
@@ -77,29 +77,20 @@ class SGLangSampling(SamplingFields):
         return NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
 
 
-def _texts_or_one(text: object) -> str:
-    return PROMPT_KINDS[1] if isinstance(text, list) else PROMPT_KINDS[0]
-
-
-def _lists_or_one(token_ids: object) -> str:
-    nested = isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list)
-    return PROMPT_KINDS[3] if nested else PROMPT_KINDS[2]
-
-
 class SGLangRequest(Strict):
     """SGLang's form of POST /generate."""
 
     text: (
         Annotated[
             Annotated[Text, Tag(PROMPT_KINDS[0])] | Annotated[Texts, Tag(PROMPT_KINDS[1])],
-            Discriminator(_texts_or_one),
+            Discriminator(texts_or_one),
         ]
         | None
     ) = None
     input_ids: (
         Annotated[
             Annotated[TokenIds, Tag(PROMPT_KINDS[2])] | Annotated[ListsOfIds, Tag(PROMPT_KINDS[3])],
-            Discriminator(_lists_or_one),
+            Discriminator(lists_or_one),
         ]
         | None
     ) = None
@@ -132,13 +123,13 @@ class SGLangRequest(Strict):
     @property
     def in_list(self) -> bool:
         """Say whether the answer is a list: also if the only prompt is in a list."""
-        return self.num_choices > 1 or isinstance(self.text, list) or _lists_or_one(self.input_ids) == PROMPT_KINDS[3]
+        return self.num_choices > 1 or isinstance(self.text, list) or lists_or_one(self.input_ids) == PROMPT_KINDS[3]
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """Unknown fields, sorted."""
-        names = set(self.extra) - set(_UNSUPPORTED)
-        names |= {f"sampling_params.{name}" for name in set(self.sampling.extra) - set(_UNSUPPORTED_IN_SAMPLING)}
+        names = set(self.extra) - set(_REFUSED)
+        names |= {f"sampling_params.{name}" for name in set(self.sampling.extra) - set(_REFUSED_IN_SAMPLING)}
         return tuple(sorted(names))
 
 
@@ -151,43 +142,19 @@ class AbortRequest(Strict):
     @property
     def unknown(self) -> tuple[str, ...]:
         """Unknown fields, sorted."""
-        return tuple(sorted(set(self.extra) - set(_UNSUPPORTED_IN_ABORT)))
+        return tuple(sorted(set(self.extra) - set(_REFUSED_IN_ABORT)))
 
 
-_OF_OTHERS: Final[Mapping[str, Neutrals]] = {
-    **dict.fromkeys((set(GenerationRequest.model_fields) | set(SGLangSampling.model_fields)) - set(LABELS), ()),
-    **dict.fromkeys(SGLangRequest.model_fields, ()),
-    **UNSUPPORTED,
-    **dict.fromkeys(("audio_data", "image_data", "token_ids_logprob", "video_data"), ([],)),
-    **dict.fromkeys(
-        ("background", "no_logs", "return_bytes", "return_entropy", "return_prompt_token_ids", "return_routed_experts"),
-        (False,),
-    ),
-    **dict.fromkeys(
-        ("bootstrap_host", "bootstrap_port", "bootstrap_room", "input_embeds", "lora_id", "prompt", "rid"), ()
-    ),
-    **dict.fromkeys(("custom_params", "session_params"), ({},)),
-    **dict.fromkeys(("extra_key", "lora_path"), ("",)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "priority"), (0,)),
-    **dict.fromkeys(("n", "repetition_penalty"), (1,)),
-    **dict.fromkeys(("stop", "stop_regex"), ("", [])),
+_NEUTRAL_BESIDE_PROMPT: Final[Mapping[str, fields.Neutrals]] = {"stream": (True,), "temperature": (0,)}
+"""What that form does anyway: it is greedy, and always a stream."""
+_SAMPLING_TOO: Final = "`text` and `sampling_params`"
+_NOT_BESIDE_PROMPT: Final[Mapping[str, fields.Field]] = {
+    name: dataclasses.replace(field, neutral=_NEUTRAL_BESIDE_PROMPT.get(name, field.neutral), instead=_SAMPLING_TOO)
+    for name, field in fields.refused("generate", TextRequest.model_fields).items()
 }
-"""Fields of all endpoints that generate; they would change the output where they are supported."""
-
-
-def _without(model: type[Strict]) -> dict[str, Neutrals]:
-    return {name: neutrals for name, neutrals in _OF_OTHERS.items() if name not in model.model_fields}
-
-
-_NOT_BESIDE_PROMPT: Final[Mapping[str, Neutrals]] = {
-    **_without(TextRequest),
-    "return_logprob": (False,),
-    "stream": (True,),
-    "temperature": (0,),
-}
-_UNSUPPORTED: Final[Mapping[str, Neutrals]] = _without(SGLangRequest)
-_UNSUPPORTED_IN_SAMPLING: Final[Mapping[str, Neutrals]] = _without(SGLangSampling)
-_UNSUPPORTED_IN_ABORT: Final[Mapping[str, Neutrals]] = {"abort_message": (), "finished_reason": ()}
+_REFUSED: Final = fields.refused("generate", SGLangRequest.model_fields)
+_REFUSED_IN_SAMPLING: Final = fields.refused("generate", SGLangSampling.model_fields)
+_REFUSED_IN_ABORT: Final = fields.refused("abort", AbortRequest.model_fields)
 
 _TEXT_FORM: Final = "Mini-SGLang's"
 _SGLANG_FORM: Final = "SGLang's"
@@ -223,8 +190,7 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
         message = "rid: the server chooses the id; read it from `meta_info.id` or the header x-minisgl-uid"
         raise RequestError(message, code="unsupported_parameter", param="rid")
     if isinstance(request, TextRequest):
-        instead = ", or send `text` and `sampling_params`"
-        refuse_unsupported(request.extra, _NOT_BESIDE_PROMPT, "", instead=instead)
+        refuse_unsupported(request.extra, _NOT_BESIDE_PROMPT, "")
     else:
         _check(request, len(body))
     return request
@@ -233,7 +199,7 @@ def parse_generate(body: bytes) -> TextRequest | SGLangRequest:
 def parse_abort(body: bytes) -> AbortRequest:
     """As `parse_generate`."""
     request = parsed(AbortRequest, body)
-    refuse_unsupported(request.extra, _UNSUPPORTED_IN_ABORT, "")
+    refuse_unsupported(request.extra, _REFUSED_IN_ABORT, "")
     if not request.rid and not request.abort_all:
         raise RequestError("rid: missing; send the id of a request, or `abort_all: true`", param="rid")
     return request
@@ -245,6 +211,10 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
         if name in SGLangSampling.model_fields and value is not None:
             message = f"{name}: belongs in `sampling_params`"
             raise RequestError(message, code="unsupported_parameter", param=name)
+    for name, value in request.sampling.extra.items():
+        if name in SGLangRequest.model_fields and value is not None:
+            param = f"sampling_params.{name}"
+            raise RequestError(f"{param}: belongs beside `sampling_params`", code="unsupported_parameter", param=param)
     given = [name for name in ("text", "input_ids") if getattr(request, name) is not None]
     if len(given) == 2:
         raise RequestError("input_ids: not together with `text`; send one of them", param="input_ids")
@@ -252,8 +222,8 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
         raise RequestError(f"prompt: not together with `{given[0]}`; send one of them", param="prompt")
     if not given:
         raise RequestError("text: missing; send a text or several, or `input_ids`, or `prompt`", param="text")
-    refuse_unsupported(request.extra, _UNSUPPORTED, "")
-    refuse_unsupported(request.sampling.extra, _UNSUPPORTED_IN_SAMPLING, "sampling_params.")
+    refuse_unsupported(request.extra, _REFUSED, "")
+    refuse_unsupported(request.sampling.extra, _REFUSED_IN_SAMPLING, "sampling_params.")
     if not request.return_logprob:
         for name, neutral in (("logprob_start_len", -1), ("top_logprobs_num", 0)):
             if getattr(request, name) not in (None, neutral):

@@ -13,6 +13,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from pipeline.events import SamplingParams
@@ -97,6 +98,9 @@ def test_tokens_come_as_often_as_they_should() -> None:
         ({"top_p": 1e-9}, {1}),
         ({"min_p": 0.6}, {1, 3}),
         ({"min_p": 1.0}, {1}),
+        ({"typical_p": 0.29}, {3}),  # 1.2 nats, where 1.28 are expected
+        ({"typical_p": 0.49}, {2, 3}),
+        ({"typical_p": 0.71}, {1, 2, 3}),
     ],
     ids=str,
 )
@@ -144,11 +148,13 @@ def test_the_distribution_is_that_of_transformers(vocab_size: int, seed: int) ->
         top_p=(0.5, 0.99)[seed % 2],
         top_k=(0, 30)[seed % 2],
         min_p=(0.0, 0.02)[seed % 2],
+        typical_p=(1.0, 0.3, 0.9)[seed % 3],
     )
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
     warpers.extend([TopKLogitsWarper(params.top_k)] if params.top_k else [])
     warpers.append(TopPLogitsWarper(params.top_p))
     warpers.extend([MinPLogitsWarper(params.min_p)] if params.min_p else [])
+    warpers.extend([TypicalLogitsWarper(params.typical_p)] if params.typical_p < 1 else [])
     theirs = warpers(torch.LongTensor(), logits.double()[None])[0].softmax(-1)
     ours = distribution(logits, params)
     torch.testing.assert_close(ours / ours.sum(), theirs)

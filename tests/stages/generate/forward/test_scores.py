@@ -122,6 +122,24 @@ def test_a_prompt_that_was_preempted_before_its_first_token_is_scored_once() -> 
     assert of_prompt(rows) == [Score(logprob=-token) for token in PROMPT[1:12]] and len(rows) == 2
 
 
+def test_tokens_that_the_client_named_are_told_instead_of_the_most_probable_ones(engine: Engine, folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, logprob_token_ids=(9, 3), prompt_logprobs=1)
+    rows = run(engine, one=(PROMPT, params))["one"]
+    tokens = [row.token for row in rows]
+    logprobs_NV = theirs(folder, PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    for row, logprobs_V in zip(rows, logprobs_NV, strict=True):
+        assert row.score is not None and row.score.logprob == pytest.approx(float(logprobs_V[row.token]), abs=1e-4)
+        assert [token for token, _ in row.score.top] == [9, 3]
+        assert [logprob for _, logprob in row.score.top] == pytest.approx(logprobs_V[[9, 3]].tolist(), abs=1e-4)
+    assert [len(score.top) for score in of_prompt(rows)] == [1] * (len(PROMPT) - 1), "those of the prompt stay"
+
+
+def test_a_token_that_the_model_does_not_have_has_no_score() -> None:
+    ((token, logprob),) = scores_of(torch.tensor([[0.0, 0.0]]), [1], 0, (7, 0))[0].top
+    assert token == 0 and logprob == pytest.approx(-0.693147)
+    assert scores_of(torch.tensor([[0.0, 0.0]]), [1], 2, (7,))[0].top == ()
+
+
 def test_minus_infinity_is_told_as_a_number() -> None:
     (score,) = scores_of(torch.tensor([[0.0, float("-inf"), 1.0]]), [1], 3)
     assert score.logprob == LEAST and score.top[0][0] == 2 and score.top[-1] == (1, LEAST)

@@ -1,0 +1,48 @@
+"""What Prometheus' own client libraries tell of a process, read from /proc; nothing where there is none."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from pathlib import Path
+from typing import Final
+
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import CPU_SECONDS, MAX_FDS, OPEN_FDS, RESIDENT_BYTES, START_SECONDS, VIRTUAL_BYTES
+
+PROC: Final = Path("/proc")
+
+
+class ProcessMeasures(Measures):
+    """All that one process measures, itself included."""
+
+    def snapshot(self) -> str:
+        """As Measures.snapshot, with the process as it is now."""
+        self._look()
+        return super().snapshot()
+
+    def _look(self) -> None:
+        try:
+            *_, start, virtual, resident = _stat()
+            self.set(OPEN_FDS, len(os.listdir(PROC / "self/fd")))
+        except OSError:
+            return
+        times = os.times()
+        self.set(CPU_SECONDS, round(times.user + times.system, 2))
+        self.set(MAX_FDS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self.set(START_SECONDS, _booted_s() + start / os.sysconf("SC_CLK_TCK"))
+        self.set(VIRTUAL_BYTES, virtual)
+        self.set(RESIDENT_BYTES, resident * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _stat() -> list[int]:
+    """Return the fields of proc(5)'s /proc/self/stat from `ppid` to `rss`; the second one, a name, may have spaces."""
+    return [int(field) for field in (PROC / "self/stat").read_text().rpartition(")")[2].split()[1:22]]
+
+
+@functools.cache
+def _booted_s() -> int:
+    """Return when the machine was started, in seconds since 1970."""
+    lines = (line.split() for line in (PROC / "stat").read_text().splitlines())
+    return next(int(line[1]) for line in lines if line[0] == "btime")
