@@ -59,6 +59,7 @@ ENGINE = {
     ("--memory-ratio",),
     ("--max-seq-len", "--max-seq-len-override"),
 }
+PROMPTS = {("--tokenize-timeout",)}
 SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count"), ("--shell", "--shell-mode")}
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
@@ -66,8 +67,8 @@ CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
 RETENTION = {("--retention",)}
 JSON = {("--json",)}
 FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
-    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | KEYS,
-    "stage tokenize": MODEL | WORKER | LOG,
+    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | PROMPTS | REQUESTS | CLIENTS | KEYS,
+    "stage tokenize": MODEL | WORKER | LOG | PROMPTS,
     "stage generate": MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG,
     "stage detokenize": MODEL | WORKER | LOG,
     "stage web": WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | KEYS,
@@ -115,6 +116,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--memory-ratio": ("1", 1.0),
     "--max-seq-len": ("2", 2),
     "--tokenizers": ("0", 0),
+    "--tokenize-timeout": ("2.5", 2.5),
     "--replicas": ("2", 2),
     "--slot": ("0", 0),
     "--listen-fd": ("3", 3),
@@ -165,6 +167,7 @@ BAD_VALUES = [
     ("--memory-ratio", "most", "share"),
     ("--max-seq-len", "1", "at least 2"),
     ("--tokenizers", "-1", "at least 0"),
+    ("--tokenize-timeout", "0", "seconds above 0"),
 ]
 
 
