@@ -21,7 +21,7 @@ from pipeline.metrics.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("tokenize", "generate", "detokenize", "web")
-BENCHES = ("offline", "serve", "pipeline", "compare", "gpu")
+BENCHES = ("offline", "serve", "pipeline", "compare", "attack", "gpu")
 
 
 class _Found(BaseException):
