@@ -44,6 +44,7 @@ class AttackConfig:
 
     seconds: float = flag("--seconds", default=60.0, parse=seconds, help="length of the attack")
     streams: int = flag("--streams", default=8, parse=at_least(1), help="innocent streams at any time")
+    stream_tokens: int = flag("--stream-tokens", default=1000, parse=at_least(2), help="tokens of each of them")
     idle: int = flag("--idle", default=1500, parse=at_least(0), help="connections that ask for nothing")
     health_ms: float = flag("--health-ms", default=100.0, parse=above_zero, help="bound of the p99 of /health, in ms")
     checkout: str = flag("--checkout", default="", help="folder of another version of this project [this one]")
@@ -119,7 +120,7 @@ def measured(config: AttackConfig, folder: Path, program: Path) -> Figures:
         port = int(served.url.rpartition(":")[2])
 
         def begin(role: str, number: int = 0) -> subprocess.Popen[bytes]:
-            return stack.enter_context(_client(role, port, number))
+            return stack.enter_context(_client(role, port, number, config.stream_tokens))
 
         streams = begin(attack_clients.STREAMS, config.streams)
         attackers = [begin(role, config.idle) for role in attack_clients.ATTACKERS]
@@ -139,9 +140,9 @@ def measured(config: AttackConfig, folder: Path, program: Path) -> Figures:
 
 
 @contextlib.contextmanager
-def _client(role: str, port: int, number: int) -> Iterator[subprocess.Popen[bytes]]:
+def _client(role: str, *order: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process of clients, once it has begun."""
-    command = [sys.executable, "-m", "ops.bench.attack_clients", role, str(port), str(number)]
+    command = [sys.executable, "-m", "ops.bench.attack_clients", role, *map(str, order)]
     with started(command, None) as process:
         assert process.stdout is not None
         if not process.stdout.readline():

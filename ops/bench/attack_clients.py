@@ -1,10 +1,10 @@
 """The clients of `minisgl bench attack`. Each role is a process of its own, so that none delays what another measures.
 
-`python -m ops.bench.attack_clients ROLE PORT NUMBER` prints a line when it has begun, goes on until its stdin ends, and
-prints what it saw as JSON. It knows HTTP over plain sockets, and not why it is sent.
+`python -m ops.bench.attack_clients ROLE PORT NUMBER TOKENS` prints a line when it has begun, goes on until its stdin
+ends, and prints what it saw as JSON. It knows HTTP over plain sockets, and not why it is sent.
 
 health    asks /health, each time on a new connection
-streams   NUMBER chats at a time, each to its end; what they get is what a user would get
+streams   NUMBER chats at a time, each of TOKENS tokens to its end
 bodies    wrong and legal giant bodies, lists of prompts, giant tokenizes, and clients that leave
 idlers    NUMBER connections that ask for nothing, and some that send a request byte by byte
 """
@@ -39,7 +39,6 @@ PAUSE_S: Final = 0.2
 """Between two requests of an attacker: it attacks the server, not the machine."""
 NUM_DRIBBLERS: Final = 64
 NUM_LEAVERS: Final = 8
-STREAM_TOKENS: Final = 1000
 NO_ANSWER: Final = "none"
 """Counted as a status where the server closed without an answer."""
 
@@ -82,8 +81,17 @@ class Attack:
         counts[status] = counts.get(status, 0) + 1
 
 
-Role = Callable[[int, int, Callable[[], None], asyncio.Event], Awaitable[Health | Streams | Attack]]
-"""Takes the port, the number, what to call when it has begun, and when to end."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a process is to do."""
+
+    port: int
+    number: int
+    tokens: int
+
+
+Role = Callable[[Order, Callable[[], None], asyncio.Event], Awaitable[Health | Streams | Attack]]
+"""Takes the order, what to call when it has begun, and when to end."""
 
 
 def request(path: str, body: bytes | None = None, *headers: str) -> bytes:
@@ -119,12 +127,12 @@ async def ask(port: int, data: bytes, timeout_s: float = ANSWER_TIMEOUT_S) -> st
     return line.split()[1].decode() if line.count(b" ") > 1 else NO_ANSWER
 
 
-async def health(port: int, _: int, begun: Callable[[], None], end: asyncio.Event) -> Health:
+async def health(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Health:
     told = Health()
     begun()
     while not end.is_set():
         began_s = time.perf_counter()
-        status = await ask(port, request("/health"), HEALTH_TIMEOUT_S)
+        status = await ask(order.port, request("/health"), HEALTH_TIMEOUT_S)
         took_s = time.perf_counter() - began_s
         told.ms.append(took_s * 1000)
         told.failures += status != "200"
@@ -132,8 +140,8 @@ async def health(port: int, _: int, begun: Callable[[], None], end: asyncio.Even
     return told
 
 
-async def streams(port: int, number: int, begun: Callable[[], None], end: asyncio.Event) -> Streams:
-    told, waiting = Streams(), set(range(number))
+async def streams(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Streams:
+    told, waiting = Streams(), set(range(order.number))
 
     def came(which: int) -> None:
         if which in waiting:
@@ -144,25 +152,25 @@ async def streams(port: int, number: int, begun: Callable[[], None], end: asynci
     async def one_after_the_other(which: int) -> None:
         while not end.is_set():
             try:
-                await _stream(port, which, told, lambda: came(which))
+                await _stream(order, which, told, lambda: came(which))
             except (OSError, EOFError) as error:
                 told.early.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(PAUSE_S)
 
-    await asyncio.gather(*map(one_after_the_other, range(number)))
+    await asyncio.gather(*map(one_after_the_other, range(order.number)))
     return told
 
 
-async def _stream(port: int, which: int, told: Streams, came: Callable[[], None]) -> None:
+async def _stream(order: Order, which: int, told: Streams, came: Callable[[], None]) -> None:
     """Read one answer to its end."""
     fields = {
         "stream": True,
-        "max_tokens": STREAM_TOKENS,
+        "max_tokens": order.tokens,
         "ignore_eos": True,
         "stream_options": {"include_usage": True},
     }
     body = json.dumps(fields | {"messages": [{"role": "user", "content": f"Count from {which}."}]}).encode()
-    async with asyncio.timeout(STREAM_TIMEOUT_S), connected(port) as (reader, writer):
+    async with asyncio.timeout(STREAM_TIMEOUT_S), connected(order.port) as (reader, writer):
         writer.write(request(CHAT, body))
         head = await reader.readuntil(b"\r\n\r\n")
         status = head.split()[1]
@@ -180,19 +188,19 @@ async def _stream(port: int, which: int, told: Streams, came: Callable[[], None]
                     told.longest_pause_ms = max(told.longest_pause_ms, (now_s - before_s) * 1000)
                 before_s, last, frame = now_s, frame, line.strip()
                 came()
-    if frame == b"data: [DONE]" and b'"completion_tokens":%d' % STREAM_TOKENS in last:
+    if frame == b"data: [DONE]" and b'"completion_tokens":%d' % order.tokens in last:
         told.whole += 1
     else:
         told.early.append(f"it ended with {(last + frame)[-200:]!r}")
 
 
-async def bodies(port: int, _: int, begun: Callable[[], None], end: asyncio.Event) -> Attack:
+async def bodies(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Attack:
     attack, all_of_them = Attack(), giant_bodies()
     begun()
 
     async def send(kind: str, requests: Iterator[bytes]) -> None:
         while not end.is_set():
-            attack.count(kind, await ask(port, next(requests)))
+            attack.count(kind, await ask(order.port, next(requests)))
             await asyncio.sleep(PAUSE_S)
 
     async def leave(resets: bool) -> None:
@@ -200,7 +208,7 @@ async def bodies(port: int, _: int, begun: Callable[[], None], end: asyncio.Even
         while not end.is_set():
             status = NO_ANSWER
             with contextlib.suppress(OSError, EOFError, TimeoutError):
-                async with asyncio.timeout(ANSWER_TIMEOUT_S), connected(port) as (reader, writer):
+                async with asyncio.timeout(ANSWER_TIMEOUT_S), connected(order.port) as (reader, writer):
                     writer.write(request(CHAT, body))
                     status = (await reader.readline()).split()[1].decode()
                     await reader.readuntil(b"data: ")
@@ -258,7 +266,7 @@ def _filled(before: bytes, unit: bytes, after: bytes, most: int = LARGEST_BODY) 
     return before + unit * ((most - len(before) - len(after)) // len(unit)) + after
 
 
-async def idlers(port: int, number: int, begun: Callable[[], None], end: asyncio.Event) -> Attack:
+async def idlers(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Attack:
     attack, open_ones, told = Attack(), 0, False
     raise_file_limit()
     head = request("/health")
@@ -268,7 +276,7 @@ async def idlers(port: int, number: int, begun: Callable[[], None], end: asyncio
         nonlocal open_ones, told
         open_ones += 1
         attack.connections += 1
-        if open_ones == number and not told:
+        if open_ones == order.number and not told:
             told = True
             begun()
 
@@ -278,7 +286,7 @@ async def idlers(port: int, number: int, begun: Callable[[], None], end: asyncio
         sent = (b"", head[:20], head)[which % 3]
         while True:
             with contextlib.suppress(OSError):
-                async with connected(port) as (reader, writer):
+                async with connected(order.port) as (reader, writer):
                     opened()
                     writer.write(sent.replace(b"Connection: close\r\n", b""))
                     while await reader.read(1 << 16):
@@ -289,7 +297,7 @@ async def idlers(port: int, number: int, begun: Callable[[], None], end: asyncio
     async def dribble(data: bytes) -> None:
         while True:
             with contextlib.suppress(OSError):
-                async with connected(port) as (reader, writer):
+                async with connected(order.port) as (reader, writer):
                     attack.connections += 1
                     sending = asyncio.create_task(_dribbled(writer, data))
                     try:
@@ -299,9 +307,9 @@ async def idlers(port: int, number: int, begun: Callable[[], None], end: asyncio
                     attack.count("dribblers", line.split()[1].decode() if line.count(b" ") > 1 else NO_ANSWER)
             await asyncio.sleep(PAUSE_S)
 
-    working = [idle(which) for which in range(number)]
+    working = [idle(which) for which in range(order.number)]
     working += [dribble((head, body)[which % 2]) for which in range(NUM_DRIBBLERS)]
-    if not number:
+    if not order.number:
         begun()
     await _until(end, working)
     return attack
@@ -327,16 +335,16 @@ async def _until(end: asyncio.Event, working: list[Any]) -> None:
 PARTS: Final[Mapping[str, Role]] = {HEALTH: health, STREAMS: streams, BODIES: bodies, IDLERS: idlers}
 
 
-async def main(role: str, port: int, number: int) -> None:
+async def main(role: str, order: Order) -> None:
     """Play *role* until stdin ends."""
     end = asyncio.Event()
     reading = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     reading.add_done_callback(lambda _: end.set())
-    told = await PARTS[role](port, number, lambda: print("begun", flush=True), end)
+    told = await PARTS[role](order, lambda: print("begun", flush=True), end)
     print(json.dumps(asdict(told)), flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1] in ATTACKERS:
         os.nice(19)  # what they take from the server's cores is not what they do to the server
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], Order(*map(int, sys.argv[2:]))))

@@ -17,7 +17,7 @@ from servers import ROOT
 
 from ops.bench import attack
 from ops.bench.attack import AttackConfig, Figures, Server
-from ops.bench.attack_clients import LARGEST_BODY, STREAM_TOKENS, Streams, giant_bodies, health, streams
+from ops.bench.attack_clients import LARGEST_BODY, Order, Streams, giant_bodies, health, streams
 
 GOOD = Figures(
     health={"ms": [1.0] * 99 + [50.0], "failures": 0},
@@ -26,11 +26,12 @@ GOOD = Figures(
     answers={"tokenizes": {"200": 3, "400": 1}},
     connections=12,
 )
-CUT_OFF = [text_chunk("a"), usage_chunk(1, STREAM_TOKENS)]
+NUM_TOKENS = 20
+CUT_OFF = [text_chunk("a"), usage_chunk(1, NUM_TOKENS)]
 
 
-def port_of(stand_in: OpenAIStandIn) -> int:
-    return int(stand_in.url.rpartition(":")[2])
+def order(stand_in: OpenAIStandIn) -> Order:
+    return Order(int(stand_in.url.rpartition(":")[2]), 1, NUM_TOKENS)
 
 
 def read_streams(stand_in: OpenAIStandIn, num_answers: int) -> Streams:
@@ -39,7 +40,7 @@ def read_streams(stand_in: OpenAIStandIn, num_answers: int) -> Streams:
 
     async def run() -> Streams:
         end = asyncio.Event()
-        reading = asyncio.create_task(streams(port_of(stand_in), 1, lambda: begun.append(time.monotonic()), end))
+        reading = asyncio.create_task(streams(order(stand_in), lambda: begun.append(time.monotonic()), end))
         while len(stand_in.bodies) < num_answers:
             await asyncio.sleep(0.005)
         end.set()
@@ -51,7 +52,7 @@ def read_streams(stand_in: OpenAIStandIn, num_answers: int) -> Streams:
 
 
 def test_a_whole_stream_counts_and_one_that_is_cut_or_short_is_seen(stand_in: OpenAIStandIn) -> None:
-    short = [text_chunk("a"), usage_chunk(1, STREAM_TOKENS - 1), DONE]
+    short = [text_chunk("a"), usage_chunk(1, NUM_TOKENS - 1), DONE]
     wrong: list[Frames | tuple[int, object]] = [CUT_OFF, short, (500, {"error": "broken"}), (503, {"error": "full"})]
 
     def script(body: Body) -> Frames | tuple[int, object]:
@@ -59,7 +60,7 @@ def test_a_whole_stream_counts_and_one_that_is_cut_or_short_is_seen(stand_in: Op
 
     stand_in.script = script
     told = read_streams(stand_in, 6)
-    assert (told.whole, told.refused) == (2, 1)
+    assert (told.whole, told.refused) == (len(stand_in.bodies) - len(wrong), 1)
     assert [text[:4] for text in told.early] == ["it e", "it e", "EOFE"] and "500" in told.early[2]
 
 
@@ -67,7 +68,7 @@ def test_health_is_asked_on_new_connections_and_what_is_no_200_is_counted(stand_
     async def run() -> tuple[list[float], int]:
         end = asyncio.Event()
         asyncio.get_running_loop().call_later(0.12, end.set)
-        told = await health(port_of(stand_in), 0, lambda: None, end)
+        told = await health(order(stand_in), lambda: None, end)
         return told.ms, told.failures
 
     times, failures = asyncio.run(run())  # the stand-in has no /health
@@ -126,7 +127,9 @@ def test_deaths_are_read_from_the_log_and_a_tokenizer_that_was_to_be_replaced_is
 @pytest.mark.slow
 def test_a_server_stands_an_attack(tmp_path: Path) -> None:
     """The bound of /health is wide by day, when other tests have the cores."""
-    sizes = by_night(("--seconds", "3", "--idle", "300", "--health-ms", "2000"), ("--seconds", "60"))
+    sizes = by_night(
+        ("--seconds", "3", "--idle", "300", "--stream-tokens", "100", "--health-ms", "3000"), ("--seconds", "60")
+    )
     command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "attack", *sizes]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=280, check=False
