@@ -5,7 +5,7 @@ BIN := .venv/bin
 # a Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
-.PHONY: venv serve bench test night chaos recovery soak clients containers lint types format docs clean gpu-check gpu-wheels
+.PHONY: venv serve bench attack test night chaos recovery soak clients containers lint types format docs clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
@@ -23,6 +23,9 @@ serve: venv
 
 bench: venv
 	@$(BIN)/minisgl bench compare $(ARGS)
+
+attack: venv
+	@$(BIN)/minisgl bench attack $(ARGS)
 
 # One thread in each process: many of them share the cores, and threads that wait by spinning would starve the others.
 test: export OMP_NUM_THREADS ?= 1

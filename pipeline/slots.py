@@ -9,12 +9,14 @@ data, drops its work and asks for a slot again, in the same process.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import structlog
@@ -25,7 +27,7 @@ from pipeline.events import Value
 from pipeline.log.protocol import GUEST, Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import slot_index, slot_name
-from pipeline.process.parent import RUN_VARIABLE
+from pipeline.process.parent import EXIT_REPLACE, RUN_VARIABLE
 from pipeline.serving import Serving
 
 logger = structlog.get_logger()
@@ -36,12 +38,18 @@ WATCHDOG_S = 10.0
 """A loop without a sign of life for so long is stuck, and its process ends. An error from Redis counts as progress."""
 PAUSED_S = 8.0
 """If a round of the watchdog takes longer than this, its process was stopped: no timeout of the log is so long."""
+WATCH_EVERY_S = 1.0
+"""The watchdog looks at least so often, also under a long lease."""
 EXIT_STUCK = 3
 """Exit code when the watchdog ends the process."""
 AGAIN_S = 0.2
 """Pause between two requests for a slot while the log cannot be reached."""
 LOOK_AGAIN_S = 0.05
 """Pause between two looks at what other workers serve, while this one does not fit to it."""
+
+
+GiveUp = Callable[[StreamLog], None]
+"""Ends the request that keeps a worker's loop. The watchdog calls it with its own log, and then ends the process."""
 
 
 class Ends(Protocol):
@@ -234,6 +242,17 @@ def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int, ser
         time.sleep(min(0.1, now.ttl_ms / 1000 + 0.001))
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What the watchdog knows of the loop's current round. One value, because two threads use it."""
+
+    began_s: float
+    began_cpu_s: float
+    patience_s: float
+    cpu_s: float
+    give_up: GiveUp | None
+
+
 class Voice:
     """A thread, with a log of its own, that says how a worker is, three times within a lease and at each change."""
 
@@ -245,8 +264,9 @@ class Voice:
         )
         self._changed = threading.Condition()
         self._stopped = False
-        self._came_round_s = time.monotonic()
-        self._patience_s = WATCHDOG_S
+        self._round = _Round(time.monotonic(), time.process_time(), WATCHDOG_S, math.inf, None)
+        self._forgiven_s = 0.0
+        """Time before this does not count."""
         self._thread = threading.Thread(target=self._keep, name=f"lease {slot}", daemon=True)
         self._thread.start()
 
@@ -263,10 +283,15 @@ class Voice:
             self._status = self._status.model_copy(update=changes)
             self._changed.notify()
 
-    def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
-        """Tell the watchdog that the loop is alive. The next round may take *patience_s*."""
-        self._came_round_s = time.monotonic()
-        self._patience_s = patience_s
+    def came_round(
+        self, *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
+    ) -> None:
+        """Tell the watchdog that the loop is alive. The next round may take *patience_s*, and *cpu_s* of CPU time.
+
+        If it takes longer, the process ends. With *give_up* only the request of that round is at fault: the watchdog
+        calls it first, and the process is replaced at once.
+        """
+        self._round = _Round(time.monotonic(), time.process_time(), patience_s, cpu_s, give_up)
 
     def leave(self) -> None:
         """Stop the thread."""
@@ -285,17 +310,25 @@ class Voice:
                 logger.warning("lease_not_renewed", slot=self._status.slot, error=str(error))
             with self._changed:
                 if not self._stopped and published is self._status:
-                    self._changed.wait(self._lease_ms / 3000)
+                    self._changed.wait(min(self._lease_ms / 3000, WATCH_EVERY_S))
             if time.monotonic() - began_s < PAUSED_S:
                 self._watch()
             else:  # the process was stopped, or the log was slow: the loop may be well
-                self.came_round(patience_s=self._patience_s)
+                self._forgiven_s = time.monotonic()
 
     def _watch(self) -> None:
-        silent_s = time.monotonic() - self._came_round_s
-        if silent_s > self._patience_s:
-            logger.error("stuck", slot=self._status.slot, silent_s=round(silent_s, 1), patience_s=self._patience_s)
+        late = self._round
+        silent_s = time.monotonic() - max(late.began_s, self._forgiven_s)
+        if silent_s <= late.patience_s and time.process_time() - late.began_cpu_s <= late.cpu_s:
+            return
+        if late.give_up is None:
+            logger.error("stuck", slot=self._status.slot, silent_s=round(silent_s, 1), patience_s=late.patience_s)
             os._exit(EXIT_STUCK)
+        try:
+            late.give_up(self._log)
+        except LogError as error:  # the next worker tries the request again
+            logger.warning("not_given_up", slot=self._status.slot, error=str(error))
+        os._exit(EXIT_REPLACE)
 
 
 class Announcement(Voice):

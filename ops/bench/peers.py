@@ -25,7 +25,7 @@ import orjson
 from ops.bench import report
 from ops.bench.datasets import Piece, Session, Turn
 from ops.bench.load import CHAT_PROMPT, COMPLETIONS, Form, Load, Measured, connected
-from ops.bench.processes import MINISGL, last_line, started, tree_cpu_s
+from ops.bench.processes import PROGRAM, last_line, started, tree_cpu_s
 from ops.bench.prompts import Workload
 from pipeline.errors import MiniSGLError
 
@@ -77,7 +77,7 @@ class Served:
         self.name = name
         self.url = url
         self._form = Form(endpoint, model)
-        self._pid = pid
+        self.pid = pid
 
     def run(self, workload: Workload) -> Run:
         """Send every prompt and check the token counts; see `Side`."""
@@ -116,7 +116,7 @@ class Served:
 
     def cpu_s(self) -> float | None:
         """See `Side`."""
-        return tree_cpu_s(self._pid) if self._pid else None
+        return tree_cpu_s(self.pid) if self.pid else None
 
 
 def served_at(name: str, url: str) -> Served:
@@ -134,8 +134,10 @@ def served_at(name: str, url: str) -> Served:
 
 
 @contextlib.contextmanager
-def our_server(folder: Path, flags: Sequence[str]) -> Iterator[tuple[Served, float]]:
+def our_server(folder: Path, flags: Sequence[str], *, program: Path = PROGRAM) -> Iterator[tuple[Served, float]]:
     """Run `minisgl serve` with *flags* on a free port, its data in *folder*; give it and its seconds to ready.
+
+    *program* may be the minisgl.py of another version.
 
     Raises:
         SideFailed: It ended, or was not ready in time; the message has the last line of its output.
@@ -143,7 +145,7 @@ def our_server(folder: Path, flags: Sequence[str]) -> Iterator[tuple[Served, flo
     port = _free_port()
     url, said = f"http://127.0.0.1:{port}", folder / "minisgl.log"
     began_s = time.perf_counter()
-    command = [*MINISGL, "serve", "--port", str(port), "--data-dir", str(folder), *flags]
+    command = [sys.executable, str(program), "serve", "--port", str(port), "--data-dir", str(folder), *flags]
     with started(command, said) as process:
         while not _is_ready(url):
             late = time.perf_counter() - began_s > READY_TIMEOUT_S

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
-MINISGL: Final = (sys.executable, str(ROOT / "minisgl.py"))
+PROGRAM: Final = ROOT / "minisgl.py"
+MINISGL: Final = (sys.executable, str(PROGRAM))
 STOP_TIMEOUT_S: Final = 45.0
 MOST_SAID: Final = 300
 """Letters of a line that are shown."""
@@ -81,7 +82,7 @@ def interrupt_on_sigterm() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    family = _descendants(process.pid)
+    family = tree_of(process.pid)
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
@@ -90,7 +91,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        for pid in (process.pid, *family):
+        for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
@@ -100,15 +101,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def tree_cpu_s(pid: int) -> float:
     """Return the CPU time of process *pid* and of its descendants."""
-    return sum(parent_and_cpu_s(one)[1] for one in (pid, *_descendants(pid)))
+    return sum(parent_and_cpu_s(one)[1] for one in tree_of(pid))
 
 
-def _descendants(pid: int) -> list[int]:
+def tree_of(pid: int) -> list[int]:
+    """Return *pid* and the ids of its descendants."""
     parents = {int(path.name): parent_and_cpu_s(int(path.name))[0] for path in Path("/proc").glob("[0-9]*")}
     found = [pid]
     for one in found:  # grows on the way
         found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+    return found
 
 
 def parent_and_cpu_s(pid: int) -> tuple[int, float]:

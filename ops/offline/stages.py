@@ -21,7 +21,7 @@ from pipeline.errors import MiniSGLError
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Inbox, RequestLimits
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names, parse_id, slot_name
-from pipeline.slots import WATCHDOG_S, SlotLease, acquire_slot, read_statuses
+from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, acquire_slot, read_statuses
 from pipeline.worker import Stop, follow
 from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
@@ -49,7 +49,9 @@ Wrap: TypeAlias = Callable[[Forward], Forward]
 class UnwatchedSlot(SlotLease):
     """A slot without a watchdog, which would end the caller's process."""
 
-    def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
+    def came_round(
+        self, *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
+    ) -> None:
         super().came_round(patience_s=math.inf)
 
 

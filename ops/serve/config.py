@@ -27,7 +27,7 @@ from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
 from pipeline.process.config import DataConfig, ModelConfig, data_folder
 from stages.detokenize.config import DetokenizeConfig
 from stages.generate.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig
-from stages.tokenize.config import TokenizeConfig
+from stages.tokenize.config import PromptConfig, TokenizeConfig
 from web.config import ClientConfig, KeysConfig, OriginConfig, RequestConfig, WebConfig, WebStageConfig
 
 
@@ -63,6 +63,7 @@ class ServerConfig:
     serve: ServeConfig
     engine: EngineConfig
     log: LogConfig
+    prompts: PromptConfig
     requests: RequestConfig
     clients: ClientConfig
     origins: OriginConfig

@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import Final
 
 SUPERVISOR_VARIABLE = "MINISGL_SUPERVISOR"
 """A worker's environment has here the process id of its supervisor."""
 RUN_VARIABLE = "MINISGL_RUN"
 """A worker's environment has here the name of its supervisor's run."""
+EXIT_REPLACE: Final = 4
+"""Exit code of a worker that wants to be replaced at once: it could not leave a request that kept it for too long."""
 
 
 def die_with_supervisor(environment: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ import structlog
 
 from pipeline.errors import LogError, MiniSGLError
 from pipeline.names import slot_index
-from pipeline.process.parent import RUN_VARIABLE, SUPERVISOR_VARIABLE
+from pipeline.process.parent import EXIT_REPLACE, RUN_VARIABLE, SUPERVISOR_VARIABLE
 
 if TYPE_CHECKING:
     from pipeline.log.protocol import StreamLog
@@ -237,7 +237,7 @@ class Supervisor:
         if code == EXIT_CONFIG:
             raise ChildFailed(f"{child.name} cannot run with this configuration")
         served_s = max(0.0, time.monotonic() - child.ready_s)
-        child.failures = 1 if served_s > SERVICE_S else child.failures + 1
+        child.failures = 1 if served_s > SERVICE_S or code == EXIT_REPLACE else child.failures + 1
         backoff_s = 0.0 if child.failures == 1 else min(0.1 * 2.0**child.failures, LONGEST_BACKOFF_S)
         child.restart_s = time.monotonic() + backoff_s
         logger.warning(

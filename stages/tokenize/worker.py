@@ -1,7 +1,7 @@
 """Submitted -> Tokenized | Answered | Failed. Encodes the requests of one read as a batch and commits each by itself.
 
 Long prompts, and requests that only the tokenizer answers, come after that batch, one at a time, so that the others do
-not wait for them.
+not wait for them. A request that takes too long fails, and the process with it: nothing can stop the encoder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.slots import Voice, read_statuses, wait_until_it_fits
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
-from stages.tokenize.config import TokenizeConfig
+from stages.tokenize.config import DEFAULT_CPU_S, TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept, too_long
 
 logger = structlog.get_logger()
@@ -33,7 +33,7 @@ logger = structlog.get_logger()
 MOST_READ = 4
 """Few enough that several tokenizers share a burst, and enough for a batch."""
 LONGEST_BATCH_S = 120.0
-"""Patience of the watchdog while a batch or one long text is encoded."""
+"""Patience of the watchdog with a batch; the CPU time of what is done with a request has its own limit."""
 MOST_ANSWERED = 262_144
 """Most token ids in an answer to a client: the web process reads and writes as many in 50 ms."""
 LEARN_EVERY_S = 1.0
@@ -66,9 +66,16 @@ class TokenizeWorker:
     """The fold of the stage, between two commits of the log."""
 
     def __init__(
-        self, log: StreamLog, slot_lease: Voice, encoder: PromptEncoder, measures: Measures | None = None
+        self,
+        log: StreamLog,
+        slot_lease: Voice,
+        encoder: PromptEncoder,
+        measures: Measures | None = None,
+        *,
+        limit_cpu_s: float = DEFAULT_CPU_S,
     ) -> None:
         self._log = log
+        self._limit_cpu_s = limit_cpu_s
         self.slot_lease = slot_lease
         self._encoder = encoder
         self._measures = measures or Measures()
@@ -84,7 +91,7 @@ class TokenizeWorker:
         self.learn_context()
         work: list[_Work] = []
         for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
-            prepared = _attempt("render_failed", partial(self._prepare, entry, history), uid=entry.fields["uid"])
+            prepared = self._attempt("render_failed", [entry], partial(self._prepare, entry, history))
             if isinstance(prepared, RequestError):
                 self._fail(entry, prepared)
             else:
@@ -93,7 +100,6 @@ class TokenizeWorker:
         for each in work:
             if each.is_brief:
                 continue
-            self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
             if each.prompt is None:
                 self._answer(each)
             else:
@@ -149,7 +155,8 @@ class TokenizeWorker:
     def _encode_all(self, work: Sequence[_Work]) -> None:
         """Encode the prompts as one batch, and commit the result of each."""
         prompts = [each.prompt for each in work if each.prompt is not None]
-        for each, prompt, token_ids in zip(work, prompts, self._encode(prompts), strict=True):
+        entries = [each.entry for each in work]
+        for each, prompt, token_ids in zip(work, prompts, self._encode(entries, prompts), strict=True):
             if not isinstance(token_ids, RequestError) and each.num_kept is not None:
                 first = each.submitted.truncation_side == "right"
                 token_ids = self._encoder.keep(each.num_kept, prompt, token_ids, first=first)
@@ -174,14 +181,17 @@ class TokenizeWorker:
                 self._commit(each.entry, event)
                 failpoint("tokenize.after_commit")
 
-    def _encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
+    def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
         if not prompts:
             return []
-        batch = _attempt("batch_not_encoded", partial(self._encoder.encode, prompts), requests=len(prompts))
+        batch = self._attempt("batch_not_encoded", entries, partial(self._encoder.encode, prompts))
         if not isinstance(batch, RequestError):
             return list(batch)
         # Find out which of them is at fault.
-        each = [_attempt("prompt_not_encoded", partial(self._encoder.encode, [prompt])) for prompt in prompts]
+        each = [
+            self._attempt("prompt_not_encoded", [entry], partial(self._encoder.encode, [prompt]))
+            for entry, prompt in zip(entries, prompts, strict=True)
+        ]
         return [one if isinstance(one, RequestError) else one[0] for one in each]
 
     def _commit(self, entry: Entry, event: Tokenized) -> None:
@@ -194,7 +204,7 @@ class TokenizeWorker:
 
     def _answer(self, work: _Work, token_ids: tuple[int, ...] = ()) -> None:
         """End a request that only the tokenizer answers, with its answer or with an error."""
-        event = _attempt("not_answered", partial(self._answer_to, work, token_ids), uid=work.entry.fields["uid"])
+        event = self._attempt("not_answered", [work.entry], partial(self._answer_to, work, token_ids))
         if isinstance(event, RequestError):
             self._fail(work.entry, event)
             return
@@ -223,18 +233,44 @@ class TokenizeWorker:
         if ended and isinstance(event, Failed):
             self._measures.add(REFUSALS, event.code)
 
+    def _attempt(self, name: str, entries: Sequence[Entry], work: Callable[[], T]) -> T | RequestError:
+        """Return what *work* returns, or the error that ends its request alone, whatever it raises; *name* is logged.
 
-def _attempt(name: str, work: Callable[[], T], **details: object) -> T | RequestError:
-    """Return what *work* returns, or the error that ends its request alone, whatever it raises; *name* is logged."""
-    try:
-        return work()
-    except RequestError as error:
-        return error
-    except OF_THE_PROCESS:
-        raise
-    except BaseException as error:
-        logger.exception(name, **details)
-        return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
+        The work on *entries* may take as much CPU time as the flag says.
+        """
+        self.slot_lease.came_round(
+            patience_s=LONGEST_BATCH_S, cpu_s=self._limit_cpu_s, give_up=partial(self._give_up, entries)
+        )
+        try:
+            return work()
+        except RequestError as error:
+            return error
+        except OF_THE_PROCESS:
+            raise
+        except BaseException as error:
+            logger.exception(name, uids=_uids(entries))
+            return RequestError(f"The prompt could not be tokenized: {error}", code="tokenizer_error")
+        finally:
+            self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
+
+    def _give_up(self, entries: Sequence[Entry], log: StreamLog) -> None:
+        """End the request that takes too long. Of several it is not known which: the next tokenizer tries each alone.
+
+        The watchdog calls this with its own *log*, and then ends the process.
+        """
+        logger.error("tokenizing_too_slow", uids=_uids(entries), limit_cpu_s=self._limit_cpu_s)
+        if len(entries) == 1:
+            entry = entries[0]
+            message = (
+                f"The tokenizer needs more than {self._limit_cpu_s:g} s for this request, which is the limit; shorten "
+                "its messages or its prompt, or send it in parts."
+            )
+            event = Failed(status=400, code="tokenizer_timeout", message=message)
+            log.end(entry.fields["uid"], event, frontend=entry.fields["frontend"], consume=entry)
+
+
+def _uids(entries: Sequence[Entry]) -> list[str]:
+    return [entry.fields["uid"] for entry in entries]
 
 
 def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
@@ -245,7 +281,8 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
         encoder = PromptEncoder(folder)
         serving = Serving(str(folder), tokenizer=encoder.fingerprint)
         wait_until_it_fits(log, serving, stop)
-        worker = TokenizeWorker(log, announcement, encoder, process.measures)
+        limit_cpu_s = config.prompts.tokenize_cpu_s
+        worker = TokenizeWorker(log, announcement, encoder, process.measures, limit_cpu_s=limit_cpu_s)
         _wait_for_context(worker, announcement, stop)
     inbox = Inbox.submitted(log.names)
     for slot_lease in process.slot_leases(serving):

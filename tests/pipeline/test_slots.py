@@ -21,6 +21,7 @@ from pipeline.log.protocol import Owner
 from pipeline.metrics.counters import Measures, read_snapshot
 from pipeline.metrics.families import PROMPT_TOKENS
 from pipeline.names import Names
+from pipeline.process.parent import EXIT_REPLACE
 from pipeline.serving import Serving
 from pipeline.slots import (
     EXIT_STUCK,
@@ -412,6 +413,46 @@ def test_the_watchdog_ends_a_process_whose_loop_is_stuck() -> None:
     done = run_worker("threading.Event().wait(30)")
     assert done.returncode == EXIT_STUCK == 3
     assert "stuck" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limit", "work", "is_log_away"),
+    [
+        ("patience_s=0.1", "threading.Event().wait(30)", False),
+        ("patience_s=30, cpu_s=0.1", "any(False for _ in iter(int, 1))", True),
+    ],
+)
+def test_the_watchdog_gives_up_the_request_that_keeps_its_worker_and_has_the_process_replaced(
+    limit: str, work: str, is_log_away: bool
+) -> None:
+    done = run_worker(f"""
+        from pipeline.errors import LogUnavailable
+
+        def give_up(to):
+            print("given up by", threading.current_thread().name, to is log, flush=True)
+            if {is_log_away}:
+                raise LogUnavailable("connection refused")
+
+        slot_lease.came_round({limit}, give_up=give_up)
+        {work}
+    """)
+    assert done.returncode == EXIT_REPLACE == 4
+    assert done.stdout.startswith("given up by lease generate-0 True\n")
+    assert ("connection refused" in done.stdout + done.stderr) == is_log_away
+
+
+def test_a_round_that_comes_in_time_gives_up_nothing_also_under_a_long_lease() -> None:
+    done = run_worker("""
+        slots.WATCH_EVERY_S = 0.05
+        slot_lease.leave()
+        slot_lease = slots.SlotLease(log, slots.acquire_slot(log, "generate", 60_000), 60_000)
+        for _ in range(5):
+            slot_lease.came_round(cpu_s=5, give_up=lambda log: print("the first is given up"))
+            time.sleep(0.1)
+        slot_lease.came_round(patience_s=0.1, give_up=lambda log: print("given up", flush=True))
+        time.sleep(20)
+    """)
+    assert (done.returncode, done.stdout) == (EXIT_REPLACE, "given up\n")
 
 
 @pytest.mark.parametrize(

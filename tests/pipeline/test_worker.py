@@ -14,7 +14,7 @@ from pipeline.events import Failed, SamplingParams, Submitted, Tokenized, new_ui
 from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
-from pipeline.slots import WATCHDOG_S, Announcement, SlotLease, acquire_slot, read_statuses
+from pipeline.slots import WATCHDOG_S, Announcement, GiveUp, SlotLease, acquire_slot, read_statuses
 from pipeline.worker import MOST_DELIVERIES, Bury, Handle, Stop, WorkerProcess, follow
 
 LEASE_MS = 3000
@@ -374,7 +374,9 @@ def test_what_a_worker_loads_is_announced_and_may_take_longer_than_a_round_of_it
     given_s = []
 
     class Watched(Announcement):
-        def came_round(self, *, patience_s: float = WATCHDOG_S) -> None:
+        def came_round(
+            self, *, patience_s: float = WATCHDOG_S, cpu_s: float = 0.0, give_up: GiveUp | None = None
+        ) -> None:
             given_s.append(patience_s)
 
     monkeypatch.setattr(worker, "Announcement", Watched)

@@ -43,6 +43,7 @@ REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
 CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",)}
 ORIGINS = {("--allow-host",), ("--allow-origin",)}
 KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
+HTTP = REQUESTS | CLIENTS | ORIGINS | KEYS
 LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
 ENGINE = {
     ("--dtype",),
@@ -60,6 +61,7 @@ ENGINE = {
     ("--memory-ratio",),
     ("--max-seq-len", "--max-seq-len-override"),
 }
+PROMPTS = {("--tokenize-timeout",)}
 SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count"), ("--shell", "--shell-mode")}
 WORKER = {("--replicas",), ("--slot",)}
 LISTEN = {("--listen-fd",)}
@@ -67,11 +69,11 @@ CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
 RETENTION = {("--retention",)}
 JSON = {("--json",)}
 FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
-    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | REQUESTS | CLIENTS | ORIGINS | KEYS,
-    "stage tokenize": MODEL | WORKER | LOG,
+    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | PROMPTS | HTTP,
+    "stage tokenize": MODEL | WORKER | LOG | PROMPTS,
     "stage generate": MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG,
     "stage detokenize": MODEL | WORKER | LOG,
-    "stage web": WEB | LISTEN | WORKER | LOG | REQUESTS | CLIENTS | ORIGINS | KEYS,
+    "stage web": WEB | LISTEN | WORKER | LOG | HTTP,
     "trace": CONNECT | RETENTION | JSON,
     "top": CONNECT | JSON | {("--interval",), ("--once",)},
     "dead ls": CONNECT | JSON,
@@ -119,6 +121,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--memory-ratio": ("1", 1.0),
     "--max-seq-len": ("2", 2),
     "--tokenizers": ("0", 0),
+    "--tokenize-timeout": ("2.5", 2.5),
     "--replicas": ("2", 2),
     "--slot": ("0", 0),
     "--listen-fd": ("3", 3),
@@ -169,6 +172,7 @@ BAD_VALUES = [
     ("--memory-ratio", "most", "share"),
     ("--max-seq-len", "1", "at least 2"),
     ("--tokenizers", "-1", "at least 0"),
+    ("--tokenize-timeout", "0", "seconds above 0"),
 ]
 
 

@@ -48,11 +48,11 @@ if mode == "slow":
     slot_lease.say(phase="loading", detail="weights", progress=0.4)
 else:
     slot_lease.say(phase="ready")
-if mode == "crashing":
+if mode in ("crashing", "replaced"):
     until = time.monotonic() + 0.1
     while time.monotonic() < until:
         slot_lease.came_round()
-    os._exit(7)
+    os._exit(7 if mode == "crashing" else 4)
 while not stop.wait(0.05):
     slot_lease.came_round()
 with (folder / "ends").open("a") as ends:
@@ -189,6 +189,14 @@ def test_a_worker_that_keeps_dying_is_started_ever_more_rarely(folder: Path, red
     at = [when for _, when in starts(folder)]
     pauses = [later - earlier for earlier, later in itertools.pairwise(at)]
     assert pauses[3] > pauses[1] + 0.5  # 0, 0.4, 0.8, 1.6 s and the same start-up in each
+
+
+def test_a_worker_that_wants_to_be_replaced_is_replaced_at_once_however_often(
+    folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with supervised(folder, redis_url, job(folder, "tokenize", "replaced")) as supervisor:
+        watch_until(supervisor, lambda: len(starts(folder)) == 4)
+    assert capsys.readouterr().out.count("restart_in_s=0.0") == 3
 
 
 def test_stages_end_in_the_order_given(folder: Path, redis_url: str) -> None:

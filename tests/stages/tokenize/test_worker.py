@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +17,13 @@ from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import SEAL, TOKENIZED_ID
-from pipeline.slots import WATCHDOG_S, SlotLease, Status
+from pipeline.process.parent import EXIT_REPLACE
+from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, Status
 from stages.tokenize.prompts import LONG_TEXT, Rendered
 from stages.tokenize.worker import LONGEST_BATCH_S, TokenizeWorker
 
 CONTEXT = 16
+LIMIT_S = 2.5
 
 
 class Panic(BaseException):
@@ -35,6 +39,8 @@ class LetterEncoder:
         self.rendered: list[str] = []
         self.encoded: list[list[str]] = []
         """The batches."""
+        self.too_slow: Callable[[], None] = lambda: None
+        """Called where the work on a request never ends."""
 
     def render(self, event: Submitted) -> Rendered:
         self.rendered.append(event.prompt)
@@ -42,6 +48,8 @@ class LetterEncoder:
             raise RequestError("roles must alternate", code="template_error", param="messages")
         if event.prompt == "explodes":
             raise ZeroDivisionError("in the template")
+        if event.prompt == "slow template":
+            self.too_slow()
         if event.prompt == "interrupted":
             raise KeyboardInterrupt
         if event.prompt == "panics at once":
@@ -51,6 +59,8 @@ class LetterEncoder:
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         self.encoded.append([prompt.text for prompt in prompts])
+        if any(prompt.text.startswith("slow text") for prompt in prompts):
+            self.too_slow()
         if any(prompt.text == "poison" for prompt in prompts):
             raise RuntimeError("cannot be encoded")
         if any(prompt.text == "panics" for prompt in prompts):
@@ -75,11 +85,15 @@ class LetterEncoder:
         return token_ids[:num_tokens] if first else token_ids[-num_tokens:]
 
     def pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        if ord("~") in token_ids:
+            self.too_slow()
         if ord("?") in token_ids:
             raise Panic("no piece")
         return tuple(map(chr, token_ids))
 
     def decode(self, event: Submitted) -> str:
+        if 2 in event.prompt_ids:
+            self.too_slow()
         if 0 in event.prompt_ids:
             raise RequestError("token 0 is none", param="tokens")
         if 1 in event.prompt_ids:
@@ -105,7 +119,7 @@ class Rig:
         self.encoder = LetterEncoder()
         encoder: Any = self.encoder
         self.measures = Measures()
-        self.worker = TokenizeWorker(self.log, self.slot_lease, encoder, self.measures)
+        self.worker = TokenizeWorker(self.log, self.slot_lease, encoder, self.measures, limit_cpu_s=LIMIT_S)
 
     def submit(self, *prompts: str) -> list[str]:
         return [self.ask(prompt=prompt) for prompt in prompts]
@@ -118,6 +132,35 @@ class Rig:
 
     def handle(self) -> None:
         self.worker.handle(self.log.read(self.inbox, "tokenize-0", max_entries=100, block_ms=10))
+
+    def handle_with_one_tokenizer_after_the_other(self, monkeypatch: pytest.MonkeyPatch) -> int:
+        """Handle all that waits; a worker whose work never ends is given up. Return how many there were."""
+        limits: list[tuple[float, GiveUp | None]] = []
+
+        def came_round(
+            *, patience_s: float = WATCHDOG_S, cpu_s: float = math.inf, give_up: GiveUp | None = None
+        ) -> None:
+            assert patience_s == LONGEST_BATCH_S
+            limits.append((cpu_s, give_up))
+
+        def too_slow() -> None:
+            cpu_s, give_up = limits[-1]
+            assert cpu_s == LIMIT_S and give_up is not None
+            give_up(self.log)
+            raise SystemExit(EXIT_REPLACE)
+
+        monkeypatch.setattr(self.slot_lease, "came_round", came_round)
+        self.encoder.too_slow = too_slow
+        batches = [self.log.read(self.inbox, "tokenize-0", max_entries=100, block_ms=10)]
+        for num_given_up in itertools.count():
+            try:
+                while batches:
+                    self.worker.handle(batches.pop(0))
+                assert limits[-1] == (math.inf, None)
+                return num_given_up
+            except SystemExit:
+                batches = [[entry] for entry in self.log.pending(self.inbox, "tokenize-0")]  # as `follow` does
+        raise AssertionError
 
     def counted(self) -> tuple[float, ...]:
         """Return how many prompts there were, their tokens, commits and batches."""
@@ -316,15 +359,7 @@ def test_an_answer_of_very_many_tokens_is_refused_with_their_number(rig: Rig, mo
     assert failed.message == "prompt: has 4 tokens, but an answer has at most 3; send it in parts."
 
 
-def test_what_is_long_waits_for_what_is_brief_and_has_the_watchdogs_patience_for_itself(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_s = []
-
-    def came_round(*, patience_s: float = WATCHDOG_S) -> None:
-        given_s.append((len(rig.encoder.encoded), patience_s))
-
-    monkeypatch.setattr(rig.slot_lease, "came_round", came_round)
+def test_what_is_long_waits_for_what_is_brief(rig: Rig) -> None:
     long, book = "x" * (LONG_TEXT + 1), "y" * (LONG_TEXT + 2)
     rig.ask("tokenize", prompt=long)
     rig.submit("ab")
@@ -332,7 +367,55 @@ def test_what_is_long_waits_for_what_is_brief_and_has_the_watchdogs_patience_for
     rig.ask("tokenize", prompt="cd")
     rig.handle()
     assert rig.encoder.encoded == [["ab", "cd"], [long], [book]]
-    assert given_s == [(0, LONGEST_BATCH_S), (1, LONGEST_BATCH_S), (2, LONGEST_BATCH_S)]
+
+
+# what takes too long
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "deaths"),
+    [
+        ("generate", {"prompt": "slow template"}, 1),
+        ("generate", {"prompt": "slow text"}, 2),  # first in a batch, whose other texts may be as slow
+        ("generate", {"prompt": "slow text" + "x" * LONG_TEXT, "truncate_prompt_tokens": 2}, 1),
+        ("tokenize", {"prompt": "slow text" + "x" * LONG_TEXT}, 1),
+        ("tokenize", {"prompt": "~", "return_pieces": True}, 1),
+        ("detokenize", {"prompt_ids": (2,)}, 1),
+    ],
+    ids=["template", "brief", "long", "to be counted", "pieces", "tokens"],
+)
+def test_a_request_that_takes_too_long_fails_alone_and_its_tokenizer_is_replaced(
+    rig: Rig, task: Task, fields: dict[str, Any], deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (before,), slow, told, (after,) = (
+        rig.submit("ab"),
+        rig.ask(task, **fields),
+        rig.ask("tokenize", prompt="cd"),
+        rig.submit("ef"),
+    )
+    start = rig.log.open_replies("web-0")
+    assert rig.handle_with_one_tokenizer_after_the_other(monkeypatch) == deaths
+    entry, event = rig.last(slow)
+    assert entry.id == SEAL and isinstance(event, Failed)
+    assert (event.status, event.code) == (400, "tokenizer_timeout") and "more than 2.5 s" in event.message
+    assert [rig.last(uid)[0].id for uid in (before, after)] == [TOKENIZED_ID, TOKENIZED_ID]
+    assert isinstance(rig.last(told)[1], Answered)
+    assert slow in [reply.uid for reply in rig.log.read_replies("web-0", start, block_ms=0)[1]]
+    assert rig.log.backlog(rig.inbox) == 0 and rig.log.dead_letters(9) == []
+
+
+def test_a_batch_that_is_slow_only_together_fails_nobody(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    uids = rig.submit("ab", "cd")
+    encode = rig.encoder.encode
+
+    def slow_together(prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
+        if len(prompts) > 1:
+            rig.encoder.too_slow()
+        return encode(prompts)
+
+    monkeypatch.setattr(rig.encoder, "encode", slow_together)
+    assert rig.handle_with_one_tokenizer_after_the_other(monkeypatch) == 1
+    assert [rig.last(uid)[0].id for uid in uids] == [TOKENIZED_ID, TOKENIZED_ID]
 
 
 def test_a_request_that_killed_its_tokenizers_fails_and_is_kept_among_the_dead(rig: Rig) -> None:
