@@ -490,13 +490,13 @@ MINE = Serving("qwen", "w1", "t1", 4096, "--max-seq-len")
 OTHER = Serving("other", "w2", "t2", 128, "--max-seq-len")
 
 
-def serve(log: CountingLog, serving: Serving, stop: Stop) -> Generator[SlotLease, None, None]:
-    return slot_leases(log, log, "generate", SHORT_MS, preferred=None, stop=stop, serving=serving)
+def serve(log: CountingLog, serving: Serving, stop: Stop, lease_ms: int = SHORT_MS) -> Generator[SlotLease, None, None]:
+    return slot_leases(log, log, "generate", lease_ms, preferred=None, stop=stop, serving=serving)
 
 
 def refusals(log: CountingLog, other: Serving, stop: Stop) -> list[str]:
     """Return how *other* is refused while a worker lives that serves MINE: when it asks for a slot, and before."""
-    with closing(serve(log, MINE, stop)) as living:
+    with closing(serve(log, MINE, stop, 10 * SHORT_MS)) as living:  # a busy machine must not end its lease
         next(living)
         with pytest.raises(ConfigError) as refused:
             next(serve(log, other, stop))
@@ -572,7 +572,7 @@ def test_of_two_models_that_start_at_once_one_is_refused(log: CountingLog, stop:
     def start(serving: Serving) -> None:
         ready.wait(10)
         try:
-            for _ in serve(log, serving, stop):
+            for _ in serve(log, serving, stop, 10 * SHORT_MS):
                 outcomes.append(f"{serving.model} serves")
                 until(lambda: len(outcomes) == 2)
                 stop.set()
