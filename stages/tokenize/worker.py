@@ -74,6 +74,10 @@ class TokenizeWorker:
         self.context = 0
         """The served context, as the engines last published it."""
         self._learnt_s = float("-inf")
+        self._rendered: tuple[Submitted, Rendered] | None = None
+        """The last of several siblings, but for its seed, and its prompt."""
+        self._encoded: tuple[Rendered, tuple[int, ...] | RequestError] | None = None
+        """That prompt, once it is encoded."""
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Tokenize and commit. An error of one request fails that request alone."""
@@ -138,12 +142,21 @@ class TokenizeWorker:
         if submitted.task in ("detokenize", "describe"):
             return _Work(entry, submitted, None)
         num_kept = tokens_kept(submitted, self.context)
-        prompt = self._encoder.render(submitted)
+        prompt = self._render(submitted)
         if submitted.task == "generate" and num_kept is None:
             self._encoder.refuse_too_long(prompt, self.context)
         else:
             self._encoder.refuse_too_large(prompt, self.context)
         return _Work(entry, submitted, prompt, num_kept)
+
+    def _render(self, submitted: Submitted) -> Rendered:
+        """Return a prompt as text. The choices of one prompt follow each other, and have the same object."""
+        if submitted.siblings == 1:
+            return self._encoder.render(submitted)
+        alike = submitted.model_copy(update={"sampling": submitted.sampling.model_copy(update={"seed": 0})})
+        if self._rendered is None or self._rendered[0] != alike:
+            self._rendered = alike, self._encoder.render(submitted)
+        return self._rendered[1]
 
     def _encode_all(self, work: Sequence[_Work]) -> None:
         """Encode the prompts as one batch, and commit the result of each."""
@@ -171,6 +184,15 @@ class TokenizeWorker:
                 failpoint("tokenize.after_commit")
 
     def _encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
+        """Return the tokens of each prompt. What several siblings share is encoded once."""
+        known = {id(self._encoded[0]): self._encoded[1]} if self._encoded is not None else {}
+        new = list({id(prompt): prompt for prompt in prompts if id(prompt) not in known}.values())
+        known |= dict(zip(map(id, new), self._encode_new(new), strict=True))
+        if self._rendered is not None and id(self._rendered[1]) in known:
+            self._encoded = self._rendered[1], known[id(self._rendered[1])]
+        return [known[id(prompt)] for prompt in prompts]
+
+    def _encode_new(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
         if not prompts:
             return []
         batch = _attempt("batch_not_encoded", partial(self._encoder.encode, prompts), requests=len(prompts))
