@@ -76,8 +76,8 @@ class TokenizeWorker:
         self._learnt_s = float("-inf")
         self._rendered: tuple[Submitted, Rendered] | None = None
         """The last of several siblings, but for its seed, and its prompt."""
-        self._encoded: tuple[Rendered, tuple[int, ...] | RequestError] | None = None
-        """That prompt, once it is encoded."""
+        self._encoded: dict[int, tuple[Rendered, tuple[int, ...] | RequestError]] = {}
+        """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Tokenize and commit. An error of one request fails that request alone."""
@@ -101,6 +101,8 @@ class TokenizeWorker:
                 self._answer(each)
             else:
                 self._encode_all([each])
+        last = self._rendered[1] if self._rendered is not None else None  # the next batch may go on with it
+        self._encoded = {key: known for key, known in self._encoded.items() if known[0] is last}
         self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
 
     def bury(self, entry: Entry, deaths: int) -> None:
@@ -185,12 +187,10 @@ class TokenizeWorker:
 
     def _encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
         """Return the tokens of each prompt. What several siblings share is encoded once."""
-        known = {id(self._encoded[0]): self._encoded[1]} if self._encoded is not None else {}
-        new = list({id(prompt): prompt for prompt in prompts if id(prompt) not in known}.values())
-        known |= dict(zip(map(id, new), self._encode_new(new), strict=True))
-        if self._rendered is not None and id(self._rendered[1]) in known:
-            self._encoded = self._rendered[1], known[id(self._rendered[1])]
-        return [known[id(prompt)] for prompt in prompts]
+        new = {id(prompt): prompt for prompt in prompts if id(prompt) not in self._encoded}
+        for prompt, token_ids in zip(new.values(), self._encode_new([*new.values()]), strict=True):
+            self._encoded[id(prompt)] = prompt, token_ids
+        return [self._encoded[id(prompt)][1] for prompt in prompts]
 
     def _encode_new(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
         if not prompts:
