@@ -231,10 +231,12 @@ SHARED: dict[str, tuple[str, bytes]] = {
     "choices of a long text": (CHAT, filled(b'{"n":%d,' % NUM_ANSWERS + TEXT[1:], b"[1, ", b'"}]}')),
     "choices of the most messages": (
         CHAT,
-        filled(b'{"n":%d,"messages":[' % NUM_ANSWERS, b'{"role":"user","content":"%s"},' % (b"a" * 900), b"1]}", 4095)[
-            :-3
-        ]
-        + b'{"role":"user","content":"a"}]}',
+        filled(
+            b'{"n":%d,"messages":[' % NUM_ANSWERS,
+            b'{"role":"user","content":"%s"},' % (b"a" * 900),
+            b'{"role":"user","content":"a"}]}',
+            4095,
+        ),
     ),
     "choices in SGLang's form": (
         "/generate",

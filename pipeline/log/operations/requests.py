@@ -98,10 +98,8 @@ def _submit(
 
 def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
     uid = entry.fields["uid"]
-    words, texts = as_words(Tokenized, as_plain(event)), {}
-    shared = shared_by(log.names, uid)
-    if shared:
-        words, texts = referring(words)
+    words, shared = as_words(Tokenized, as_plain(event)), shared_by(log.names, uid)
+    words, texts = referring(words) if shared else (words, {})
     keys = [log.names.submitted, log.names.request(uid), log.names.tokenized, *shared]
     args = [entry.id, uid, entry.fields["frontend"], len(texts), *flat(texts), *flat(words)]
     return Script("tokenized", keys, args, is_ok)
@@ -208,9 +206,8 @@ def entries(log: LogContext, uid: str, ids: Sequence[str], *, whole: bool = True
     """
     commands = [["XRANGE", log.names.request(uid), entry_id, entry_id] for entry_id in ids]
     found = yield from Batch(commands, lambda replies: [entry for raw in replies for entry in entries_of(raw)])
-    if whole:
-        (found,) = yield from wholes(log.names, [(uid, found)])
-    return {entry.id: entry for entry in found or ()}
+    read = (yield from wholes(log.names, [(uid, found)]))[0] if whole else found
+    return {entry.id: entry for entry in read or ()}
 
 
 def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Steps[dict[str, list[Entry]]]:

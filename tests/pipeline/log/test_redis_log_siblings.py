@@ -312,7 +312,7 @@ def test_histories_of_an_older_version_hold_everything_and_go_on(log: RedisLog, 
 
 def test_frontends_and_tools_see_whole_siblings(log: RedisLog) -> None:
     log.submit("a", choices(2))
-    seen: list[Sequence[Entry]] = log.histories(["a.1"])
+    seen: list[Sequence[Entry]] = [*log.histories(["a.1"])]
 
     async def read(front: AsyncRedisLog) -> None:
         seen.append(list((await front.entries("a.1", ["0-1"])).values()))

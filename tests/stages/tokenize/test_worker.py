@@ -136,8 +136,8 @@ def rig(another_log: Callable[[], StreamLog]) -> Iterator[Rig]:
 
 def choices(count: int, prompt: str, **fields: Any) -> list[Submitted]:
     """Return choices of one prompt, which differ in their seeds alone."""
-    made = {"endpoint": "chat", "frontend": "web-0", "prompt": prompt}
-    return [Submitted(**made, sampling=SamplingParams(seed=i, **fields)) for i in range(count)]
+    sampling = [SamplingParams(seed=i, **fields) for i in range(count)]
+    return [Submitted(endpoint="chat", frontend="web-0", prompt=prompt, sampling=each) for each in sampling]
 
 
 def test_a_prompt_of_several_choices_is_rendered_and_encoded_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
