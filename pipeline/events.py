@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
@@ -353,6 +353,10 @@ class StepCompleted(Event):
     figures: Figures = Figures()
 
 
+PROMPT: Final = frozenset({"messages", "prompt", "prompt_ids"})
+"""Fields of Submitted that can be long; most readers need none of them."""
+NOT_COMPUTED: Final = PROMPT | {"templating", "labels"}
+"""Fields of Submitted that no engine needs: it computes the tokens."""
 Mark: TypeAlias = Admitted | Preempted | TakenOver
 """What an engine says about a request besides its tokens. Clients do not see it."""
 End: TypeAlias = Finished | Failed | Cancelled | Answered
@@ -367,34 +371,27 @@ _BY_KIND: Mapping[str, type[Event]] = {model.model_fields["kind"].default: model
 
 def encode(event: Event) -> dict[str, str]:
     """Return the stream fields of *event*; `ms` is left to the commit, which knows Redis' clock."""
-    return as_fields(type(event), as_plain(event))
+    return {name: text.decode() for name, text in as_words(type(event), as_plain(event)).items()}
 
 
-def as_fields(model: type[Event], plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return the stream fields of an event of kind *model* that `as_plain` has made plain."""
+def as_words(model: type[Event], plain: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the stream fields of an event of kind *model* that `as_plain` has made plain, in UTF-8.
+
+    As `str`, a long text can take four times as much memory.
+    """
     numbers = _number_lists(model)
-    fields = {}
-    for name, value in plain.items():
-        text = value if isinstance(value, str) else orjson.dumps(value).decode()
-        fields[name] = text[1:-1] if name in numbers else text
-    return fields
-
-
-def encode_large(event: Event) -> dict[str, bytes]:
-    """As `encode`, in UTF-8: as `str`, a long text can take four times as much memory."""
-    numbers, plain = _number_lists(type(event)), as_plain(event)
     texts = {name: value.encode() if isinstance(value, str) else orjson.dumps(value) for name, value in plain.items()}
     return {name: text[1:-1] if name in numbers else text for name, text in texts.items()}
 
 
-def as_plain(event: Event) -> dict[str, Any]:
-    """Return *event* as plain values. Fields with their default are left out, but not the kind."""
-    omitted = {"ms"} | {name for name, default in _defaults(type(event)) if getattr(event, name) == default}
+def as_plain(event: Event, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return *event* as plain values. Fields with their default are left out, but not the kind, and those *without*."""
+    omitted = {"ms", *without} | {name for name, default in _defaults(type(event)) if getattr(event, name) == default}
     return event.model_dump(mode="json", exclude=omitted, exclude_none=True)
 
 
-def decode(fields: Mapping[str, str]) -> AnyEvent:
-    """Return the event that *fields* hold.
+def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEvent:
+    """Return the event that *fields* hold. Those *without*, which the caller does not need, have their defaults.
 
     Raises:
         UndecodableEvent: The fields are of no known kind or break its rules.
@@ -406,6 +403,8 @@ def decode(fields: Mapping[str, str]) -> AnyEvent:
     plain: dict[str, Any] = {}
     try:
         for name, value in fields.items():
+            if name in without:
+                continue
             if name in texts:
                 plain[name] = value
             else:

@@ -101,6 +101,11 @@ class Names:
         """Stream: the history of one request."""
         return self._key(f"request:{uid}")
 
+    def shared(self, uid: str) -> str:
+        """Hash with a time to live, of the base uid of siblings: what their histories share, each text under its
+        digest. `left` says how many of them have not ended, `gone` when the histories of the others expire."""
+        return self._key(f"shared:{uid}")
+
     def replies(self, frontend: str) -> str:
         """Stream that one web process tails. It may lose entries; the histories are the truth."""
         return self._key(f"replies:{frontend}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from pipeline.errors import UndecodableEvent
@@ -22,16 +22,19 @@ class Moment(NamedTuple):
     """Numbers of the tokens that the history should hold before the event and does not."""
 
 
-def walk(entries: Iterable[Entry], *, n: int = 0, over_holes: bool = False) -> Iterator[Moment]:
+def walk(
+    entries: Iterable[Entry], *, n: int = 0, over_holes: bool = False, without: Collection[str] = ()
+) -> Iterator[Moment]:
     """Yield the events of a history in order, from its first entry on, or from a later one that comes after token *n*.
 
-    A reader that can tell what is missing walks *over_holes*.
+    A reader that can tell what is missing walks *over_holes*. The fields *without*, which it does not need, are not
+    decoded: prompts are long.
 
     Raises:
         UndecodableEvent: An entry does not decode, is a step, or (unless *over_holes*) does not follow the one before.
     """
     for entry in entries:
-        event = decode(entry.fields)
+        event = decode(entry.fields, without=without)
         if isinstance(event, StepCompleted):
             raise UndecodableEvent(f"entry {entry.id} is a step, which no history holds")
         after = max(event.n, n) if isinstance(event, End) else parse_id(entry.id)[0]

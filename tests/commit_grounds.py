@@ -17,6 +17,7 @@ from redis_servers import running_server
 
 from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.log.redis import RedisLog
+from pipeline.log.shared import whole_history
 from pipeline.names import Names
 
 NAMES: Final = Names("story")
@@ -38,6 +39,8 @@ for _, key in ipairs(redis.call('KEYS', '*')) do
     content = redis.call('ZRANGE', key, 0, -1)
   elseif kind == 'set' then
     content = redis.call('SMEMBERS', key)
+  elseif kind == 'hash' then
+    content = redis.call('HGETALL', key)
   else
     content = redis.call('GET', key)
   end
@@ -72,20 +75,24 @@ class RedisGround:
         sets: dict[str, frozenset[str]] = {}
         strings: dict[str, str] = {}
         self.lasting = []
-        for raw_key, kind, content, groups, ttl_ms in self._redis.execute_command("EVAL", OBSERVE, 0):
+        seen = self._redis.execute_command("EVAL", OBSERVE, 0)
+        shared = [_entry(b"", content).fields for _, kind, content, *_ in seen if kind == b"hash"]
+        texts = {digest: text for fields in shared for digest, text in fields.items()}
+        for raw_key, kind, content, groups, ttl_ms in seen:
             key = raw_key.decode()
             if ttl_ms < 0:
                 self.lasting.append(key)
             if kind == b"stream":
                 if key not in self._read or self._read[key][0] != content:
-                    self._read[key] = (content, [_entry(*raw) for raw in content])
+                    entries = [_entry(*raw) for raw in content]
+                    self._read[key] = (content, whole_history(entries, texts) or entries)
                 streams[key] = self._read[key][1]
                 if groups:
                     (items,) = groups
                     pending[key] = [(item[0].decode(), item[1].decode(), item[3]) for item in items]
             elif kind in (b"zset", b"set"):
                 sets[key] = frozenset(member.decode() for member in content)
-            else:
+            elif kind == b"string":
                 strings[key] = content.decode()
         return State(streams, pending, sets, strings)
 

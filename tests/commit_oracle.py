@@ -26,7 +26,7 @@ class State:
     """All that a log holds, by key. Times to live are no part of it."""
 
     streams: Mapping[str, Sequence[Entry]]
-    """A stream that has not changed may be the same object as before."""
+    """With what siblings share. A stream that has not changed may be the same object as before."""
     pending: Mapping[str, Sequence[tuple[str, str, int]]]
     """Of each group, by stream: id, consumer, how often it was worked on."""
     sets: Mapping[str, frozenset[str]]

@@ -14,12 +14,10 @@ from pipeline.events import (
     End,
     Failed,
     Finished,
-    Submitted,
     TokensProduced,
-    as_fields,
     as_plain,
+    as_words,
     decode,
-    encode_large,
 )
 from pipeline.log.protocol import DeadLetter, Entry, Produced, Reply
 from pipeline.names import SEAL
@@ -38,35 +36,22 @@ DEAD_HISTORY_BYTES: Final = 64 * 1024
 """The copy of a history in a dead letter takes no more."""
 
 
-def submitted_fields(event: Submitted, count: int) -> dict[str, str]:
-    """Return the fields of one of *count* requests that are submitted together; the commit adds the deadline."""
-    return {name: text.decode() for name, text in submitted_words(event, count).items()}
-
-
-def submitted_words(event: Submitted, count: int) -> dict[str, bytes]:
-    """As `submitted_fields`, in UTF-8: prompts are long."""
-    fields = encode_large(event)
-    for name in ("deadline_ms", "siblings"):
-        fields.pop(name, None)
-    return fields if count == 1 else fields | {"siblings": b"%d" % count}
-
-
 def letter_fields(dead: DeadLetter) -> dict[str, str]:
     """Return the fields of a dead letter; the commit adds uid, moment and history."""
     entry = orjson.dumps(dict(dead.entry)).decode()
     return {"stage": dead.stage, "deaths": str(dead.deaths), "error": dead.error, "entry": entry}
 
 
-def produced_fields(events: Sequence[Produced]) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """Return the fields of each of *events*, for its history, and frontend -> its reply, in JSON.
+def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes]], dict[str, str]]:
+    """Return the fields of each of *events*, for its history, in UTF-8, and frontend -> its reply, in JSON.
 
     Clients do not hear of marks. An event is turned into plain values once, because this is the largest commit.
     """
-    histories: list[dict[str, str]] = []
+    histories: list[dict[str, bytes]] = []
     replies: dict[str, list[dict[str, Any]]] = {}
     for item in events:
         plain = as_plain(item.event)
-        histories.append(as_fields(type(item.event), plain))
+        histories.append(as_words(type(item.event), plain))
         if isinstance(item.event, TokensProduced | End):
             said = {"uid": item.uid, "id": item.entry_id, "n": item.n, "event": plain}
             replies.setdefault(item.frontend, []).append(said)

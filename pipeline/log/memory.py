@@ -18,9 +18,8 @@ from pipeline.log.entries import (
     REPLY_CAP,
     copied_fields,
     letter_fields,
-    produced_fields,
+    produced_words,
     replies_of,
-    submitted_fields,
 )
 from pipeline.log.memory_leases import Leases
 from pipeline.log.memory_streams import Streams, id_text, steady_clock_ms
@@ -41,6 +40,7 @@ from pipeline.log.protocol import (
     SubmitResult,
     Taken,
 )
+from pipeline.log.shared import submitted_fields
 from pipeline.names import (
     DETOKENIZE,
     GENERATE,
@@ -95,10 +95,9 @@ class MemoryLog:
             self._streams.sweep()
             now_ms, timeout_ms = self._now_ms(), self.limits.timeout_ms
             gone_ms = self._in_ms(timeout_ms + self.limits.retention_ms)
-            for sibling, event in zip(uids, events, strict=True):
-                moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
-                fields = moments | submitted_fields(event, len(events))
-                history = self._streams.append(self.names.request(sibling), SUBMITTED_ID, fields, make=True)
+            moments = {"ms": str(now_ms), "deadline_ms": str(now_ms + timeout_ms)}
+            for sibling, event, fields in zip(uids, events, submitted_fields(events), strict=True):
+                history = self._streams.append(self.names.request(sibling), SUBMITTED_ID, moments | fields, make=True)
                 assert history is not None
                 history.expires_ms = gone_ms
                 self._live[sibling] = now_ms + timeout_ms
@@ -311,9 +310,9 @@ class MemoryLog:
             self._leases.fence(owner)
             if not self._streams.consume(Inbox.steps(self.names, engine), entry.id):
                 return False
-            histories, replies = produced_fields(events)
-            for item, fields in zip(events, histories, strict=True):
-                ends = item.entry_id == SEAL
+            histories, replies = produced_words(events)
+            for item, words in zip(events, histories, strict=True):
+                ends, fields = item.entry_id == SEAL, {name: text.decode() for name, text in words.items()}
                 if ends:
                     self._live.pop(item.uid, None)
                 history = self._streams.append(self.names.request(item.uid), item.entry_id, self._stamped(fields))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.log.protocol import Depth, Entry, Lease
@@ -46,9 +46,9 @@ def first_stream(raw: Any) -> list[Entry]:
     return next(iter(streams_of(raw).values()), [])
 
 
-def texts_there(keys: Mapping[str, str], values: Sequence[bytes | None]) -> dict[str, str]:
-    """Return slot -> text of the keys that exist; *keys* is slot -> key, *values* the reply to their MGET."""
-    return {slot: as_text(value) for slot, value in zip(keys, values, strict=True) if value is not None}
+def texts_there(keys: Iterable[str], values: Sequence[bytes | None]) -> dict[str, str]:
+    """Return key -> text of those *keys* that exist; *values* is the reply to their MGET or HMGET."""
+    return {key: as_text(value) for key, value in zip(keys, values, strict=True) if value is not None}
 
 
 def lease_of(holder: bytes | None, ttl_ms: int) -> Lease:

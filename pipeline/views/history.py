@@ -12,6 +12,7 @@ import orjson
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
+    PROMPT,
     Admitted,
     Answered,
     Cancelled,
@@ -53,7 +54,7 @@ def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
     """
     if not history:
         raise UndecodableEvent(f"the history of {uid} has no entries")
-    moments = list(walk(history, over_holes=True))
+    moments = list(walk(history, over_holes=True, without=PROMPT))
     told = _Story(uid, state_of(history), moments[0].event.ms)
     for moment in moments:
         told.hear(moment)

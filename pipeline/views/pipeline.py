@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
+    PROMPT,
     Admitted,
     Answered,
     Cancelled,
@@ -234,7 +235,7 @@ def _heard(facts: RequestFacts, snapshot: LogSnapshot, peek: HistoryEnds) -> Req
     if facts.state == "tokenizing":  # as was true then
         facts = replace(facts, state="queued")
     try:
-        for moment in walk(peek.head, over_holes=True):
+        for moment in walk(peek.head, over_holes=True, without=PROMPT):
             facts = replace(_after(facts, moment), known_to=moment.id)
         for moment in walk([peek.last] if peek.last is not None else [], over_holes=True):
             facts = _after(facts, moment)

@@ -12,7 +12,7 @@ import structlog
 from tokenizers import Tokenizer
 
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
-from pipeline.events import Failed, StepCompleted, Tokenized, decode
+from pipeline.events import NOT_COMPUTED, Failed, StepCompleted, Tokenized, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
@@ -35,6 +35,8 @@ LOOK_EVERY_S = 0.3
 """Pause between two looks at the slots of other detokenizers. A slot that is free at two in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
+NOT_TOLD = NOT_COMPUTED - {"prompt"}
+"""Fields of Submitted that no answer repeats."""
 
 
 class DetokenizeWorker:
@@ -132,7 +134,7 @@ class DetokenizeWorker:
     def _learn(self, uid: str, history: Sequence[Entry]) -> None:
         """Give a history to the fold. One that does not decode, or that has other tokens, ends its request alone."""
         try:
-            moments = list(walk(history, over_holes=True))
+            moments = list(walk(history, over_holes=True, without=NOT_TOLD))
             reason = self._why_not_continued(moments)
             if not reason:
                 self._fold.learn(uid, moments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.events import Admitted, Submitted, TakenOver, Tokenized, TokensProduced
+from pipeline.events import NOT_COMPUTED, Admitted, Submitted, TakenOver, Tokenized, TokensProduced
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
 from pipeline.serving import Serving
@@ -59,7 +59,7 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
     had_begun = False
     weights = ""
     takeovers: list[tuple[int, bool]] = []
-    for _, n, event, _ in walk(history):
+    for _, n, event, _ in walk(history, without=NOT_COMPUTED):
         match event:
             case Submitted():
                 submitted = event

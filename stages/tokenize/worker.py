@@ -82,6 +82,10 @@ class TokenizeWorker:
         self.context = 0
         """The served context, as the engines last published it."""
         self._learnt_s = float("-inf")
+        self._rendered: tuple[Submitted, Rendered] | None = None
+        """The last of several siblings, but for its seed, and its prompt."""
+        self._encoded: dict[int, tuple[Rendered, tuple[int, ...] | RequestError]] = {}
+        """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Tokenize and commit. An error of one request fails that request alone."""
@@ -104,6 +108,8 @@ class TokenizeWorker:
                 self._answer(each)
             else:
                 self._encode_all([each])
+        last = self._rendered[1] if self._rendered is not None else None  # the next batch may go on with it
+        self._encoded = {key: known for key, known in self._encoded.items() if known[0] is last}
         self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
 
     def bury(self, entry: Entry, deaths: int) -> None:
@@ -145,12 +151,21 @@ class TokenizeWorker:
         if submitted.task in ("detokenize", "describe"):
             return _Work(entry, submitted, None)
         num_kept = tokens_kept(submitted, self.context)
-        prompt = self._encoder.render(submitted)
+        prompt = self._render(submitted)
         if submitted.task == "generate" and num_kept is None:
             self._encoder.refuse_too_long(prompt, self.context)
         else:
             self._encoder.refuse_too_large(prompt, self.context)
         return _Work(entry, submitted, prompt, num_kept)
+
+    def _render(self, submitted: Submitted) -> Rendered:
+        """Return a prompt as text. The choices of one prompt follow each other, and have the same object."""
+        if submitted.siblings == 1:
+            return self._encoder.render(submitted)
+        alike = submitted.model_copy(update={"sampling": submitted.sampling.model_copy(update={"seed": 0})})
+        if self._rendered is None or self._rendered[0] != alike:
+            self._rendered = alike, self._encoder.render(submitted)
+        return self._rendered[1]
 
     def _encode_all(self, work: Sequence[_Work]) -> None:
         """Encode the prompts as one batch, and commit the result of each."""
@@ -182,8 +197,18 @@ class TokenizeWorker:
                 failpoint("tokenize.after_commit")
 
     def _encode(self, entries: Sequence[Entry], prompts: Sequence[Rendered]) -> list[tuple[int, ...] | RequestError]:
-        if not prompts:
-            return []
+        """Return the tokens of each prompt. What several siblings share is encoded once."""
+        new = {id(prompt): (entry, prompt) for entry, prompt in zip(entries, prompts, strict=True)}
+        new = {key: each for key, each in new.items() if key not in self._encoded}
+        if new:
+            encoded = self._encode_new([entry for entry, _ in new.values()], [prompt for _, prompt in new.values()])
+            for (key, (_, prompt)), token_ids in zip(new.items(), encoded, strict=True):
+                self._encoded[key] = prompt, token_ids
+        return [self._encoded[id(prompt)][1] for prompt in prompts]
+
+    def _encode_new(
+        self, entries: Sequence[Entry], prompts: Sequence[Rendered]
+    ) -> list[tuple[int, ...] | RequestError]:
         batch = self._attempt("batch_not_encoded", entries, partial(self._encoder.encode, prompts))
         if not isinstance(batch, RequestError):
             return list(batch)

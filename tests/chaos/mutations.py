@@ -12,6 +12,7 @@ from typing import Final
 COMMITS: Final = "pipeline/log/commits"
 CONTRACT: Final = "tests/pipeline/log/contract"
 REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
+SIBLINGS: Final = "tests/pipeline/log/test_redis_log_siblings.py::"
 TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
 MACHINE: Final = (
     "tests/pipeline/log/test_commit_machine.py"
@@ -150,6 +151,17 @@ end
         f"{REDIS}test_every_key_has_a_time_to_live_but_the_lasting_ones[{{server}}]"),
     lua("submit", "a request is submitted twice", "if redis.call('EXISTS', KEYS[i]) == 1 then", "if false then"),
     # siblings
+    lua("submit", "what siblings share is kept for ever", "  redis.call('PEXPIREAT', shared, gone)\n", "",
+        f"{SIBLINGS}test_of_siblings_every_key_has_a_time_to_live[{{server}}]"),
+    Mutation("what siblings share expires with the first of them", f"{COMMITS}/lib.lua",
+        "if redis.call('HINCRBY', shared, 'left', -1) == 0 or", "if redis.call('HINCRBY', shared, 'left', -1) or",
+        (f"{SIBLINGS}test_what_siblings_share_goes_sooner_when_all_ended_soon[{{server}}]",)),
+    Mutation("what siblings share expires before a history that is kept for longer", f"{COMMITS}/lib.lua",
+        "redis.call('PTTL', shared) < tonumber(retention_ms)", "false",
+        (f"{SIBLINGS}test_what_siblings_share_expires_with_the_last_of_them[{{server}}]",)),
+    Mutation("a dead letter of a sibling lacks what it shared", f"{COMMITS}/end.lua",
+        "ipairs(whole(entry[2], text_of))", "ipairs(entry[2])",
+        (contract("siblings", "test_a_dead_letter_of_a_sibling_holds_the_whole_request_and_can_be_sent_again"),)),
     Mutation("siblings begin in the middle where the first one is gone and the others are not", f"{COMMITS}/submit.lua",
         "for i = 4, 3 + count do --", "for i = 4, 4 do --",
         (contract("siblings", "test_a_repeated_submit_of_siblings_of_which_one_is_gone_is_a_duplicate_too", "-0"),)),

@@ -7,8 +7,8 @@ from lived_requests import LivedRequests
 from redis_servers import command
 from tool import Tool
 
-from pipeline.events import Submitted, decode
-from pipeline.log.protocol import Inbox
+from pipeline.events import Failed, SamplingParams, Submitted, decode, new_uid
+from pipeline.log.protocol import DeadLetter, Inbox
 from pipeline.names import Names
 from pipeline.views.history import copied_history, story
 
@@ -156,6 +156,25 @@ def test_a_requeued_request_goes_its_whole_way_though_nobody_listens(lived: Live
     lived.finished(said["uid"], 1)
     told = story(said["uid"], lived.log.histories([said["uid"]])[0])
     assert (told["state"], told["text"]) == ("finished", "Hello")
+
+
+def test_a_sibling_is_shown_traced_and_requeued_with_all_that_it_shared(
+    lived: LivedRequests, dead: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, long = new_uid(), "all work and no play " * 10
+    event = Submitted(endpoint="e", frontend="web-0", prompt=long, sampling=SamplingParams(stop=(long,)))
+    lived.log.submit(base, [event, event.model_copy(update={"sampling": SamplingParams(stop=(long,), seed=7)})])
+    uid = f"{base}.1"
+    killed = Failed(status=500, code="poisonous", message="No.")
+    assert lived.log.end(uid, killed, frontend="web-0", dead=DeadLetter("tokenize", {"uid": uid}, 3, "exit code -11"))
+    trace = Tool("trace", dead.url, capsys)
+    for told in (dead.json("show", uid)["story"], trace.json(uid)):
+        assert (told["uid"], told["sampling"]["seed"], told["sampling"]["stop"]) == (uid, 7, [long])
+    new = dead("requeue", uid)[0]
+    (entry,) = lived.log.histories([new])[0]
+    again = decode(entry.fields)
+    assert isinstance(again, Submitted) and (again.siblings, again.labels) == (1, {"requeued_from": uid})
+    assert (again.prompt, again.sampling) == (long, SamplingParams(stop=(long,), seed=7))
 
 
 def test_requeue_says_so_when_the_history_is_gone_and_keeps_the_letter(lived: LivedRequests, dead: Tool) -> None:

@@ -29,6 +29,7 @@ def all_keys(names: Names) -> dict[str, str]:
         "dead": names.dead,
         "steps:generate-0": names.steps("generate-0"),
         "request:ab": names.request("ab"),
+        "shared:ab": names.shared("ab"),
         "replies:web-0": names.replies("web-0"),
         "reader:ab": names.reader("ab"),
         "idempotency:ef": names.idempotency("ef"),

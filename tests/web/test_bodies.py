@@ -1,4 +1,5 @@
-"""Whatever a body holds: it is answered, it holds nobody up, and it takes little memory. On a real web process.
+"""Whatever a body holds: it is answered, it holds nobody up, and it takes little memory, here and in the log. On a real
+web process.
 
 What counts is the CPU time of the loop's thread in one callback: the clock would also count what other processes do.
 """
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw_client import connect, head, request
-from redis_servers import Servers, running_server
+from redis_servers import Servers, command, running_server
 from selection import by_night
 from stand_in_stages import StandIn
 from web_process import Server, serving
@@ -32,6 +33,10 @@ LONGEST_MS = 50.0
 LONGEST_REFUSAL_S = 1.0
 MOST_TIMES = 10
 """Most memory that the largest body may take, in times its size. A smaller one may take as much."""
+MOST_LOG_TIMES = 2
+"""Most memory that the histories of a request may take in Redis, in times the size of its body .."""
+ANSWER_BYTES = 10_000
+""".. and for each answer. A stream alone takes 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +51,18 @@ class Cost:
     memory_bytes: int
     seconds: float
     """How long the answer took, by the clock."""
+    num_answers: int
+    """Histories in the log."""
+    log_bytes: int
+    """What they take there, with what siblings share."""
+    most_log_bytes: int
     text: bytes
 
     @property
     def is_too_much(self) -> bool:
         return (
-            self.longest_ms >= LONGEST_MS
+            self.log_bytes > self.most_log_bytes
+            or self.longest_ms >= LONGEST_MS
             or self.memory_bytes >= MOST_TIMES * DEFAULT_BODY_BYTES
             or (self.status != 200 and self.seconds >= LONGEST_REFUSAL_S)
         )
@@ -60,6 +71,8 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class Scene:
     server: Server
+    stand_in: StandIn
+    redis_url: str
 
     def check(self, body: bytes, path: str = CHAT, *, chunk_bytes: int = 0) -> Cost:
         """Send it, and see what it has cost. What costs too much may do so again, twice: a core that others share takes
@@ -91,7 +104,19 @@ class Scene:
             answer = client.answer()
         seconds = time.monotonic() - began_s
         took = self.longest()
-        return Cost(answer.status, took[0], took[1], self._largest() - before, seconds, answer.body)
+        self.stand_in.seen.clear()
+        num_answers, log_bytes = self._in_log(answer.headers.get("x-minisgl-uid", "none"))
+        most_log_bytes = MOST_LOG_TIMES * len(body) + num_answers * ANSWER_BYTES
+        costs = (self._largest() - before, seconds, num_answers, log_bytes, most_log_bytes)
+        return Cost(answer.status, took[0], took[1], *costs, answer.body)
+
+    def _in_log(self, uid: str) -> tuple[int, int]:
+        """Return how many histories a request has, and what all its keys take; and remove them."""
+        keys = [key for key in command(self.redis_url, "KEYS", "*") if uid.encode() in key]
+        num_bytes = sum(int(command(self.redis_url, "MEMORY", "USAGE", key, "SAMPLES", 0)) for key in keys)
+        for key in keys:
+            command(self.redis_url, "DEL", key)
+        return sum(b":request:" in key for key in keys), num_bytes
 
     def longest(self) -> tuple[float, str]:
         with closing(connect(self.server.port)) as client:
@@ -109,9 +134,9 @@ def scene(redis_servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> I
     folder = tmp_path_factory.mktemp("bodies")
     with ExitStack() as stack:
         redis_url = stack.enter_context(running_server(redis_servers.binary("embedded"), folder)).url
-        stack.enter_context(closing(StandIn(redis_url, renews=True)))
-        server = stack.enter_context(serving(redis_url, "--retention", "1", output=folder / "printed.log"))
-        scene = Scene(server)
+        stand_in = stack.enter_context(closing(StandIn(redis_url, renews=True)))
+        server = stack.enter_context(serving(redis_url, output=folder / "printed.log"))
+        scene = Scene(server, stand_in, redis_url)
         for path in PATHS:  # what the first request of a kind imports and compiles is no cost of its body
             scene.post(b'{"prompt":"a","text":"a","tokens":[1],"rid":"a"}', path)
             scene.post(b'{"prompt":"%s"}' % (b"a" * 1_000_000), path)
@@ -169,7 +194,10 @@ BODIES: dict[str, tuple[str, bytes]] = {
         filled(b'{"n":5,"prompt":[', b"12345,", b"1]}", 262_000),
     ),
     "the most prompts": ("/v1/completions", filled(b'{"prompt":[', b'"%s",' % (b"a" * 3000), b'"b"]}', 1000)),
-    "prompts with much in common": ("/v1/completions", filled(b'{"prompt":["a","b"],"user":"', b"x", b'"}')),
+    "parameters that are too large for many answers": (
+        "/v1/completions",
+        filled(b'{"prompt":["a","b","c"],"stop":"', b"x", b'"}'),
+    ),
     "too many prompts": ("/v1/completions", filled(b'{"prompt":[', b'"ab",', b'"b"]}', 49_900)),
     "SGLang's form": ("/generate", filled(b'{"text":"', b"all work, and no [play] ", b'"}')),
     "SGLang's form with tokens": ("/generate", filled(b'{"input_ids":[', b"12345,", b"1]}", 262_000)),
@@ -196,6 +224,44 @@ ON_EVERY_CHANGE = (
 def test_the_worst_bodies_hold_nobody_up_and_take_little_memory(scene: Scene, name: str) -> None:
     path, body = BODIES[name]
     scene.check(body, path)
+
+
+NUM_ANSWERS = by_night(16, 128)
+SHARED: dict[str, tuple[str, bytes]] = {
+    "choices of a long text": (CHAT, filled(b'{"n":%d,' % NUM_ANSWERS + TEXT[1:], b"[1, ", b'"}]}')),
+    "choices of the most messages": (
+        CHAT,
+        filled(
+            b'{"n":%d,"messages":[' % NUM_ANSWERS,
+            b'{"role":"user","content":"%s"},' % (b"a" * 900),
+            b'{"role":"user","content":"a"}]}',
+            4095,
+        ),
+    ),
+    "choices in SGLang's form": (
+        "/generate",
+        filled(b'{"sampling_params":{"n":%d},"text":"' % NUM_ANSWERS, b"a b ", b'"}'),
+    ),
+    "prompts with much in common": (
+        "/v1/completions",
+        filled(b'{"prompt":[%s],"user":"' % b",".join([b'"a"'] * NUM_ANSWERS), b"x", b'"}'),
+    ),
+    "choices of long prompts": (
+        "/v1/completions",
+        numbered(b'{"n":%d,"prompt":[' % (NUM_ANSWERS // 4), b'"%%d%s"' % (b"a" * 1_000_000), 4, b"]}"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if "text" in name or "common" in name else [pytest.mark.night]) for name in SHARED],
+)
+def test_many_answers_to_a_large_body_take_little_more_than_one(scene: Scene, name: str) -> None:
+    path, body = SHARED[name]
+    cost = scene.check(body, path)
+    assert cost.status == 200, cost
+    assert cost.num_answers == NUM_ANSWERS, cost
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 65_536])
@@ -244,6 +310,9 @@ def bodies(draw: st.DrawFn) -> bytes:
     fields: dict[str, Any] = draw(st.dictionaries(NAMES, SMALL, max_size=4))
     start: dict[str, Any] = draw(st.sampled_from(STARTS))
     unit = json.dumps(draw(SMALL)).encode()
+    if draw(st.booleans()):  # several answers
+        choices = draw(st.sampled_from((2, 5)))
+        fields |= {"n": choices, "sampling_params": {"n": choices}}
     name = draw(NAMES).encode()
     num_bytes = draw(st.sampled_from((100, 10_000, 400_000, DEFAULT_BODY_BYTES - 10_000)))
     num = max(num_bytes // (len(unit) + 12), 1)

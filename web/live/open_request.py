@@ -215,17 +215,18 @@ class OpenRequest(Client):
         try:
             with reaching("not_attached", uid=uid):
                 await frontend.begin_reading(self, uids)  # before the look, so that nobody cancels it after that
-                found = [await frontend.ask(frontend.log.entries(each, (SUBMITTED_ID, SEAL))) for each in uids]
-            begins = [decode(entries[SUBMITTED_ID].fields) for entries in found if SUBMITTED_ID in entries]
+                look = frontend.log.entries
+                found = [await frontend.ask(look(each, (SUBMITTED_ID, SEAL), whole=each == uids[0])) for each in uids]
+            first = [decode(entries[SUBMITTED_ID].fields) for entries in found[:1] if SUBMITTED_ID in entries]
             ends = [decode(entries[SEAL].fields) for entries in found if SEAL in entries]
         except UndecodableEvent:
             raise self.break_off() from None
         except RequestError as error:
             raise self.refuse(error) from None
         in_vain = any(isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500) for end in ends)
-        events = [event for event in begins if isinstance(event, Submitted)]
+        events = [event for event in first if isinstance(event, Submitted)] * len(uids)  # they differ in what is asked
         is_others = any(event.owner != self.event.owner for event in events)  # keys do not share what they send
-        if len(events) < len(uids) or in_vain or is_others:
+        if not events or in_vain or is_others or not all(SUBMITTED_ID in entries for entries in found):
             frontend.stop_reading(self)
             return False
         self.subscribe(frontend.tail.follow, uid, events)

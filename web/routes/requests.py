@@ -7,11 +7,13 @@ event. The uid that siblings share stands for all of them. POST /abort_request c
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
+import orjson
 import structlog
 from quart import Blueprint, Response, request
 
@@ -21,7 +23,7 @@ from pipeline.names import parse_id
 from pipeline.views.history import story
 from web.keys import Caller
 from web.live.frontend import Frontend, reaching
-from web.live.lookup import Lookup, cancel, find, living
+from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
 from web.live.open_request import read_request
 from web.routes.access import check_admin, known_caller
 from web.routes.answers import json_response, name_unknown, stream_response
@@ -38,6 +40,8 @@ LAST_EVENT_ID: Final = "Last-Event-ID"
 CURSOR: Final = {"description": "The id of an event.", "pattern": "^[0-9]+-[0-9]+$"}
 LARGEST_ID: Final = 2**64 - 1
 """The largest half of an id in Redis."""
+MOST_STORIES_BYTES: Final = 16 << 20
+"""Longest answer with the stories of several siblings."""
 _EVENT_ID: Final = re.compile(r"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")
 
 
@@ -51,8 +55,7 @@ def request_routes(frontend: Frontend) -> Blueprint:
         uid = _uid(name)
         with reaching("request_not_read", uid=uid):
             found = await _find(frontend, uid, who)
-            histories = await frontend.log.histories(dict.fromkeys(found.uids, ""))
-            stories = [story(each, history) for each, history in histories.items() if history]
+            stories = await _stories(frontend, found.uids)
         if found.uids != (uid,):
             return json_response({"uid": uid, "siblings": found.uids, "requests": stories})
         if not stories:
@@ -144,6 +147,25 @@ async def _find(frontend: Frontend, uid: str, who: Caller) -> Lookup:
     return found
 
 
+async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the stories of those of *uids* that the log has. Raises as the log does.
+
+    Raises:
+        RequestError: Those of several siblings are too long together, since each repeats its parameters.
+    """
+    stories, num_bytes = list[dict[str, Any]](), 0
+    for first in range(0, len(uids), AT_ONCE):
+        histories = await frontend.log.histories(dict.fromkeys(uids[first : first + AT_ONCE], ""))
+        for uid, history in histories.items():
+            if history:
+                stories.append(story(uid, history))
+                num_bytes += len(orjson.dumps(stories[-1]))
+                if len(stories) > 1 and num_bytes > MOST_STORIES_BYTES:
+                    raise _several(uids, "story")
+                await asyncio.sleep(0)  # one may take long
+    return stories
+
+
 async def _cancel(frontend: Frontend, frontends: Mapping[str, str]) -> list[str]:
     cancelled = await cancel(frontend.log, frontends)
     for _ in cancelled:
@@ -172,9 +194,10 @@ async def _abort(frontend: Frontend, asked: AbortRequest, who: Caller) -> dict[s
     return {"aborted": aborted, "ended": sorted(frontends.keys() - set(aborted)), "unknown": []}
 
 
-def _several(uids: Sequence[str]) -> RequestError:
-    """Return the error for a client that asks for the events of siblings, which have no common order."""
-    message = f"This uid stands for {len(uids)} requests; ask for the events of each, from {uids[0]} to {uids[-1]}."
+def _several(uids: Sequence[str], what: str = "events") -> RequestError:
+    """Return the error for a client that asks siblings for their events, which have no common order, or for stories
+    that are too long together."""
+    message = f"This uid stands for {len(uids)} requests; ask for the {what} of each, from {uids[0]} to {uids[-1]}."
     return RequestError(message, code="several_requests")
 
 

@@ -1,11 +1,15 @@
 -- end: ends a request outside a step, whoever ends it. The first seal wins; Redis refuses the second.
--- KEYS live, history, replies, control, submitted, dead
+-- KEYS live, history, replies, control, submitted, dead; of a sibling: shared
 -- ARGV uid, retention_ms, reply_cap, entry of `submitted` to consume or '', dead_cap, copy_bytes,
 --      number of parts of a dead letter (0: no letter), those parts..., fields...
 -- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
+local function text_of(digest)
+  return redis.call('HMGET', KEYS[7], digest)[1] or ''
+end
+
 local function as_json(entry) -- [id, name, value, ...]
   local parts = { entry[1] }
-  for _, part in ipairs(entry[2]) do parts[#parts + 1] = part end
+  for _, part in ipairs(whole(entry[2], text_of)) do parts[#parts + 1] = part end
   return cjson.encode(parts)
 end
 
@@ -31,7 +35,7 @@ if ARGV[4] ~= '' then
   redis.call('XDEL', KEYS[5], ARGV[4])
 end
 local num_parts = tonumber(ARGV[7])
-local ended_ms = seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 8 + num_parts, #ARGV))
+local ended_ms = seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 8 + num_parts, #ARGV), KEYS[7])
 if not ended_ms then return 'ENDED' end
 if num_parts > 0 then
   local letter = slice(ARGV, 8, 7 + num_parts)

@@ -21,9 +21,34 @@ local function append(history, id, fields, now)
   return type(reply) == 'string'
 end
 
+-- Returns fields with whole texts. A field `<name>@` is a beginning and then a digest, for which *text_of* returns the rest.
+local function whole(fields, text_of)
+  local found = {}
+  for i = 1, #fields, 2 do
+    local name, value = fields[i], fields[i + 1]
+    if string.sub(name, -1) == '@' then
+      name, value = string.sub(name, 1, -2), string.sub(value, 1, -33) .. text_of(string.sub(value, -32))
+    end
+    found[i], found[i + 1] = name, value
+  end
+  return found
+end
+
+-- Says that one of several siblings has ended. What they share expires with the last of their histories. *shared* is its
+-- key; nil, or a key that is not there: they share nothing.
+local function sibling_ended(shared, now, retention_ms)
+  if not shared or redis.call('EXISTS', shared) == 0 then return end
+  local last = redis.call('HMGET', shared, 'gone')[1]
+  local gone = math.max(tonumber(now) + tonumber(retention_ms), tonumber(last or 0))
+  redis.call('HSET', shared, 'gone', string.format('%.0f', gone))
+  if redis.call('HINCRBY', shared, 'left', -1) == 0 or redis.call('PTTL', shared) < tonumber(retention_ms) then
+    redis.call('PEXPIRE', shared, string.format('%.0f', gone - tonumber(now)))
+  end
+end
+
 -- Seals a history. KEYS begin with live, history, replies, control. Returns the moment, or false if the history was sealed
--- before or is gone. The number of tokens is read off the history.
-local function seal(uid, retention_ms, reply_cap, fields)
+-- before or is gone. The number of tokens is read off the history. *shared* is the key of what siblings share, or nil.
+local function seal(uid, retention_ms, reply_cap, fields, shared)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
   local now = now_ms()
@@ -31,6 +56,7 @@ local function seal(uid, retention_ms, reply_cap, fields)
   fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
   if not append(KEYS[2], SEAL, fields, now) then return false end
   redis.call('PEXPIRE', KEYS[2], retention_ms)
+  sibling_ended(shared, now, retention_ms)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
   return now

@@ -1,10 +1,10 @@
 -- submit: begin the histories of one or several requests and hand them to the tokenizers, all of them or none. Under an
 -- idempotency key, once. Under a quota, only within it.
--- KEYS live, submitted, tokenized, the histories;
+-- KEYS live, submitted, tokenized, the histories; of siblings: shared;
 --      with a quota: running, and the limits of three minutes; with an idempotency key: idempotency
 -- ARGV base uid, number of requests, timeout_ms, retention_ms, max_queued, digest of the body, the uid that may lose the
 --      key or '', requests per minute, concurrent requests (0: no such limit), number of the first minute ('': no quota),
---      (uid, frontend, number of fields, fields...)*
+--      number of shared texts, (digest, text)*, (uid, frontend, number of fields, fields...)*
 -- Returns an outcome, the base uid that it is about, and a number:
 --   ACCEPTED
 --   DUPLICATE  the requests are there: an earlier try had got through
@@ -16,10 +16,11 @@
 --   MINUTE     Redis' clock is in none of the three minutes; the number is the one it is in
 -- A refusal changes nothing and is not counted. An accepted submit counts once for its minute, and each of its requests as
 -- one that runs. Siblings are accepted where one request would be: more than may run at once could never be accepted
--- otherwise. The idempotency key lives as long as the histories can.
+-- otherwise. The idempotency key lives as long as the histories can, and so does what siblings share until they end.
 -- This is the one script that Redis refuses at maxmemory. Once it has begun, Redis refuses none of its writes.
 local uid, count, quota = ARGV[1], tonumber(ARGV[2]), ARGV[10] ~= ''
-local running, once = quota and KEYS[4 + count], KEYS[count + (quota and 8 or 4)]
+local keys = 3 + count + (count > 1 and 1 or 0) -- those before the quota
+local running, once = quota and KEYS[keys + 1], KEYS[keys + (quota and 5 or 1)]
 for i = 4, 3 + count do -- the first may be gone while others are there
   if redis.call('EXISTS', KEYS[i]) == 1 then return { 'DUPLICATE', uid, 0 } end
 end
@@ -37,7 +38,7 @@ if per_minute > 0 then
   local minute = math.floor(tonumber(now) / 60000)
   local place = minute - tonumber(ARGV[10])
   if place < 0 or place > 2 then return { 'MINUTE', uid, minute } end
-  limit = KEYS[5 + count + place]
+  limit = KEYS[keys + 2 + place]
   if tonumber(redis.call('GET', limit) or 0) >= per_minute then
     return { 'TOO_FAST', uid, 60000 - tonumber(now) % 60000 }
   end
@@ -58,7 +59,13 @@ end
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(ARGV[3]))
 local gone = string.format('%.0f', tonumber(deadline) + tonumber(ARGV[4]))
-local uids, at = {}, 11
+local uids, at = {}, 12 + 2 * tonumber(ARGV[11])
+if count > 1 then
+  local shared = KEYS[4 + count]
+  redis.call('HSET', shared, 'left', count)
+  for i = 12, at - 1, 2 do redis.call('HSET', shared, ARGV[i], ARGV[i + 1]) end
+  redis.call('PEXPIREAT', shared, gone)
+end
 for i = 1, count do
   local history, last = KEYS[3 + i], at + 2 + tonumber(ARGV[at + 2])
   uids[i] = ARGV[at]

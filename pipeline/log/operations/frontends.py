@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, replies_of
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
+from pipeline.log.operations.requests import wholes
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
 from pipeline.log.protocol import Depth, Entry, Inbox, Occupancy, Reply
 from pipeline.log.replies import (
@@ -198,14 +199,16 @@ def _slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotS
     return seen
 
 
-def peek(log: LogContext, queries: Mapping[str, HistoryQuery]) -> Batch[dict[str, HistoryEnds]]:
+def peek(log: LogContext, queries: Mapping[str, HistoryQuery]) -> Steps[dict[str, HistoryEnds]]:
     """Return the ends of the histories uid -> query."""
     commands = [words for uid, query in queries.items() for words in _peek(log.names.request(uid), query)]
-
-    def parse(replies: list[Any]) -> dict[str, HistoryEnds]:
-        return {uid: _ends_of(*replies[3 * index : 3 * index + 3]) for index, uid in enumerate(queries)}
-
-    return Batch(commands, parse)
+    replies = yield from Batch(commands, list)
+    ends = {uid: _ends_of(*replies[3 * index : 3 * index + 3]) for index, uid in enumerate(queries)}
+    heads = yield from wholes(log.names, [(uid, each.head) for uid, each in ends.items()])
+    return {
+        uid: HistoryEnds(each.exists, tuple(head), each.last) if head is not None else HistoryEnds(False)
+        for (uid, each), head in zip(ends.items(), heads, strict=True)
+    }
 
 
 def _peek(key: str, query: HistoryQuery) -> list[Words]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.errors import LogUnavailable
-from pipeline.events import End, Submitted, Tokenized, encode
+from pipeline.events import End, Event, Submitted, Tokenized, as_plain, as_words
 from pipeline.log.entries import (
     DEAD_CAP,
     DEAD_HISTORY_BYTES,
@@ -16,11 +16,11 @@ from pipeline.log.entries import (
     READER_TTL_MS,
     REPLY_CAP,
     letter_fields,
-    submitted_words,
 )
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
-from pipeline.log.replies import as_text, clock_ms, entries_of, is_ok, nothing, streams_of, texts
+from pipeline.log.replies import as_text, clock_ms, entries_of, is_ok, nothing, streams_of, texts, texts_there
+from pipeline.log.shared import digests_in, referring, submitted_words, whole_history
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
@@ -40,9 +40,20 @@ def this_minute() -> int:
     return int(time.time() * 1000) // MINUTE_MS
 
 
-def flat(fields: Mapping[str, str]) -> list[str]:
+def flat(fields: Mapping[str, str | bytes]) -> list[str | bytes]:
     """Return fields as the words of an XADD."""
     return [item for pair in fields.items() for item in pair]
+
+
+def written(event: Event) -> list[str | bytes]:
+    """Return an event as the words of an XADD."""
+    return flat(as_words(type(event), as_plain(event)))
+
+
+def shared_by(names: Names, uid: str) -> list[str]:
+    """Return the key of what *uid* shares with its siblings; none for a single request."""
+    base = base_uid(uid)
+    return [] if uid == base else [names.shared(base)]
 
 
 def submit(
@@ -68,11 +79,11 @@ def _submit(
         first = minute - 1
         counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
         allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
+    histories, shared = submitted_words(events)
     args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
-    args += [digest, instead_of, *allowed]
-    for sibling, event in zip(uids, events, strict=True):
-        fields = submitted_words(event, len(events))
-        args += [sibling, event.frontend, 2 * len(fields), *(word for pair in fields.items() for word in pair)]
+    args += [digest, instead_of, *allowed, len(shared), *flat(shared)]
+    for sibling, event, fields in zip(uids, events, histories, strict=True):
+        args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
 
     def parse(reply: Any) -> SubmitResult:
         outcome, whose, number = reply
@@ -80,19 +91,23 @@ def _submit(
             raise OtherMinute(number)
         return SubmitResult(Submission(as_text(outcome)), as_text(whose), number)
 
-    keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *counted, *key]
+    keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *shared_by(names, uids[0])]
+    keys += [*counted, *key]
     return Script("submit", keys, args, parse)
 
 
 def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
     uid = entry.fields["uid"]
-    keys = [log.names.submitted, log.names.request(uid), log.names.tokenized]
-    return Script("tokenized", keys, [entry.id, uid, entry.fields["frontend"], *flat(encode(event))], is_ok)
+    words, shared = as_words(Tokenized, as_plain(event)), shared_by(log.names, uid)
+    words, texts = referring(words) if shared else (words, {})
+    keys = [log.names.submitted, log.names.request(uid), log.names.tokenized, *shared]
+    args = [entry.id, uid, entry.fields["frontend"], len(texts), *flat(texts), *flat(words)]
+    return Script("tokenized", keys, args, is_ok)
 
 
-def _end_fields(event: End) -> list[str]:
+def _end_fields(event: End) -> list[str | bytes]:
     """Return the words of an end; the commit counts the tokens."""
-    return flat({name: value for name, value in encode(event).items() if name != "n"})
+    return flat(as_words(type(event), as_plain(event, without=("n",))))
 
 
 def end(
@@ -107,7 +122,8 @@ def end(
     names = log.names
     letter = flat(letter_fields(dead)) if dead else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
-    args: list[str | int] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
+    keys += shared_by(names, uid)
+    args: list[str | int | bytes] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
     args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *_end_fields(event)]
     return Script("end", keys, args, is_ok)
 
@@ -117,8 +133,10 @@ def abandon(
 ) -> Script[bool]:
     names = log.names
     key = [names.idempotency(once.key)] if once else []
-    keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key]
-    args: list[str | int] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached), *_end_fields(event)]
+    keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid)]
+    keys += [*shared_by(names, uid), *key]
+    args: list[str | int | bytes] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached)]
+    args += _end_fields(event)
     return Script("abandon", keys, args, is_ok)
 
 
@@ -142,14 +160,31 @@ def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
     return ["XRANGE", names.request(uid), f"({after}" if after else "-", "+", *count]
 
 
-def histories(log: LogContext, uids: Sequence[str], *, after: str = "") -> Batch[list[list[Entry]]]:
-    commands = [_history(log.names, uid, after) for uid in uids]
-    return Batch(commands, lambda replies: [entries_of(raw) for raw in replies])
+def wholes(names: Names, histories: Sequence[tuple[str, Sequence[Entry]]]) -> Steps[list[list[Entry] | None]]:
+    """Return the entries of histories, given as (uid, entries), with whole texts; None where they expired meanwhile.
+
+    What siblings share takes one more round trip. Each of its texts is one object, however many refer to it.
+    """
+    asked: dict[str, dict[str, None]] = {}
+    for uid, entries in histories:
+        for digest in digests_in(entries):
+            asked.setdefault(base_uid(uid), {})[digest] = None
+    texts: dict[str, dict[str, str]] = {}
+    if asked:
+        replies = yield from Batch([["HMGET", names.shared(base), *asked[base]] for base in asked], list)
+        texts = {base: texts_there(asked[base], reply) for base, reply in zip(asked, replies, strict=True)}
+    return [whole_history(entries, texts.get(base_uid(uid), {})) for uid, entries in histories]
+
+
+def histories(log: LogContext, uids: Sequence[str], *, after: str = "") -> Steps[list[list[Entry]]]:
+    raw = yield from Batch([_history(log.names, uid, after) for uid in uids], lambda all: [*map(entries_of, all)])
+    found = yield from wholes(log.names, list(zip(uids, raw, strict=True)))
+    return [entries or [] for entries in found]
 
 
 def histories_there(
     log: LogContext, cursors: Mapping[str, str], *, max_entries: int = 0
-) -> Batch[dict[str, list[Entry] | None]]:
+) -> Steps[dict[str, list[Entry] | None]]:
     """Return what each history uid -> id has after the id, the first *max_entries* unless that is 0; None where
     there is no history any more.
     """
@@ -157,26 +192,34 @@ def histories_there(
     for uid, after in cursors.items():
         commands += [["EXISTS", log.names.request(uid)], _history(log.names, uid, after, max_entries)]
 
-    def parse(replies: list[Any]) -> dict[str, list[Entry] | None]:
-        found = zip(cursors, replies[::2], replies[1::2], strict=True)
-        return {uid: entries_of(raw) if exists else None for uid, exists, raw in found}
+    replies = yield from Batch(commands, list)
+    found = zip(cursors, replies[::2], replies[1::2], strict=True)
+    there = {uid: entries_of(raw) for uid, exists, raw in found if exists}
+    read = dict(zip(there, (yield from wholes(log.names, list(there.items()))), strict=True))
+    return {uid: read.get(uid) for uid in cursors}
 
-    return Batch(commands, parse)
 
+def entries(log: LogContext, uid: str, ids: Sequence[str], *, whole: bool = True) -> Steps[dict[str, Entry]]:
+    """Return those of the entries *ids* that the history of *uid* has.
 
-def entries(log: LogContext, uid: str, ids: Sequence[str]) -> Batch[dict[str, Entry]]:
-    """Return those of the entries *ids* that the history of *uid* has."""
+    Unless *whole*, those of siblings lack the texts that they share.
+    """
     commands = [["XRANGE", log.names.request(uid), entry_id, entry_id] for entry_id in ids]
-    return Batch(commands, lambda replies: {entry.id: entry for raw in replies for entry in entries_of(raw)})
+    found = yield from Batch(commands, lambda replies: [entry for raw in replies for entry in entries_of(raw)])
+    read = (yield from wholes(log.names, [(uid, found)]))[0] if whole else found
+    return {entry.id: entry for entry in read or ()}
 
 
-def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Command[dict[str, list[Entry]]]:
+def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Steps[dict[str, list[Entry]]]:
     """Wait up to *block_ms* until one of the histories uid -> id has something after the id; return what they have.
     A history that is gone is waited for like one to come.
     """
     uids = {log.names.request(uid): uid for uid in cursors}
     words = ["XREAD", "COUNT", HISTORY_ENTRIES, *blocking(block_ms), "STREAMS", *uids, *cursors.values()]
-    return Command(words, lambda raw: {uids[key]: found for key, found in streams_of(raw).items()}, once=True)
+    raw = yield from Command(words, streams_of, once=True)
+    news = [(uids[key], found) for key, found in raw.items()]
+    there = zip(news, (yield from wholes(log.names, news)), strict=True)
+    return {uid: found for (uid, _), found in there if found is not None}
 
 
 def frontends_of(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, str]]:

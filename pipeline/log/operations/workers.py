@@ -7,10 +7,10 @@ from itertools import count
 from typing import Any
 
 from pipeline.errors import DoesNotFit, Fenced
-from pipeline.events import StepCompleted, encode
-from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_fields
+from pipeline.events import StepCompleted
+from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_words
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
-from pipeline.log.operations.requests import flat
+from pipeline.log.operations.requests import flat, shared_by, written
 from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
@@ -23,7 +23,7 @@ from pipeline.log.replies import (
     texts,
     texts_there,
 )
-from pipeline.names import DETOKENIZE, GENERATE, SERVING_STAGES, Names, slot_index, slot_name, slot_stage
+from pipeline.names import DETOKENIZE, GENERATE, SEAL, SERVING_STAGES, Names, slot_index, slot_name, slot_stage
 from pipeline.serving import Served, Serving
 
 SLOTS_PER_LOOK = 16
@@ -70,8 +70,8 @@ def step(
 
     slot, names = owner.slot, log.names
     keys = [names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control]
-    args: list[str | int] = [str(owner), lease_ms, f"{owner.epoch}-{number}", control_cursor, len(ended), *ended]
-    return Script("step", keys, [*args, *flat(encode(event))], parse, once=True)
+    args: Words = [str(owner), lease_ms, f"{owner.epoch}-{number}", control_cursor, len(ended), *ended]
+    return Script("step", keys, [*args, *written(event)], parse, once=True)
 
 
 def flush(log: LogContext, by: str) -> Script[str]:
@@ -91,11 +91,13 @@ def produced(log: LogContext, owner: Owner, entry: Entry, engine: str, events: S
             index[key] = len(keys)
         return index[key]
 
-    histories, replies = produced_fields(events)
-    writes: list[str | int] = []
+    histories, replies = produced_words(events)
+    writes: list[str | int | bytes] = []
     for item, fields in zip(events, histories, strict=True):
         history = key_index(log.names.request(item.uid))
-        writes += [history, item.entry_id, item.uid, int(item.tell_engine), 2 * len(fields), *flat(fields)]
+        shared = [key_index(key) for key in shared_by(log.names, item.uid) if item.entry_id == SEAL]
+        writes += [history, item.entry_id, item.uid, int(item.tell_engine), *(shared or [0])]
+        writes += [2 * len(fields), *flat(fields)]
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
         payloads += [key_index(log.names.replies(frontend)), payload]

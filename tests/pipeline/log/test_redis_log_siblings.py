@@ -6,6 +6,7 @@ import fnmatch
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +18,27 @@ from log_contract import (
     BUSY,
     CANCELLED,
     DUPLICATE,
+    FINISHED,
     LONG_MS,
     NAMES,
     ONCE,
+    Detokenizer,
     Scene,
     limits,
+    say_end,
     submitted,
     with_front,
 )
 from redis_servers import PLACES, LossyProxy, Servers, command
 
 from pipeline.errors import LogFull
-from pipeline.events import Submitted, decode
+from pipeline.events import Submitted, Tokenized, decode, encode
 from pipeline.log.operation import script_text
-from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
+from pipeline.log.protocol import Entry, Once, Quota, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery
 from pipeline.names import LASTING, sibling_uids
+from pipeline.views.history import copied_history
 
 QUOTA = Quota("ann", requests_per_minute=100, concurrent_requests=3)
 LIMITS = limits(max_queued=10_000)
@@ -186,7 +192,8 @@ def test_of_siblings_every_key_has_a_time_to_live(log: RedisLog) -> None:
     times = {key.decode(): command(log.url, "PTTL", key) for key in command(log.url, "KEYS", "*")}
     lasting = {key for key in times if any(fnmatch.fnmatchcase(key.partition(":0}:")[2], name) for name in LASTING)}
     assert {key for key, ttl_ms in times.items() if ttl_ms == -1} == lasting
-    for key in (*map(NAMES.request, sibling_uids("a", 5)), NAMES.idempotency("key"), NAMES.running("ann")):
+    keys = (NAMES.shared("a"), NAMES.idempotency("key"), NAMES.running("ann"))
+    for key in (*map(NAMES.request, sibling_uids("a", 5)), *keys):
         assert 2 * LONG_MS - 2000 < times[key] <= 2 * LONG_MS
 
 
@@ -206,3 +213,132 @@ def test_many_and_large_siblings_are_submitted_as_well(log: RedisLog, count: int
         written = decode(entry.fields)
         assert isinstance(written, Submitted)
         assert (written.prompt, written.sampling, written.siblings) == (event.prompt, event.sampling, count)
+
+
+# what they share
+
+
+LONG = "all work and no play " * 500
+
+
+def choices(count: int) -> list[Submitted]:
+    """Return choices of one prompt, which differ in their seeds alone."""
+    (first,) = events(1, LONG)
+    sampling = [first.sampling.model_copy(update={"seed": i}) for i in range(count)]
+    return [first.model_copy(update={"sampling": each}) for each in sampling]
+
+
+def of_request(log: RedisLog, uid: str = "a") -> dict[str, int]:
+    """Return key -> bytes of the histories of *uid* and its siblings, and of what they share."""
+    keys = [key.decode() for key in command(log.url, "KEYS", "*")]
+    mine = [key for key in keys if key.startswith((NAMES.request(uid), NAMES.shared(uid)))]
+    return {key: int(command(log.url, "MEMORY", "USAGE", key, "SAMPLES", 0)) for key in mine}
+
+
+def ttl_ms(log: RedisLog, key: str) -> int:
+    return int(command(log.url, "PTTL", key))
+
+
+def test_a_single_request_has_a_history_and_nothing_else(log: RedisLog) -> None:
+    log.submit("a", choices(1))
+    assert list(of_request(log)) == [NAMES.request("a")]
+
+
+def test_many_choices_of_a_long_prompt_take_little_more_than_one(log: RedisLog, scene: Scene) -> None:
+    log.submit("one", choices(1))
+    log.submit("a", choices(100))
+    scene.prepare()
+    ids = tuple(range(10_000, 12_000))
+    for entry in log.read(scene.submitted, "tokenize-0", max_entries=200, block_ms=0):
+        log.tokenized(entry, Tokenized(token_ids=ids, fingerprint="t", by="tokenize-0"))
+    (one,) = of_request(log, "one").values()
+    assert sum(of_request(log).values()) < 2 * one + 100 * 5000  # an empty history takes 4 KiB
+    for history in log.histories(sibling_uids("a", 100)):
+        asked, tokenized = (decode(entry.fields) for entry in history)
+        assert isinstance(asked, Submitted) and isinstance(tokenized, Tokenized)
+        assert (asked.prompt, tokenized.token_ids) == (f"{LONG} 0", ids)
+
+
+def test_what_siblings_share_expires_with_the_last_of_them(log: RedisLog, scene: Scene) -> None:
+    """However they end, and whoever ends them keeps histories for however long."""
+    detokenizer = Detokenizer(scene)
+    log.submit("a", choices(4))
+    shared = NAMES.shared("a")
+    assert abs(ttl_ms(log, shared) - ttl_ms(log, NAMES.request("a.0"))) < 1000
+    ends: dict[str, Callable[[], object]] = {
+        "a.0": lambda: scene.end("a.0"),
+        "a.1": lambda: detokenizer.say(say_end("a.1", FINISHED)),
+        "a.2": lambda: scene.abandon("a.2"),
+    }
+    for retention_ms, (uid, end) in zip((4 * LONG_MS, 5 * LONG_MS, 6 * LONG_MS), ends.items(), strict=True):
+        log.limits = replace(LIMITS, retention_s=retention_ms / 1000)
+        end()
+        assert retention_ms - 1000 < ttl_ms(log, shared) <= retention_ms
+        assert abs(ttl_ms(log, shared) - ttl_ms(log, NAMES.request(uid))) < 1000
+    log.limits = replace(LIMITS, retention_s=1)
+    assert not scene.end("a.2")  # again: it counts once
+    assert ttl_ms(log, shared) > 5 * LONG_MS
+    scene.end("a.3")
+    assert 6 * LONG_MS - 1000 < ttl_ms(log, shared) <= 6 * LONG_MS, "a.2 is still there"
+
+
+def test_what_siblings_share_goes_sooner_when_all_ended_soon(log: RedisLog, scene: Scene) -> None:
+    log.submit("a", choices(2))
+    log.limits = replace(LIMITS, retention_s=1)
+    scene.end("a.0")
+    assert ttl_ms(log, NAMES.shared("a")) > LONG_MS
+    scene.end("a.1")
+    assert 0 < ttl_ms(log, NAMES.shared("a")) <= 1000
+
+
+def test_histories_of_an_older_version_hold_everything_and_go_on(log: RedisLog, scene: Scene) -> None:
+    written = [event.model_copy(update={"siblings": 2}) for event in choices(2)]
+    for uid, event in zip(sibling_uids("a", 2), written, strict=True):
+        words = [word for pair in encode(event).items() for word in pair]
+        command(log.url, "XADD", NAMES.request(uid), "0-1", "ms", 1, "deadline_ms", 2, *words)
+        command(log.url, "XADD", NAMES.submitted, "*", "uid", uid, "frontend", "web-0")
+    scene.prepare()
+    first, second = log.read(scene.submitted, "tokenize-0", max_entries=9, block_ms=0)
+    tokens = Tokenized(token_ids=tuple(range(100)), fingerprint="t", by="tokenize-0")
+    assert log.tokenized(first, tokens) and log.tokenized(second, tokens)
+    assert scene.bury("a.0") and scene.end("a.1")
+    for uid, event in zip(sibling_uids("a", 2), written, strict=True):
+        asked, tokenized, _ = scene.events(uid)
+        assert (asked, tokenized) == (event.model_copy(update={"deadline_ms": 2}), tokens)
+    (letter,) = log.dead_letters(9)
+    assert copied_history(letter) == scene.history("a.0")
+    assert NAMES.shared("a") not in of_request(log)
+
+
+def test_frontends_and_tools_see_whole_siblings(log: RedisLog) -> None:
+    log.submit("a", choices(2))
+    seen: list[Sequence[Entry]] = [*log.histories(["a.1"])]
+
+    async def read(front: AsyncRedisLog) -> None:
+        seen.append(list((await front.entries("a.1", ["0-1"])).values()))
+        seen.append((await front.histories({"a.1": "", "a.5": ""}))["a.1"] or [])
+        seen.append((await front.read_histories({"a.1": "0-0"}, block_ms=1))["a.1"])
+        (stored,) = (await front.entries("a.1", ["0-1"], whole=False)).values()
+        assert "prompt" not in stored.fields and stored.fields["frontend"] == "web-0"
+
+    with_front(log.url, read)
+    seen.append(log.peek({"a.1": HistoryQuery("", last=False)})["a.1"].head)
+    assert len(seen) == 5
+    for (entry,) in seen:
+        event = decode(entry.fields)
+        assert isinstance(event, Submitted) and event.prompt == f"{LONG} 0" and event.sampling.seed == 1
+
+
+def test_siblings_whose_shared_texts_are_gone_are_gone(log: RedisLog) -> None:
+    """As in the moment in which both expire."""
+    log.submit("a", choices(2))
+    command(log.url, "DEL", NAMES.shared("a"))
+
+    async def read(front: AsyncRedisLog) -> None:
+        assert await front.histories({"a.0": ""}) == {"a.0": None}
+        assert await front.read_histories({"a.0": "0-0"}, block_ms=1) == {}
+        assert await front.entries("a.0", ["0-1"]) == {}
+
+    with_front(log.url, read)
+    assert log.histories(["a.0", "a.1"]) == [[], []]
+    assert log.peek({"a.0": HistoryQuery("", last=True)}) == {"a.0": HistoryEnds(False)}

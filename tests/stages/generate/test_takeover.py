@@ -25,19 +25,24 @@ from pipeline.events import (
     EventRow,
     Failed,
     Finished,
+    Presentation,
+    SamplingParams,
     StepCompleted,
     StepRow,
+    Submitted,
     TakenOver,
     Tokenized,
     TokenRow,
+    TokensProduced,
     decode,
+    new_uid,
 )
 from pipeline.flags import parse_config
 from pipeline.log.operation import script_text
 from pipeline.log.protocol import GUEST, Entry, Inbox, Owner, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
-from pipeline.names import Names, slot_name
+from pipeline.names import Names, sibling_uids, slot_name
 from pipeline.serving import Serving
 from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
 from pipeline.worker import Stop
@@ -203,6 +208,29 @@ def test_another_engine_goes_on_with_what_a_dead_one_had_in_hand(scene: Scene) -
         assert (n, event.engine, event.epoch, event.alone) == (2, "generate-1", peer.slot_lease.owner.epoch, False)
         assert isinstance(scene.history(uid)[-1], Finished)
     assert peer.engine.plans[0].rows[0].token_ids == (10, 11, 12)
+
+
+def test_another_engine_goes_on_with_siblings_and_with_what_they_share(scene: Scene) -> None:
+    """A stop string, the tokens of the prompt, and the prompt that is told."""
+    long, uid = "all work and no play " * 10, new_uid()
+    sampling = SamplingParams(max_tokens=9, stop=(long, chr(36)), include_stop_str_in_output=True)
+    event = Submitted(endpoint="e", frontend="", prompt=long, sampling=sampling, presentation=Presentation(echo=True))
+    seeded = [event.model_copy(update={"sampling": sampling.model_copy(update={"seed": i})}) for i in range(3)]
+    uids = sibling_uids(uid, 3)
+    scene.log.prepare(scene.submitted)
+    scene.log.submit(uid, seeded)
+    ids = tuple(range(1, 34))
+    for entry in scene.log.read(scene.submitted, "tokenize-0", max_entries=9, block_ms=0):
+        assert scene.log.tokenized(entry, Tokenized(token_ids=ids, fingerprint="f", by="tokenize-0"))
+    DeadEngine(scene, *uids, num_tokens=1)
+    with taking_over(scene):
+        until(lambda: scene.have_ended(*uids) and scene.is_consumed)
+    for each in uids:
+        assert scene.tokens(each) == [34, 35, 36]
+        submitted, _, _, first, *_, end = scene.history(each)
+        assert isinstance(submitted, Submitted) and submitted.sampling.seed == int(each[-1])
+        assert isinstance(first, TokensProduced) and first.prompt is not None and first.prompt.text == long
+        assert isinstance(end, Finished) and end.stop_string == chr(36)
 
 
 @pytest.mark.parametrize("slot", [0, 1])

@@ -16,7 +16,7 @@ from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitt
 from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
-from pipeline.names import SEAL, TOKENIZED_ID
+from pipeline.names import SEAL, TOKENIZED_ID, sibling_uids
 from pipeline.process.parent import EXIT_REPLACE
 from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, Status
 from stages.tokenize.prompts import LONG_TEXT, Rendered
@@ -177,6 +177,35 @@ def rig(another_log: Callable[[], StreamLog]) -> Iterator[Rig]:
     rig = Rig(another_log)
     yield rig
     rig.slot_lease.leave()
+
+
+def choices(count: int, prompt: str, **fields: Any) -> list[Submitted]:
+    """Return choices of one prompt, which differ in their seeds alone."""
+    sampling = [SamplingParams(seed=i, **fields) for i in range(count)]
+    return [Submitted(endpoint="chat", frontend="web-0", prompt=prompt, sampling=each) for each in sampling]
+
+
+def test_a_prompt_of_several_choices_is_rendered_and_encoded_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages.tokenize.prompts, "LONG_TEXT", 8)
+    book, uid = "c" * 9, new_uid()
+    rig.log.submit(uid, [*choices(6, "ab"), *choices(3, book), *choices(2, "ab", bad_words=("x",))])
+    single = rig.submit("ab", "ab")
+    for _ in range(7):
+        rig.worker.handle(rig.log.read(rig.inbox, "tokenize-0", max_entries=2, block_ms=10))
+    assert rig.encoder.rendered == ["ab", book, "ab", "ab", "ab"]
+    assert rig.encoder.encoded == [["ab"], [book], ["ab"], ["ab"], ["ab"]]
+    texts = ["ab"] * 6 + [book] * 3 + ["ab"] * 4
+    for each, text in zip([*sibling_uids(uid, 11), *single], texts, strict=True):
+        entry, event = rig.last(each)
+        assert entry.id == TOKENIZED_ID and event.token_ids == tuple(map(ord, text))
+
+
+def test_each_choice_of_a_prompt_that_cannot_be_encoded_fails(rig: Rig) -> None:
+    uid = new_uid()
+    rig.log.submit(uid, [*choices(3, "poison"), *choices(2, "fine")])
+    rig.handle()
+    kinds = [rig.last(each)[1].kind for each in sibling_uids(uid, 5)]
+    assert kinds == ["failed"] * 3 + ["tokenized"] * 2
 
 
 def test_each_request_of_a_batch_goes_on_with_its_tokens(rig: Rig) -> None:

@@ -329,6 +329,24 @@ async def test_siblings_tell_their_stories_under_the_uid_that_they_have_in_commo
         assert told["siblings"] == list(uids) and len(told["requests"]) == 2
 
 
+async def test_stories_of_siblings_that_are_too_long_together_are_asked_for_one_by_one(
+    redis_url: str, stages: Stages
+) -> None:
+    common = new_uid()
+    said = Submitted(endpoint="e", frontend="web-0", prompt="x" * 4_000_000, sampling=SamplingParams())
+    labelled = said.model_copy(update={"labels": {"user": "x" * 1_000_000}})
+    stages.log.submit(common, [said] * 20)
+    stages.log.submit(other := new_uid(), [labelled] * 20)
+    async with site(redis_url, ready=False) as here:
+        told = await (await here.get(f"/v1/requests/{common}")).get_json()
+        assert len(told["requests"]) == 20
+        refused = await here.get(f"/v1/requests/{other}")
+        error = (await refused.get_json())["error"]
+        assert (refused.status_code, error["code"]) == (400, "several_requests")
+        assert f"ask for the story of each, from {other}.0 to {other}.19" in error["message"]
+        assert (await here.get(f"/v1/requests/{other}.7")).status_code == 200
+
+
 async def test_siblings_are_cancelled_together_or_one_by_one(redis_url: str, stages: Stages) -> None:
     common, uids = submit_siblings(stages.log, 3)
     stages.take_in()

@@ -109,11 +109,15 @@ def test_arguments_of_many_calls_count_together() -> None:
     assert error.param is not None and error.param.startswith("messages.1.tool_calls.")
 
 
-def test_prompts_that_share_a_large_field_are_refused_before_they_are_copied() -> None:
-    def body(num_shared: int) -> bytes:
-        return json.dumps({"prompt": ["a"] * 1000, "user": "x" * num_shared}).encode()
+def test_many_answers_share_all_of_a_large_body_but_how_they_are_sampled() -> None:
+    def body(field: str, text: str, **more: object) -> bytes:
+        return json.dumps({"prompt": ["a"] * 1000, field: text, **more}).encode()
 
+    assert len(parse_completion(body("user", "x" * 4_000_000)).prompts) == 1000
     with pytest.raises(RequestError) as caught:
-        parse_completion(body(MOST_COPIED_BYTES // 1000))
-    assert caught.value.param == "prompt" and "copy" in caught.value.message
-    assert len(parse_completion(body(MOST_COPIED_BYTES // 2000)).prompts) == 1000
+        parse_completion(body("stop", "x" * (MOST_COPIED_BYTES // 1000)))
+    assert caught.value.param == "prompt" and "`stop`" in caught.value.message
+    assert len(parse_completion(body("stop", "x" * (MOST_COPIED_BYTES // 1100))).prompts) == 1000
+    with pytest.raises(RequestError) as caught:
+        parse_chat(json.dumps({"prompt": "Hi", "n": 128, "bad_words": ["x" * 256] * 256}).encode())
+    assert caught.value.param == "n" and "send fewer" in caught.value.message

@@ -422,9 +422,16 @@ def test_no_token_at_all_is_asked_for_with_echo() -> None:
     assert (event.sampling.logprobs, event.sampling.prompt_logprobs) == (1, 1)
 
 
-def test_a_large_prompt_is_not_copied_without_end() -> None:
+def test_a_large_prompt_has_many_answers_but_few_that_repeat_it() -> None:
+    large = {"messages": [{"role": "user", "content": "x" * 2_000_000}], "n": 128}
+    assert parse_chat(body(**large)).num_choices == 128
+    for repeats in ({"return_token_ids": True}, {"prompt_logprobs": 0}):
+        error = refusal(body(**large, **repeats))
+        assert error.param == "n" and "at most 4" in error.message
+    prompts = {"prompt": ["x" * 1_000_000, "y" * 1_000_000], "echo": True}
+    assert len(parse_completion(json.dumps(prompts).encode()).prompts) == 2
     with pytest.raises(RequestError) as caught:
-        parse_chat(body(messages=[{"role": "user", "content": "x" * 2_000_000}], n=64))
+        parse_completion(json.dumps({**prompts, "n": 5}).encode())
     assert caught.value.param == "n" and "at most 4" in caught.value.message
 
 

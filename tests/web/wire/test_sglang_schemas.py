@@ -115,7 +115,12 @@ def sampling(**params: Any) -> dict[str, Any]:
         (sampling(max_tokens=3), "sampling_params.max_tokens"),
         (sampling(seed=3), "sampling_params.seed"),
         (sampling(return_logprob=True), "sampling_params.return_logprob"),
-        ({"text": "x" * 2_000_000, "sampling_params": {"n": 64}}, "sampling_params.n"),
+        (
+            {"text": "x" * 2_000_000, "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"n": 64}},
+            "sampling_params.n",
+        ),
+        ({"text": "x", "sampling_params": {"n": 128, "stop": "x" * 100_000}}, "sampling_params.n"),
+        ({"text": ["x"] * 500, "sampling_params": {"stop": "x" * 20_000}}, "text"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a"]}, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),

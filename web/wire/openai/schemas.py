@@ -32,7 +32,7 @@ MOST_CHOICES: Final = 128
 MOST_ANSWERS: Final = 1024
 """Most choices of all prompts together."""
 MOST_COPIED_BYTES: Final = 8 << 20
-"""Most bytes of all copies of a body: each answer keeps its prompt, and all else, in its own history."""
+"""Most bytes that all answers of a body have for themselves: how they are sampled, and the prompts that they repeat."""
 MOST_BAD_WORDS: Final = 256
 PROMPT_KINDS: Final = ("<text>", "<texts>", "<token ids>", "<lists of token ids>")
 """Tags of the four shapes of a prompt; errors do not show them."""
@@ -223,6 +223,11 @@ class GenerationRequest(SamplingFields):
         raise NotImplementedError
 
     @property
+    def repeats_prompt(self) -> bool:
+        """Say whether each answer tells the client about its prompt."""
+        return bool(self.return_token_ids) or self.prompt_logprobs is not None
+
+    @property
     def labels(self) -> dict[str, Any]:
         """The fields that change nothing but are kept in the history."""
         return {name: value for name in fields.LABELS if (value := getattr(self, name)) is not None}
@@ -234,6 +239,10 @@ class GenerationRequest(SamplingFields):
         if self.stream_options is not None:
             names |= {f"stream_options.{name}" for name in set(self.stream_options.extra) - set(_REFUSED_OPTIONS)}
         return tuple(sorted(names))
+
+
+PER_ANSWER: Final = {*SamplingFields.model_fields, "allowed_token_ids", "bad_words"}
+"""The fields that every stage holds for each answer."""
 
 
 class ChatRequest(GenerationRequest):
@@ -319,6 +328,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     request = _parse(ChatRequest, body)
     _check_prompt(request)
     _check_tools(request)
+    refuse_copies(request, len(body), request.num_choices, repeats=request.repeats_prompt, param="n")
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs: only allowed with `logprobs: true`", param="top_logprobs")
     if request.continue_final_message and request.add_generation_prompt:
@@ -335,7 +345,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
         raise RequestError(f"prompt: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param="prompt")
-    refuse_copies(request, "prompt", len(body), len(request.prompts), request.num_choices)
+    param = "n" if request.num_choices > 1 else "prompt"
+    refuse_copies(request, len(body), num_answers, repeats=request.repeats_prompt or bool(request.echo), param=param)
     return request
 
 
@@ -358,9 +369,6 @@ def _parse(model: type[R], body: bytes) -> R:
         raise RequestError("prompt_logprobs: not with `stream: true`", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:
         raise RequestError("truncate_prompt_tokens: 0 leaves no prompt", param="truncate_prompt_tokens")
-    if request.num_choices > 1 and request.num_choices * len(body) > MOST_COPIED_BYTES:
-        most = max(MOST_COPIED_BYTES // len(body), 1)
-        raise RequestError(f"n: with a prompt of this size at most {most}", param="n")
     return request
 
 
@@ -373,18 +381,22 @@ def _refuse_two_values(request: GenerationRequest, name: str, alias: str) -> Non
         )
 
 
-def refuse_copies(request: Strict, field: str, num_bytes: int, num_prompts: int, num_choices: int) -> None:
-    """Refuse a list of prompts, in *field* of a body of *num_bytes*, if all copies of the other fields take too much.
+def refuse_copies(asked: SamplingFields, num_bytes: int, num_answers: int, *, repeats: bool, param: str) -> None:
+    """Refuse a body of *num_bytes* if what its answers have for themselves takes too much.
+
+    A prompt is kept once for all its answers, but each *repeats* it to the client if that asks for it.
 
     Raises:
-        RequestError: They take too much.
+        RequestError: It takes too much; *param* is the field that makes several answers.
     """
-    if num_prompts == 1:
-        return
-    shared = len(request.model_dump_json(exclude={field}, exclude_none=True))
-    if num_choices * (num_bytes + num_prompts * shared) > MOST_COPIED_BYTES:
-        message = f"{field}: each of {num_prompts} prompts keeps a copy of all other fields; send fewer at once"
-        raise RequestError(message, param=field)
+    if repeats and asked.num_choices > 1 and asked.num_choices * num_bytes > MOST_COPIED_BYTES:
+        most = max(MOST_COPIED_BYTES // num_bytes, 1)
+        message = f"{param}: each answer repeats the prompt, so with a prompt of this size at most {most}"
+        raise RequestError(message, param=param)
+    own = len(asked.model_dump_json(include=PER_ANSWER, exclude_none=True)) if num_answers > 1 else 0
+    if num_answers * own > MOST_COPIED_BYTES:
+        what = f"each of {num_answers} answers has its own copy of `stop`, `logit_bias` and the like"
+        raise RequestError(f"{param}: {what}; send fewer at once", param=param)
 
 
 def _check_tools(request: ChatRequest) -> None:

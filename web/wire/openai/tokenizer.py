@@ -14,7 +14,7 @@ from pipeline.events import Answered, Presentation, SamplingParams, Submitted
 from web.wire.fields import refused
 from web.wire.openai.bulk import MOST_VALUES
 from web.wire.openai.messages import Messages, Tools, check_messages, plain_messages, templating_of
-from web.wire.openai.schemas import MOST_ANSWERS, PROMPT_KINDS, lists_or_one, refuse_copies, texts_or_one
+from web.wire.openai.schemas import MOST_ANSWERS, PROMPT_KINDS, lists_or_one, texts_or_one
 from web.wire.openai.strict import INT32_MAX, Strict, kept_exactly, parsed, refuse_unsupported
 
 TOKENIZE_ENDPOINT: Final = "/tokenize"
@@ -153,8 +153,6 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         if useless is not None:
             raise _wrong(useless, "only with `messages`")
     check_messages(request.messages or ())
-    if isinstance(request.prompt, list):
-        refuse_copies(request, "prompt", len(body), len(request.prompt), 1)
     return request
 
 

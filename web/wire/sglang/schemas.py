@@ -16,7 +16,6 @@ from web.wire import fields
 from web.wire.openai.bulk import refuse_bulk
 from web.wire.openai.schemas import (
     MOST_ANSWERS,
-    MOST_COPIED_BYTES,
     PROMPT_KINDS,
     ListsOfIds,
     SamplingFields,
@@ -236,7 +235,6 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
         raise RequestError(
             f"{given[0]}: with `n` these are {num_answers} answers; at most {MOST_ANSWERS}", param=given[0]
         )
-    if request.num_choices > 1 and request.num_choices * num_bytes > MOST_COPIED_BYTES:
-        message = f"sampling_params.n: with a prompt of this size at most {max(MOST_COPIED_BYTES // num_bytes, 1)}"
-        raise RequestError(message, param="sampling_params.n")
-    refuse_copies(request, given[0], num_bytes, len(request.prompts), request.num_choices)
+    repeats = request.logprob_start_len not in (None, -1)
+    param = "sampling_params.n" if request.num_choices > 1 else given[0]
+    refuse_copies(request.sampling, num_bytes, num_answers, repeats=repeats, param=param)

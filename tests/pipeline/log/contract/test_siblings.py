@@ -10,6 +10,7 @@ from log_contract import (
     DUPLICATE,
     FAILED,
     FINISHED,
+    KILLED,
     LONG_MS,
     ONCE,
     SUBMITTED,
@@ -25,9 +26,10 @@ from log_contract import (
 from redis_servers import until
 
 from pipeline.errors import LogError
-from pipeline.events import SamplingParams, Submitted, decode
-from pipeline.log.protocol import Once, Quota, StreamLog, Submission, SubmitResult
-from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
+from pipeline.events import SamplingParams, Submitted, Tokenized, decode, encode
+from pipeline.log.protocol import DeadLetter, Once, Quota, StreamLog, Submission, SubmitResult
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, sibling_uids
+from pipeline.views.history import copied_history
 
 
 def submitted_of(scene: Scene, uid: str) -> Submitted:
@@ -194,3 +196,72 @@ def test_siblings_that_were_refused_are_not_counted(scene: Scene) -> None:
         ]
 
     assert in_one_minute(act) == [BUSY, ACCEPTED, DUPLICATE, TOO_FAST]
+
+
+# what they share is kept once, and every reader sees whole requests
+
+LONG = "all work and no play " * 20
+LETTER = DeadLetter(stage="tokenize", entry={}, deaths=3, error="exit code -11")
+
+
+def choices(count: int, prompt: str = LONG) -> list[Submitted]:
+    """Return choices of one prompt, which differ in their seeds alone."""
+    return [
+        Submitted(
+            endpoint="e",
+            frontend="web-0",
+            messages=({"role": "user", "content": prompt},),
+            sampling=SamplingParams(seed=i, stop=(LONG,)),
+            labels={"user": LONG},
+        )
+        for i in range(count)
+    ]
+
+
+def test_siblings_read_as_they_were_said(log: StreamLog, scene: Scene) -> None:
+    events = [*choices(3, "one"), *choices(3, LONG)]
+    log.submit("a", events)
+    said = [event.model_copy(update={"siblings": 6}) for event in events]
+    histories = log.histories(sibling_uids("a", 6))
+    read = [decode(entry.fields) for (entry,) in histories]
+    assert [event.model_copy(update={"ms": 0, "deadline_ms": 0}) for event in read] == said
+    assert [set(entry.fields) for (entry,) in histories] == [set(encode(said[0])) | {"ms", "deadline_ms"}] * 6
+    assert log.histories(["a.1", "a.0", "a.1", "b.0"]) == [histories[1], histories[0], histories[1], []]
+
+
+def test_the_tokens_of_siblings_read_as_they_were_said(log: StreamLog, scene: Scene) -> None:
+    log.submit("a", choices(3))
+    events = [Tokenized(token_ids=tuple(range(first, 100)), fingerprint="f", by="tokenize-0") for first in (0, 0, 1)]
+    for entry, event in zip(log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0), events, strict=True):
+        assert log.tokenized(entry, event)
+    assert [scene.events(uid)[1] for uid in sibling_uids("a", 3)] == events
+    (tail,) = log.histories(["a.2"], after=SUBMITTED_ID)
+    assert [entry.id for entry in tail] == [TOKENIZED_ID] and decode(tail[0].fields).kind == "tokenized"
+
+
+def test_a_dead_letter_of_a_sibling_holds_the_whole_request_and_can_be_sent_again(log: StreamLog, scene: Scene) -> None:
+    events = choices(3)
+    log.submit("a", events)
+    refused, other, _ = log.read(SUBMITTED, "tokenize-0", max_entries=9, block_ms=0)
+    scene.tokenize(other)
+    assert scene.bury("a.1") and log.end("a.0", KILLED, frontend="web-0", consume=refused, dead=LETTER)
+    for letter, uid, seed in zip(log.dead_letters(9), ("a.0", "a.1"), (0, 1), strict=True):
+        copy = copied_history(letter)
+        assert copy == scene.history(uid) and "history_cut" not in letter.fields
+        again = decode(copy[0].fields)
+        assert isinstance(again, Submitted) and again.sampling.seed == seed
+        assert log.submit(f"again{seed}", [again]) == SubmitResult(ACCEPTED, f"again{seed}")
+        alone = submitted_of(scene, f"again{seed}")
+        assert alone.model_copy(update={"ms": 0, "deadline_ms": 0}) == events[seed]
+
+
+def test_siblings_read_whole_after_the_others_have_ended_and_expired(log: StreamLog, scene: Scene) -> None:
+    log.submit("a", choices(3))
+    log.limits = limits(retention_ms=1)
+    scene.end("a.0")
+    scene.end("a.2")
+    until(lambda: log.histories(["a.0", "a.2"]) == [[], []])
+    assert submitted_of(scene, "a.1").messages == choices(1)[0].messages
+    log.limits = limits(retention_ms=LONG_MS)
+    scene.end("a.1")
+    assert [entry.id for entry in scene.history("a.1")] == [SUBMITTED_ID, SEAL]

@@ -1,0 +1,115 @@
+"""What siblings have in common. It is kept once, under their base uid, and their histories refer to it.
+
+In an entry, a field `<name>@` stands for a field `<name>`: its value is a beginning of its own, and then the digest of
+the rest of the text. commits/lib.lua reads it the same way. Knows no Redis, and of the fields of a request only the
+seed, in which the choices of one prompt differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+from pipeline.events import Submitted, as_plain, as_words
+from pipeline.log.protocol import Entry
+from pipeline.names import SUBMITTED_ID, TOKENIZED_ID
+
+MARK: Final = "@"
+"""Ends the name of a field whose text is elsewhere; commits/lib.lua has the same."""
+DIGEST_CHARS: Final = 32
+"""Hex digits of a digest; commits/lib.lua has the same."""
+SHARED_FROM_BYTES: Final = 64
+"""Shorter texts stay in the histories: a reference takes half of that."""
+REFERRING_IDS: Final = (SUBMITTED_ID, TOKENIZED_ID)
+"""The events of a history that may refer to shared texts."""
+NEVER_SHARED: Final = frozenset({"kind", "endpoint", "frontend"})
+"""Short fields, which some readers look at without the rest."""
+SEED: Final = b'"seed":%d'
+"""As it is in the text of `sampling`, where what is large comes after it."""
+
+Words: TypeAlias = dict[str, bytes]
+"""The fields of an entry, or digest -> shared text, in UTF-8."""
+
+
+def submitted_words(events: Sequence[Submitted]) -> tuple[list[Words], Words]:
+    """Return the fields of requests that are submitted together, and the texts that several of them refer to."""
+    rows = _rows(events)
+    times = Counter(rest for row in rows for _, rest in row.values() if len(events) > 1)
+    digests = {text: _digest(text) for text, count in times.items() if count > 1 and len(text) >= SHARED_FROM_BYTES}
+    fields = []
+    for row in rows:
+        own: Words = {}
+        for name, (beginning, rest) in row.items():
+            if rest in digests and name not in NEVER_SHARED:
+                own[name + MARK] = beginning + digests[rest]
+            else:
+                own[name] = beginning + rest
+        fields.append(own)
+    return fields, {digest.decode(): text for text, digest in digests.items()}
+
+
+def submitted_fields(events: Sequence[Submitted]) -> list[dict[str, str]]:
+    """Return the whole fields of requests that are submitted together. Equal texts are the same object."""
+    rows = _rows(events)
+    texts = {rest: rest.decode() for rest in {rest for row in rows for _, rest in row.values()}}
+    return [{name: own.decode() + texts[rest] for name, (own, rest) in row.items()} for row in rows]
+
+
+def referring(words: Words) -> tuple[Words, Words]:
+    """Return *words* of one of several siblings with references for its long texts, and those texts."""
+    digests = {name: _digest(text) for name, text in words.items() if len(text) >= SHARED_FROM_BYTES}
+    own = {name: text for name, text in words.items() if name not in digests}
+    own |= {name + MARK: digest for name, digest in digests.items()}
+    return own, {digest.decode(): words[name] for name, digest in digests.items()}
+
+
+def digests_in(history: Sequence[Entry]) -> list[str]:
+    """Return the digests that the entries of a history refer to."""
+    first = [entry for entry in history if entry.id in REFERRING_IDS]
+    return [text[-DIGEST_CHARS:] for entry in first for name, text in entry.fields.items() if name[-1:] == MARK]
+
+
+def whole_history(history: Sequence[Entry], texts: Mapping[str, str]) -> list[Entry] | None:
+    """Return entries of a history with whole texts, given digest -> text; None if one of them is missing."""
+    try:
+        return [_whole(entry, texts) if entry.id in REFERRING_IDS else entry for entry in history]
+    except KeyError:
+        return None
+
+
+def _whole(entry: Entry, texts: Mapping[str, str]) -> Entry:
+    fields = {}
+    for name, text in entry.fields.items():
+        if name[-1:] == MARK:
+            beginning, rest = text[:-DIGEST_CHARS], texts[text[-DIGEST_CHARS:]]
+            name, text = name[:-1], beginning + rest if beginning else rest
+        fields[name] = text
+    return Entry(entry.id, fields)
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=DIGEST_CHARS // 2).hexdigest().encode()
+
+
+def _rows(events: Sequence[Submitted]) -> list[dict[str, tuple[bytes, bytes]]]:
+    """Return the fields of each of *events*, each text in two parts: a beginning of its own, and what others may have,
+    too. The commit adds the deadline.
+
+    What is equal in one event and the next is written once, and is one object.
+    """
+    rows: list[dict[str, tuple[bytes, bytes]]] = []
+    last, texts, before_seed = events[0], Words(), b""
+    for event in events:
+        seedless = event.sampling.model_copy(update={"seed": 0})
+        alike = event.model_copy(update={"sampling": seedless, "siblings": len(events), "deadline_ms": 0})
+        same = {name: text for name, text in texts.items() if getattr(alike, name) == getattr(last, name)}
+        new = as_words(Submitted, as_plain(alike, without=same))
+        if "sampling" in new:
+            before_seed, _, new["sampling"] = new["sampling"].partition(SEED % 0)
+        last, texts = alike, same | new
+        parts = {name: (b"", text) for name, text in texts.items()}
+        parts["sampling"] = (before_seed + SEED % event.sampling.seed, texts["sampling"])
+        rows.append(parts)
+    return rows
