@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+VERSION: Final = 1
+"""The newest version of entries and events that this code reads."""
+
 
 class MiniSGLError(Exception):
     """Anything that MiniSGL raises on purpose."""
@@ -48,3 +53,11 @@ class LogFull(LogError):
 
 class UndecodableEvent(LogError):
     """An entry of a stream is not an event of the vocabulary."""
+
+
+class NewerVersion(UndecodableEvent):
+    """An entry of a stream has a newer *version* than this code reads."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"it is of version {version}; this worker reads versions up to {VERSION}")
+        self.version = version

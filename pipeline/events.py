@@ -17,6 +17,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pipeline.errors import UndecodableEvent
+from pipeline.readable import check_readable
 
 FinishReason = Literal["stop", "length"]
 TokenId = Annotated[int, Field(ge=0)]
@@ -442,8 +443,9 @@ def decode(fields: Mapping[str, str]) -> AnyEvent:
     """Return the event that *fields* hold.
 
     Raises:
-        UndecodableEvent: The fields are of no known kind or break its rules.
+        UndecodableEvent: The fields are of no known kind or break its rules; NewerVersion: they are of a newer version.
     """
+    check_readable(fields)
     model = _BY_KIND.get(fields.get("kind", ""))
     if model is None:
         raise UndecodableEvent(f"entry of unknown kind {fields.get('kind')!r}; expected one of {sorted(_BY_KIND)}")
@@ -451,10 +453,8 @@ def decode(fields: Mapping[str, str]) -> AnyEvent:
     plain: dict[str, Any] = {}
     try:
         for name, value in fields.items():
-            if name in texts:
-                plain[name] = value
-            else:
-                plain[name] = orjson.loads(f"[{value}]" if name in numbers and value[:1] != "[" else value)
+            listed = f"[{value}]" if name in numbers and value[:1] != "[" else value
+            plain[name] = value if name in texts else orjson.loads(listed)
         return _ADAPTER.validate_python(plain)
     except (ValidationError, orjson.JSONDecodeError) as error:
         raise UndecodableEvent(f"a {fields.get('kind')} entry does not decode: {error}") from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from pipeline import errors
+
 TOKENIZE: Final = "tokenize"
 GENERATE: Final = "generate"
 DETOKENIZE: Final = "detokenize"
@@ -44,6 +46,17 @@ def slot_stage(slot: str) -> str:
 def slot_index(slot: str) -> int:
     """Return the number in a slot's name."""
     return int(slot.rpartition("-")[2])
+
+
+def newer_consumer(stage: str, version: int) -> str:
+    """Return the consumer that keeps what only workers of *version* can read: `tokenize-v2`. It is nobody's slot."""
+    return f"{stage}-v{version}"
+
+
+def is_too_new(consumer: str) -> bool:
+    """Say whether *consumer* keeps entries of a version that this code does not read."""
+    _, found, version = consumer.rpartition("-v")
+    return bool(found) and version.isdecimal() and int(version) > errors.VERSION
 
 
 def sibling_uids(uid: str, count: int) -> tuple[str, ...]:

@@ -3,12 +3,6 @@
 -- ARGV uid, retention_ms, reply_cap, entry of `submitted` to consume or '', dead_cap, copy_bytes,
 --      number of parts of a dead letter (0: no letter), those parts..., fields...
 -- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
-local function as_json(entry) -- [id, name, value, ...]
-  local parts = { entry[1] }
-  for _, part in ipairs(entry[2]) do parts[#parts + 1] = part end
-  return cjson.encode(parts)
-end
-
 -- Returns a history in JSON, of at most so many bytes: its first entry, and as many of the last ones as fit. Returns also
 -- how many entries were left out.
 local function copy_of(history, bytes)

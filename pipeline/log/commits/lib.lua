@@ -25,7 +25,7 @@ end
 -- before or is gone. The number of tokens is read off the history.
 local function seal(uid, retention_ms, reply_cap, fields)
   redis.call('ZREM', KEYS[1], uid)
-  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+  local last = redis.pcall('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1) -- another type of key has no entries
   local now = now_ms()
   fields[#fields + 1] = 'n'
   fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
@@ -34,6 +34,12 @@ local function seal(uid, retention_ms, reply_cap, fields)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
   return now
+end
+
+local function as_json(entry) -- [id, name, value, ...]
+  local parts = { entry[1] }
+  for _, part in ipairs(entry[2]) do parts[#parts + 1] = part end
+  return cjson.encode(parts)
 end
 
 local function fenced(owner_key, owner)

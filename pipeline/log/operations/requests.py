@@ -20,7 +20,17 @@ from pipeline.log.entries import (
 )
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
-from pipeline.log.replies import as_text, clock_ms, entries_of, is_ok, nothing, streams_of, texts
+from pipeline.log.replies import (
+    as_text,
+    clock_ms,
+    entries_of,
+    history_of,
+    is_ok,
+    letters_of,
+    nothing,
+    streams_of,
+    texts,
+)
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
 HISTORY_ENTRIES = 100
@@ -90,7 +100,7 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
     return Script("tokenized", keys, [entry.id, uid, entry.fields["frontend"], *flat(encode(event))], is_ok)
 
 
-def _end_fields(event: End) -> list[str]:
+def end_words(event: End) -> list[str]:
     """Return the words of an end; the commit counts the tokens."""
     return flat({name: value for name, value in encode(event).items() if name != "n"})
 
@@ -108,7 +118,7 @@ def end(
     letter = flat(letter_fields(dead)) if dead else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
     args: list[str | int] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
-    args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *_end_fields(event)]
+    args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *end_words(event)]
     return Script("end", keys, args, is_ok)
 
 
@@ -118,7 +128,7 @@ def abandon(
     names = log.names
     key = [names.idempotency(once.key)] if once else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key]
-    args: list[str | int] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached), *_end_fields(event)]
+    args: list[str | int] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached), *end_words(event)]
     return Script("abandon", keys, args, is_ok)
 
 
@@ -144,7 +154,7 @@ def _history(names: Names, uid: str, after: str, max_entries: int = 0) -> Words:
 
 def histories(log: LogContext, uids: Sequence[str], *, after: str = "") -> Batch[list[list[Entry]]]:
     commands = [_history(log.names, uid, after) for uid in uids]
-    return Batch(commands, lambda replies: [entries_of(raw) for raw in replies])
+    return Batch(commands, lambda replies: [history_of(raw) for raw in replies], any_type=True)
 
 
 def histories_there(
@@ -159,15 +169,19 @@ def histories_there(
 
     def parse(replies: list[Any]) -> dict[str, list[Entry] | None]:
         found = zip(cursors, replies[::2], replies[1::2], strict=True)
-        return {uid: entries_of(raw) if exists else None for uid, exists, raw in found}
+        return {uid: history_of(raw) if exists else None for uid, exists, raw in found}
 
-    return Batch(commands, parse)
+    return Batch(commands, parse, any_type=True)
 
 
 def entries(log: LogContext, uid: str, ids: Sequence[str]) -> Batch[dict[str, Entry]]:
     """Return those of the entries *ids* that the history of *uid* has."""
     commands = [["XRANGE", log.names.request(uid), entry_id, entry_id] for entry_id in ids]
-    return Batch(commands, lambda replies: {entry.id: entry for raw in replies for entry in entries_of(raw)})
+
+    def parse(replies: list[Any]) -> dict[str, Entry]:
+        return {entry.id: entry for raw in replies for entry in entries_of(raw or ())}
+
+    return Batch(commands, parse, any_type=True)
 
 
 def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Command[dict[str, list[Entry]]]:
@@ -181,10 +195,10 @@ def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int
 
 def frontends_of(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, str]]:
     def parse(replies: list[Any]) -> dict[str, str]:
-        firsts = ((uid, entries_of(raw)) for uid, raw in zip(uids, replies, strict=True))
+        firsts = ((uid, history_of(raw)) for uid, raw in zip(uids, replies, strict=True))
         return {uid: first[0].fields.get("frontend", "") if first else "" for uid, first in firsts}
 
-    return Batch([["XRANGE", log.names.request(uid), "-", "+", "COUNT", 1] for uid in uids], parse)
+    return Batch([["XRANGE", log.names.request(uid), "-", "+", "COUNT", 1] for uid in uids], parse, any_type=True)
 
 
 # Which requests live, and who reads them
@@ -217,7 +231,7 @@ def read_by_others(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
 
 def dead_letters(log: LogContext, max_entries: int, *, before: str = "") -> Command[list[Entry]]:
     return Command(
-        ["XREVRANGE", log.names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], entries_of
+        ["XREVRANGE", log.names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], letters_of
     )
 
 

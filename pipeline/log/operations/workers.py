@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from pipeline.errors import Fenced
-from pipeline.events import StepCompleted, encode
-from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_fields
+from pipeline.errors import Fenced, LogUnavailable
+from pipeline.events import Failed, StepCompleted, encode
+from pipeline.log.entries import DEAD_CAP, REPLY_CAP, STATUS_TTL_MS, burial_fields, produced_fields
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
-from pipeline.log.operations.requests import flat
+from pipeline.log.operations.requests import end_words, flat
 from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
@@ -23,7 +23,7 @@ from pipeline.log.replies import (
     texts,
     texts_there,
 )
-from pipeline.names import DETOKENIZE, GENERATE, Names, slot_index, slot_name
+from pipeline.names import DETOKENIZE, GENERATE, Names, is_too_new, newer_consumer, slot_index, slot_name
 
 SLOTS_PER_LOOK = 16
 """So many slots of a stage are looked at together, and the next ones where one of these was there."""
@@ -64,12 +64,16 @@ def step(
     lease_ms: int,
 ) -> Script[StepCommitted]:
     def parse(reply: Any) -> StepCommitted:
+        if reply == b"BEHIND":
+            raise LogUnavailable(
+                f"{names.steps(slot)} has an entry after {step_id} that no engine wrote; waiting for it"
+            )
         length, newest, uids, cursor, flush = _unless_fenced(owner, reply)
         return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush))
 
-    slot, names = owner.slot, log.names
+    slot, names, step_id = owner.slot, log.names, f"{owner.epoch}-{number}"
     keys = [names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control]
-    args: list[str | int] = [str(owner), lease_ms, f"{owner.epoch}-{number}", control_cursor, len(ended), *ended]
+    args: list[str | int] = [str(owner), lease_ms, step_id, control_cursor, len(ended), *ended]
     return Script("step", keys, [*args, *flat(encode(event))], parse, once=True)
 
 
@@ -150,7 +154,7 @@ def num_pending(_: LogContext, inbox: Inbox, consumer: str) -> Steps[int]:
 def claim(log: LogContext, inbox: Inbox, owner: Owner, max_entries: int) -> Steps[list[Entry]]:
     entries: list[Entry] = []
     for other in (yield from _holdings(inbox)):
-        if other != owner.slot and len(entries) < max_entries:
+        if other != owner.slot and not is_too_new(other) and len(entries) < max_entries:
             entries += yield from _claim(log.names, inbox, owner, other, max_entries - len(entries))
     return entries
 
@@ -175,9 +179,57 @@ def retry(log: LogContext, inbox: Inbox, owner: Owner, entry: Entry) -> Script[i
 
 
 def forsaken(log: LogContext, inbox: Inbox) -> Steps[list[str]]:
-    slots = yield from _holdings(inbox)
+    slots = [slot for slot in (yield from _holdings(inbox)) if not is_too_new(slot)]
     leases = yield from Batch([["GET", log.names.lease(slot)] for slot in slots], list)
     return [slot for slot, holder in zip(slots, leases, strict=True) if lease_of(holder, 0).is_free]
+
+
+# Entries that cannot be read
+
+
+def bury(
+    log: LogContext,
+    inbox: Inbox,
+    entry: Entry,
+    reason: str,
+    event: Failed,
+    requests: Mapping[str, str],
+    owner: Owner | None = None,
+) -> Script[tuple[str, ...] | None]:
+    def parse(reply: Any) -> tuple[str, ...] | None:
+        if owner is not None:
+            _unless_fenced(owner, reply)
+        return None if reply == b"LOST" else texts(reply)
+
+    names, letter = log.names, flat(burial_fields(inbox, reason, list(requests)))
+    keys = [names.live, inbox.stream, names.dead, names.control]
+    keys += [key for uid, frontend in requests.items() for key in (names.request(uid), names.replies(frontend))]
+    keys += [names.owner(owner.slot)] if owner is not None else []
+    args: Words = [
+        str(owner or ""),
+        inbox.group,
+        entry.id,
+        DEAD_CAP,
+        log.limits.retention_ms,
+        REPLY_CAP,
+        len(letter),
+        *letter,
+    ]
+    return Script("bury", keys, [*args, len(requests), *requests, *end_words(event)], parse)
+
+
+def leave(_: LogContext, inbox: Inbox, consumer: str, entry: Entry, version: int) -> Script[bool]:
+    args = [inbox.group, consumer, entry.id, newer_consumer(inbox.group, version)]
+    return Script("leave", [inbox.stream], args, bool)
+
+
+def left(_: LogContext, inbox: Inbox, max_entries: int) -> Steps[list[Entry]]:
+    entries: list[Entry] = []
+    for consumer in (yield from _holdings(inbox)):
+        if is_too_new(consumer):
+            for entry_id in (yield from _pending_ids(inbox, consumer, "-"))[: max_entries - len(entries)]:
+                entries += yield from Command(["XRANGE", inbox.stream, entry_id, entry_id], entries_of)
+    return entries
 
 
 # Slots

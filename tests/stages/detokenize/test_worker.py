@@ -147,9 +147,9 @@ def test_an_entry_that_is_no_step_is_named_and_consumed(rig: Rig, fields: dict[s
     damaged = rig.step(2)
     with capture_logs() as lines:
         rig.worker.handle([first, Entry(damaged.id, fields), rig.step(3, row(2, "b"))])
-    (line,) = [line for line in lines if line["event"] == "step_undecodable"]
-    assert (line["log_level"], line["engine"], line["id"]) == ("error", "generate-0", damaged.id)
-    assert words in line["error"]
+    (line,) = [line for line in lines if line["event"] == "entry_buried"]
+    assert (line["log_level"], line["stream"], line["id"]) == ("error", rig.inbox.stream, damaged.id)
+    assert words in line["reason"] and [letter.fields["stage"] for letter in rig.log.dead_letters(9)] == ["detokenize"]
     assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
 
 
