@@ -205,17 +205,9 @@ def bury(
     keys = [names.live, inbox.stream, names.dead, names.control]
     keys += [key for uid, frontend in requests.items() for key in (names.request(uid), names.replies(frontend))]
     keys += [names.owner(owner.slot)] if owner is not None else []
-    args: Words = [
-        str(owner or ""),
-        inbox.group,
-        entry.id,
-        DEAD_CAP,
-        log.limits.retention_ms,
-        REPLY_CAP,
-        len(letter),
-        *letter,
-    ]
-    return Script("bury", keys, [*args, len(requests), *requests, *end_words(event)], parse)
+    args: list[str | int] = [str(owner or ""), inbox.group, entry.id, DEAD_CAP, log.limits.retention_ms, REPLY_CAP]
+    args += [len(letter), *letter, len(requests), *requests, *end_words(event)]
+    return Script("bury", keys, args, parse)
 
 
 def leave(_: LogContext, inbox: Inbox, consumer: str, entry: Entry, version: int) -> Script[bool]:
