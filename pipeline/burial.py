@@ -20,14 +20,14 @@ import structlog
 from pipeline.errors import NewerVersion, UndecodableEvent
 from pipeline.events import Failed
 from pipeline.log.entries import clipped
-from pipeline.log.protocol import Entry, Inbox, Owner, StreamLog
+from pipeline.log.protocol import DEFAULT_LIMITS, Entry, Inbox, Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REFUSALS, REQUEST_SUCCESS, UNREADABLE_ENTRIES
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
 
 logger = structlog.get_logger()
 
-LEFT_S: Final = 3600.0
+LEFT_S: Final = DEFAULT_LIMITS.timeout_s
 """How long an entry of a newer version is left if it names no request, whose deadline would end the wait."""
 MOST_LOOKED_AT: Final = 100
 STREAMS: Final[Mapping[str, str]] = {TOKENIZE: "submitted", GENERATE: "tokenized", DETOKENIZE: "steps"}

@@ -28,6 +28,7 @@ from pipeline.events import (
     decode,
 )
 from pipeline.log.memory import MemoryLog
+from pipeline.log.memory_streams import id_text
 from pipeline.log.protocol import (
     GUEST,
     DeadLetter,
@@ -94,14 +95,16 @@ def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False, fron
     return Produced(uid, SEAL, n, event, frontend, tell_engine)
 
 
-def put(log: StreamLog, key: str, fields: Mapping[str, str], entry_id: str = "*") -> None:
-    """Append what no commit would."""
+def put(log: StreamLog, key: str, fields: Mapping[str, str], entry_id: str = "*") -> str:
+    """Append what no commit would; return its id."""
     if isinstance(log, RedisLog):
-        command(log.url, "XADD", key, entry_id, *(word for pair in fields.items() for word in pair))
-    else:
-        assert isinstance(log, MemoryLog)
-        with log._changed:
-            log._streams.append(key, None if entry_id == "*" else entry_id, fields, make=True)
+        words = (word for pair in fields.items() for word in pair)
+        return str(command(log.url, "XADD", key, entry_id, *words).decode())
+    assert isinstance(log, MemoryLog)
+    with log._changed:
+        stream = log._streams.append(key, None if entry_id == "*" else entry_id, fields, make=True)
+        assert stream is not None
+        return id_text(stream.last)
 
 
 def in_one_minute(act: Callable[[str], T]) -> T:

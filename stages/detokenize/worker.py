@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from pipeline.burial import DAMAGED, Undertaker
 from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEvent
 from pipeline.events import Failed, StepCompleted, decode
+from pipeline.log.entries import clipped
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
@@ -161,8 +162,9 @@ class DetokenizeWorker:
             self._fold.learn(uid, moments)
             self._meter.learn(uid, moments)
         except Exception as error:  # UndecodableEvent, or numbers that no event has, such as a token below 0
-            logger.error("history_undecodable", uid=uid, error=str(error))
-            message = f"The history of the request does not decode: {error}"
+            reason = clipped(str(error))
+            logger.error("history_undecodable", uid=uid, error=reason)
+            message = f"The history of the request does not decode: {reason}"
             event = Failed(status=500, code=DAMAGED, message=message)
             frontend = history[0].fields.get("frontend", "") if history else ""  # raw: Submitted may not decode
             if self._log.end(uid, event, frontend=frontend):

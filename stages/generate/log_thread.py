@@ -432,10 +432,13 @@ class LogThread:
             self._refuse(entry, error, uids_of(entry))
             return False
         before = self._entry_ids.get(uid, entry.id)
-        if before != entry.id and before in (known.id for known in self._log.pending(self._inbox, self._owner.slot)):
+        if before != entry.id and before in self._keep_trying(self._pending_ids):
             self._refuse(entry, UndecodableEvent(f"its request is in hand as the entry {before}"), ())
             return False
         return True
+
+    def _pending_ids(self) -> set[str]:
+        return {entry.id for entry in self._log.pending(self._inbox, self._owner.slot)}
 
     def _refuse(self, entry: Entry, error: UndecodableEvent, uids: Sequence[str]) -> None:
         self._keep_trying(lambda: self._undertaker.refuse(entry, error, self._owner.slot, uids))

@@ -23,7 +23,7 @@ from pipeline.burial import LEFT_S, Undertaker
 from pipeline.errors import NewerVersion
 from pipeline.events import Cancelled, Failed, decode
 from pipeline.log.memory import MemoryLog
-from pipeline.log.protocol import StreamLog
+from pipeline.log.protocol import Inbox, StreamLog
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REFUSALS, REQUEST_SUCCESS, UNREADABLE_ENTRIES
@@ -226,8 +226,8 @@ def live(log: StreamLog, uid: str) -> None:
         log._live[uid] = 2**40
 
 
-def test_an_entry_of_a_newer_version_that_names_no_request_is_left_for_an_hour(pipeline: Pipeline) -> None:
-    log, inbox, now_s = MemoryLog(Names()), pipeline.inboxes[SUBMITTED], [0.0]
+def test_an_entry_of_a_newer_version_that_names_no_request_is_left_for_ten_minutes() -> None:
+    log, inbox, now_s = MemoryLog(Names()), Inbox.submitted(Names()), [0.0]
     undertaker = Undertaker(log, inbox, Measures(), clock_s=lambda: now_s[0])
     log.prepare(inbox)
     put(log, inbox.stream, {"v": "2", "request": "a"})
