@@ -12,7 +12,6 @@ from typing import Final
 COMMITS: Final = "pipeline/log/commits"
 CONTRACT: Final = "tests/pipeline/log/contract"
 REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
-SPOILT: Final = "tests/pipeline/log/test_redis_log_spoilt.py::"
 TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
 MACHINE: Final = (
     "tests/pipeline/log/test_commit_machine.py"
@@ -135,9 +134,6 @@ end
         (contract("bury", "test_what_nobody_has_read_is_not_buried", "-submitted"),)),
     Mutation("the request of an entry that is buried lives on", f"{COMMITS}/bury.lua", "tonumber(ARGV[at])\n", "0\n",
         (contract("bury", "test_a_burial_ends_its_request_in_the_same_commit", "-submitted"),)),
-    Mutation("a key that is no history breaks the end of its request", f"{COMMITS}/lib.lua",
-        "redis.pcall('XREVRANGE', KEYS[2]", "redis.call('XREVRANGE', KEYS[2]",
-        (f"{SPOILT}test_a_request_whose_key_is_no_history_ends_without_one[{{server}}]",)),
     Mutation("steps are lost behind an id that no engine wrote", f"{COMMITS}/step.lua",
         "if type(added) == 'table' and is_behind() then", "if false then",
         (contract("bury", "test_a_step_waits_for_an_entry_beyond_it_and_loses_nothing", "-1-9"),)),
