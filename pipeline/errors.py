@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-VERSION: Final = 1
-"""The newest version of entries and events that this code reads."""
-
 
 class MiniSGLError(Exception):
     """Anything that MiniSGL raises on purpose."""
@@ -59,5 +54,5 @@ class NewerVersion(UndecodableEvent):
     """An entry of a stream has a newer *version* than this code reads."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"it is of version {version}; this worker reads versions up to {VERSION}")
+        super().__init__(f"it is of version {version}, which is newer than this worker reads")
         self.version = version

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline import errors
-
 TOKENIZE: Final = "tokenize"
 GENERATE: Final = "generate"
 DETOKENIZE: Final = "detokenize"
@@ -15,6 +13,9 @@ JANITOR: Final = "janitor"
 """Not a stage. A frontend that holds this slot ends requests that nobody else ends."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
 """The worker roles. The first three also name the consumer groups."""
+
+VERSION: Final = 1
+"""The newest version of entries and events that this code reads."""
 
 SUBMITTED_ID: Final = "0-1"
 TOKENIZED_ID: Final = "0-2"
@@ -56,7 +57,7 @@ def newer_consumer(stage: str, version: int) -> str:
 def is_too_new(consumer: str) -> bool:
     """Say whether *consumer* keeps entries of a version that this code does not read."""
     _, found, version = consumer.rpartition("-v")
-    return bool(found) and version.isdecimal() and int(version) > errors.VERSION
+    return bool(found) and version.isdecimal() and int(version) > VERSION
 
 
 def sibling_uids(uid: str, count: int) -> tuple[str, ...]:

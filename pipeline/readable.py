@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from pipeline.errors import VERSION, NewerVersion, UndecodableEvent
+from pipeline.errors import NewerVersion, UndecodableEvent
+from pipeline.names import VERSION
 
 UNREADABLE: Final = "unreadable"
 """A field that readers of the log add to an entry that is not text, or that stands for a key of another type: why."""

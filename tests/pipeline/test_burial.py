@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
@@ -191,6 +191,30 @@ def test_a_history_that_is_damaged_while_it_is_written_stops_no_worker(pipeline:
     assert pipeline.answer(pipeline.ask("b")) == counted_on("b")
 
 
+def test_a_request_whose_key_is_no_history_is_buried_or_ends_and_no_worker_dies(redis_url: str, lines: Lines) -> None:
+    with ExitStack() as stack:
+        pipeline = Pipeline(lambda: stack.enter_context(closing(RedisLog(redis_url, Names()))))
+        log = pipeline.log
+        for inbox in pipeline.inboxes:
+            log.prepare(inbox)
+        tokenized, queued = pipeline.scene.send(97), pipeline.ask("a")
+        for uid in (tokenized, queued):
+            command(redis_url, "SET", pipeline.names.request(uid), "not a history")
+        with pipeline.running():
+            assert pipeline.answer(pipeline.ask("b")) == counted_on("b")
+            until(lambda: counts(pipeline) == {"submitted": 1, "tokenized": 1})
+            pipeline.gate.clear()
+            running, other = pipeline.ask("c"), pipeline.ask("d")
+            until(lambda: all(len(history) >= 2 for history in log.histories([running, other])))
+            command(redis_url, "DEL", pipeline.names.request(running))
+            command(redis_url, "SET", pipeline.names.request(running), "not a history")
+            pipeline.gate.set()
+            assert pipeline.answer(other) == counted_on("d") and pipeline.answer(pipeline.ask("e")) == counted_on("e")
+            until(lambda: waiting(pipeline) == 0 and log.living() == [])
+        assert not pipeline.errors and {letter["uid"] for letter in letters(log)} >= {tokenized, queued}
+        assert "another type" in letters(log)[-1]["error"]
+
+
 # a newer version
 
 
@@ -297,14 +321,12 @@ def tailing(url: str, measures: Measures, broken: list[BaseException]) -> Iterat
 def test_whatever_is_written_to_a_stream_no_worker_dies_and_innocents_are_answered(
     redis_url: str, lines: Lines
 ) -> None:
-    logs: list[RedisLog] = []
-
-    def another_log() -> RedisLog:
-        logs.append(RedisLog(redis_url, Names()))
-        return logs[-1]
-
     broken, of_web, bad = list[BaseException](), Measures(), set[str]()
-    with Pipeline(another_log).running() as pipeline, tailing(redis_url, of_web, broken):
+    with (
+        ExitStack() as stack,
+        Pipeline(lambda: stack.enter_context(closing(RedisLog(redis_url, Names())))).running() as pipeline,
+        tailing(redis_url, of_web, broken),
+    ):
         log = pipeline.log
         keys = {stream: inbox.stream for stream, inbox in zip(STREAMS, pipeline.inboxes, strict=True)}
         keys |= {"replies": log.names.replies("web-0"), "control": log.names.control}
@@ -333,6 +355,3 @@ def test_whatever_is_written_to_a_stream_no_worker_dies_and_innocents_are_answer
         assert bad <= left.union(buried(lines), skipped) and sum(counts(pipeline).values()) == len(found) > 0
         until(lambda: count_of(of_web, UNREADABLE_ENTRIES, "replies") == len(set(skipped)) == len(skipped))
     assert not pipeline.errors
-    for each in logs:
-        with closing(each):
-            pass

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 from log_contract import CANCELLED, STEPS, SUBMITTED, TOKENIZED, Detokenizer, Scene, put, say_tokens
 
-from pipeline import errors
+from pipeline import names
 from pipeline.errors import Fenced, LogUnavailable, NewerVersion, UndecodableEvent
 from pipeline.events import Failed
 from pipeline.log.entries import request_of
@@ -113,7 +113,7 @@ def test_a_burial_for_an_owner_is_fenced(log: StreamLog, scene: Scene) -> None:
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Call `setattr(errors, "VERSION", 2)` of it to become a newer worker."""
+    """Call `setattr(names, "VERSION", 2)` of it to become a newer worker."""
     return monkeypatch
 
 
@@ -127,7 +127,7 @@ def test_what_was_left_is_claimed_by_a_newer_worker_alone(
     assert log.pending(SUBMITTED, old.slot) == log.claim(SUBMITTED, other, 9) == []
     assert log.forsaken(SUBMITTED) == []
     assert log.left(SUBMITTED, 9) == [entry] and log.left(SUBMITTED, 0) == [] and log.backlog(SUBMITTED) == 1
-    newer.setattr(errors, "VERSION", 2)
+    newer.setattr(names, "VERSION", 2)
     assert log.left(SUBMITTED, 9) == []
     assert log.forsaken(SUBMITTED) == ["tokenize-v2"]
     assert log.claim(SUBMITTED, other, 9) == [entry] == log.pending(SUBMITTED, other.slot)
@@ -147,7 +147,7 @@ def test_what_was_left_can_be_buried_by_any_worker(log: StreamLog, scene: Scene,
         ({"uid": "a"}, UndecodableEvent, "fields uid, expected uid and frontend"),
         ({"frontend": "web-0"}, UndecodableEvent, "fields frontend, expected uid and frontend"),
         ({"uid": "", "frontend": "web-0"}, UndecodableEvent, "expected uid and frontend"),
-        ({"uid": "a", "frontend": "web-0", "v": "2"}, NewerVersion, "version 2; this worker reads versions up to 1"),
+        ({"uid": "a", "frontend": "web-0", "v": "2"}, NewerVersion, "version 2, which is newer"),
         ({"v": "12"}, NewerVersion, "version 12"),
         ({"uid": "a", "frontend": "web-0", "v": "0"}, UndecodableEvent, "its version is '0'"),
         ({"uid": "a", "frontend": "web-0", "v": "9999999"}, UndecodableEvent, "whole number"),
