@@ -12,7 +12,6 @@ import orjson
 import structlog
 from tokenizers import Tokenizer
 
-from pipeline.burial import DAMAGED, Undertaker
 from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEvent
 from pipeline.events import Failed, StepCompleted, decode
 from pipeline.log.entries import clipped
@@ -22,6 +21,7 @@ from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import SlotLease, acquire_guest
+from pipeline.unreadable import DAMAGED, UnreadableEntries
 from pipeline.walk import walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
@@ -51,7 +51,7 @@ class DetokenizeWorker:
         self._engine = engine
         self._measures = measures or Measures()
         self._meter = DetokenizeMeter(self._measures)
-        self._undertaker = Undertaker(log, Inbox.steps(log.names, engine), self._measures, slot_lease.owner)
+        self._unreadable = UnreadableEntries(log, Inbox.steps(log.names, engine), self._measures, slot_lease.owner)
         self._last = (0, 0)
         """Epoch and number of the last step."""
         self._read_epoch = 0
@@ -141,7 +141,7 @@ class DetokenizeWorker:
         """
         if isinstance(error, NewerVersion) and self._is_no_step(entry):
             error = UndecodableEvent(f"{error}, but {self._engine} did not write it")
-        if self._undertaker.refuse(entry, error, self._slot_lease.owner.slot, _named_in(entry)):
+        if self._unreadable.refuse(entry, error, self._slot_lease.owner.slot, _named_in(entry)):
             self.forget()
 
     def _is_no_step(self, entry: Entry) -> bool:

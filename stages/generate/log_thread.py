@@ -14,7 +14,6 @@ from typing import Literal, TypeVar
 
 import structlog
 
-from pipeline.burial import Undertaker, uids_of
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Failed, StepCompleted
 from pipeline.log.entries import request_of
@@ -24,6 +23,7 @@ from pipeline.metrics.families import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import acquire_guest
+from pipeline.unreadable import UnreadableEntries, uids_of
 from stages.generate.past import Past, past_of
 from stages.generate.schedule.request import NewRequest
 
@@ -174,7 +174,7 @@ class LogThread:
         self._came_round = came_round
         self._measures = measures or Measures()
         self._inbox = Inbox.tokenized(log.names)
-        self._undertaker = Undertaker(log, self._inbox, self._measures, owner)
+        self._unreadable = UnreadableEntries(log, self._inbox, self._measures, owner)
         self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
@@ -441,7 +441,7 @@ class LogThread:
         return {entry.id for entry in self._log.pending(self._inbox, self._owner.slot)}
 
     def _refuse(self, entry: Entry, error: UndecodableEvent, uids: Sequence[str]) -> None:
-        self._keep_trying(lambda: self._undertaker.refuse(entry, error, self._owner.slot, uids))
+        self._keep_trying(lambda: self._unreadable.refuse(entry, error, self._owner.slot, uids))
 
     def _is_buried(self, entry: Entry, past: Past) -> bool:
         """End a request that killed its engines again and again; say whether it is one."""
@@ -480,4 +480,4 @@ class LogThread:
         for uid in uids:
             if uid in gone:
                 self._tell(Ended(uid))
-        self._undertaker.look()
+        self._unreadable.look()

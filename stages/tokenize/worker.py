@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import structlog
 
-from pipeline.burial import Undertaker, uids_of
 from pipeline.errors import LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Answered, Failed, Submitted, Tokenized
 from pipeline.log.entries import request_of
@@ -25,6 +24,7 @@ from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PRO
 from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import Voice, read_statuses
+from pipeline.unreadable import UnreadableEntries, uids_of
 from pipeline.walk import walk
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from stages.tokenize.config import TokenizeConfig
@@ -74,8 +74,8 @@ class TokenizeWorker:
         self.slot_lease = slot_lease
         self._encoder = encoder
         self._measures = measures or Measures()
-        self._undertaker = Undertaker(log, Inbox.submitted(log.names), self._measures)
-        self.look = self._undertaker.look
+        self._unreadable = UnreadableEntries(log, Inbox.submitted(log.names), self._measures)
+        self.look = self._unreadable.look
         self.context = 0
         """The served context, as the engines last published it."""
         self._learnt_s = float("-inf")
@@ -146,7 +146,7 @@ class TokenizeWorker:
         return True
 
     def _refuse(self, entry: Entry, error: UndecodableEvent) -> None:
-        self._undertaker.refuse(entry, error, self.slot_lease.status.slot, uids_of(entry))
+        self._unreadable.refuse(entry, error, self.slot_lease.status.slot, uids_of(entry))
 
     def _prepare(self, entry: Entry, submitted: Submitted | RequestError) -> _Work:
         """Return the work for a request, with its prompt rendered.

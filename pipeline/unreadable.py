@@ -36,7 +36,7 @@ DAMAGED: Final = "log_damaged"
 """Code of the error with which requests end."""
 
 
-class Undertaker:
+class UnreadableEntries:
     """Buries or leaves the entries of one inbox. Its methods raise as the log does, and can be called again then."""
 
     def __init__(

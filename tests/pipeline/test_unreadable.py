@@ -19,7 +19,6 @@ from selection import by_night
 from structlog.testing import capture_logs
 from whole_pipeline import Pipeline, counted_on
 
-from pipeline.burial import LEFT_S, Undertaker
 from pipeline.errors import NewerVersion
 from pipeline.events import Cancelled, Failed, decode
 from pipeline.log.memory import MemoryLog
@@ -28,6 +27,7 @@ from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REFUSALS, REQUEST_SUCCESS, UNREADABLE_ENTRIES
 from pipeline.names import Names
+from pipeline.unreadable import LEFT_S, UnreadableEntries
 from web.live.frontend import run_all
 from web.live.tail import Tail
 
@@ -252,16 +252,16 @@ def live(log: StreamLog, uid: str) -> None:
 
 def test_an_entry_of_a_newer_version_that_names_no_request_is_left_for_ten_minutes() -> None:
     log, inbox, now_s = MemoryLog(Names()), Inbox.submitted(Names()), [0.0]
-    undertaker = Undertaker(log, inbox, Measures(), clock_s=lambda: now_s[0])
+    unreadable = UnreadableEntries(log, inbox, Measures(), clock_s=lambda: now_s[0])
     log.prepare(inbox)
     put(log, inbox.stream, {"v": "2", "request": "a"})
     (entry,) = log.read(inbox, "tokenize-0", max_entries=9, block_ms=0)
-    assert not undertaker.refuse(entry, NewerVersion(2), "tokenize-0", ())
+    assert not unreadable.refuse(entry, NewerVersion(2), "tokenize-0", ())
     for now_s[0] in (1.0, LEFT_S - 1):
-        undertaker.look()
+        unreadable.look()
         assert log.left(inbox, 9) == [entry]
     now_s[0] = LEFT_S
-    undertaker.look()
+    unreadable.look()
     assert log.backlog(inbox) == 0 and "no newer worker has read it" in letters(log)[0]["error"]
 
 
