@@ -1,4 +1,7 @@
-"""`minisgl dead ACTION`: the dead letters of a running server, requests that killed their workers: see, retry, drop."""
+"""`minisgl dead ACTION`: the dead letters of a running server: see, retry, drop.
+
+They are of requests that killed their workers, and of entries that could not be read.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import orjson
 
 from ops.config import ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
-from ops.trace import as_json, lines_of, read_history, told_of, when
+from ops.trace import as_json, lines_of, told_of, when
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, decode, new_uid
 from pipeline.flags import parse_flags
@@ -84,9 +87,19 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     with running_log(connect) as log:
         letter = find(log, named)
     said = plain(letter)
-    told = told_of(letter.fields.get("uid", ""), copied_history(letter))
+    uid = letter.fields.get("uid", "")
+    told = told_of(uid, copied_history(letter)) if "history" in letter.fields or "stream" not in letter.fields else {}
     if prints.as_json:
         sys.stdout.write(as_json({"letter": said, "story": told}))
+        return
+    if not told:
+        lines = [
+            f"dead letter {letter.id}, {moment(said)}",
+            f"an entry of {_text(said, 'stream')} that {_text(said, 'stage')} could not read: {_text(said, 'error')}",
+            f"entry: {_text(said, 'entry')[:ENTRY_SHOWN]}",
+            f"its request ended; minisgl trace {one_line(uid)} tells its story" if uid else "it is about no request",
+        ]
+        sys.stdout.write("\n".join(lines) + "\n")
         return
     cut = f"; entries left out there: {_text(said, 'history_cut')}" if "history_cut" in said else ""
     lines = [
@@ -113,7 +126,7 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     of_log = RequestLimits(limits.request_timeout_s, retention.retention_s, limits.max_queued_requests)
     with running_log(connect, of_log) as log:
         letter = find(log, named)
-        dead_uid, uid = letter.fields["uid"], new_uid()
+        dead_uid, uid = letter.fields.get("uid", ""), new_uid()
         before = request_of(log, letter)
         event = before.model_copy(
             update={"ms": 0, "deadline_ms": 0, "frontend": "", "labels": before.labels | {"requeued_from": dead_uid}}
@@ -171,8 +184,10 @@ def request_of(log: StreamLog, letter: Entry) -> Submitted:
     Raises:
         NotThere: It is gone.
     """
-    uid = letter.fields["uid"]
-    for entry in read_history(log, uid)[:1]:
+    uid = letter.fields.get("uid", "")
+    if not uid:
+        raise NotThere(f"{letter.id}: an entry that is about no request; nothing can be sent again")
+    for entry in log.histories([uid])[0][:1]:
         event = decode(entry.fields)
         if isinstance(event, Submitted):
             return event
@@ -185,7 +200,7 @@ def request_of(log: StreamLog, letter: Entry) -> Submitted:
 def plain(letter: Entry) -> dict[str, Any]:
     """Return what a letter says, but for the copy of the history."""
     return {"id": letter.id} | {
-        name: text if name in ("uid", "stage", "error") else _value(text)
+        name: text if name in ("uid", "stage", "stream", "error") else _value(text)
         for name, text in letter.fields.items()
         if name != "history"
     }

@@ -15,7 +15,7 @@ from ops.connection import NotThere, columns, named_first, one_line, running_log
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Presentation, SamplingParams, Templating, Value
 from pipeline.flags import parse_flags
-from pipeline.log.protocol import Entry, StreamLog
+from pipeline.log.protocol import Entry
 from pipeline.views.history import story
 from web.wire.uids import drawn_ms, uid_of
 
@@ -42,24 +42,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     connect, retention, prints = parse_flags("trace UID", FLAGS, flags, environment, about=ABOUT)
     uid = uid_in(name)
     with running_log(connect) as log:
-        history = read_history(log, uid)
+        history = log.histories([uid])[0]
     if not history:
         raise NotThere(why_absent(uid, time.time(), retention.retention_s))
     told = told_of(uid, history)
     sys.stdout.write(as_json(told) if prints.as_json else "\n".join(lines_of(told)) + "\n")
     return 0
-
-
-def read_history(log: StreamLog, uid: str) -> list[Entry]:
-    """Return the history of *uid*, empty when there is none.
-
-    Raises:
-        UndecodableEvent: It is no text.
-    """
-    try:
-        return log.histories([uid])[0]
-    except UnicodeDecodeError as error:
-        raise UndecodableEvent(f"the history of {uid} is not text: {error}") from error
 
 
 def told_of(uid: str, history: Sequence[Entry]) -> dict[str, Any]:

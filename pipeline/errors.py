@@ -52,3 +52,11 @@ class LogFull(LogError):
 
 class UndecodableEvent(LogError):
     """An entry of a stream is not an event of the vocabulary."""
+
+
+class NewerVersion(UndecodableEvent):
+    """An entry of a stream has a newer *version* than this code reads."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"it is of version {version}, which is newer than this worker reads")
+        self.version = version

@@ -17,6 +17,7 @@ import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.errors import UndecodableEvent
+from pipeline.readable import check_readable
 from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
 from pipeline.sampling import SamplingParams as SamplingParams
 from pipeline.sampling import Value as Value
@@ -394,8 +395,9 @@ def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEv
     """Return the event that *fields* hold. Those *without*, which the caller does not need, have their defaults.
 
     Raises:
-        UndecodableEvent: The fields are of no known kind or break its rules.
+        UndecodableEvent: The fields are of no known kind or break its rules; NewerVersion: they are of a newer version.
     """
+    check_readable(fields)
     model = _BY_KIND.get(fields.get("kind", ""))
     if model is None:
         raise UndecodableEvent(f"entry of unknown kind {fields.get('kind')!r}; expected one of {sorted(_BY_KIND)}")
@@ -405,10 +407,8 @@ def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEv
         for name, value in fields.items():
             if name in without:
                 continue
-            if name in texts:
-                plain[name] = value
-            else:
-                plain[name] = orjson.loads(f"[{value}]" if name in numbers and value[:1] != "[" else value)
+            listed = f"[{value}]" if name in numbers and value[:1] != "[" else value
+            plain[name] = value if name in texts else orjson.loads(listed)
         return _ADAPTER.validate_python(plain)
     except (ValidationError, orjson.JSONDecodeError) as error:
         raise UndecodableEvent(f"a {fields.get('kind')} entry does not decode: {error}") from error

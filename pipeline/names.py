@@ -16,6 +16,9 @@ STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
 SERVING_STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 """The stages whose workers have a model or its tokenizer."""
 
+VERSION: Final = 1
+"""The newest version of entries and events that this code reads."""
+
 SUBMITTED_ID: Final = "0-1"
 TOKENIZED_ID: Final = "0-2"
 SEAL: Final = "18446744073709551615-18446744073709551615"
@@ -46,6 +49,17 @@ def slot_stage(slot: str) -> str:
 def slot_index(slot: str) -> int:
     """Return the number in a slot's name."""
     return int(slot.rpartition("-")[2])
+
+
+def newer_consumer(stage: str, version: int) -> str:
+    """Return the consumer that keeps what only workers of *version* can read: `tokenize-v2`. It is nobody's slot."""
+    return f"{stage}-v{version}"
+
+
+def is_too_new(consumer: str) -> bool:
+    """Say whether *consumer* keeps entries of a version that this code does not read."""
+    _, found, version = consumer.rpartition("-v")
+    return bool(found) and version.isdecimal() and int(version) > VERSION
 
 
 def sibling_uids(uid: str, count: int) -> tuple[str, ...]:

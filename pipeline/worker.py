@@ -105,12 +105,14 @@ def follow(
     *,
     max_entries: int,
     forget: Callable[[], None] = lambda: None,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Feed *handle* from *inbox* until *stop* is set or the slot has another owner.
 
-    *forget* is called when the log could not be reached: it may come back without the last commits.
+    *forget* is called when the log could not be reached: it may come back without the last commits. *look* is called
+    once a second while there is nothing of its own to do.
     """
-    reader = _Reader(log, inbox, slot_lease, bury, max_entries)
+    reader = _Reader(log, inbox, slot_lease, bury, look, max_entries)
     group_lost = True  # or not there yet
     while not stop and not slot_lease.lost.is_set():
         slot_lease.came_round()
@@ -139,11 +141,20 @@ def follow(
 class _Reader:
     """Decides where the next entries come from."""
 
-    def __init__(self, log: StreamLog, inbox: Inbox, slot_lease: SlotLease, bury: Bury, max_entries: int) -> None:
+    def __init__(
+        self,
+        log: StreamLog,
+        inbox: Inbox,
+        slot_lease: SlotLease,
+        bury: Bury,
+        look: Callable[[], None],
+        max_entries: int,
+    ) -> None:
         self._log = log
         self._inbox = inbox
         self._slot_lease = slot_lease
         self._bury = bury
+        self._look = look
         self._max_entries = max_entries
         self._own: list[Entry] | None = None  # None: to be looked up
         self._suspect = True  # an entry that is looked up may have killed its worker
@@ -160,6 +171,7 @@ class _Reader:
             self._own = self._log.pending(self._inbox, owner.slot)
         if not self._own and time.monotonic() - self._looked_s > CLAIM_EVERY_S:
             self._looked_s = time.monotonic()
+            self._look()
             self._own = self._log.pending(self._inbox, owner.slot)
             if not self._own:
                 self._suspect = True  # before the claim: if its reply is lost, `pending` finds the entries

@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from redis_servers import command
 
 from pipeline.events import (
     Cancelled,
@@ -25,6 +27,8 @@ from pipeline.events import (
     Usage,
     decode,
 )
+from pipeline.log.memory import MemoryLog
+from pipeline.log.memory_streams import id_text
 from pipeline.log.protocol import (
     GUEST,
     DeadLetter,
@@ -89,6 +93,18 @@ def say_tokens(uid: str, n: int, *, frontend: str = "web-0", text: str = "x") ->
 
 def say_end(uid: str, event: End, *, n: int = 2, tell_engine: bool = False, frontend: str = "web-0") -> Produced:
     return Produced(uid, SEAL, n, event, frontend, tell_engine)
+
+
+def put(log: StreamLog, key: str, fields: Mapping[str, str], entry_id: str = "*") -> str:
+    """Append what no commit would; return its id."""
+    if isinstance(log, RedisLog):
+        words = (word for pair in fields.items() for word in pair)
+        return str(command(log.url, "XADD", key, entry_id, *words).decode())
+    assert isinstance(log, MemoryLog)
+    with log._changed:
+        stream = log._streams.append(key, None if entry_id == "*" else entry_id, fields, make=True)
+        assert stream is not None
+        return id_text(stream.last)
 
 
 def in_one_minute(act: Callable[[str], T]) -> T:

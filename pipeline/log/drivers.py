@@ -79,7 +79,7 @@ class Driver:
         pipe = self._retrying.pipeline(transaction=False)
         for words in batch.commands:
             pipe.execute_command(*words)
-        return _without_missing_groups(pipe.execute(raise_on_error=False))
+        return _without_missing(pipe.execute(raise_on_error=False), batch)
 
     def _failed(self, error: errors.RedisError) -> LogError:
         """Return our exception for *error*. After a failover, the same address may lead to another server."""
@@ -150,7 +150,7 @@ class AsyncDriver:
         pipe = self._retrying.pipeline(transaction=False)
         for words in batch.commands:
             pipe.execute_command(*words)
-        return _without_missing_groups(await pipe.execute(raise_on_error=False))
+        return _without_missing(await pipe.execute(raise_on_error=False), batch)
 
     async def _failed(self, error: errors.RedisError) -> LogError:
         """As Driver._failed; only idle connections are closed, because other tasks use the others."""
@@ -165,10 +165,11 @@ def _script_args(script: Script[Any]) -> list[str | int | bytes]:
     return [len(script.keys), *script.keys, *script.args]
 
 
-def _without_missing_groups(replies: Sequence[Any]) -> list[Any]:
-    """Return the replies to a batch, with None for a missing group; raise any other error among them."""
+def _without_missing(replies: Sequence[Any], batch: Batch[Any]) -> list[Any]:
+    """Return the replies to a batch, with None for what it may miss; raise any other error among them."""
+    missing = ("NOGROUP", "WRONGTYPE") if batch.any_type else ("NOGROUP",)
     for reply in replies:
-        if isinstance(reply, errors.RedisError) and not str(reply).startswith("NOGROUP"):
+        if isinstance(reply, errors.RedisError) and not str(reply).startswith(missing):
             raise reply
     return [None if isinstance(reply, errors.RedisError) else reply for reply in replies]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import orjson
+import structlog
 
+from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Answered,
     Cancelled,
@@ -19,8 +21,11 @@ from pipeline.events import (
     as_words,
     decode,
 )
-from pipeline.log.protocol import DeadLetter, Entry, Produced, Reply
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, Reply
 from pipeline.names import SEAL
+from pipeline.readable import check_readable
+
+logger = structlog.get_logger()
 
 REPLY_CAP: Final = 200
 """MAXLEN ~ of a replies stream. An entry holds a whole step, and a frontend that lags further reads the histories."""
@@ -34,6 +39,30 @@ DEAD_CAP: Final = 10_000
 """MAXLEN ~ of the dead letters."""
 DEAD_HISTORY_BYTES: Final = 64 * 1024
 """The copy of a history in a dead letter takes no more."""
+LONGEST_REASON: Final = 300
+"""Characters of the reason why an entry could not be read."""
+
+Skipped: TypeAlias = Callable[[str, str], None]
+"""Is told the id of an entry that was skipped, and why."""
+
+
+def request_of(entry: Entry) -> tuple[str, str]:
+    """Return uid and frontend of an entry of `submitted` or `tokenized`. Other fields have no effect.
+
+    Raises:
+        UndecodableEvent: It has not both, or cannot be read at all; NewerVersion: it is of a newer version.
+    """
+    check_readable(entry.fields)
+    uid, frontend = entry.fields.get("uid", ""), entry.fields.get("frontend")
+    if not uid or frontend is None:
+        raise UndecodableEvent(f"it has the fields {', '.join(sorted(entry.fields))}, expected uid and frontend")
+    return uid, frontend
+
+
+def burial_fields(inbox: Inbox, reason: str, uids: Sequence[str]) -> dict[str, str]:
+    """Return the fields of the dead letter of an entry that cannot be read; the commit adds moment and entry."""
+    uid = {"uid": uids[0]} if len(uids) == 1 else {}
+    return uid | {"stage": inbox.group, "stream": inbox.stream, "deaths": "0", "error": reason}
 
 
 def letter_fields(dead: DeadLetter) -> dict[str, str]:
@@ -58,21 +87,48 @@ def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes]], 
     return histories, {frontend: orjson.dumps(items).decode() for frontend, items in replies.items()}
 
 
-def replies_of(entries: Sequence[Entry]) -> list[Reply]:
-    """Return what entries of a replies stream say: a list in JSON from `produced`, plain fields from `end`."""
-    replies = []
+def say_skipped(entry_id: str, error: str) -> None:
+    """Log that an entry of a replies stream could not be read."""
+    logger.error("reply_skipped", id=entry_id, error=error)
+
+
+def replies_of(entries: Sequence[Entry], skipped: Skipped = say_skipped) -> list[Reply]:
+    """Return what entries of a replies stream say: a list in JSON from `produced`, plain fields from `end`.
+
+    An entry that says something else is skipped: `skipped` is called once with its id and the reason.
+    """
+    replies: list[Reply] = []
     for entry in entries:
-        if "events" in entry.fields:
-            for item in orjson.loads(entry.fields["events"]):
-                event = _REPLY_EVENTS[item["event"]["kind"]].model_validate(item["event"])
-                replies.append(Reply(item["uid"], item["id"], item["n"], event))
-        else:
-            fields = dict(entry.fields)
-            uid = fields.pop("uid")
-            ended = decode(fields)
-            assert isinstance(ended, End)
-            replies.append(Reply(uid, SEAL, ended.n, ended))
+        try:
+            check_readable(entry.fields)
+            replies += _said(entry.fields["events"]) if "events" in entry.fields else [_end_said(entry.fields)]
+        except Exception as error:  # whatever it holds
+            skipped(entry.id, clipped(repr(error)))
     return replies
+
+
+def clipped(text: str) -> str:
+    """Return *text* in one line, not too long for a log line or for a client."""
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}.."
+
+
+def _said(events: str) -> Iterator[Reply]:
+    for item in orjson.loads(events):
+        event = _REPLY_EVENTS[item["event"]["kind"]].model_validate(item["event"])
+        uid, entry_id, n = item["uid"], item["id"], item["n"]
+        if not (isinstance(uid, str) and isinstance(entry_id, str) and isinstance(n, int)):
+            raise UndecodableEvent(f"a reply has uid {uid!r}, id {entry_id!r} and n {n!r}")
+        yield Reply(uid, entry_id, n, event)
+
+
+def _end_said(entry: Mapping[str, str]) -> Reply:
+    fields = dict(entry)
+    uid = fields.pop("uid")
+    ended = decode(fields)
+    if not isinstance(ended, End):
+        raise UndecodableEvent(f"a reply is of kind {ended.kind}, expected the end of a request")
+    return Reply(uid, SEAL, ended.n, ended)
 
 
 _REPLY_EVENTS: Mapping[str, type[TokensProduced | End]] = {

@@ -5,10 +5,13 @@ Its clock can be given. `minisgl.LLM` runs on this log, and the tests take it as
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeline.events import End, StepCompleted, Submitted, Tokenized, encode
+import orjson
+
+from pipeline.events import End, Failed, StepCompleted, Submitted, Tokenized, encode
 from pipeline.log.entries import (
     CONTROL_CAP,
     DEAD_CAP,
@@ -16,13 +19,17 @@ from pipeline.log.entries import (
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
+    Skipped,
+    burial_fields,
     copied_fields,
     letter_fields,
     produced_words,
     replies_of,
+    say_skipped,
 )
+from pipeline.log.memory_groups import MemoryGroups
 from pipeline.log.memory_leases import Leases
-from pipeline.log.memory_streams import Streams, id_text, steady_clock_ms
+from pipeline.log.memory_streams import Stream, Streams, id_text, steady_clock_ms
 from pipeline.log.protocol import (
     DEFAULT_LIMITS,
     DeadLetter,
@@ -57,7 +64,7 @@ from pipeline.names import (
 from pipeline.serving import Served, Serving
 
 
-class MemoryLog:
+class MemoryLog(MemoryGroups):
     """StreamLog under one condition: every append wakes all that wait. Any number of threads may share it."""
 
     def __init__(
@@ -149,23 +156,14 @@ class MemoryLog:
         self, uid: str, event: End, *, frontend: str, consume: Entry | None = None, dead: DeadLetter | None = None
     ) -> bool:
         with self._changed:
-            self._live.pop(uid, None)
             if consume is not None:
                 self._streams.consume(Inbox.submitted(self.names), consume.id)
-            history = self._streams.get(self.names.request(uid))
-            if history is None:
-                return False
-            fields = self._stamped(encode(event) | {"n": str(history.last[0])})
-            if not self._streams.append(self.names.request(uid), SEAL, fields):
-                return False
-            history.expires_ms = self._in_ms(self.limits.retention_ms)
-            self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
-            self._tell_engines(uid)
-            if dead is not None:
+            history = self._sealed(uid, event, frontend)
+            if history is not None and dead is not None:
                 letter = letter_fields(dead) | copied_fields(history.read(history.entries))
-                said = {"uid": uid, "ms": fields["ms"], **letter}
+                said = {"uid": uid, "ms": history.entries[parse_id(SEAL)]["ms"], **letter}
                 self._streams.append(self.names.dead, None, said, make=True, cap=DEAD_CAP)
-            return True
+            return history is not None
 
     def abandon(self, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False) -> bool:
         with self._changed:
@@ -290,7 +288,7 @@ class MemoryLog:
             self._leases.fence(owner)
             if self._leases.holder(owner.slot) is not None:
                 self._leases.hold(owner, lease_ms)
-            self._streams.append(steps, f"{owner.epoch}-{number}", self._stamped(encode(event)), make=True)
+            self._streams.append_step(steps, f"{owner.epoch}-{number}", self._stamped(encode(event)))
             for entry_id in ended:
                 self._streams.consume(Inbox.tokenized(self.names), entry_id)
             waiting = self._streams.get(self.names.tokenized)
@@ -324,74 +322,27 @@ class MemoryLog:
                 self._streams.append(self.names.replies(frontend), None, {"events": payload}, cap=REPLY_CAP)
             return True
 
-    # consumer groups
+    # entries that cannot be read
 
-    def backlog(self, inbox: Inbox) -> int:
+    def bury(
+        self,
+        inbox: Inbox,
+        entry: Entry,
+        reason: str,
+        event: Failed,
+        requests: Mapping[str, str],
+        owner: Owner | None = None,
+    ) -> tuple[str, ...] | None:
         with self._changed:
-            return self._streams.length(inbox.stream)
-
-    def prepare(self, inbox: Inbox) -> None:
-        with self._changed:
-            self._streams.prepare(inbox)
-
-    def read(self, inbox: Inbox, consumer: str, *, max_entries: int, block_ms: int) -> list[Entry]:
-        entries: list[Entry] = []
-
-        def something_new() -> bool:
-            entries.extend(self._streams.deliver(inbox, consumer, max_entries))
-            return bool(entries)
-
-        self._wait_for(something_new, block_ms)
-        return entries
-
-    def pending(self, inbox: Inbox, consumer: str) -> list[Entry]:
-        with self._changed:
-            stream, group = self._streams.group(inbox)
-            own = sorted(entry_id for entry_id, holder in group.pending.items() if holder == consumer)
-            for entry_id in own:
-                if entry_id not in stream.entries:
-                    del group.pending[entry_id]
-            return stream.read(own)
-
-    def claim(self, inbox: Inbox, owner: Owner, max_entries: int) -> list[Entry]:
-        with self._changed:
-            self._leases.fence(owner)
-            stream, group = self._streams.group(inbox)
-            left = [
-                (holder, entry_id) for entry_id, holder in group.pending.items() if self._leases.holder(holder) is None
-            ]
-            claimed = [entry_id for holder, entry_id in sorted(left) if holder != owner.slot][:max_entries]
-            group.pending |= dict.fromkeys(claimed, owner.slot)
-            return stream.read(claimed)
-
-    def claim_from(self, inbox: Inbox, owner: Owner, guest: Owner, max_entries: int) -> list[Entry]:
-        with self._changed:
-            self._leases.fence(owner)
-            if self._leases.owners.get(guest.slot) != guest:
-                return []
-            stream, group = self._streams.group(inbox)
-            claimed = sorted(entry_id for entry_id, holder in group.pending.items() if holder == guest.slot)
-            group.pending |= dict.fromkeys(claimed[:max_entries], owner.slot)
-            return stream.read(claimed[:max_entries])
-
-    def retry(self, inbox: Inbox, owner: Owner, entry: Entry) -> int:
-        with self._changed:
-            self._leases.fence(owner)
-            _, group = self._streams.group(inbox)
-            entry_id = parse_id(entry.id)
-            if group.pending.get(entry_id) != owner.slot:
-                return 0
-            group.retries[entry_id] = group.retries.get(entry_id, 1) + 1
-            return group.retries[entry_id]
-
-    def num_pending(self, inbox: Inbox, consumer: str) -> int:
-        with self._changed:
-            return list(self._streams.group(inbox)[1].pending.values()).count(consumer)
-
-    def forsaken(self, inbox: Inbox) -> list[str]:
-        with self._changed:
-            _, group = self._streams.group(inbox)
-            return [slot for slot in sorted(set(group.pending.values())) if self.lease(slot).is_free]
+            if owner is not None:
+                self._leases.fence(owner)
+            kept = self._streams.consumed(inbox, entry.id)
+            if kept is None:
+                return None
+            raw = orjson.dumps([entry.id, *itertools.chain(*kept.items())]).decode()
+            letter = self._stamped({"entry": raw} | burial_fields(inbox, reason, list(requests)))
+            self._streams.append(self.names.dead, None, letter, make=True, cap=DEAD_CAP)
+            return tuple(uid for uid, frontend in requests.items() if self._sealed(uid, event, frontend) is not None)
 
     # slots
 
@@ -444,7 +395,9 @@ class MemoryLog:
             stream.expires_ms = self._in_ms(REPLIES_TTL_MS)
             return id_text(stream.last)
 
-    def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
+    def read_replies(
+        self, frontend: str, after: str, *, block_ms: int, skipped: Skipped = say_skipped
+    ) -> tuple[str, list[Reply]]:
         entries: list[Entry] = []
 
         def something_later() -> bool:
@@ -454,13 +407,23 @@ class MemoryLog:
             return bool(entries)
 
         self._wait_for(something_later, block_ms)
-        return (entries[-1].id if entries else after), replies_of(entries)
+        return (entries[-1].id if entries else after), replies_of(entries, skipped)
 
     # what the commits are made of; the caller holds the lock
 
-    def _wait_for(self, predicate: Callable[[], bool], block_ms: int) -> None:
-        with self._changed:
-            self._changed.wait_for(predicate, block_ms / 1000)
+    def _sealed(self, uid: str, event: End, frontend: str) -> Stream | None:
+        """Seal a history and return it; None if it was sealed before or is gone."""
+        self._live.pop(uid, None)
+        history = self._streams.get(self.names.request(uid))
+        if history is None:
+            return None
+        fields = self._stamped(encode(event) | {"n": str(history.last[0])})
+        if not self._streams.append(self.names.request(uid), SEAL, fields):
+            return None
+        history.expires_ms = self._in_ms(self.limits.retention_ms)
+        self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
+        self._tell_engines(uid)
+        return history
 
     def _in_ms(self, after_ms: int) -> int:
         """Return the moment *after_ms* from now."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from pipeline.errors import GroupLost
+from pipeline.errors import GroupLost, LogUnavailable
 from pipeline.log.protocol import Entry, Inbox
 from pipeline.names import parse_id
 
@@ -115,6 +115,17 @@ class Streams:
         self._changed()
         return stream
 
+    def append_step(self, key: str, entry_id: str, fields: Mapping[str, str]) -> None:
+        """Append a step of an engine, unless it is there or was. Raises LogUnavailable while there is a larger id."""
+        stream = self.get(key)
+        if stream is not None and stream.last > parse_id(entry_id):
+            if stream.entries:
+                raise LogUnavailable(f"{key} has an entry after {entry_id} that no engine wrote; waiting for it")
+            stream.last = (0, 0)
+            for group in stream.groups.values():
+                group.delivered = (0, 0)
+        self.append(key, entry_id, fields, make=True)
+
     def prepare(self, inbox: Inbox) -> None:
         self.by_key.setdefault(inbox.stream, Stream()).groups.setdefault(inbox.group, Group())
 
@@ -133,10 +144,13 @@ class Streams:
 
     def consume(self, inbox: Inbox, entry_id: str) -> bool:
         """Acknowledge and delete an entry. False, and the entry stays, when it was not pending."""
+        return self.consumed(inbox, entry_id) is not None
+
+    def consumed(self, inbox: Inbox, entry_id: str) -> dict[str, str] | None:
+        """Do the same; return what the entry held, or None."""
         stream = self.get(inbox.stream)
         group = stream.groups.get(inbox.group) if stream is not None else None
         if stream is None or group is None or group.pending.pop(parse_id(entry_id), None) is None:
-            return False
+            return None
         group.retries.pop(parse_id(entry_id), None)
-        stream.entries.pop(parse_id(entry_id), None)
-        return True
+        return stream.entries.pop(parse_id(entry_id), {})

@@ -62,6 +62,8 @@ class Batch(Generic[T]):
 
     commands: Sequence[Words]
     parse: Callable[[list[Any]], T]
+    any_type: bool = False
+    """The reply is None also where a key is of another type: one history that is none must not hide all others."""
 
     def __iter__(self) -> Steps[T]:
         return self.parse((yield self))

@@ -6,12 +6,12 @@ and pass one contract suite (tests/pipeline/log/contract).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
-from pipeline.events import End, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
+from pipeline.events import End, Failed, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
 from pipeline.serving import Served, Serving
 
@@ -306,6 +306,29 @@ class StreamLog(Protocol):
     def alive(self, uids: Sequence[str]) -> set[str]:
         """Return which of *uids* have not ended."""
 
+    # entries that cannot be read
+
+    def bury(
+        self,
+        inbox: Inbox,
+        entry: Entry,
+        reason: str,
+        event: Failed,
+        requests: Mapping[str, str],
+        owner: Owner | None = None,
+    ) -> tuple[str, ...] | None:
+        """Consume *entry*, keep it as it is as a dead letter, and end *requests*, uid -> frontend, with *event*.
+
+        Return the uids of those that had not ended before; None if somebody else has consumed the entry. With *owner*,
+        raises Fenced if the slot has another one.
+        """
+
+    def leave(self, inbox: Inbox, consumer: str, entry: Entry, version: int) -> bool:
+        """Leave a pending entry to workers that read *version*: they `claim` it. False if it is not pending here."""
+
+    def left(self, inbox: Inbox, max_entries: int) -> list[Entry]:
+        """Return entries that were left to workers of a newer version than this code."""
+
     # the janitor
 
     def overdue(self, max_uids: int) -> list[str]:
@@ -327,6 +350,9 @@ class StreamLog(Protocol):
 
         Fields: uid, ms, stage, deaths, error, entry (JSON), history (JSON, see history.copied_history) and, if the
         history was cut, history_cut: how many entries it lacks.
+
+        That of an entry that could not be read has no history, and uid only if one is known. `deaths` is 0, `stream` is
+        where the entry was, and `entry` is a list of its id, names and values.
         """
 
     def drop_dead(self, entry_id: str) -> bool:
@@ -362,7 +388,10 @@ class StreamLog(Protocol):
         control_cursor: str,
         lease_ms: int,
     ) -> StepCommitted:
-        """Append step `<epoch>-<number>` of an engine and consume the `tokenized` entries *ended*. Raises Fenced."""
+        """Append step `<epoch>-<number>` of an engine and consume the `tokenized` entries *ended*. Raises Fenced.
+
+        Raises LogUnavailable while the stream holds an entry with a larger id, which is not the engine's.
+        """
 
     def flush(self, by: str) -> str:
         """Ask all engines to forget the prefixes that no request uses; return an id, which `take` and `step` give them.
@@ -446,5 +475,10 @@ class StreamLog(Protocol):
     def open_replies(self, frontend: str) -> str:
         """Create the replies stream, or keep it for 60 s more; return its last id."""
 
-    def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
-        """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call."""
+    def read_replies(
+        self, frontend: str, after: str, *, block_ms: int, skipped: Callable[[str, str], None] = ...
+    ) -> tuple[str, list[Reply]]:
+        """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call.
+
+        *skipped* is told the id of an entry that cannot be read, and why; if it is not given, that is a log line.
+        """

@@ -100,6 +100,9 @@ class RedisLog:
     claim_from = _sent(workers.claim_from)
     retry = _sent(workers.retry)
     num_pending = _sent(workers.num_pending)
+    bury = _sent(workers.bury)
+    leave = _sent(workers.leave)
+    left = _sent(workers.left)
     forsaken = _sent(workers.forsaken)
 
     # slots

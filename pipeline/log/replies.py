@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pipeline.log.protocol import Depth, Entry, Lease
+from pipeline.readable import UNREADABLE
 
 
 def as_text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    """Return text; bytes that are not UTF-8 are written as `\\x..`."""
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value
 
 
 def texts(raw: Sequence[bytes]) -> tuple[str, ...]:
@@ -27,12 +30,46 @@ def is_ok(reply: bytes | str) -> bool:
 
 def entries_of(raw: Sequence[Any]) -> list[Entry]:
     """Return the entries of [id, [name, value, ...]] pairs. One deleted meanwhile has no fields and is left out."""
-    entries = []
-    for entry_id, fields in raw:
-        if fields:
-            parts = [as_text(item) for item in fields]
-            entries.append(Entry(as_text(entry_id), dict(zip(parts[::2], parts[1::2], strict=True))))
-    return entries
+    return [Entry(as_text(entry_id), _fields_of(parts)) for entry_id, parts in raw if parts]
+
+
+def _fields_of(parts: Sequence[bytes]) -> dict[str, str]:
+    """Return the fields of an entry. Those that are not text are left out, and UNREADABLE names them."""
+    try:
+        texts = [item.decode() for item in parts]
+        return dict(zip(texts[::2], texts[1::2], strict=True))
+    except UnicodeDecodeError:
+        pass
+    fields, spoilt = {}, []
+    for name, value in zip(parts[::2], parts[1::2], strict=True):
+        try:
+            fields[name.decode()] = value.decode()
+        except UnicodeDecodeError:
+            spoilt.append(as_text(name))
+    return fields | {UNREADABLE: f"it is not text: expected UTF-8 in the field {', '.join(spoilt)}"}
+
+
+def history_of(raw: Sequence[Any] | None) -> list[Entry]:
+    """As `entries_of` for a history; None says that its key is of another type."""
+    return [NO_STREAM] if raw is None else entries_of(raw)
+
+
+def letters_of(raw: Sequence[Any]) -> list[Entry]:
+    """Return dead letters, which keep what is not text in JSON: there, a byte that is not UTF-8 reads as `\\x..`."""
+    letters = []
+    for entry_id, parts in raw:
+        texts = [_SPOILT.sub(_written, item.decode(errors="surrogateescape")) for item in parts]
+        letters.append(Entry(as_text(entry_id), dict(zip(texts[::2], texts[1::2], strict=True))))
+    return letters
+
+
+def _written(found: re.Match[str]) -> str:
+    return f"\\\\x{ord(found[0]) - 0xDC00:02x}"
+
+
+_SPOILT = re.compile("[\udc80-\udcff]")
+NO_STREAM: Final = Entry(f"{2**64 - 1}-0", {UNREADABLE: "its key is of another type, expected a stream"})
+"""What is read where a history should be and another type of key is: it comes after every event but the end."""
 
 
 def streams_of(raw: Any) -> dict[str, list[Entry]]:

@@ -230,6 +230,14 @@ BURIED: Final = Family(
     "Requests that were ended because they had killed their worker again and again: each is a dead letter.",
     (TOKENIZE, GENERATE, DETOKENIZE),
 )
+UNREADABLE_ENTRIES: Final = Family(
+    "unreadable_entries_total",
+    "counter",
+    "Entries of the log that could not be read: each is a dead letter, but for those of replies, which are skipped.",
+    STAGES,
+    ("stream",),
+    known=("submitted", "tokenized", "steps", "replies"),
+)
 PROMPTS: Final = Family("tokenize_prompts_total", "counter", "Prompts that were tokenized.", (TOKENIZE,))
 PROMPTS_TOKENS: Final = Family("tokenize_tokens_total", "counter", "Tokens that they became.", (TOKENIZE,))
 REFUSALS: Final = Family(

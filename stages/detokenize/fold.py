@@ -233,8 +233,10 @@ class DetokenizeFold:
         """End a request whose history, which was read, lacks tokens: no text may go on over a hole."""
         last = row.n - 1 if isinstance(row, TokenRow) else row.n
         holes = [hole for hole in (*request.missing, range(request.n + 1, last + 1)) if hole]
-        numbers = ", ".join(f"{hole[0]} to {hole[-1]}" if len(hole) > 1 else f"{hole[0]}" for hole in holes)
-        word = "token" if sum(map(len, holes)) == 1 else "tokens"
+        counts = [hole.stop - hole.start for hole in holes]  # `len` fails where an id is very large
+        told = zip(holes, counts, strict=True)
+        numbers = ", ".join(f"{hole[0]} to {hole[-1]}" if count > 1 else f"{hole[0]}" for hole, count in told)
+        word = "token" if sum(counts) == 1 else "tokens"
         message = f"The log lost {word} {numbers} of this request; send it again."
         event = Failed(n=request.n, status=500, code="log_lost", message=message)
         self._requests[row.uid] = None

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import orjson
 import structlog
 from tokenizers import Tokenizer
 
-from pipeline.errors import ConfigError, LogError, UndecodableEvent
+from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEvent
 from pipeline.events import NOT_COMPUTED, Failed, StepCompleted, Tokenized, decode
+from pipeline.log.entries import clipped
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
@@ -20,6 +22,7 @@ from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, acquire_guest
+from pipeline.unreadable import DAMAGED, UnreadableEntries
 from pipeline.walk import Moment, walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
@@ -51,8 +54,11 @@ class DetokenizeWorker:
         self._engine = engine
         self._measures = measures or Measures()
         self._meter = DetokenizeMeter(self._measures)
+        self._unreadable = UnreadableEntries(log, Inbox.steps(log.names, engine), self._measures, slot_lease.owner)
         self._last = (0, 0)
         """Epoch and number of the last step."""
+        self._read_epoch = 0
+        """Epoch of the last step that could be read."""
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Fold and commit each step."""
@@ -73,12 +79,13 @@ class DetokenizeWorker:
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """Consume a step that killed its detokenizer so often, and end every request that has a row in it."""
-        message = f"A step of the request's engine ended its detokenizer {deaths} times."
-        event = Failed(status=500, code="poisonous", message=message)
         try:
             uids = dict.fromkeys(row.uid for row in self._step(entry).rows)
-        except UndecodableEvent:
-            uids = {}
+        except UndecodableEvent as error:
+            self._refuse(entry, error)
+            return
+        message = f"A step of the request's engine ended its detokenizer {deaths} times."
+        event = Failed(status=500, code="poisonous", message=message)
         for uid, history in zip(uids, self._log.histories(list(uids)), strict=True):
             ended = self._log.end(
                 uid,
@@ -103,14 +110,18 @@ class DetokenizeWorker:
         self._slot_lease.came_round()
         try:
             step = self._step(entry)
-        except UndecodableEvent as error:  # its requests fail later, at the hole that their tokens leave
-            logger.error("step_undecodable", engine=self._engine, id=entry.id, error=str(error))
-            self._commit(entry, [])
+        except UndecodableEvent as error:
+            self._refuse(entry, error)
             return
+        self._read_epoch = parse_id(entry.id)[0]
         unknown = self._fold.unknown(step)
         for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
             self._learn(uid, history)
-        produced = self._fold.apply(step, entry.id)
+        try:
+            produced = self._fold.apply(step, entry.id)
+        except Exception as error:  # numbers that no engine writes, such as a token below 0
+            self._refuse(entry, UndecodableEvent(f"the step cannot be told: {error!r}"))
+            return
         try:
             failpoint("detokenize.before_commit")
             if self._commit(entry, produced):
@@ -124,6 +135,22 @@ class DetokenizeWorker:
             self._fold.forget(step)
             self._meter.forget(step)
             raise
+
+    def _refuse(self, entry: Entry, error: UndecodableEvent) -> None:
+        """Bury a step, or leave it to a newer worker.
+
+        A burial ends the requests that the step names. Those that it does not name fail at the hole that their tokens
+        leave.
+        """
+        if isinstance(error, NewerVersion) and self._is_no_step(entry):
+            error = UndecodableEvent(f"{error}, but {self._engine} did not write it")
+        if self._unreadable.refuse(entry, error, self._slot_lease.owner.slot, _named_in(entry)):
+            self.forget()
+
+    def _is_no_step(self, entry: Entry) -> bool:
+        """Say whether the engine did not write *entry*: its steps have its epoch, and the version of its code."""
+        epoch, holder = parse_id(entry.id)[0], self._log.lease(self._engine).holder
+        return epoch == self._read_epoch or (holder != "" and epoch > int(holder.partition(":")[0]))
 
     def _step(self, entry: Entry) -> StepCompleted:
         step = decode(entry.fields)
@@ -142,11 +169,12 @@ class DetokenizeWorker:
                 return
             logger.error("begun_elsewhere", uid=uid, reason=reason)
             event = Failed(status=500, code="other_model", message=reason)
-        except UndecodableEvent as error:
-            logger.error("history_undecodable", uid=uid, error=str(error))
-            message = f"The history of the request does not decode: {error}"
-            event = Failed(status=500, code="log_damaged", message=message)
-        frontend = history[0].fields.get("frontend", "")  # raw: Submitted may be what does not decode
+        except Exception as error:  # UndecodableEvent, or numbers that no event has, such as a token below 0
+            reason = clipped(str(error))
+            logger.error("history_undecodable", uid=uid, error=reason)
+            message = f"The history of the request does not decode: {reason}"
+            event = Failed(status=500, code=DAMAGED, message=message)
+        frontend = history[0].fields.get("frontend", "") if history else ""  # raw: Submitted may not decode
         if self._log.end(uid, event, frontend=frontend):
             self._meter.failed()
         self._fold.learn(uid, [])
@@ -162,6 +190,16 @@ class DetokenizeWorker:
         done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
+
+
+def _named_in(entry: Entry) -> list[str]:
+    """Return the requests that a step names in its rows, as far as these can be read."""
+    try:
+        rows = orjson.loads(entry.fields.get("rows", ""))
+    except orjson.JSONDecodeError:
+        return []
+    uids = [row.get("uid") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return list(dict.fromkeys(uid for uid in uids if isinstance(uid, str) and uid))
 
 
 def _follows(step: tuple[int, int], last: tuple[int, int]) -> bool:

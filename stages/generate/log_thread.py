@@ -16,6 +16,7 @@ import structlog
 
 from pipeline.errors import Fenced, GroupLost, LogFull, LogUnavailable, UndecodableEvent
 from pipeline.events import Failed, StepCompleted
+from pipeline.log.entries import request_of
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS, REQUEST_SUCCESS
@@ -23,6 +24,7 @@ from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.slots import acquire_guest
+from pipeline.unreadable import UnreadableEntries, uids_of
 from stages.generate.past import Past, past_of
 from stages.generate.schedule.request import NewRequest
 
@@ -176,6 +178,7 @@ class LogThread:
         self._measures = measures or Measures()
         self._serving = serving or Serving()
         self._inbox = Inbox.tokenized(log.names)
+        self._unreadable = UnreadableEntries(log, self._inbox, self._measures, owner)
         self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
@@ -322,8 +325,8 @@ class LogThread:
         if self._detokenizer == "absent":
             room = 0
         if self._deliveries == "unseen":
-            pending = self._log.pending(self._inbox, self._owner.slot)
-            self._bring([entry for entry in pending if entry.fields["uid"] not in self._entry_ids], resumed=None)
+            pending, known = self._log.pending(self._inbox, self._owner.slot), set(self._entry_ids.values())
+            self._bring([entry for entry in pending if entry.id not in known], resumed=None)
         self._deliveries = "unseen"
         taken = self._log.take(self._owner, room, control_cursor=self._control_cursor)
         if taken.entries:
@@ -408,47 +411,61 @@ class LogThread:
 
         *resumed* says whether another owner had them before; with None their histories say it.
         """
-        uids = [entry.fields["uid"] for entry in entries]
+        readable = [entry for entry in entries if self._is_readable(entry)]
+        uids = [entry.fields["uid"] for entry in readable]
         histories = self._keep_trying(lambda: self._log.histories(uids))
-        for entry, uid, history in zip(entries, uids, histories, strict=True):
+        for entry, uid, history in zip(readable, uids, histories, strict=True):
+            try:
+                past = past_of(uid, history)
+            except Exception as error:  # UndecodableEvent, or numbers that no event has
+                refused = error if isinstance(error, UndecodableEvent) else UndecodableEvent(repr(error))
+                self._refuse(entry, refused, uids_of(entry))
+                continue
             self._entry_ids[uid] = entry.id
-            past = self._read(entry, history)
-            if past is None:
+            if past is None or self._is_ended(entry, past):
                 self._tell(Ended(uid))
             else:
                 was_here = past.had_begun if resumed is None else resumed
                 self._tell(Arrived(past.request, was_here, was_here and past.num_taken_over > 0))
 
-    def _read(self, entry: Entry, history: Sequence[Entry]) -> Past | None:
-        """Return what an engine needs to go on with a request; None when it ended before, or fails now."""
-        uid = entry.fields["uid"]
+    def _is_readable(self, entry: Entry) -> bool:
+        """Say whether an entry brings a request; if not, bury or leave it."""
         try:
-            past = past_of(uid, history)
+            uid, _ = request_of(entry)
         except UndecodableEvent as error:
-            logger.error("history_undecodable", uid=uid, error=str(error))
-            message = f"The history of the request does not decode: {error}"
-            self._fail(entry, Failed(status=500, code="log_damaged", message=message))
-            return None
-        if past is not None and (reason := self._serving.why_not_continued(past.served_by)):
+            self._refuse(entry, error, uids_of(entry))
+            return False
+        before = self._entry_ids.get(uid, entry.id)
+        if before != entry.id and before in self._keep_trying(self._pending_ids):
+            self._refuse(entry, UndecodableEvent(f"its request is in hand as the entry {before}"), ())
+            return False
+        return True
+
+    def _pending_ids(self) -> set[str]:
+        return {entry.id for entry in self._log.pending(self._inbox, self._owner.slot)}
+
+    def _refuse(self, entry: Entry, error: UndecodableEvent, uids: Sequence[str]) -> None:
+        self._keep_trying(lambda: self._unreadable.refuse(entry, error, self._owner.slot, uids))
+
+    def _is_ended(self, entry: Entry, past: Past) -> bool:
+        """End a request that another model began, or that killed its engines again and again; say whether it is one."""
+        uid, frontend, dead = entry.fields["uid"], entry.fields["frontend"], None
+        if reason := self._serving.why_not_continued(past.served_by):
             logger.error("begun_elsewhere", uid=uid, reason=reason)
-            self._fail(entry, Failed(status=500, code="other_model", message=reason))
-            return None
-        if past is not None and past.is_poisonous:
+            failed = Failed(status=500, code="other_model", message=reason)
+        elif past.is_poisonous:
             deaths = past.num_deaths
             logger.error("buried", uid=uid, deaths=deaths)
             message = f"The request ended its engine {deaths} times, the last {past.num_alone} times alone."
             failed = Failed(status=500, code="poisonous", message=message)
-            self._fail(entry, failed, DeadLetter(GENERATE, entry.fields, deaths, message))
-            return None
-        return past
-
-    def _fail(self, entry: Entry, event: Failed, dead: DeadLetter | None = None) -> None:
-        uid, frontend = entry.fields["uid"], entry.fields["frontend"]
-        ended = self._keep_trying(lambda: self._log.end(uid, event, frontend=frontend, dead=dead))
-        if ended:
+            dead = DeadLetter(GENERATE, entry.fields, deaths, message)
+        else:
+            return False
+        if self._keep_trying(lambda: self._log.end(uid, failed, frontend=frontend, dead=dead)):
             self._measures.add(REQUEST_SUCCESS, "error")
             if dead is not None:
                 self._measures.add(BURIED)
+        return True
 
     def _pass_on(self, uids: Sequence[str], flush: str, cursor: str) -> None:
         """Tell the engine what a reply brought from `control`, up to *cursor*."""
@@ -473,3 +490,4 @@ class LogThread:
         for uid in uids:
             if uid in gone:
                 self._tell(Ended(uid))
+        self._unreadable.look()

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 import structlog
 
-from pipeline.errors import LogUnavailable, RequestError
-from pipeline.events import Answered, Failed, Submitted, Tokenized, decode
+from pipeline.errors import LogUnavailable, RequestError, UndecodableEvent
+from pipeline.events import Answered, Failed, Submitted, Tokenized
+from pipeline.log.entries import request_of
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
@@ -24,6 +25,8 @@ from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.slots import Voice, read_statuses, wait_until_it_fits
+from pipeline.unreadable import UnreadableEntries, uids_of
+from pipeline.walk import walk
 from pipeline.worker import BACKOFF_S, Stop, WorkerProcess, follow
 from stages.tokenize.config import DEFAULT_CPU_S, TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept, too_long
@@ -79,6 +82,8 @@ class TokenizeWorker:
         self.slot_lease = slot_lease
         self._encoder = encoder
         self._measures = measures or Measures()
+        self._unreadable = UnreadableEntries(log, Inbox.submitted(log.names), self._measures)
+        self.look = self._unreadable.look
         self.context = 0
         """The served context, as the engines last published it."""
         self._learnt_s = float("-inf")
@@ -94,8 +99,14 @@ class TokenizeWorker:
         self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
         self.learn_context()
         work: list[_Work] = []
-        for entry, history in zip(entries, self._log.histories([e.fields["uid"] for e in entries]), strict=True):
-            prepared = self._attempt("render_failed", [entry], partial(self._prepare, entry, history))
+        readable = [entry for entry in entries if self._is_readable(entry)]
+        for entry, history in zip(readable, self._log.histories([e.fields["uid"] for e in readable]), strict=True):
+            try:
+                submitted = _submitted_of(history)
+            except UndecodableEvent as error:
+                self._refuse(entry, error)
+                continue
+            prepared = self._attempt("render_failed", [entry], partial(self._prepare, entry, submitted))
             if isinstance(prepared, RequestError):
                 self._fail(entry, prepared)
             else:
@@ -114,6 +125,8 @@ class TokenizeWorker:
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """End a request that killed its tokenizer so often, and write it to `dead`."""
+        if not self._is_readable(entry):
+            return
         message = f"The request ended its tokenizer {deaths} times."
         event = Failed(status=500, code="poisonous", message=message)
         ended = self._log.end(
@@ -136,18 +149,26 @@ class TokenizeWorker:
         if contexts:
             self.context = min(contexts)
 
-    def _prepare(self, entry: Entry, history: Sequence[Entry]) -> _Work:
+    def _is_readable(self, entry: Entry) -> bool:
+        """Say whether an entry names its request; if not, bury or leave it."""
+        try:
+            request_of(entry)
+        except UndecodableEvent as error:
+            self._refuse(entry, error)
+            return False
+        return True
+
+    def _refuse(self, entry: Entry, error: UndecodableEvent) -> None:
+        self._unreadable.refuse(entry, error, self.slot_lease.status.slot, uids_of(entry))
+
+    def _prepare(self, entry: Entry, submitted: Submitted | RequestError) -> _Work:
         """Return the work for a request, with its prompt rendered.
 
         Raises:
             RequestError: The error that ends it.
         """
-        if history and history[-1].id == SEAL:
-            # The log refuses a second end, but that consumes the entry.
-            raise RequestError("The request has ended before.", code="ended")
-        submitted = decode(history[0].fields) if history else None
-        if not isinstance(submitted, Submitted):  # the history expired or was deleted
-            raise RequestError("The history of the request is gone.", code="log_lost", status=500)
+        if isinstance(submitted, RequestError):
+            raise submitted
         if submitted.task in ("detokenize", "describe"):
             return _Work(entry, submitted, None)
         num_kept = tokens_kept(submitted, self.context)
@@ -298,6 +319,21 @@ def _uids(entries: Sequence[Entry]) -> list[str]:
     return [entry.fields["uid"] for entry in entries]
 
 
+def _submitted_of(history: Sequence[Entry]) -> Submitted | RequestError:
+    """Return what a request is, or the error that ends it.
+
+    Raises:
+        UndecodableEvent: An event of the history does not decode.
+    """
+    if history and history[-1].id == SEAL:
+        # The log refuses a second end, but that consumes the entry.
+        return RequestError("The request has ended before.", code="ended")
+    events = [moment.event for moment in walk(history)]
+    if not events or not isinstance(events[0], Submitted):  # the history expired or was deleted
+        return RequestError("The history of the request is gone.", code="log_lost", status=500)
+    return events[0]
+
+
 def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one tokenizer until SIGTERM; return the exit code."""
     process = WorkerProcess(TOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
@@ -313,7 +349,7 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
     for slot_lease in process.slot_leases(serving):
         worker.slot_lease = slot_lease
         slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
-        follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ)
+        follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, look=worker.look)
     return 0
 
 

@@ -128,6 +128,16 @@ end
     lua("lib", "engines are not told who ended",
         "redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)\n", "",
         contract("end", "test_end_tells_frontend_and_engines_and_clears_live")),
+    # entries that cannot be read
+    Mutation("what nobody has read is buried", f"{COMMITS}/bury.lua",
+        "if redis.call('XACK', stream, ARGV[2], ARGV[3]) == 0 then return 'LOST' end\n",
+        "redis.call('XACK', stream, ARGV[2], ARGV[3])\n",
+        (contract("bury", "test_what_nobody_has_read_is_not_buried", "-submitted"),)),
+    Mutation("the request of an entry that is buried lives on", f"{COMMITS}/bury.lua", "tonumber(ARGV[at])\n", "0\n",
+        (contract("bury", "test_a_burial_ends_its_request_in_the_same_commit", "-submitted"),)),
+    Mutation("steps are lost behind an id that no engine wrote", f"{COMMITS}/step.lua",
+        "if type(added) == 'table' and is_behind() then", "if false then",
+        (contract("bury", "test_a_step_waits_for_an_entry_beyond_it_and_loses_nothing", "-1-9"),)),
     # slots
     lua("acquire", "two owners of a slot have one epoch", "'^%d+')) + 1\n", "'^%d+'))\n",
         contract("slots", "test_acquire_gives_rising_epochs_and_refuses_a_held_slot")),

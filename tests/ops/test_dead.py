@@ -9,6 +9,7 @@ from tool import Tool
 
 from pipeline.events import Failed, SamplingParams, Submitted, decode, new_uid
 from pipeline.log.protocol import DeadLetter, Inbox
+from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.views.history import copied_history, story
 
@@ -221,3 +222,43 @@ def test_a_letter_that_is_not_there_is_one_line(lived: LivedRequests, dead: Tool
     lived.dead()
     assert f"{named}: no such dead letter" in dead.failure(action, named)
     assert len(letter_ids(lived)) == 1
+
+
+# entries that could not be read
+
+
+def buried(lived: LivedRequests, uid: str = "") -> str:
+    """Have a tokenizer bury an entry that is not text; return the id of its letter."""
+    log, inbox = lived.log, Inbox.submitted(lived.log.names)
+    assert isinstance(log, RedisLog)
+    command(log.url, "XADD", inbox.stream, "*", b"\xffrontend", b"\x1b[2J", *(("uid", uid) if uid else ()))
+    (entry,) = log.read(inbox, "tokenize-0", max_entries=9, block_ms=0)
+    failed = Failed(status=500, code="log_damaged", message="It is not text.")
+    assert log.bury(inbox, entry, "it is not text", failed, {uid: "web-0"} if uid else {}) == ((uid,) if uid else ())
+    return letter_ids(lived)[0]
+
+
+def test_an_entry_that_could_not_be_read_is_listed_shown_and_dropped(lived: LivedRequests, dead: Tool) -> None:
+    letter = buried(lived)
+    assert dead("ls")[1].split()[3:] == ["?", "tokenize", "0", "it", "is", "not", "text"]
+    lines = dead("show", letter)
+    assert lines[0].startswith(f"dead letter {letter}, 20")
+    assert lines[1] == f"an entry of {Names().submitted} that tokenize could not read: it is not text"
+    assert r"\\xffrontend" in lines[2] and "\x1b" not in lines[2]
+    assert lines[3] == "it is about no request"
+    said = dead.json("show", letter)
+    assert said["letter"]["entry"][1:] == [r"\xffrontend", "\x1b[2J"] and said["story"] == {}
+    assert dead.json("ls") == [said["letter"]]
+    assert "is about no request; nothing can be sent again" in dead.failure("requeue", letter)
+    dead("drop", letter)
+    assert letter_ids(lived) == []
+
+
+def test_the_request_of_an_entry_that_could_not_be_read_is_told_and_sent_again(
+    lived: LivedRequests, dead: Tool
+) -> None:
+    uid = lived.running()
+    letter = buried(lived, uid)
+    assert dead("show", uid)[-1] == f"its request ended; minisgl trace {uid} tells its story"
+    (new,) = dead("requeue", letter)
+    assert lived.log.alive([uid, new]) == {new} and letter_ids(lived) == []

@@ -45,7 +45,7 @@ async def living(log: AsyncRedisLog) -> dict[str, str]:
         for uid, entries in histories.items():
             fields = entries[0].fields if entries else {}
             if fields.get("endpoint", PROBE) != PROBE:
-                found[uid] = fields["frontend"]
+                found[uid] = fields.get("frontend", "")
     return found
 
 

@@ -26,9 +26,10 @@ import structlog
 
 from pipeline.errors import LogError
 from pipeline.events import TokensProduced
+from pipeline.log.entries import say_skipped
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import GAP_FILLS
+from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
 from pipeline.names import parse_id
 from web.live.listener import Listener
 from web.wire.uids import drawn_ms
@@ -131,6 +132,11 @@ class Tail:
         """As Feed.count_gap_fill."""
         self.measures.add(GAP_FILLS, reason)
 
+    def _skipped(self, entry_id: str, error: str) -> None:
+        """Log and count a reply that cannot be read. Whom it was for sees a gap."""
+        say_skipped(entry_id, error)
+        self.measures.add(UNREADABLE_ENTRIES, "replies")
+
     def _add(self, listener: Listener) -> Listener:
         self._listeners.setdefault(listener.uid, []).append(listener)
         return listener
@@ -155,7 +161,7 @@ class Tail:
                             else:
                                 listener.check()
                         broken = False
-                reading = self._log.read_replies(frontend, cursor, block_ms=BLOCK_MS)
+                reading = self._log.read_replies(frontend, cursor, block_ms=BLOCK_MS, skipped=self._skipped)
                 cursor, replies = await self._for_replies.run(reading)
                 pause_s = BACKOFF_S[0]
             except TimeoutError:  # broken off: there is another name to read for

@@ -4,24 +4,22 @@
 --      number of parts of a dead letter (0: no letter), those parts..., fields...
 -- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
 local function text_of(digest)
-  return redis.call('HMGET', KEYS[7], digest)[1] or ''
+  return KEYS[7] and redis.pcall('HMGET', KEYS[7], digest)[1] or ''
 end
 
-local function as_json(entry) -- [id, name, value, ...]
-  local parts = { entry[1] }
-  for _, part in ipairs(whole(entry[2], text_of)) do parts[#parts + 1] = part end
-  return cjson.encode(parts)
+local function as_whole_json(entry)
+  return as_json({ entry[1], whole(entry[2], text_of) })
 end
 
 -- Returns a history in JSON, of at most so many bytes: its first entry, and as many of the last ones as fit. Returns also
 -- how many entries were left out.
 local function copy_of(history, bytes)
   local first = redis.call('XRANGE', history, '-', '+', 'COUNT', 1)[1]
-  local whole, kept, room = as_json(first), {}, bytes - 2
+  local whole, kept, room = as_whole_json(first), {}, bytes - 2
   local has_first = #whole + 1 <= room
   if has_first then room = room - #whole - 1 end
   for _, entry in ipairs(redis.call('XREVRANGE', history, '+', '-', 'COUNT', 1000)) do -- more would never fit
-    local text = as_json(entry)
+    local text = as_whole_json(entry)
     if entry[1] == first[1] or #text + 1 > room then break end
     room = room - #text - 1
     table.insert(kept, 1, text)

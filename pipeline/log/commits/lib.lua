@@ -34,10 +34,15 @@ local function whole(fields, text_of)
   return found
 end
 
+-- Returns whether *shared* is the key of what siblings share, and is there.
+local function is_shared(shared)
+  return shared and redis.pcall('HMGET', shared, 'left')[1]
+end
+
 -- Says that one of several siblings has ended. What they share expires with the last of their histories. *shared* is its
 -- key; nil, or a key that is not there: they share nothing.
 local function sibling_ended(shared, now, retention_ms)
-  if not shared or redis.call('EXISTS', shared) == 0 then return end
+  if not is_shared(shared) then return end
   local last = redis.call('HMGET', shared, 'gone')[1]
   local gone = math.max(tonumber(now) + tonumber(retention_ms), tonumber(last or 0))
   redis.call('HSET', shared, 'gone', string.format('%.0f', gone))
@@ -50,7 +55,7 @@ end
 -- before or is gone. The number of tokens is read off the history. *shared* is the key of what siblings share, or nil.
 local function seal(uid, retention_ms, reply_cap, fields, shared)
   redis.call('ZREM', KEYS[1], uid)
-  local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
+  local last = redis.pcall('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1) -- another type of key has no entries
   local now = now_ms()
   fields[#fields + 1] = 'n'
   fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
@@ -60,6 +65,12 @@ local function seal(uid, retention_ms, reply_cap, fields, shared)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
   return now
+end
+
+local function as_json(entry) -- [id, name, value, ...]
+  local parts = { entry[1] }
+  for _, part in ipairs(entry[2]) do parts[#parts + 1] = part end
+  return cjson.encode(parts)
 end
 
 local function fenced(owner_key, owner)

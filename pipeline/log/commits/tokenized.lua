@@ -7,7 +7,7 @@ redis.call('XDEL', KEYS[1], ARGV[1])
 local first, texts = 5 + 2 * tonumber(ARGV[4]), {}
 for i = 5, first - 1, 2 do texts[ARGV[i]] = ARGV[i + 1] end
 local fields, shared = slice(ARGV, first, #ARGV), KEYS[4]
-if shared and redis.call('EXISTS', shared) == 0 then -- of an older version, or gone
+if shared and not is_shared(shared) then -- of an older version, or gone
   fields, texts = whole(fields, function(digest) return texts[digest] end), {}
 end
 if not append(KEYS[2], '0-2', fields, now_ms()) then return 'GONE' end

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, replies_of
+from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, Skipped, replies_of, say_skipped
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import wholes
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
@@ -18,6 +18,7 @@ from pipeline.log.replies import (
     depths_of,
     entries_of,
     first_stream,
+    history_of,
     info_of,
     lease_of,
     pending_of,
@@ -38,10 +39,12 @@ def open_replies(log: LogContext, frontend: str) -> Script[str]:
     return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS], as_text)
 
 
-def read_replies(log: LogContext, frontend: str, after: str, *, block_ms: int) -> Command[tuple[str, list[Reply]]]:
+def read_replies(
+    log: LogContext, frontend: str, after: str, *, block_ms: int, skipped: Skipped = say_skipped
+) -> Command[tuple[str, list[Reply]]]:
     def parse(raw: Any) -> tuple[str, list[Reply]]:
         entries = first_stream(raw)
-        return (entries[-1].id if entries else after), replies_of(entries)
+        return (entries[-1].id if entries else after), replies_of(entries, skipped)
 
     words = ["XREAD", "COUNT", 100, *blocking(block_ms), "STREAMS", log.names.replies(frontend), after]
     return Command(words, parse, once=True)
@@ -202,7 +205,7 @@ def _slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotS
 def peek(log: LogContext, queries: Mapping[str, HistoryQuery]) -> Steps[dict[str, HistoryEnds]]:
     """Return the ends of the histories uid -> query."""
     commands = [words for uid, query in queries.items() for words in _peek(log.names.request(uid), query)]
-    replies = yield from Batch(commands, list)
+    replies = yield from Batch(commands, list, any_type=True)
     ends = {uid: _ends_of(*replies[3 * index : 3 * index + 3]) for index, uid in enumerate(queries)}
     heads = yield from wholes(log.names, [(uid, each.head) for uid, each in ends.items()])
     return {
@@ -223,13 +226,10 @@ def _peek(key: str, query: HistoryQuery) -> list[Words]:
     ]
 
 
-def _ends_of(exists: int, head: Sequence[Any], last: Sequence[Any]) -> HistoryEnds:
-    """Return the ends from those replies. A history that is not text counts as one entry of no kind."""
-    try:
-        lasts = entries_of(last)
-        return HistoryEnds(bool(exists), tuple(entries_of(head)), lasts[0] if lasts else None)
-    except UnicodeDecodeError:
-        return HistoryEnds(bool(exists), (Entry("0-0", {}),))
+def _ends_of(exists: int, head: Sequence[Any] | None, last: Sequence[Any] | None) -> HistoryEnds:
+    """Return the ends from those replies; None is what a key of another type brings."""
+    lasts = history_of(last)
+    return HistoryEnds(bool(exists), tuple(history_of(head)), lasts[0] if lasts else None)
 
 
 def requests(log: LogContext, cursor: str, max_keys: int) -> Command[tuple[str, list[str]]]:

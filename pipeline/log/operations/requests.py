@@ -19,7 +19,18 @@ from pipeline.log.entries import (
 )
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.protocol import DeadLetter, Entry, Once, Quota, Submission, SubmitResult
-from pipeline.log.replies import as_text, clock_ms, entries_of, is_ok, nothing, streams_of, texts, texts_there
+from pipeline.log.replies import (
+    as_text,
+    clock_ms,
+    entries_of,
+    history_of,
+    is_ok,
+    letters_of,
+    nothing,
+    streams_of,
+    texts,
+    texts_there,
+)
 from pipeline.log.shared import digests_in, referring, submitted_words, whole_history
 from pipeline.names import SEAL, Names, base_uid, sibling_uids
 
@@ -105,7 +116,7 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
     return Script("tokenized", keys, args, is_ok)
 
 
-def _end_fields(event: End) -> list[str | bytes]:
+def end_words(event: End) -> list[str | bytes]:
     """Return the words of an end; the commit counts the tokens."""
     return flat(as_words(type(event), as_plain(event, without=("n",))))
 
@@ -124,7 +135,7 @@ def end(
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
     keys += shared_by(names, uid)
     args: list[str | int | bytes] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
-    args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *_end_fields(event)]
+    args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *end_words(event)]
     return Script("end", keys, args, is_ok)
 
 
@@ -136,7 +147,7 @@ def abandon(
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid)]
     keys += [*shared_by(names, uid), *key]
     args: list[str | int | bytes] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached)]
-    args += _end_fields(event)
+    args += end_words(event)
     return Script("abandon", keys, args, is_ok)
 
 
@@ -171,13 +182,16 @@ def wholes(names: Names, histories: Sequence[tuple[str, Sequence[Entry]]]) -> St
             asked.setdefault(base_uid(uid), {})[digest] = None
     texts: dict[str, dict[str, str]] = {}
     if asked:
-        replies = yield from Batch([["HMGET", names.shared(base), *asked[base]] for base in asked], list)
-        texts = {base: texts_there(asked[base], reply) for base, reply in zip(asked, replies, strict=True)}
+        commands: list[Words] = [["HMGET", names.shared(base), *asked[base]] for base in asked]
+        replies = yield from Batch(commands, list, any_type=True)
+        found = zip(asked.items(), replies, strict=True)
+        texts = {base: texts_there(digests, reply) for (base, digests), reply in found if reply is not None}
     return [whole_history(entries, texts.get(base_uid(uid), {})) for uid, entries in histories]
 
 
 def histories(log: LogContext, uids: Sequence[str], *, after: str = "") -> Steps[list[list[Entry]]]:
-    raw = yield from Batch([_history(log.names, uid, after) for uid in uids], lambda all: [*map(entries_of, all)])
+    commands = [_history(log.names, uid, after) for uid in uids]
+    raw = yield from Batch(commands, lambda replies: [*map(history_of, replies)], any_type=True)
     found = yield from wholes(log.names, list(zip(uids, raw, strict=True)))
     return [entries or [] for entries in found]
 
@@ -192,9 +206,9 @@ def histories_there(
     for uid, after in cursors.items():
         commands += [["EXISTS", log.names.request(uid)], _history(log.names, uid, after, max_entries)]
 
-    replies = yield from Batch(commands, list)
+    replies = yield from Batch(commands, list, any_type=True)
     found = zip(cursors, replies[::2], replies[1::2], strict=True)
-    there = {uid: entries_of(raw) for uid, exists, raw in found if exists}
+    there = {uid: history_of(raw) for uid, exists, raw in found if exists}
     read = dict(zip(there, (yield from wholes(log.names, list(there.items()))), strict=True))
     return {uid: read.get(uid) for uid in cursors}
 
@@ -205,7 +219,8 @@ def entries(log: LogContext, uid: str, ids: Sequence[str], *, whole: bool = True
     Unless *whole*, those of siblings lack the texts that they share.
     """
     commands = [["XRANGE", log.names.request(uid), entry_id, entry_id] for entry_id in ids]
-    found = yield from Batch(commands, lambda replies: [entry for raw in replies for entry in entries_of(raw)])
+    raw = yield from Batch(commands, list, any_type=True)
+    found = [entry for reply in raw for entry in entries_of(reply or ())]
     read = (yield from wholes(log.names, [(uid, found)]))[0] if whole else found
     return {entry.id: entry for entry in read or ()}
 
@@ -224,10 +239,10 @@ def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int
 
 def frontends_of(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, str]]:
     def parse(replies: list[Any]) -> dict[str, str]:
-        firsts = ((uid, entries_of(raw)) for uid, raw in zip(uids, replies, strict=True))
+        firsts = ((uid, history_of(raw)) for uid, raw in zip(uids, replies, strict=True))
         return {uid: first[0].fields.get("frontend", "") if first else "" for uid, first in firsts}
 
-    return Batch([["XRANGE", log.names.request(uid), "-", "+", "COUNT", 1] for uid in uids], parse)
+    return Batch([["XRANGE", log.names.request(uid), "-", "+", "COUNT", 1] for uid in uids], parse, any_type=True)
 
 
 # Which requests live, and who reads them
@@ -260,7 +275,7 @@ def read_by_others(log: LogContext, uids: Sequence[str]) -> Batch[set[str]]:
 
 def dead_letters(log: LogContext, max_entries: int, *, before: str = "") -> Command[list[Entry]]:
     return Command(
-        ["XREVRANGE", log.names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], entries_of
+        ["XREVRANGE", log.names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], letters_of
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from pipeline.errors import DoesNotFit, Fenced
-from pipeline.events import StepCompleted
-from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_words
+from pipeline.errors import DoesNotFit, Fenced, LogUnavailable
+from pipeline.events import Failed, StepCompleted
+from pipeline.log.entries import DEAD_CAP, REPLY_CAP, STATUS_TTL_MS, burial_fields, produced_words
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
-from pipeline.log.operations.requests import flat, shared_by, written
+from pipeline.log.operations.requests import end_words, flat, shared_by, written
 from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
@@ -23,7 +23,19 @@ from pipeline.log.replies import (
     texts,
     texts_there,
 )
-from pipeline.names import DETOKENIZE, GENERATE, SEAL, SERVING_STAGES, Names, slot_index, slot_name, slot_stage
+from pipeline.names import (
+    DETOKENIZE,
+    GENERATE,
+    SEAL,
+    SERVING_STAGES,
+    Names,
+    base_uid,
+    is_too_new,
+    newer_consumer,
+    slot_index,
+    slot_name,
+    slot_stage,
+)
 from pipeline.serving import Served, Serving
 
 SLOTS_PER_LOOK = 16
@@ -65,12 +77,16 @@ def step(
     lease_ms: int,
 ) -> Script[StepCommitted]:
     def parse(reply: Any) -> StepCommitted:
+        if reply == b"BEHIND":
+            raise LogUnavailable(
+                f"{names.steps(slot)} has an entry after {step_id} that no engine wrote; waiting for it"
+            )
         length, newest, uids, cursor, flush = _unless_fenced(owner, reply)
         return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush))
 
-    slot, names = owner.slot, log.names
+    slot, names, step_id = owner.slot, log.names, f"{owner.epoch}-{number}"
     keys = [names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control]
-    args: Words = [str(owner), lease_ms, f"{owner.epoch}-{number}", control_cursor, len(ended), *ended]
+    args: Words = [str(owner), lease_ms, step_id, control_cursor, len(ended), *ended]
     return Script("step", keys, [*args, *written(event)], parse, once=True)
 
 
@@ -153,7 +169,7 @@ def num_pending(_: LogContext, inbox: Inbox, consumer: str) -> Steps[int]:
 def claim(log: LogContext, inbox: Inbox, owner: Owner, max_entries: int) -> Steps[list[Entry]]:
     entries: list[Entry] = []
     for other in (yield from _holdings(inbox)):
-        if other != owner.slot and len(entries) < max_entries:
+        if other != owner.slot and not is_too_new(other) and len(entries) < max_entries:
             entries += yield from _claim(log.names, inbox, owner, other, max_entries - len(entries))
     return entries
 
@@ -178,9 +194,57 @@ def retry(log: LogContext, inbox: Inbox, owner: Owner, entry: Entry) -> Script[i
 
 
 def forsaken(log: LogContext, inbox: Inbox) -> Steps[list[str]]:
-    slots = yield from _holdings(inbox)
+    slots = [slot for slot in (yield from _holdings(inbox)) if not is_too_new(slot)]
     leases = yield from Batch([["GET", log.names.lease(slot)] for slot in slots], list)
     return [slot for slot, holder in zip(slots, leases, strict=True) if lease_of(holder, 0).is_free]
+
+
+# Entries that cannot be read
+
+
+def bury(
+    log: LogContext,
+    inbox: Inbox,
+    entry: Entry,
+    reason: str,
+    event: Failed,
+    requests: Mapping[str, str],
+    owner: Owner | None = None,
+) -> Script[tuple[str, ...] | None]:
+    def parse(reply: Any) -> tuple[str, ...] | None:
+        if owner is not None:
+            _unless_fenced(owner, reply)
+        return None if reply == b"LOST" else texts(reply)
+
+    names, letter = log.names, flat(burial_fields(inbox, reason, list(requests)))
+    keys = [names.live, inbox.stream, names.dead, names.control]
+    for uid, frontend in requests.items():
+        keys += [names.request(uid), names.replies(frontend), names.shared(base_uid(uid))]
+    keys += [names.owner(owner.slot)] if owner is not None else []
+    args: list[str | int | bytes] = [
+        str(owner or ""),
+        inbox.group,
+        entry.id,
+        DEAD_CAP,
+        log.limits.retention_ms,
+        REPLY_CAP,
+    ]
+    args += [len(letter), *letter, len(requests), *requests, *end_words(event)]
+    return Script("bury", keys, args, parse)
+
+
+def leave(_: LogContext, inbox: Inbox, consumer: str, entry: Entry, version: int) -> Script[bool]:
+    args = [inbox.group, consumer, entry.id, newer_consumer(inbox.group, version)]
+    return Script("leave", [inbox.stream], args, bool)
+
+
+def left(_: LogContext, inbox: Inbox, max_entries: int) -> Steps[list[Entry]]:
+    entries: list[Entry] = []
+    for consumer in (yield from _holdings(inbox)):
+        if is_too_new(consumer):
+            for entry_id in (yield from _pending_ids(inbox, consumer, "-"))[: max_entries - len(entries)]:
+                entries += yield from Command(["XRANGE", inbox.stream, entry_id, entry_id], entries_of)
+    return entries
 
 
 # Slots

@@ -32,9 +32,9 @@ NAMES = Names()
 SLOT = ("acquire", "announce", "renew", "release")
 SCRIPTS: Mapping[str, tuple[str, ...]] = {
     WEB: (*SLOT, "submit", "end", "abandon", "reading", "flush", "open_replies"),
-    TOKENIZE: (*SLOT, "prepare", "claim", "retry", "tokenized", "end"),
-    GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end"),
-    DETOKENIZE: (*SLOT, "prepare", "claim", "retry", "produced", "end"),
+    TOKENIZE: (*SLOT, "prepare", "claim", "retry", "tokenized", "end", "bury", "leave"),
+    GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end", "bury", "leave"),
+    DETOKENIZE: (*SLOT, "prepare", "claim", "retry", "produced", "end", "bury"),
     "minisgl": tuple(path.stem for path in COMMITS.glob("*.lua") if path.stem != "lib"),
 }
 """Which commits each role may call. An operator calls one, `submit`, with neither key nor quota: see below."""

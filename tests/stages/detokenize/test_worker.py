@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import pytest
 from folds import DECODER, token_row
+from log_contract import put
 from measured import count_of
 from structlog.testing import capture_logs
 
 from pipeline.errors import LogUnavailable
 from pipeline.events import (
+    Cancelled,
     End,
     Failed,
     Finished,
@@ -25,7 +28,13 @@ from pipeline.events import (
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry, Inbox, Owner
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import BETWEEN_TOKENS_SECONDS, COMMIT_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SUCCESS
+from pipeline.metrics.families import (
+    BETWEEN_TOKENS_SECONDS,
+    COMMIT_SECONDS,
+    FIRST_TOKEN_SECONDS,
+    REQUEST_SUCCESS,
+    UNREADABLE_ENTRIES,
+)
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.serving import Serving
 from pipeline.slots import SlotLease
@@ -160,9 +169,9 @@ def test_an_entry_that_is_no_step_is_named_and_consumed(rig: Rig, fields: dict[s
     damaged = rig.step(2)
     with capture_logs() as lines:
         rig.worker.handle([first, Entry(damaged.id, fields), rig.step(3, row(2, "b"))])
-    (line,) = [line for line in lines if line["event"] == "step_undecodable"]
-    assert (line["log_level"], line["engine"], line["id"]) == ("error", "generate-0", damaged.id)
-    assert words in line["error"]
+    (line,) = [line for line in lines if line["event"] == "entry_buried"]
+    assert (line["log_level"], line["stream"], line["id"]) == ("error", rig.inbox.stream, damaged.id)
+    assert words in line["reason"] and [letter.fields["stage"] for letter in rig.log.dead_letters(9)] == ["detokenize"]
     assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
 
 
@@ -209,3 +218,52 @@ def test_a_damaged_history_that_names_no_frontend_ends_too(rig: Rig, monkeypatch
     rig.worker.handle([rig.step(1, row(1, "a"))])
     monkeypatch.undo()
     assert rig.log.histories([UID])[0][-1].id == SEAL and rig.log.alive([UID]) == set()
+
+
+# entries that cannot be read
+
+
+def test_a_step_of_a_newer_version_is_left_in_its_slot_until_its_requests_have_ended(rig: Rig) -> None:
+    written = rig.step(1, row(1, "a"))
+    newer = Entry(written.id, {**written.fields, "v": "2"})
+    with capture_logs() as lines:
+        for _ in range(3):
+            rig.worker.handle([newer])
+            assert rig.log.pending(rig.inbox, "detokenize-0") == [written]
+        rig.worker.bury(newer, 4)
+        assert rig.log.dead_letters(9) == [] and rig.log.alive([UID]) == {UID}
+        assert [line["event"] for line in lines] == ["left_to_newer_worker"]
+        rig.log.end(UID, Cancelled(by="client"), frontend="web-0")
+        rig.worker.handle([newer])
+    assert [line["event"] for line in lines] == ["left_to_newer_worker", "entry_buried"]
+    assert rig.log.backlog(rig.inbox) == 0 and count_of(rig.measures, UNREADABLE_ENTRIES, "steps") == 1
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 2**64 - 1])
+def test_what_its_engine_cannot_have_written_is_left_to_nobody(rig: Rig, epoch: int) -> None:
+    """An engine does not change its version within an epoch, and there is no epoch after that of its owner."""
+    rig.worker.handle([rig.step(1, row(1, "a"))])
+    foreign = put(rig.log, rig.inbox.stream, {"v": "2", "rows": "[]"}, f"{epoch}-7")
+    rig.worker.handle(rig.log.read(rig.inbox, "detokenize-0", max_entries=9, block_ms=10))
+    assert [json.loads(letter.fields["entry"])[0] for letter in rig.log.dead_letters(9)] == [foreign]
+    rig.worker.handle([rig.step(2, row(2, "b"))])
+    assert rig.text() == "ab"
+
+
+def test_a_step_that_cannot_be_told_ends_its_requests_and_no_other(rig: Rig) -> None:
+    other, strange = "1" * 32, TokenRow(uid=UID, n=1, token=-1)
+    rig.submit(other)
+    rig.worker.handle([rig.step(1, row(1, "a", uid=other)), rig.step(2, strange), rig.step(3, row(2, "b", uid=other))])
+    failed = rig.last_reply()
+    assert isinstance(failed, Failed) and failed.code == "log_damaged" and "cannot be told" in failed.message
+    assert rig.text(other) == "ab" and rig.log.alive([UID, other]) == {other}
+    assert count_of(rig.measures, UNREADABLE_ENTRIES, "steps") == 1 == rig.counted()[-1]
+
+
+def test_a_history_with_a_hole_as_large_as_ids_can_be_ends_its_request_alone(rig: Rig) -> None:
+    tokens = {"kind": "tokens", "count": "1", "tokens": "5", "text": "x", "step": "1-1"}
+    put(rig.log, rig.log.names.request(UID), tokens, f"{2**64 - 1}-0")
+    rig.worker.handle([rig.step(1, row(1, "a"))])
+    failed = rig.last_reply()
+    assert isinstance(failed, Failed) and failed.code == "log_lost" and f"1 to {2**64 - 2}" in failed.message
+    assert rig.log.dead_letters(9) == []

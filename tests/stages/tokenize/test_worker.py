@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from log_contract import put
 from measured import count_of
 
 import stages.tokenize.worker
@@ -15,7 +16,15 @@ from pipeline.errors import RequestError
 from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, Task, Tokenized, decode, new_uid
 from pipeline.log.protocol import Entry, Inbox, StreamLog
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
+from pipeline.metrics.families import (
+    BATCH_SECONDS,
+    BURIED,
+    COMMIT_SECONDS,
+    PROMPTS,
+    PROMPTS_TOKENS,
+    REFUSALS,
+    UNREADABLE_ENTRIES,
+)
 from pipeline.names import SEAL, TOKENIZED_ID, sibling_uids
 from pipeline.process.parent import EXIT_REPLACE
 from pipeline.slots import WATCHDOG_S, GiveUp, SlotLease, Status
@@ -459,3 +468,11 @@ def test_a_request_that_killed_its_tokenizers_fails_and_is_kept_among_the_dead(r
     assert rig.log.pending(rig.inbox, "tokenize-0") == [entries[1]] and rig.log.alive([poison, other]) == {other}
     assert rig.encoder.rendered == []
     assert count_of(rig.measures, BURIED) == count_of(rig.measures, REFUSALS, "poisonous") == 1
+
+
+def test_an_entry_that_killed_its_tokenizers_and_names_no_request_is_buried(rig: Rig) -> None:
+    put(rig.log, rig.inbox.stream, {"uid": "a"})
+    (entry,) = rig.log.read(rig.inbox, "tokenize-0", max_entries=9, block_ms=10)
+    rig.worker.bury(entry, 4)
+    assert rig.log.backlog(rig.inbox) == 0 and [letter.fields["deaths"] for letter in rig.log.dead_letters(9)] == ["0"]
+    assert (count_of(rig.measures, BURIED), count_of(rig.measures, UNREADABLE_ENTRIES, "submitted")) == (0, 1)

@@ -166,3 +166,14 @@ def test_one_process_at_a_time_is_the_janitor(log: StreamLog) -> None:
     assert second.holds_slot()
     assert not first.holds_slot()
     assert log.lease(SLOT).holder
+
+
+def test_a_request_whose_key_is_no_history_leaves_the_others_to_the_janitor(redis_url: str) -> None:
+    log = RedisLog(redis_url, Names())
+    log.acquire("web-0", "n", LONG_MS)
+    spoilt, late = submit(log, timeout_ms=1), submit(log, timeout_ms=1)
+    command(redis_url, "SET", log.names.request(spoilt), "not a history")
+    until(lambda: len(log.overdue(10)) == 2)
+    Janitor(log, patience_s=PATIENCE_S).sweep()
+    assert isinstance(end_of(log, late), Failed) and log.living() == []
+    log.close()

@@ -11,11 +11,12 @@ import pytest
 from measured import count_of
 from redis_servers import command
 from stand_in_stages import Stages, finished, tokens
+from structlog.testing import capture_logs
 
 import web.live.listener
 from pipeline.events import Finished, TokensProduced, new_uid
 from pipeline.log.redis import AsyncRedisLog
-from pipeline.metrics.families import GAP_FILLS
+from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
 from pipeline.names import Names
 from web.live.frontend import run_all
 from web.live.listener import Listener
@@ -269,3 +270,44 @@ async def test_under_another_name_new_replies_are_heard_and_old_requests_go_on(
                 await before.say(2, tokens(2, "c"), finished(2))
                 assert await heard(new) == await heard(waiting) == [(1, "b"), (1, "finished")]
                 assert await heard(before.listener) == [(2, "c"), (2, "finished")]
+
+
+GARBAGE = (
+    (b"gar", b"bage"),
+    (b"\xff", b"\xff"),
+    (b"uid", b"a"),
+    (b"events", b"[{}]"),
+    (b"events", b"5"),
+    (b"events", b'[{"uid":[],"id":"1-0","n":1,"event":{"kind":"cancelled","by":"x"}}]'),
+    (b"uid", b"a", b"kind", b"admitted", b"engine", b"e", b"epoch", b"1", b"step", b"1", b"fingerprint", b"f"),
+    (b"uid", b"a", b"kind", b"cancelled", b"by", b"x", b"v", b"2"),
+)
+
+
+async def test_replies_that_cannot_be_read_are_skipped_each_with_a_line_and_a_count(
+    redis_url: str, stages: Stages, no_polling: None
+) -> None:
+    with capture_logs() as lines:
+        async with listening(redis_url, stages) as scene:
+            await scene.say(1, tokens(1, "a"))
+            ids = [command(redis_url, "XADD", Names().replies(WEB), "*", *words).decode() for words in GARBAGE]
+            await scene.say(2, tokens(2, "b"), finished(2))
+            assert await heard(scene.listener) == [(1, "a"), (2, "b"), (2, "finished")]
+            assert gap_fills(scene.tail) == {}
+            assert count_of(scene.tail.measures, UNREADABLE_ENTRIES, "replies") == len(GARBAGE)
+    assert [line["id"] for line in lines if line["event"] == "reply_skipped"] == ids
+    assert not [line for line in lines if line["event"] == "replies_unreadable"]
+
+
+async def test_a_key_that_is_no_history_fails_its_client_and_keeps_no_other_waiting(
+    redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web.live.listener, "SILENCE_S", 0.05)
+    spoilt = new_uid()
+    command(redis_url, "SET", Names().request(spoilt), "not a history")
+    async with listening(redis_url, stages, follows=True) as scene:
+        with closing(scene.tail.follow(spoilt)) as unlucky:
+            await scene.say(1, tokens(1, "a"), finished(1), frontend=NOBODY)
+            assert await heard(scene.listener) == [(1, "a"), (1, "finished")]
+            ((_, kind),) = await heard(unlucky)
+            assert kind == "failed"

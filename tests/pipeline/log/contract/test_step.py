@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from log_contract import ACCEPTED, BUSY, LONG_MS, STEPS, TOKENIZED, Detokenizer, Scene, step_of
 
-from pipeline.errors import Fenced
+from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import decode
 from pipeline.log.protocol import StreamLog
 from pipeline.names import parse_id
@@ -43,10 +43,12 @@ def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: StreamLog, sc
     assert len(log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)) == 1
 
 
-def test_a_step_of_an_older_number_is_not_appended(scene: Scene) -> None:
+def test_a_step_of_an_older_number_is_not_appended(log: StreamLog, scene: Scene) -> None:
     owner = scene.own("generate-0")
     scene.step(owner, 2)
-    assert scene.step(owner, 1).steps_length == 1
+    with pytest.raises(LogUnavailable, match="after 1-1 that no engine wrote"):
+        scene.step(owner, 1)
+    assert log.backlog(STEPS) == 1
 
 
 def test_a_step_deletes_the_entries_that_ended(scene: Scene) -> None:
