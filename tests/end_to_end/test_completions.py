@@ -165,6 +165,21 @@ def test_no_token_is_asked_for(client: openai.OpenAI) -> None:
     assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.prompt_tokens
 
 
+def test_an_echo_of_token_ids_has_all_of_them_and_every_token_begins_where_its_text_does(
+    client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = tokenizer(f"{TEXT}{tokenizer.eos_token} Once ☃ more")["input_ids"]
+    for prompt, text in ((ids, tokenizer.decode(ids)), (TEXT, TEXT)):  # the tokenizer begins a text with a token
+        asked: dict[str, Any] = {"model": "default", "prompt": prompt, "max_tokens": 6, "temperature": 0}
+        choice = client.completions.create(**asked, echo=True, logprobs=0).choices[0]
+        told = choice.logprobs
+        assert choice.text.startswith(text) and told is not None and told.text_offset and told.tokens
+        assert told.text_offset == sorted(told.text_offset) and told.text_offset[-1] <= len(choice.text)
+        for token, offset in zip(told.tokens, told.text_offset, strict=True):
+            shown = not token.startswith("bytes:") and (prompt is ids or token != tokenizer.bos_token)
+            assert choice.text.startswith(token, offset) or not shown
+
+
 def test_one_bad_prompt_among_good_ones_refuses_them_all_and_leaves_nothing_running(server: Server) -> None:
     body = {"prompt": ["Once", "x " * 5000], "max_tokens": 400, "ignore_eos": True}
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
