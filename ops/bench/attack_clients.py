@@ -37,6 +37,8 @@ ANSWER_TIMEOUT_S: Final = 60.0
 STREAM_TIMEOUT_S: Final = 300.0
 PAUSE_S: Final = 0.2
 """Between two requests of an attacker: it attacks the server, not the machine."""
+OPENED_PER_S: Final = 300
+"""Idle connections. The server closes them after a while, and they are opened again."""
 NUM_DRIBBLERS: Final = 64
 NUM_LEAVERS: Final = 8
 NO_ANSWER: Final = "none"
@@ -275,31 +277,22 @@ def _filled(before: bytes, unit: bytes, after: bytes, most: int = LARGEST_BODY) 
 
 
 async def idlers(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Attack:
-    attack, open_ones, told = Attack(), 0, False
+    attack = Attack()
     raise_file_limit()
+    begun()
     head = request("/health")
     body = request(CHAT, b'{"messages":[{"role":"user","content":"Hi"}]}')
 
-    def opened() -> None:
-        nonlocal open_ones, told
-        open_ones += 1
-        attack.connections += 1
-        if open_ones == order.number and not told:
-            told = True
-            begun()
-
     async def idle(which: int) -> None:
-        nonlocal open_ones
-        await asyncio.sleep(which / 1000)
+        await asyncio.sleep(which / OPENED_PER_S)
         sent = (b"", head[:20], head)[which % 3]
         while True:
             with contextlib.suppress(OSError):
                 async with connected(order.port) as (reader, writer):
-                    opened()
+                    attack.connections += 1
                     writer.write(sent.replace(b"Connection: close\r\n", b""))
                     while await reader.read(1 << 16):
                         pass
-                    open_ones -= 1
             await asyncio.sleep(1.0)
 
     async def dribble(data: bytes) -> None:
@@ -317,8 +310,6 @@ async def idlers(order: Order, begun: Callable[[], None], end: asyncio.Event) ->
 
     working = [idle(which) for which in range(order.number)]
     working += [dribble((head, body)[which % 2]) for which in range(NUM_DRIBBLERS)]
-    if not order.number:
-        begun()
     await _until(end, working)
     return attack
 
