@@ -31,8 +31,9 @@ BACKOFF_S = 0.2
 MOST_DELIVERIES = 4
 """An entry that is still there after so many tries, the last three of them alone, has killed its workers."""
 
-Handle = Callable[[Sequence[Entry]], None]
-"""Does the work of a stage on the entries of one read, and commits it."""
+Handle = Callable[[Sequence[Entry]], Sequence[Entry] | None]
+"""Does the work of a stage on the entries of one read, and commits it. What it puts off it returns; each of these comes
+again before what is read next, one at a time."""
 Bury = Callable[[Entry, int], None]
 """Ends the request of an entry that killed its worker so many times, without doing its work."""
 
@@ -122,7 +123,7 @@ def follow(
                 group_lost = False
             entries = reader.next()
             if entries:
-                handle(entries)
+                reader.put_off(handle(entries) or ())
         except GroupLost as error:
             logger.warning("group_lost", stream=inbox.stream, error=str(error))
             group_lost = True
@@ -157,6 +158,7 @@ class _Reader:
         self._look = look
         self._max_entries = max_entries
         self._own: list[Entry] | None = None  # None: to be looked up
+        self._put_off: list[Entry] = []
         self._suspect = True  # an entry that is looked up may have killed its worker
         self._tries: dict[str, int] = {}  # of suspect entries, by id; each worker counts once
         self._looked_s = time.monotonic()
@@ -164,15 +166,20 @@ class _Reader:
     def unsure(self) -> None:
         """Look up again what this slot has read and not consumed."""
         self._own = None
+        self._put_off.clear()
+
+    def put_off(self, entries: Sequence[Entry]) -> None:
+        """Give these again later, one beside each read."""
+        self._put_off += entries
 
     def next(self) -> list[Entry]:
         owner = self._slot_lease.owner
         if self._own is None:
-            self._own = self._log.pending(self._inbox, owner.slot)
+            self._own = self._unconsumed()
         if not self._own and time.monotonic() - self._looked_s > CLAIM_EVERY_S:
             self._looked_s = time.monotonic()
             self._look()
-            self._own = self._log.pending(self._inbox, owner.slot)
+            self._own = self._unconsumed()
             if not self._own:
                 self._suspect = True  # before the claim: if its reply is lost, `pending` finds the entries
                 self._own = self._log.claim(self._inbox, owner, self._max_entries)
@@ -184,7 +191,15 @@ class _Reader:
             self._own.pop(0)
         self._suspect = False
         self._tries.clear()
-        return self._log.read(self._inbox, owner.slot, max_entries=self._max_entries, block_ms=BLOCK_MS)
+        block_ms = 0 if self._put_off else BLOCK_MS
+        new = self._log.read(self._inbox, owner.slot, max_entries=self._max_entries, block_ms=block_ms)
+        return [*(self._put_off.pop(0) for _ in self._put_off[:1]), *new]
+
+    def _unconsumed(self) -> list[Entry]:
+        """Return what this slot has read and not consumed, without what is put off."""
+        put_off = {entry.id for entry in self._put_off}
+        pending = self._log.pending(self._inbox, self._slot_lease.owner.slot)
+        return [entry for entry in pending if entry.id not in put_off]
 
     def _may_be_tried(self, entry: Entry) -> bool:
         if not self._suspect:

@@ -58,6 +58,8 @@ class Server:
 
     web_bytes: int = 0
     """The largest resident size of a web process."""
+    waited_s: dict[str, list[float]] = field(default_factory=dict)
+    """Web process -> how long it had waited for a core, by Linux, at the first look and at the last."""
     redis_bytes: int = 0
     redis_budget_bytes: int = 0
     """Redis' maxmemory; 0 if it has none."""
@@ -165,6 +167,8 @@ def _look(server: Server, client: redis.Redis, pid: int) -> None:
             words = Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")
             if b"--listen-fd" in words:
                 server.web_bytes = max(server.web_bytes, _largest_bytes(each))
+                waited_s = int(Path(f"/proc/{each}/schedstat").read_text().split()[1]) / 1e9
+                server.waited_s[str(each)] = [server.waited_s.get(str(each), [waited_s])[0], waited_s]
     with contextlib.suppress(redis.RedisError):
         told: Any = client.info("memory")
         server.redis_bytes = max(server.redis_bytes, int(told["used_memory"]))
@@ -212,12 +216,14 @@ def broken(figures: Figures, health_ms: float) -> list[str]:
 def table(figures: Figures, config: AttackConfig) -> str:
     """Return the figures as a table, and the answers of the attackers as another one."""
     health, streams, server = figures.health_ms, figures.streams, figures.server
+    waited_s = max((last - first for first, last in server.waited_s.values()), default=0.0)
     budget = f"below {_mib(server.redis_budget_bytes)}" if server.redis_budget_bytes else "none"
     rows = [
         ("", "measured", "bound"),
         ("/health p50, ms", f"{health.p50:.1f}", ""),
         ("/health p99, ms", f"{health.p99:.1f}", f"{config.health_ms:g}"),
         ("/health max, ms", f"{max(figures.health['ms'], default=0.0):.1f}", ""),
+        ("web process waited for a core", f"{waited_s / config.seconds:.0%} of the time", ""),
         ("/health without a 200", f"{figures.health['failures']} of {health.count}", "0"),
         ("streams that came whole", str(streams["whole"]), "at least 1"),
         ("streams that ended early", str(len(streams["early"])), "0"),

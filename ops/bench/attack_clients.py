@@ -3,7 +3,7 @@
 `python -m ops.bench.attack_clients ROLE PORT NUMBER TOKENS` prints a line when it has begun, goes on until its stdin
 ends, and prints what it saw as JSON. It knows HTTP over plain sockets, and not why it is sent.
 
-health    asks /health, each time on a new connection
+health    asks /health twenty times a second, each time on a new connection
 streams   NUMBER chats at a time, each of TOKENS tokens to its end
 bodies    wrong and legal giant bodies, lists of prompts, giant tokenizes, and clients that leave
 idlers    NUMBER connections that ask for nothing, and some that send a request byte by byte
@@ -37,6 +37,8 @@ ANSWER_TIMEOUT_S: Final = 60.0
 STREAM_TIMEOUT_S: Final = 300.0
 PAUSE_S: Final = 0.2
 """Between two requests of an attacker: it attacks the server, not the machine."""
+OPENED_PER_S: Final = 300
+"""Idle connections. The server closes them after a while, and they are opened again."""
 NUM_DRIBBLERS: Final = 64
 NUM_LEAVERS: Final = 8
 NO_ANSWER: Final = "none"
@@ -50,6 +52,8 @@ class Health:
     """What /health did."""
 
     ms: list[float] = field(default_factory=list)
+    sent_s: list[float] = field(default_factory=list)
+    """When each was sent, from the first one on."""
     failures: int = 0
     """No answer, or another status than 200."""
 
@@ -128,15 +132,20 @@ async def ask(port: int, data: bytes, timeout_s: float = ANSWER_TIMEOUT_S) -> st
 
 
 async def health(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Health:
-    told = Health()
-    begun()
-    while not end.is_set():
+    told, first_s = Health(), time.perf_counter()
+
+    async def one() -> None:
         began_s = time.perf_counter()
         status = await ask(order.port, request("/health"), HEALTH_TIMEOUT_S)
-        took_s = time.perf_counter() - began_s
-        told.ms.append(took_s * 1000)
+        told.ms.append((time.perf_counter() - began_s) * 1000)
+        told.sent_s.append(began_s - first_s)
         told.failures += status != "200"
-        await asyncio.sleep(max(0.0, HEALTH_EVERY_S - took_s))
+
+    begun()
+    async with asyncio.TaskGroup() as asked:
+        while not end.is_set():
+            asked.create_task(one())  # whether or not those before it are answered: else a slow server is asked less
+            await asyncio.sleep(HEALTH_EVERY_S)
     return told
 
 
@@ -257,6 +266,7 @@ def giant_bodies() -> Mapping[str, list[bytes]]:
             request("/tokenize", _filled(b'{"prompt":"', text, b'"}')),
             request("/tokenize", _filled(b'{"prompt":"', b"a", b'"}')),
             request("/tokenize", _filled(b'{"prompt":"', "中".encode(), b'"}')),
+            request("/tokenize", _filled(b'{"return_token_strs":true,"prompt":"', text, b'"}', 200_000)),
         ],
     }
 
@@ -267,31 +277,22 @@ def _filled(before: bytes, unit: bytes, after: bytes, most: int = LARGEST_BODY) 
 
 
 async def idlers(order: Order, begun: Callable[[], None], end: asyncio.Event) -> Attack:
-    attack, open_ones, told = Attack(), 0, False
+    attack = Attack()
     raise_file_limit()
+    begun()
     head = request("/health")
     body = request(CHAT, b'{"messages":[{"role":"user","content":"Hi"}]}')
 
-    def opened() -> None:
-        nonlocal open_ones, told
-        open_ones += 1
-        attack.connections += 1
-        if open_ones == order.number and not told:
-            told = True
-            begun()
-
     async def idle(which: int) -> None:
-        nonlocal open_ones
-        await asyncio.sleep(which / 1000)
+        await asyncio.sleep(which / OPENED_PER_S)
         sent = (b"", head[:20], head)[which % 3]
         while True:
             with contextlib.suppress(OSError):
                 async with connected(order.port) as (reader, writer):
-                    opened()
+                    attack.connections += 1
                     writer.write(sent.replace(b"Connection: close\r\n", b""))
                     while await reader.read(1 << 16):
                         pass
-                    open_ones -= 1
             await asyncio.sleep(1.0)
 
     async def dribble(data: bytes) -> None:
@@ -309,8 +310,6 @@ async def idlers(order: Order, begun: Callable[[], None], end: asyncio.Event) ->
 
     working = [idle(which) for which in range(order.number)]
     working += [dribble((head, body)[which % 2]) for which in range(NUM_DRIBBLERS)]
-    if not order.number:
-        begun()
     await _until(end, working)
     return attack
 

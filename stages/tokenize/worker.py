@@ -1,7 +1,8 @@
 """Submitted -> Tokenized | Answered | Failed. Encodes the requests of one read as a batch and commits each by itself.
 
-Long prompts, and requests that only the tokenizer answers, come after that batch, one at a time, so that the others do
-not wait for them. A request that takes too long fails, and the process with it: nothing can stop the encoder.
+Long prompts, and requests that only the tokenizer answers, come after that batch, and only one of them before the next
+read, so that the others do not wait for more. A request that takes too long fails, and the process with it: nothing can
+stop the encoder.
 """
 
 from __future__ import annotations
@@ -92,8 +93,11 @@ class TokenizeWorker:
         self._encoded: dict[int, tuple[Rendered, tuple[int, ...] | RequestError]] = {}
         """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
 
-    def handle(self, entries: Sequence[Entry]) -> None:
-        """Tokenize and commit. An error of one request fails that request alone."""
+    def handle(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Tokenize and commit. Return the entries that are put off: all but the first of those that take long.
+
+        An error of one request fails that request alone.
+        """
         failpoint("tokenize.after_read")
         began_s = time.perf_counter()
         self.slot_lease.came_round(patience_s=LONGEST_BATCH_S)
@@ -112,9 +116,8 @@ class TokenizeWorker:
             else:
                 work.append(prepared)
         self._encode_all([each for each in work if each.is_brief])
-        for each in work:
-            if each.is_brief:
-                continue
+        long = [each for each in work if not each.is_brief]
+        for each in long[:1]:
             if each.prompt is None:
                 self._answer(each)
             else:
@@ -122,6 +125,7 @@ class TokenizeWorker:
         last = self._rendered[1] if self._rendered is not None else None  # the next batch may go on with it
         self._encoded = {key: known for key, known in self._encoded.items() if known[0] is last}
         self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
+        return [each.entry for each in long[1:]]
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """End a request that killed its tokenizer so often, and write it to `dead`."""

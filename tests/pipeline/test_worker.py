@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -114,6 +115,32 @@ def test_what_the_slot_had_read_before_comes_first_and_one_by_one(loop: Loop) ->
         stage = Stage(loop, 5)
         loop.follow(slot_lease, stage)
     assert stage.batches == [[uids[0]], [uids[1]], [uids[2]], uids[3:]]
+
+
+@pytest.mark.parametrize("is_log_away", [False, True])
+def test_what_is_put_off_comes_again_one_at_a_time_beside_what_is_new(loop: Loop, is_log_away: bool) -> None:
+    uids = loop.submit(3)
+    later: list[str] = []
+    stage = Stage(loop, 5)
+
+    def puts_off(entries: Sequence[Entry]) -> Sequence[Entry]:
+        if not stage.batches and not later:
+            later.extend(loop.submit(2))
+            time.sleep(worker.CLAIM_EVERY_S)  # what nobody has consumed is looked up, too
+            return entries
+        if is_log_away and not stage.batches:
+            is_away.append(True)
+            if len(is_away) == 1:
+                raise LogUnavailable("the reply was lost")
+        stage(entries)
+        return ()
+
+    is_away: list[bool] = []
+    loop.run(puts_off)
+    if is_log_away:  # then each of them is looked up, and comes alone
+        assert stage.batches == [[uid] for uid in (*uids, *later)]
+    else:
+        assert stage.batches == [[uids[0], *later], [uids[1]], [uids[2]]]
 
 
 def test_an_unacknowledged_entry_of_a_dead_slot_reaches_a_living_one(loop: Loop) -> None:

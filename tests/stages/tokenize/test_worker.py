@@ -139,8 +139,12 @@ class Rig:
         self.log.submit(uid, [event])
         return uid
 
-    def handle(self) -> None:
-        self.worker.handle(self.log.read(self.inbox, "tokenize-0", max_entries=100, block_ms=10))
+    def handle(self, entries: Sequence[Entry] = ()) -> None:
+        """Handle *entries*, or what is new, and then what is put off, as `follow` does."""
+        put_off = list(entries or self.log.read(self.inbox, "tokenize-0", max_entries=100, block_ms=10))
+        put_off = self.worker.handle(put_off)
+        while put_off:
+            put_off = [*put_off[1:], *self.worker.handle(put_off[:1])]
 
     def handle_with_one_tokenizer_after_the_other(self, monkeypatch: pytest.MonkeyPatch) -> int:
         """Handle all that waits; a worker whose work never ends is given up. Return how many there were."""
@@ -164,7 +168,7 @@ class Rig:
         for num_given_up in itertools.count():
             try:
                 while batches:
-                    self.worker.handle(batches.pop(0))
+                    self.handle(batches.pop(0))
                 assert limits[-1] == (math.inf, None)
                 return num_given_up
             except SystemExit:
@@ -397,7 +401,21 @@ def test_an_answer_of_very_many_tokens_is_refused_with_their_number(rig: Rig, mo
     assert failed.message == "prompt: has 4 tokens, but an answer has at most 3; send it in parts."
 
 
-def test_what_is_long_waits_for_what_is_brief(rig: Rig) -> None:
+def test_what_is_long_waits_for_what_is_brief_and_a_client_that_left_meanwhile_costs_nothing(rig: Rig) -> None:
+    longs = [str(number) + "x" * LONG_TEXT for number in range(3)]
+    uids = [rig.ask("tokenize", prompt=long) for long in longs]
+    put_off = rig.worker.handle(rig.log.read(rig.inbox, "tokenize-0", max_entries=100, block_ms=10))
+    assert [entry.fields["uid"] for entry in put_off] == uids[1:]
+    rig.log.end(uids[1], Cancelled(by="client"), frontend="web-0")
+    (brief,) = rig.submit("ab")
+    new = rig.log.read(rig.inbox, "tokenize-0", max_entries=100, block_ms=10)
+    assert rig.worker.handle([put_off[1], *new]) == []
+    rig.handle(put_off[:1])
+    assert rig.encoder.encoded == [[longs[0]], ["ab"], [longs[2]]]
+    assert rig.last(brief)[0].id == TOKENIZED_ID and rig.log.backlog(rig.inbox) == 0
+
+
+def test_what_is_long_comes_after_what_is_brief_in_one_read(rig: Rig) -> None:
     long, book = "x" * (LONG_TEXT + 1), "y" * (LONG_TEXT + 2)
     rig.ask("tokenize", prompt=long)
     rig.submit("ab")
