@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import structlog
@@ -175,6 +175,8 @@ class LogThread:
         self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
+        self._prompt_ids: tuple[int, ...] = ()
+        """Of the last request that came. Other choices of its prompt share the object."""
         self._cursor = self._control_cursor = "0-0"
         self._takeover: _Watching | _Guest = _Watching()
         self._watched_s = time.monotonic()
@@ -413,7 +415,10 @@ class LogThread:
                 self._tell(Ended(uid))
             else:
                 was_here = past.had_begun if resumed is None else resumed
-                self._tell(Arrived(past.request, was_here, was_here and past.num_taken_over > 0))
+                if past.request.prompt_ids != self._prompt_ids:
+                    self._prompt_ids = past.request.prompt_ids
+                request = replace(past.request, prompt_ids=self._prompt_ids)
+                self._tell(Arrived(request, was_here, was_here and past.num_taken_over > 0))
 
     def _read(self, entry: Entry, history: Sequence[Entry]) -> Past | None:
         """Return what an engine needs to go on with a request; None when it ended before, or fails now."""
