@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import structlog
@@ -182,6 +182,8 @@ class LogThread:
         self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
+        self._prompt_ids: tuple[int, ...] = ()
+        """Of the last request that came. Other choices of its prompt share the object."""
         self._cursor = self._control_cursor = "0-0"
         self._takeover: _Watching | _Guest = _Watching()
         self._watched_s = time.monotonic()
@@ -426,7 +428,10 @@ class LogThread:
                 self._tell(Ended(uid))
             else:
                 was_here = past.had_begun if resumed is None else resumed
-                self._tell(Arrived(past.request, was_here, was_here and past.num_taken_over > 0))
+                if past.request.prompt_ids != self._prompt_ids:
+                    self._prompt_ids = past.request.prompt_ids
+                request = replace(past.request, prompt_ids=self._prompt_ids)
+                self._tell(Arrived(request, was_here, was_here and past.num_taken_over > 0))
 
     def _is_readable(self, entry: Entry) -> bool:
         """Say whether an entry brings a request; if not, bury or leave it."""

@@ -94,7 +94,7 @@ class TokenizeWorker:
         """Of each prompt (the key is its `id`) of this batch, and of the last of several siblings: its tokens."""
 
     def handle(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Tokenize and commit. Return the entries that are put off: all but the first of those that take long.
+        """Tokenize and commit. Return the entries that are put off: all but the first prompt of those that take long.
 
         An error of one request fails that request alone.
         """
@@ -117,7 +117,8 @@ class TokenizeWorker:
                 work.append(prepared)
         self._encode_all([each for each in work if each.is_brief])
         long = [each for each in work if not each.is_brief]
-        for each in long[:1]:
+        now = [each for each in long if each is long[0] or each.prompt is long[0].prompt is not None]
+        for each in now:
             if each.prompt is None:
                 self._answer(each)
             else:
@@ -125,7 +126,7 @@ class TokenizeWorker:
         last = self._rendered[1] if self._rendered is not None else None  # the next batch may go on with it
         self._encoded = {key: known for key, known in self._encoded.items() if known[0] is last}
         self._measures.observe(BATCH_SECONDS, time.perf_counter() - began_s)
-        return [each.entry for each in long[1:]]
+        return [each.entry for each in long if each not in now]
 
     def bury(self, entry: Entry, deaths: int) -> None:
         """End a request that killed its tokenizer so often, and write it to `dead`."""

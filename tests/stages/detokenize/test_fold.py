@@ -326,6 +326,14 @@ def test_special_tokens_of_a_prompt_that_came_as_tokens_are_repeated(skip: bool)
     assert told is not None and told.text == "aĬb"
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_prompt_is_remembered_only_where_it_is_told(echo: bool) -> None:
+    """It can be long, and many siblings have it."""
+    fold = Fold(submitted={"prompt": "Hi", "presentation": Presentation(echo=echo)})
+    request = fold._requests["a"]
+    assert request is not None and request.submitted.prompt == ("Hi" if echo else "")
+
+
 def test_who_asked_for_nothing_is_told_nothing_of_the_prompt() -> None:
     event = tokens(Fold().says("x"))
     assert event.prompt is None and event.scores == ()

@@ -39,6 +39,7 @@ from stages.generate.config import GenerateConfig
 from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
+from stages.generate.log_thread import Arrived, LogThread, News
 from stages.generate.past import past_of
 from stages.generate.schedule.request import NewRequest
 from stages.generate.worker import sampling_defaults
@@ -362,6 +363,22 @@ def test_what_the_model_recommends_is_a_default_unless_it_is_switched_off(
         {"log_level": "warning", "event": "recommendation_ignored", "reason": reason, "file": str(file)}
         for reason in reasons
     ]
+
+
+def test_requests_with_the_same_prompt_share_its_tokens(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choices of a long prompt take little more memory than one."""
+    told: list[News] = []
+    monkeypatch.setattr(LogThread, "_tell", lambda _, news: told.append(news))
+    owner = scene.log.acquire("generate-0", "n", LEASE_MS)
+    assert owner is not None
+    for prompt in ((1000, 1001), (1000, 1001), (1000,)):
+        scene.send(*prompt)
+    scene.log.prepare(scene.tokenized)
+    entries = scene.log.take(owner, 8, control_cursor="0-0").entries
+    LogThread(scene.log, owner, lease_ms=LEASE_MS, came_round=lambda: None)._bring(entries, resumed=False)
+    first, second, third = (news.request for news in told if isinstance(news, Arrived))
+    assert first.prompt_ids == (1000, 1001) and first.prompt_ids is second.prompt_ids
+    assert third.prompt_ids == (1000,) and first.uid != second.uid
 
 
 # the books
