@@ -14,6 +14,7 @@ from pipeline.events import (
     End,
     Failed,
     Finished,
+    Mark,
     Submitted,
     TokensProduced,
     as_fields,
@@ -32,6 +33,10 @@ STATUS_TTL_MS: Final = 10_000
 MINUTE_MS: Final = 60_000
 CONTROL_CAP: Final = 1000
 """MAXLEN ~ of `control`, and how many of its entries one commit reads; commits/*.lua have the same number."""
+BRIEF_MS: Final = 60_000
+"""For how long the history of a refused request is kept, unless the retention is shorter: a reply may be lost."""
+LARGE_ANSWER_BYTES: Final = 64 * 1024
+"""A history with a larger answer of a tokenizer is kept as briefly."""
 DEAD_CAP: Final = 10_000
 """MAXLEN ~ of the dead letters."""
 DEAD_HISTORY_BYTES: Final = 64 * 1024
@@ -55,6 +60,16 @@ def letter_fields(dead: DeadLetter) -> dict[str, str]:
     """Return the fields of a dead letter; the commit adds uid, moment and history."""
     entry = orjson.dumps(dict(dead.entry)).decode()
     return {"stage": dead.stage, "deaths": str(dead.deaths), "error": dead.error, "entry": entry}
+
+
+def kept_ms(event: TokensProduced | End | Mark, n: int, fields: Mapping[str, str], retention_ms: int) -> int:
+    """Return for how long a history is kept that *event*, with these *fields*, seals after *n* tokens.
+
+    Refused requests and large answers of a tokenizer are kept briefly: they can be many, each as large as a body.
+    """
+    refused = isinstance(event, Failed) and 400 <= event.status < 500
+    large = isinstance(event, Answered) and sum(map(len, fields.values())) > LARGE_ANSWER_BYTES
+    return min(retention_ms, BRIEF_MS) if n == 0 and (refused or large) else retention_ms
 
 
 def produced_fields(events: Sequence[Produced]) -> tuple[list[dict[str, str]], dict[str, str]]:

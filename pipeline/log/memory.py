@@ -17,6 +17,7 @@ from pipeline.log.entries import (
     REPLIES_TTL_MS,
     REPLY_CAP,
     copied_fields,
+    kept_ms,
     letter_fields,
     produced_fields,
     replies_of,
@@ -88,8 +89,7 @@ class MemoryLog:
             refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
             if refused:
                 return refused
-            backlog = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized)
-            if backlog + len(events) > self.limits.max_queued:
+            if self._more_wait_than(self.limits.max_queued - len(events)):
                 return SubmitResult(Submission.BUSY, uid)
             self._streams.sweep()
             now_ms, timeout_ms = self._now_ms(), self.limits.timeout_ms
@@ -135,6 +135,19 @@ class MemoryLog:
             return SubmitResult(Submission.TOO_MANY, uid)
         return None
 
+    def _more_wait_than(self, most: int) -> bool:
+        """Say whether more than *most* requests wait: they live, and no engine has taken them.
+
+        Entries of both streams stay for a while when their request has ended, so the smaller of two numbers counts.
+        """
+        if len(self._live) <= most:
+            return False
+        tokenized = self._streams.get(self.names.tokenized)
+        group = tokenized.groups.get(GENERATE) if tokenized is not None else None
+        taken = tokenized.read(group.pending) if tokenized is not None and group is not None else []
+        queued = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized) - len(taken)
+        return min(queued, len(self._live) - len(self.alive([entry.fields["uid"] for entry in taken]))) > most
+
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]
         with self._changed:
@@ -155,10 +168,11 @@ class MemoryLog:
             history = self._streams.get(self.names.request(uid))
             if history is None:
                 return False
-            fields = self._stamped(encode(event) | {"n": str(history.last[0])})
+            n, said = history.last[0], encode(event)
+            fields = self._stamped(said | {"n": str(n)})
             if not self._streams.append(self.names.request(uid), SEAL, fields):
                 return False
-            history.expires_ms = self._in_ms(self.limits.retention_ms)
+            history.expires_ms = self._in_ms(kept_ms(event, n, said, self.limits.retention_ms))
             self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
             self._tell_engines(uid)
             if dead is not None:
@@ -317,7 +331,7 @@ class MemoryLog:
                     self._live.pop(item.uid, None)
                 history = self._streams.append(self.names.request(item.uid), item.entry_id, self._stamped(fields))
                 if history is not None and ends:
-                    history.expires_ms = self._in_ms(self.limits.retention_ms)
+                    history.expires_ms = self._in_ms(kept_ms(item.event, item.n, fields, self.limits.retention_ms))
                     if item.tell_engine:
                         self._tell_engines(item.uid)
             for frontend, payload in replies.items():

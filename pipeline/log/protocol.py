@@ -72,7 +72,9 @@ class Submission(Enum):
     DUPLICATE = "DUPLICATE"
     """The uid was submitted before: an earlier try had got through."""
     BUSY = "BUSY"
-    """The backlog has no room for all of them: --max-queued-requests."""
+    """Not all of them may wait beside those that wait already: --max-queued-requests."""
+    FULL = "FULL"
+    """The log would hold more bytes than it may: --max-log-bytes. The frontend knows that, the log does not."""
     ATTACH = "ATTACH"
     """Another request has the idempotency key: the client means that one."""
     MISMATCH = "MISMATCH"
@@ -126,9 +128,9 @@ class RequestLimits:
     timeout_s: float = 600.0
     """Time from submit to deadline."""
     retention_s: float = 900.0
-    """Time for which an ended history is kept."""
+    """Time for which an ended history is kept; `entries.kept_ms` has the exceptions."""
     max_queued: int = 1024
-    """Most requests that wait or run; a submit beyond that is BUSY."""
+    """Most requests that wait, which no engine has taken; a submit beyond that is BUSY."""
 
     @property
     def timeout_ms(self) -> int:

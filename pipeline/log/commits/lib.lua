@@ -21,8 +21,8 @@ local function append(history, id, fields, now)
   return type(reply) == 'string'
 end
 
--- Seals a history. KEYS begin with live, history, replies, control. Returns the moment, or false if the history was sealed
--- before or is gone. The number of tokens is read off the history.
+-- Seals a history. KEYS begin with live, history, replies, control. Returns the moment and the number of tokens, which is
+-- read off the history; or false if the history was sealed before or is gone.
 local function seal(uid, retention_ms, reply_cap, fields)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
@@ -33,7 +33,7 @@ local function seal(uid, retention_ms, reply_cap, fields)
   redis.call('PEXPIRE', KEYS[2], retention_ms)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
-  return now
+  return now, fields[#fields]
 end
 
 local function fenced(owner_key, owner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeline.errors import LogUnavailable
@@ -15,6 +15,7 @@ from pipeline.log.entries import (
     MINUTE_MS,
     READER_TTL_MS,
     REPLY_CAP,
+    kept_ms,
     letter_fields,
     submitted_words,
 )
@@ -46,17 +47,43 @@ def flat(fields: Mapping[str, str]) -> list[str]:
 
 
 def submit(
-    log: LogContext, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    log: LogContext,
+    uid: str,
+    events: Sequence[Submitted],
+    once: Once | None = None,
+    *,
+    quota: Quota | None = None,
+    has_room: Callable[[int], bool] = lambda _: True,
 ) -> Steps[SubmitResult]:
-    """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock."""
+    """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock.
+
+    *has_room* says whether so many bytes more may be written. If not, the requests are FULL, unless they are there
+    already or something else is refused first.
+    """
+    written = [submitted_words(event, len(events)) for event in events]
+    is_full = not has_room(sum(len(text) for fields in written for text in fields.values()))
+    if is_full:
+        written = [{} for _ in events]  # the script needs no more to refuse them, or to find what is there
+
+    def submit(minute: int) -> Script[SubmitResult]:
+        return _submit(log, uid, events, written, once, quota, minute, is_full=is_full)
+
     try:
-        return (yield from _submit(log, uid, events, once, quota, this_minute()))
+        return (yield from submit(this_minute()))
     except OtherMinute as other:
-        return (yield from _submit(log, uid, events, once, quota, other.minute))
+        return (yield from submit(other.minute))
 
 
 def _submit(
-    log: LogContext, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None, minute: int
+    log: LogContext,
+    uid: str,
+    events: Sequence[Submitted],
+    written: Sequence[Mapping[str, bytes]],
+    once: Once | None,
+    quota: Quota | None,
+    minute: int,
+    *,
+    is_full: bool,
 ) -> Script[SubmitResult]:
     """Redis' clock decides in which minute a quota counts: *minute*, or the one before or after. Raises OtherMinute."""
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
@@ -68,17 +95,19 @@ def _submit(
         first = minute - 1
         counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
         allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
-    args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
+    max_queued = 0 if is_full else limits.max_queued
+    args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, max_queued]
     args += [digest, instead_of, *allowed]
-    for sibling, event in zip(uids, events, strict=True):
-        fields = submitted_words(event, len(events))
+    for sibling, event, fields in zip(uids, events, written, strict=True):
         args += [sibling, event.frontend, 2 * len(fields), *(word for pair in fields.items() for word in pair)]
 
     def parse(reply: Any) -> SubmitResult:
         outcome, whose, number = reply
         if outcome == b"MINUTE":
             raise OtherMinute(number)
-        return SubmitResult(Submission(as_text(outcome)), as_text(whose), number)
+        submission = Submission(as_text(outcome))
+        full = is_full and submission is Submission.BUSY
+        return SubmitResult(Submission.FULL if full else submission, as_text(whose), number)
 
     keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *counted, *key]
     return Script("submit", keys, args, parse)
@@ -90,9 +119,9 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
     return Script("tokenized", keys, [entry.id, uid, entry.fields["frontend"], *flat(encode(event))], is_ok)
 
 
-def _end_fields(event: End) -> list[str]:
-    """Return the words of an end; the commit counts the tokens."""
-    return flat({name: value for name, value in encode(event).items() if name != "n"})
+def _end_fields(event: End) -> dict[str, str]:
+    """Return the fields of an end; the commit counts the tokens."""
+    return {name: value for name, value in encode(event).items() if name != "n"}
 
 
 def end(
@@ -105,10 +134,11 @@ def end(
     dead: DeadLetter | None = None,
 ) -> Script[bool]:
     names = log.names
-    letter = flat(letter_fields(dead)) if dead else []
+    letter, said = flat(letter_fields(dead)) if dead else [], _end_fields(event)
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
     args: list[str | int] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
-    args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *_end_fields(event)]
+    args += [DEAD_CAP, DEAD_HISTORY_BYTES, kept_ms(event, 0, said, log.limits.retention_ms)]
+    args += [len(letter), *letter, *flat(said)]
     return Script("end", keys, args, is_ok)
 
 
@@ -118,7 +148,8 @@ def abandon(
     names = log.names
     key = [names.idempotency(once.key)] if once else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key]
-    args: list[str | int] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached), *_end_fields(event)]
+    args: list[str | int] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached)]
+    args += flat(_end_fields(event))
     return Script("abandon", keys, args, is_ok)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.errors import Fenced
 from pipeline.events import StepCompleted, encode
-from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, produced_fields
+from pipeline.log.entries import REPLY_CAP, STATUS_TTL_MS, kept_ms, produced_fields
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import flat
 from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
@@ -94,11 +94,12 @@ def produced(log: LogContext, owner: Owner, entry: Entry, engine: str, events: S
     writes: list[str | int] = []
     for item, fields in zip(events, histories, strict=True):
         history = key_index(log.names.request(item.uid))
-        writes += [history, item.entry_id, item.uid, int(item.tell_engine), 2 * len(fields), *flat(fields)]
+        kept = kept_ms(item.event, item.n, fields, log.limits.retention_ms)
+        writes += [history, item.entry_id, item.uid, int(item.tell_engine), kept, 2 * len(fields), *flat(fields)]
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
         payloads += [key_index(log.names.replies(frontend)), payload]
-    args = [str(owner), entry.id, log.limits.retention_ms, REPLY_CAP, len(replies), *payloads, *writes]
+    args = [str(owner), entry.id, REPLY_CAP, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(_unless_fenced(owner, reply)), once=True)
 
 
