@@ -90,6 +90,11 @@ def server(_: LogContext) -> Command[tuple[str, str]]:
     return Command(["INFO", "server"], lambda reply: server_of(info_of(reply)))
 
 
+def used_bytes(_: LogContext) -> Command[int]:
+    """Return how much memory the server uses, with what others keep in it."""
+    return Command(["INFO", "memory"], lambda reply: int(info_of(reply)["used_memory"]))
+
+
 def snapshot(log: LogContext) -> Steps[LogSnapshot]:
     """Return how the whole log stands now. The work grows with the number of workers, not with what the log holds."""
     shared = _shared(log.names)
