@@ -146,7 +146,7 @@ class MemoryLog:
         group = tokenized.groups.get(GENERATE) if tokenized is not None else None
         taken = tokenized.read(group.pending) if tokenized is not None and group is not None else []
         queued = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized) - len(taken)
-        return min(queued, len(self._live) - len(self.alive([entry.fields["uid"] for entry in taken]))) > most
+        return min(queued, len(self._live) - len(self.alive([entry.fields.get("uid", "") for entry in taken]))) > most
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]
@@ -446,12 +446,14 @@ class MemoryLog:
 
     # frontends
 
-    def open_replies(self, frontend: str) -> str:
+    def open_replies(self, frontend: str, *, read: str = "") -> str:
         key = self.names.replies(frontend)
         with self._changed:
             stream = self._streams.get(key) or self._streams.append(key, None, {"events": "[]"}, make=True)
             assert stream is not None
             stream.expires_ms = self._in_ms(REPLIES_TTL_MS)
+            for entry_id in [each for each in stream.entries if read and each < parse_id(read)]:
+                del stream.entries[entry_id]
             return id_text(stream.last)
 
     def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:

@@ -439,8 +439,11 @@ class StreamLog(Protocol):
 
     # frontends
 
-    def open_replies(self, frontend: str) -> str:
-        """Create the replies stream, or keep it for 60 s more; return its last id."""
+    def open_replies(self, frontend: str, *, read: str = "") -> str:
+        """Create the replies stream, or keep it for 60 s more; return its last id.
+
+        Drop the replies before the id *read*. Large ones would stay in a stream to which little is added.
+        """
 
     def read_replies(self, frontend: str, after: str, *, block_ms: int) -> tuple[str, list[Reply]]:
         """Wait up to *block_ms* for replies after the id *after*; return them and the id for the next call."""

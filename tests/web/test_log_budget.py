@@ -12,13 +12,14 @@ from raw_client import Answer, Client, connect, request
 from redis_servers import Servers, command, running_server, until
 from stand_in_stages import StandIn
 from web_process import Server, serving
-from web_site import chat
+from web_site import CHAT, chat
 
 from pipeline.log.protocol import RequestLimits
+from stages.tokenize.worker import MOST_ANSWERED
 from web.config import LEAST_LOG_BYTES
 
 BODY = "x" * 1_000_000
-RETENTION_S = 4.0
+RETENTION_S = 3.0
 """Longer than it takes to fill the log."""
 MARGIN_BYTES = 4 * len(BODY)
 """What Redis takes beyond the budget for a moment: the buffers in which a body comes and goes to a worker."""
@@ -30,7 +31,7 @@ def used_bytes(url: str, field: str = "used_memory") -> int:
     return int(found[1])
 
 
-def post(server: Server, body: dict[str, object], path: str = "/v1/chat/completions") -> Answer:
+def post(server: Server, path: str, body: dict[str, object]) -> Answer:
     with closing(connect(server.port)) as client:
         client.send(request(body, path=path))
         return client.answer()
@@ -50,20 +51,26 @@ def test_bodies_fill_the_log_to_its_budget_streams_end_and_there_is_room_when_th
             stream.send(request(chat("held", stream=True)))
         chunks = [begun(stream) for stream in streams]
         empty_bytes = used_bytes(url)
-        answers = []
-        while not answers or answers[-1].status == 200:
-            answers.append(post(server, chat(BODY)))
-        assert len(answers) > 10
-        refused = answers[-1]
+        refused = filled(server, CHAT, chat(BODY))
         assert (refused.status, refused.error["code"]) == (503, "overloaded")
         assert "--max-log-bytes" in refused.error["message"] and 1 <= int(refused.headers["retry-after"]) <= 30
-        assert post(server, {"prompt": BODY}, "/tokenize").status == 503
+        assert post(server, "/tokenize", {"prompt": BODY}).status == 503
         assert used_bytes(url) > LEAST_LOG_BYTES - MARGIN_BYTES
         stand_in.let_go.set()
         assert all(b"[DONE]" in b"".join(rest) for rest in chunks)
         assert used_bytes(url, "used_memory_peak") < LEAST_LOG_BYTES + MARGIN_BYTES
+
         until(lambda: used_bytes(url) < empty_bytes + MARGIN_BYTES)
-        until(lambda: post(server, chat(BODY)).status == 200)  # when the memory was read again
+        until(lambda: post(server, CHAT, chat("hello")).status == 200)  # the memory was read again
+        assert filled(server, "/tokenize", {"prompt": BODY[:MOST_ANSWERED]}).status == 503  # with large answers, too
+        until(lambda: used_bytes(url) < empty_bytes + MARGIN_BYTES)
+
+
+def filled(server: Server, path: str, body: dict[str, object]) -> Answer:
+    """Send *body* until it is refused; return the refusal."""
+    while (answer := post(server, path, body)).status == 200:
+        pass
+    return answer
 
 
 def begun(stream: Client) -> Iterator[bytes]:

@@ -33,8 +33,8 @@ HEAD_ENTRIES = 8
 """A peek brings no more of what happened to a request before its first token."""
 
 
-def open_replies(log: LogContext, frontend: str) -> Script[str]:
-    return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS], as_text)
+def open_replies(log: LogContext, frontend: str, *, read: str = "") -> Script[str]:
+    return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS, read], as_text)
 
 
 def read_replies(log: LogContext, frontend: str, after: str, *, block_ms: int) -> Command[tuple[str, list[Reply]]]:

@@ -23,7 +23,7 @@ from log_contract import (
 )
 from redis_servers import until
 
-from pipeline.events import Admitted, Answered, SamplingParams, Submitted
+from pipeline.events import Admitted, Answered, End, SamplingParams, Submitted
 from pipeline.log import entries
 from pipeline.log.protocol import Produced, Reply, StreamLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
@@ -119,8 +119,9 @@ def test_refused_requests_and_large_answers_of_a_tokenizer_are_kept_briefly(
     scene: Scene, detokenizer: Detokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(entries, "BRIEF_MS", SHORT_MS)
-    brief = {"refused": FAILED, "too large": FAILED.model_copy(update={"status": 413}), "large": answered(64)}
-    long = {"broke": KILLED, "small": answered(63), "cancelled": CANCELLED}
+    too_large = FAILED.model_copy(update={"status": 413})
+    brief: dict[str, End] = {"refused": FAILED, "too large": too_large, "large": answered(64)}
+    long: dict[str, End] = {"broke": KILLED, "small": answered(63), "cancelled": CANCELLED}
     scene.accept(*brief, *long, "late", "refused by the engine", "late by the engine")
     detokenizer.say(say_tokens("late", 1), say_tokens("late by the engine", 1))
     for uid, event in (brief | long | {"late": FAILED}).items():
