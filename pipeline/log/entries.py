@@ -69,7 +69,12 @@ def kept_ms(event: TokensProduced | End | Mark, n: int, fields: Mapping[str, str
     """
     refused = isinstance(event, Failed) and 400 <= event.status < 500
     large = isinstance(event, Answered) and sum(map(len, fields.values())) > LARGE_ANSWER_BYTES
-    return min(retention_ms, BRIEF_MS) if n == 0 and (refused or large) else retention_ms
+    return brief_ms(retention_ms) if n == 0 and (refused or large) else retention_ms
+
+
+def brief_ms(retention_ms: int) -> int:
+    """Return for how long a history is kept whose request was refused."""
+    return min(retention_ms, BRIEF_MS)
 
 
 def produced_fields(events: Sequence[Produced]) -> tuple[list[dict[str, str]], dict[str, str]]:

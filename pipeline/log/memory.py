@@ -16,6 +16,7 @@ from pipeline.log.entries import (
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
+    brief_ms,
     copied_fields,
     kept_ms,
     letter_fields,
@@ -181,7 +182,16 @@ class MemoryLog:
                 self._streams.append(self.names.dead, None, said, make=True, cap=DEAD_CAP)
             return True
 
-    def abandon(self, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False) -> bool:
+    def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        once: Once | None = None,
+        attached: bool = False,
+        refused: bool = False,
+    ) -> bool:
         with self._changed:
             base = base_uid(uid)
             if attached and base not in self._left:
@@ -190,7 +200,12 @@ class MemoryLog:
                 if once is not None and self._once.get(once.key, ("",))[0] == base:
                     self._left.add(base)
                 return False
-            return self.end(uid, event, frontend=frontend)
+            history = self._streams.get(self.names.request(uid))
+            is_tokenless = history is not None and not history.last[0]
+            ended = self.end(uid, event, frontend=frontend)
+            if history is not None and ended and refused and is_tokenless:
+                history.expires_ms = self._in_ms(brief_ms(self.limits.retention_ms))
+            return ended
 
     def reading(self, uids: Sequence[str], who: str) -> None:
         with self._changed:

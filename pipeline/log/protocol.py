@@ -287,12 +287,22 @@ class StreamLog(Protocol):
         If this seal is the first, keep *dead* with a copy of the sealed history, of at most 64 KB.
         """
 
-    def abandon(self, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False) -> bool:
+    def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        once: Once | None = None,
+        attached: bool = False,
+        refused: bool = False,
+    ) -> bool:
         """End a request whose client left, as `end` does. False also if another client reads it.
 
         *once* is the idempotency key of the client. *attached*: the client did not send the request; the key led it
         there. Such a client ends the request only after the sender has left. A sender that leaves one of several
-        siblings to its readers has left them all; abandon each of them all the same.
+        siblings to its readers has left them all; abandon each of them all the same. *refused*: the client left because
+        a sibling was refused; without tokens the history is kept as briefly as that one's.
         """
 
     def reading(self, uids: Sequence[str], who: str) -> None:

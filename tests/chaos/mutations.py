@@ -153,8 +153,8 @@ end
     Mutation("what ended while an engine had it makes room", f"{COMMITS}/submit.lua",
         "return living - (#taken - #ended_of(taken)) > most", "return living - #taken > most",
         (contract("submit", "test_what_ended_while_an_engine_had_it_makes_no_room_for_more_to_wait"),)),
-    Mutation("a refused request is kept as long as any other", f"{COMMITS}/end.lua",
-        "if n == '0' then redis.call('PEXPIRE', KEYS[2], ARGV[7]) end\n", "",
+    Mutation("a refused request is kept as long as any other", f"{COMMITS}/lib.lua",
+        "n == '0' and tokenless_ms or retention_ms", "retention_ms",
         (f"{REDIS}test_the_history_of_a_refused_request_has_a_minute_to_live[{{server}}]",)),
     # siblings
     Mutation("siblings begin in the middle where the first one is gone and the others are not", f"{COMMITS}/submit.lua",

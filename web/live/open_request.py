@@ -315,6 +315,7 @@ class OpenRequest(Client):
     async def _abandon(self, attached_to: Sequence[str]) -> None:
         """Cancel the own request, or the one that this client is *attached_to*, unless another client reads it."""
         uids, event = attached_to or self.unended, Cancelled(by="client")
+        refused = isinstance(self._failure, Failed) and self._failure.status < 500
 
         async def abandon() -> None:
             for uid in uids:
@@ -325,6 +326,7 @@ class OpenRequest(Client):
                     frontend=self.event.frontend,
                     once=self._once,
                     attached=bool(attached_to),
+                    refused=refused,
                 )
                 if abandoned:
                     self._frontend.count_end(event)

@@ -31,9 +31,8 @@ if ARGV[4] ~= '' then
   redis.call('XDEL', KEYS[5], ARGV[4])
 end
 local num_parts = tonumber(ARGV[8])
-local ended_ms, n = seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 9 + num_parts, #ARGV))
+local ended_ms = seal(ARGV[1], ARGV[2], ARGV[7], ARGV[3], slice(ARGV, 9 + num_parts, #ARGV))
 if not ended_ms then return 'ENDED' end
-if n == '0' then redis.call('PEXPIRE', KEYS[2], ARGV[7]) end
 if num_parts > 0 then
   local letter = slice(ARGV, 9, 8 + num_parts)
   local copy, left_out = copy_of(KEYS[2], tonumber(ARGV[6]))

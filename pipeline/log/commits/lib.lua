@@ -21,19 +21,20 @@ local function append(history, id, fields, now)
   return type(reply) == 'string'
 end
 
--- Seals a history. KEYS begin with live, history, replies, control. Returns the moment and the number of tokens, which is
--- read off the history; or false if the history was sealed before or is gone.
-local function seal(uid, retention_ms, reply_cap, fields)
+-- Seals a history. KEYS begin with live, history, replies, control. Returns the moment, or false if the history was sealed
+-- before or is gone. The number of tokens is read off the history, which is kept for the second time if there is none.
+local function seal(uid, retention_ms, tokenless_ms, reply_cap, fields)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)
   local now = now_ms()
   fields[#fields + 1] = 'n'
-  fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
+  local n = last[1] and string.match(last[1][1], '^%d+') or '0'
+  fields[#fields + 1] = n
   if not append(KEYS[2], SEAL, fields, now) then return false end
-  redis.call('PEXPIRE', KEYS[2], retention_ms)
+  redis.call('PEXPIRE', KEYS[2], n == '0' and tokenless_ms or retention_ms)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
-  return now, fields[#fields]
+  return now
 end
 
 local function fenced(owner_key, owner)

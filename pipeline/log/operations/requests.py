@@ -15,6 +15,7 @@ from pipeline.log.entries import (
     MINUTE_MS,
     READER_TTL_MS,
     REPLY_CAP,
+    brief_ms,
     kept_ms,
     letter_fields,
     submitted_words,
@@ -143,13 +144,20 @@ def end(
 
 
 def abandon(
-    log: LogContext, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False
+    log: LogContext,
+    uid: str,
+    event: End,
+    *,
+    frontend: str,
+    once: Once | None = None,
+    attached: bool = False,
+    refused: bool = False,
 ) -> Script[bool]:
-    names = log.names
+    names, kept = log.names, log.limits.retention_ms
     key = [names.idempotency(once.key)] if once else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid), *key]
-    args: list[str | int] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached)]
-    args += flat(_end_fields(event))
+    args: list[str | int] = [uid, base_uid(uid), kept, REPLY_CAP, int(attached)]
+    args += [brief_ms(kept) if refused else kept, *flat(_end_fields(event))]
     return Script("abandon", keys, args, is_ok)
 
 

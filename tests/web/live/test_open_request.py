@@ -146,6 +146,16 @@ async def test_a_request_that_the_log_lost_after_a_token_of_a_sibling_fails(redi
             assert b'"code":"log_lost"' in await connection.receive()
 
 
+async def test_when_one_of_several_prompts_is_refused_none_is_kept_for_long(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        body = {"prompt": ["silent", "refuse", "silent"]}
+        assert (await here.client.post("/v1/completions", json=body)).status_code == 400
+        await until(lambda: not here.is_busy)
+    keys = command(redis_url, "KEYS", Names().request("*.*"))
+    assert len(keys) == 3
+    assert all(command(redis_url, "PTTL", key) <= 60_000 for key in keys)
+
+
 async def chats(stages: Stages, count: int) -> list[str]:
     """Take in requests until there are so many chats; return their uids in order."""
     uids: list[str] = []

@@ -122,14 +122,17 @@ def test_refused_requests_and_large_answers_of_a_tokenizer_are_kept_briefly(
     too_large = FAILED.model_copy(update={"status": 413})
     brief: dict[str, End] = {"refused": FAILED, "too large": too_large, "large": answered(64)}
     long: dict[str, End] = {"broke": KILLED, "small": answered(63), "cancelled": CANCELLED}
-    scene.accept(*brief, *long, "late", "refused by the engine", "late by the engine")
-    detokenizer.say(say_tokens("late", 1), say_tokens("late by the engine", 1))
+    siblings = ("sibling", "late sibling", "left")
+    scene.accept(*brief, *long, *siblings, "late", "refused by the engine", "late by the engine")
+    detokenizer.say(*(say_tokens(uid, 1) for uid in ("late", "late by the engine", "late sibling")))
+    assert [scene.abandon(uid, refused=uid != "left") for uid in siblings] == [True, True, True]
     for uid, event in (brief | long | {"late": FAILED}).items():
         assert scene.end(uid, event)
     refused = FAILED.model_copy(update={"n": 1})
     detokenizer.say(say_end("refused by the engine", FAILED, n=0), say_end("late by the engine", refused, n=1))
-    until(lambda: not any(scene.history(uid) for uid in (*brief, "refused by the engine")))
-    assert all(scene.ids(uid)[-1] == SEAL for uid in (*long, "late", "late by the engine"))
+    until(lambda: not any(scene.history(uid) for uid in (*brief, "refused by the engine", "sibling")))
+    kept = (*long, "late", "late by the engine", "late sibling", "left")
+    assert all(scene.ids(uid)[-1] == SEAL for uid in kept)
 
 
 def answered(kib: int) -> Answered:
