@@ -12,7 +12,6 @@ from pipeline.events import End, StepCompleted, Submitted, Tokenized, encode
 from pipeline.log.entries import (
     CONTROL_CAP,
     DEAD_CAP,
-    MINUTE_MS,
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
@@ -25,6 +24,7 @@ from pipeline.log.entries import (
     submitted_fields,
 )
 from pipeline.log.memory_leases import Leases
+from pipeline.log.memory_quotas import Quotas
 from pipeline.log.memory_streams import Streams, id_text, steady_clock_ms
 from pipeline.log.protocol import (
     DEFAULT_LIMITS,
@@ -74,9 +74,7 @@ class MemoryLog:
         self._once: dict[str, tuple[str, str, int]] = {}
         self._left: set[str] = set()
         self._readers: dict[str, dict[str, int]] = {}
-        self._minute = 0
-        self._accepted: dict[str, int] = {}  # of each API key, in that minute
-        self._running: dict[str, set[str]] = {}
+        self._quotas = Quotas(self._now_ms)
 
     # requests
 
@@ -87,7 +85,7 @@ class MemoryLog:
         with self._changed:
             if any(self._streams.get(self.names.request(sibling)) is not None for sibling in uids):
                 return SubmitResult(Submission.DUPLICATE, uid)
-            refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
+            refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
             if refused:
                 return refused
             if self._more_wait_than(self.limits.max_queued - len(events)):
@@ -109,8 +107,7 @@ class MemoryLog:
                 self._once[once.key] = (uid, once.digest, gone_ms)
                 self._left &= {held[0] for held in self._once.values()}
             if quota is not None:
-                self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
-                self._running.setdefault(quota.key, set()).update(uids)
+                self._quotas.count(quota, uids)
             return SubmitResult(Submission.ACCEPTED, uid)
 
     def _held(self, once: Once) -> SubmitResult | None:
@@ -122,20 +119,6 @@ class MemoryLog:
             return SubmitResult(Submission.MISMATCH, other)
         return SubmitResult(Submission.ATTACH, other) if other != once.instead_of else None
 
-    def _used_up(self, quota: Quota, uid: str) -> SubmitResult | None:
-        """Say what of the quota is used up for now."""
-        minute, ms = divmod(self._now_ms(), MINUTE_MS)
-        if minute != self._minute:
-            self._minute = minute
-            self._accepted.clear()
-        if 0 < quota.requests_per_minute <= self._accepted.get(quota.key, 0):
-            return SubmitResult(Submission.TOO_FAST, uid, MINUTE_MS - ms)
-        running = self._running.setdefault(quota.key, set())
-        running &= self._live.keys()
-        if 0 < quota.concurrent_requests <= len(running):
-            return SubmitResult(Submission.TOO_MANY, uid)
-        return None
-
     def _more_wait_than(self, most: int) -> bool:
         """Say whether more than *most* requests wait: they live, and no engine has taken them.
 
@@ -143,9 +126,7 @@ class MemoryLog:
         """
         if len(self._live) <= most:
             return False
-        tokenized = self._streams.get(self.names.tokenized)
-        group = tokenized.groups.get(GENERATE) if tokenized is not None else None
-        taken = tokenized.read(group.pending) if tokenized is not None and group is not None else []
+        taken = self._streams.pending(Inbox.tokenized(self.names))
         queued = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized) - len(taken)
         return min(queued, len(self._live) - len(self.alive([entry.fields.get("uid", "") for entry in taken]))) > most
 
