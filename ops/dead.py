@@ -133,7 +133,7 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         )
         if log.submit(uid, [event]).submission is Submission.BUSY:
             raise NotRequeued(
-                f"{dead_uid}: not sent again; {limits.max_queued_requests} requests wait or run already "
+                f"{dead_uid}: not sent again; {limits.max_queued_requests} requests wait already "
                 "(--max-queued-requests); try later"
             )
         said = {"uid": uid, "requeued_from": dead_uid}

@@ -70,6 +70,20 @@ seconds_or_0: Final = _number(float, lambda value: 0 <= value < math.inf, "a num
 share: Final = _number(float, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
 
 
+def size_or_0(lowest: int) -> Callable[[str], int]:
+    """Return a parser of sizes in bytes, 0 or at least *lowest*, which is whole MiB. `64M` is 64 MiB."""
+
+    def size(text: str) -> int:
+        number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in _UNITS else (text, "")
+        return int(number) * _UNITS.get(unit, 1)
+
+    expected = f"0, or at least {lowest >> 20}M ({lowest} bytes); K, M and G stand for KiB, MiB and GiB"
+    return _number(size, lambda value: value == 0 or value >= lowest, expected)
+
+
+_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
 def port_number(text: str) -> int:
     """Parse a TCP port."""
     value = at_least(1)(text)

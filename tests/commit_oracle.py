@@ -77,7 +77,7 @@ class CommitOracle:
             for group in stream.groups.values()
         }
         sets = {names.reader(uid): frozenset(readers) for uid, readers in log._readers.items()}
-        sets |= {names.running(key): frozenset(uids) for key, uids in log._running.items()}
+        sets |= {names.running(key): frozenset(uids) for key, uids in log._quotas.running.items()}
         sets |= {names.live: frozenset(log._live)}
         strings = {names.owner(slot): str(owner) for slot, owner in log._leases.owners.items()}
         strings |= {names.lease(slot): str(owner) for slot, (owner, _) in log._leases.held.items()}

@@ -240,8 +240,8 @@ class Scene:
         letter = DeadLetter(stage="generate", entry={"uid": uid, "frontend": frontend}, deaths=3, error=error)
         return self.log.end(uid, KILLED, frontend=frontend, dead=letter)
 
-    def abandon(self, uid: str = "a", *, once: Once | None = None, attached: bool = False) -> bool:
-        return self.log.abandon(uid, CANCELLED, frontend="web-0", once=once, attached=attached)
+    def abandon(self, uid: str = "a", **how: Any) -> bool:
+        return self.log.abandon(uid, CANCELLED, frontend="web-0", **how)
 
     # slots
 

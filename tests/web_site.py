@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from typing import Any
 
 from quart import Quart, Response
@@ -37,12 +37,15 @@ class Site:
         name: str = "web-0",
         *,
         disconnect_grace_s: float = 0.0,
+        max_log_bytes: int = 0,
         keys: Keys | None = None,
         origins: Origins | None = None,
     ) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names(), limits)
-        self.frontend = Frontend(name, self.log, self._say, disconnect_grace_s=disconnect_grace_s)
+        self.frontend = Frontend(
+            name, self.log, self._say, disconnect_grace_s=disconnect_grace_s, max_log_bytes=max_log_bytes
+        )
         self.app: Quart = create_app(self.frontend, keys, origins=origins)
         self.client = self.app.test_client()
 
@@ -72,6 +75,10 @@ class Site:
             yield connection
             await connection.disconnect()
 
+    def waiting(self) -> AbstractAsyncContextManager[Any]:
+        """As `connection`, for a request that waits: the stand-in for a tokenizer has it in hand and does nothing."""
+        return self.connection({"prompt": "silent"}, path="/tokenize")
+
     @asynccontextmanager
     async def reading(self, path: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[Any]:
         """Read what a path sends and leave at the end, whatever has come by then."""
@@ -97,11 +104,20 @@ async def site(
     ready: bool = True,
     limits: RequestLimits = DEFAULT_LIMITS,
     disconnect_grace_s: float = 0.0,
+    max_log_bytes: int = 0,
     keys: Keys | None = None,
     origins: Origins | None = None,
 ) -> AsyncIterator[Site]:
     """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over."""
-    site = Site(url, limits, name, disconnect_grace_s=disconnect_grace_s, keys=keys, origins=origins)
+    site = Site(
+        url,
+        limits,
+        name,
+        disconnect_grace_s=disconnect_grace_s,
+        max_log_bytes=max_log_bytes,
+        keys=keys,
+        origins=origins,
+    )
     task = asyncio.create_task(site.frontend.run())
     try:
         async with asyncio.timeout(30):

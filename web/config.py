@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.flags import at_least, flag, port_number, seconds, seconds_or_0
+from pipeline.flags import at_least, flag, port_number, seconds, seconds_or_0, size_or_0
 from pipeline.log.config import LogConfig
 from pipeline.process.config import WorkerConfig
 
 DEFAULT_PORT: Final = 1919
 DEFAULT_BODY_BYTES: Final = 4 << 20
 """Any body up to this size holds other requests up for less than 50 ms."""
+LEAST_LOG_BYTES: Final = 16 << 20
+"""An empty Redis uses one or two MiB, and a few requests must have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class RequestConfig:
         "--max-queued-requests",
         default=1024,
         parse=at_least(1),
-        help="maximum requests waiting or running; above that, new ones get 503",
+        help="maximum requests waiting for an engine; above that, new ones get 503",
     )
 
 
@@ -68,6 +70,15 @@ class ClientConfig:
         help=(
             "largest request body in bytes; larger ones get 413. One body can take 10 times its size in memory and "
             "delay other requests by 50 ms for each 4 MiB"
+        ),
+    )
+    max_log_bytes: int | None = flag(
+        "--max-log-bytes",
+        default=None,
+        parse=size_or_0(LEAST_LOG_BYTES),
+        help=(
+            "memory that Redis may use before new requests get 503, such as 2G; 0: no limit "
+            "[a tenth of the machine's memory for the embedded server, no limit for --redis-url]"
         ),
     )
 

@@ -152,6 +152,7 @@ async def _serve(
         log,
         seat.say,
         disconnect_grace_s=config.clients.disconnect_grace_s,
+        max_log_bytes=config.clients.max_log_bytes or 0,
         measures=seat.measures,
     )
     _collect_often()

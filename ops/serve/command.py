@@ -16,7 +16,7 @@ from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 from stages.detokenize.config import DetokenizeConfig
 from stages.generate.config import GenerateConfig
 from stages.tokenize.config import TokenizeConfig
-from web.config import KeysConfig, WebStageConfig
+from web.config import LEAST_LOG_BYTES, KeysConfig, WebStageConfig
 
 C = TypeVar("C", bound=ServerConfig | TokenizeConfig | GenerateConfig | DetokenizeConfig)
 
@@ -24,6 +24,8 @@ DEMO_ANSWERS: Final = "No --model was given, so the demo model answers; ask it w
 READY_TIMEOUT_S: Final = 600.0
 FOREVER_S: Final = float("inf")
 WEB_DRAIN_S: Final = 30.0
+LOG_SHARE: Final = 10
+"""The log of an embedded Redis may have a tenth of the memory. While Redis rewrites its file it can need twice that."""
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -58,6 +60,7 @@ def serve(config: ServerConfig) -> int:
     _check_keys(config.keys)
     _check_origins(config)
     folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
+    config = _with_budget(config)
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(_with_redis(config))
         listener = stack.enter_context(open_listener(config.web.host, config.web.port))
@@ -91,7 +94,7 @@ def run_stage(config: StageConfig, stage: str) -> int:
     if isinstance(config, WebStageConfig):
         _check_keys(config.keys)
         _check_origins(config)
-    check_server(config.log.redis_url)
+    check_server(config.log.redis_url, (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0)
     processes = Processes(config, config.log.redis_url)
     with contextlib.ExitStack() as stack:
         if isinstance(config, WebStageConfig):
@@ -126,6 +129,16 @@ def _with_model(config: C, folder: Path) -> C:
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]  # these are its fields
 
 
+def _with_budget(config: ServerConfig) -> ServerConfig:
+    """Return *config* with the default of --max-log-bytes: a Redis of our own must leave memory to the stages."""
+    if config.clients.max_log_bytes is not None or config.log.redis_url:
+        return config
+    from pipeline.process.redis_server import machine_memory_bytes
+
+    max_log_bytes = max(machine_memory_bytes() // LOG_SHARE, LEAST_LOG_BYTES)
+    return dataclasses.replace(config, clients=dataclasses.replace(config.clients, max_log_bytes=max_log_bytes))
+
+
 def _check_keys(config: KeysConfig) -> None:
     """Read the API keys and their limits as a frontend will, before anything starts. Raises ConfigError."""
     if config.api_key or config.limits or config.admin_key is not None:
@@ -158,12 +171,17 @@ def _with_redis(config: ServerConfig) -> Iterator[Processes]:
 
         if config.data.repair:
             raise ConfigError("--repair is for the data of the embedded server; leave it out, or leave out --redis-url")
-        check_server(config.log.redis_url)
+        check_server(config.log.redis_url, config.clients.max_log_bytes or 0)
         yield Processes(config, config.log.redis_url)
         return
     from pipeline.process.redis_server import EmbeddedRedis
 
-    server = EmbeddedRedis(config.data_dir, is_repair_allowed=config.data.repair)
+    max_log_bytes = config.clients.max_log_bytes or 0
+    server = EmbeddedRedis(
+        config.data_dir,
+        is_repair_allowed=config.data.repair,
+        max_memory_bytes=max_log_bytes + max_log_bytes // 3,  # so web processes refuse requests long before Redis does
+    )
     try:
         yield Processes(config, server.url, server.watch)
     finally:

@@ -17,12 +17,12 @@ from pipeline.process.redis_server import OLDEST
 CHECK_TIMEOUT_S = 5.0
 
 
-def check_server(url: str) -> None:
-    """Make sure that the Redis at *url* can hold the log.
+def check_server(url: str, max_log_bytes: int = 0) -> None:
+    """Make sure that the Redis at *url* can hold the log, of which *max_log_bytes* is the largest size, unless it is 0.
 
     Raises:
-        ConfigError: It cannot be reached, refuses the user, is older than 6.2, or may evict keys. The message says what
-            to do.
+        ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, or is full before the
+            log has that size. The message says what to do.
     """
     address = parse_address(url)
     try:
@@ -40,6 +40,12 @@ def check_server(url: str) -> None:
         raise ConfigError(
             f"Redis at {address.shown} has maxmemory-policy {policy} and would evict live requests; "
             "run: redis-cli CONFIG SET maxmemory-policy noeviction"
+        )
+    maxmemory = int(info.get("maxmemory", 0))
+    if 0 < maxmemory <= max_log_bytes:
+        raise ConfigError(
+            f"--max-log-bytes {max_log_bytes}: Redis at {address.shown} is full before that, at its maxmemory "
+            f"{maxmemory}; pass less, or run: redis-cli CONFIG SET maxmemory {2 * max_log_bytes}"
         )
 
 

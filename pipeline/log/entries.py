@@ -16,6 +16,7 @@ from pipeline.events import (
     End,
     Failed,
     Finished,
+    Mark,
     TokensProduced,
     as_plain,
     as_words,
@@ -35,6 +36,10 @@ STATUS_TTL_MS: Final = 10_000
 MINUTE_MS: Final = 60_000
 CONTROL_CAP: Final = 1000
 """MAXLEN ~ of `control`, and how many of its entries one commit reads; commits/*.lua have the same number."""
+BRIEF_MS: Final = 60_000
+"""For how long the history of a refused request is kept, unless the retention is shorter: a reply may be lost."""
+LARGE_ANSWER_BYTES: Final = 64 * 1024
+"""A history with a larger answer of a tokenizer is kept as briefly."""
 DEAD_CAP: Final = 10_000
 """MAXLEN ~ of the dead letters."""
 DEAD_HISTORY_BYTES: Final = 64 * 1024
@@ -69,6 +74,23 @@ def letter_fields(dead: DeadLetter) -> dict[str, str]:
     """Return the fields of a dead letter; the commit adds uid, moment and history."""
     entry = orjson.dumps(dict(dead.entry)).decode()
     return {"stage": dead.stage, "deaths": str(dead.deaths), "error": dead.error, "entry": entry}
+
+
+def kept_ms(
+    event: TokensProduced | End | Mark, n: int, fields: Mapping[str, str] | Mapping[str, bytes], retention_ms: int
+) -> int:
+    """Return for how long a history is kept that *event*, with these *fields*, seals after *n* tokens.
+
+    Refused requests and large answers of a tokenizer are kept briefly: they can be many, each as large as a body.
+    """
+    refused = isinstance(event, Failed) and 400 <= event.status < 500
+    large = isinstance(event, Answered) and sum(map(len, fields.values())) > LARGE_ANSWER_BYTES
+    return brief_ms(retention_ms) if n == 0 and (refused or large) else retention_ms
+
+
+def brief_ms(retention_ms: int) -> int:
+    """Return for how long a history is kept whose request was refused."""
+    return min(retention_ms, BRIEF_MS)
 
 
 def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes]], dict[str, str]]:

@@ -15,13 +15,14 @@ from pipeline.events import End, Failed, StepCompleted, Submitted, Tokenized, en
 from pipeline.log.entries import (
     CONTROL_CAP,
     DEAD_CAP,
-    MINUTE_MS,
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
     Skipped,
+    brief_ms,
     burial_fields,
     copied_fields,
+    kept_ms,
     letter_fields,
     produced_words,
     replies_of,
@@ -29,6 +30,7 @@ from pipeline.log.entries import (
 )
 from pipeline.log.memory_groups import MemoryGroups
 from pipeline.log.memory_leases import Leases
+from pipeline.log.memory_quotas import Quotas
 from pipeline.log.memory_streams import Stream, Streams, id_text, steady_clock_ms
 from pipeline.log.protocol import (
     DEFAULT_LIMITS,
@@ -80,9 +82,7 @@ class MemoryLog(MemoryGroups):
         self._once: dict[str, tuple[str, str, int]] = {}
         self._left: set[str] = set()
         self._readers: dict[str, dict[str, int]] = {}
-        self._minute = 0
-        self._accepted: dict[str, int] = {}  # of each API key, in that minute
-        self._running: dict[str, set[str]] = {}
+        self._quotas = Quotas(self._now_ms)
 
     # requests
 
@@ -93,11 +93,10 @@ class MemoryLog(MemoryGroups):
         with self._changed:
             if any(self._streams.get(self.names.request(sibling)) is not None for sibling in uids):
                 return SubmitResult(Submission.DUPLICATE, uid)
-            refused = (once and self._held(once)) or (quota and self._used_up(quota, uid))
+            refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
             if refused:
                 return refused
-            backlog = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized)
-            if backlog + len(events) > self.limits.max_queued:
+            if self._more_wait_than(self.limits.max_queued - len(events)):
                 return SubmitResult(Submission.BUSY, uid)
             self._streams.sweep()
             now_ms, timeout_ms = self._now_ms(), self.limits.timeout_ms
@@ -115,8 +114,7 @@ class MemoryLog(MemoryGroups):
                 self._once[once.key] = (uid, once.digest, gone_ms)
                 self._left &= {held[0] for held in self._once.values()}
             if quota is not None:
-                self._accepted[quota.key] = self._accepted.get(quota.key, 0) + 1
-                self._running.setdefault(quota.key, set()).update(uids)
+                self._quotas.count(quota, uids)
             return SubmitResult(Submission.ACCEPTED, uid)
 
     def _held(self, once: Once) -> SubmitResult | None:
@@ -128,19 +126,16 @@ class MemoryLog(MemoryGroups):
             return SubmitResult(Submission.MISMATCH, other)
         return SubmitResult(Submission.ATTACH, other) if other != once.instead_of else None
 
-    def _used_up(self, quota: Quota, uid: str) -> SubmitResult | None:
-        """Say what of the quota is used up for now."""
-        minute, ms = divmod(self._now_ms(), MINUTE_MS)
-        if minute != self._minute:
-            self._minute = minute
-            self._accepted.clear()
-        if 0 < quota.requests_per_minute <= self._accepted.get(quota.key, 0):
-            return SubmitResult(Submission.TOO_FAST, uid, MINUTE_MS - ms)
-        running = self._running.setdefault(quota.key, set())
-        running &= self._live.keys()
-        if 0 < quota.concurrent_requests <= len(running):
-            return SubmitResult(Submission.TOO_MANY, uid)
-        return None
+    def _more_wait_than(self, most: int) -> bool:
+        """Say whether more than *most* requests wait: they live, and no engine has taken them.
+
+        Entries of both streams stay for a while when their request has ended, so the smaller of two numbers counts.
+        """
+        if len(self._live) <= most:
+            return False
+        taken = self._streams.pending(Inbox.tokenized(self.names))
+        queued = self._streams.length(self.names.submitted) + self._streams.length(self.names.tokenized) - len(taken)
+        return min(queued, len(self._live) - len(self.alive([entry.fields.get("uid", "") for entry in taken]))) > most
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
         uid = entry.fields["uid"]
@@ -165,7 +160,16 @@ class MemoryLog(MemoryGroups):
                 self._streams.append(self.names.dead, None, said, make=True, cap=DEAD_CAP)
             return history is not None
 
-    def abandon(self, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False) -> bool:
+    def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        once: Once | None = None,
+        attached: bool = False,
+        refused: bool = False,
+    ) -> bool:
         with self._changed:
             base = base_uid(uid)
             if attached and base not in self._left:
@@ -174,7 +178,12 @@ class MemoryLog(MemoryGroups):
                 if once is not None and self._once.get(once.key, ("",))[0] == base:
                     self._left.add(base)
                 return False
-            return self.end(uid, event, frontend=frontend)
+            history = self._streams.get(self.names.request(uid))
+            is_tokenless = history is not None and not history.last[0]
+            ended = self.end(uid, event, frontend=frontend)
+            if history is not None and ended and refused and is_tokenless:
+                history.expires_ms = self._in_ms(brief_ms(self.limits.retention_ms))
+            return ended
 
     def reading(self, uids: Sequence[str], who: str) -> None:
         with self._changed:
@@ -315,7 +324,7 @@ class MemoryLog(MemoryGroups):
                     self._live.pop(item.uid, None)
                 history = self._streams.append(self.names.request(item.uid), item.entry_id, self._stamped(fields))
                 if history is not None and ends:
-                    history.expires_ms = self._in_ms(self.limits.retention_ms)
+                    history.expires_ms = self._in_ms(kept_ms(item.event, item.n, fields, self.limits.retention_ms))
                     if item.tell_engine:
                         self._tell_engines(item.uid)
             for frontend, payload in replies.items():
@@ -387,12 +396,14 @@ class MemoryLog(MemoryGroups):
 
     # frontends
 
-    def open_replies(self, frontend: str) -> str:
+    def open_replies(self, frontend: str, *, read: str = "") -> str:
         key = self.names.replies(frontend)
         with self._changed:
             stream = self._streams.get(key) or self._streams.append(key, None, {"events": "[]"}, make=True)
             assert stream is not None
             stream.expires_ms = self._in_ms(REPLIES_TTL_MS)
+            for entry_id in [each for each in stream.entries if read and each < parse_id(read)]:
+                del stream.entries[entry_id]
             return id_text(stream.last)
 
     def read_replies(
@@ -417,10 +428,11 @@ class MemoryLog(MemoryGroups):
         history = self._streams.get(self.names.request(uid))
         if history is None:
             return None
-        fields = self._stamped(encode(event) | {"n": str(history.last[0])})
+        n, said = history.last[0], encode(event)
+        fields = self._stamped(said | {"n": str(n)})
         if not self._streams.append(self.names.request(uid), SEAL, fields):
             return None
-        history.expires_ms = self._in_ms(self.limits.retention_ms)
+        history.expires_ms = self._in_ms(kept_ms(event, n, said, self.limits.retention_ms))
         self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
         self._tell_engines(uid)
         return history

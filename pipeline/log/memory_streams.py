@@ -135,6 +135,12 @@ class Streams:
             raise GroupLost(f"no group {inbox.group} on {inbox.stream}; prepare makes it")
         return stream, stream.groups[inbox.group]
 
+    def pending(self, inbox: Inbox) -> list[Entry]:
+        """Return what was delivered and not consumed; nothing where there is no such group."""
+        stream = self.get(inbox.stream)
+        group = stream.groups.get(inbox.group) if stream is not None else None
+        return stream.read(group.pending) if stream is not None and group is not None else []
+
     def deliver(self, inbox: Inbox, consumer: str, max_entries: int) -> list[Entry]:
         stream, group = self.group(inbox)
         new = stream.after(group.delivered, max_entries)

@@ -73,7 +73,9 @@ class Submission(Enum):
     DUPLICATE = "DUPLICATE"
     """The uid was submitted before: an earlier try had got through."""
     BUSY = "BUSY"
-    """The backlog has no room for all of them: --max-queued-requests."""
+    """Not all of them may wait beside those that wait already: --max-queued-requests."""
+    FULL = "FULL"
+    """The log would hold more bytes than it may: --max-log-bytes. The frontend knows that, the log does not."""
     ATTACH = "ATTACH"
     """Another request has the idempotency key: the client means that one."""
     MISMATCH = "MISMATCH"
@@ -127,9 +129,9 @@ class RequestLimits:
     timeout_s: float = 600.0
     """Time from submit to deadline."""
     retention_s: float = 900.0
-    """Time for which an ended history is kept."""
+    """Time for which an ended history is kept; `entries.kept_ms` has the exceptions."""
     max_queued: int = 1024
-    """Most requests that wait or run; a submit beyond that is BUSY."""
+    """Most requests that wait, which no engine has taken; a submit beyond that is BUSY."""
 
     @property
     def timeout_ms(self) -> int:
@@ -286,12 +288,22 @@ class StreamLog(Protocol):
         If this seal is the first, keep *dead* with a copy of the sealed history, of at most 64 KB.
         """
 
-    def abandon(self, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False) -> bool:
+    def abandon(
+        self,
+        uid: str,
+        event: End,
+        *,
+        frontend: str,
+        once: Once | None = None,
+        attached: bool = False,
+        refused: bool = False,
+    ) -> bool:
         """End a request whose client left, as `end` does. False also if another client reads it.
 
         *once* is the idempotency key of the client. *attached*: the client did not send the request; the key led it
         there. Such a client ends the request only after the sender has left. A sender that leaves one of several
-        siblings to its readers has left them all; abandon each of them all the same.
+        siblings to its readers has left them all; abandon each of them all the same. *refused*: the client left because
+        a sibling was refused; without tokens the history is kept as briefly as that one's.
         """
 
     def reading(self, uids: Sequence[str], who: str) -> None:
@@ -472,8 +484,11 @@ class StreamLog(Protocol):
 
     # frontends
 
-    def open_replies(self, frontend: str) -> str:
-        """Create the replies stream, or keep it for 60 s more; return its last id."""
+    def open_replies(self, frontend: str, *, read: str = "") -> str:
+        """Create the replies stream, or keep it for 60 s more; return its last id.
+
+        Drop the replies before the id *read*. Large ones would stay in a stream to which little is added.
+        """
 
     def read_replies(
         self, frontend: str, after: str, *, block_ms: int, skipped: Callable[[str, str], None] = ...

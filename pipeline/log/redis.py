@@ -149,6 +149,7 @@ class AsyncRedisLog:
     flush = _awaited(workers.flush)
     statuses = _awaited(workers.statuses)
     server = _awaited(frontends.server)
+    used_bytes = _awaited(frontends.used_bytes)
     occupancy = _awaited(frontends.occupancy)
     open_replies = _awaited(frontends.open_replies)
     read_replies = _awaited(frontends.read_replies)

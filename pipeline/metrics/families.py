@@ -290,8 +290,8 @@ REJECTIONS: Final = Family(
     (WEB,),
     ("reason",),
     known=(
-        *("loading", "queue_full", "log_full", "log_unreachable", "requests_per_minute", "concurrent_requests"),
-        "shutting_down",
+        *("loading", "queue_full", "log_full", "log_bytes", "log_unreachable"),
+        *("requests_per_minute", "concurrent_requests", "shutting_down"),
     ),
 )
 

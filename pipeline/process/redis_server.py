@@ -40,8 +40,18 @@ OF_COMMANDS = "reading the append only file"
 """In what they say of damage behind the snapshot."""
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 """How a server may end that reads damaged data: it asks for too much memory, or reads what is not there."""
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 SOCKET_PATH_LIMIT = 100
 """Bytes; the kernel's limit for the path of a unix socket is 108."""
+
+
+def machine_memory_bytes() -> int:
+    """Return the memory of this machine, or of this container if that is less (cgroup v2, v1)."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            memory = min(memory, int(limit.read_text()))
+    return memory
 
 
 def find_binary() -> str:
@@ -153,9 +163,10 @@ class EmbeddedRedis:
         ConfigError: The folder is in use, there is no binary, or it did not come up; the message has its last words.
     """
 
-    def __init__(self, folder: Path, *, is_repair_allowed: bool = False) -> None:
-        """*is_repair_allowed*: damage to the data may cost more than their last 64 KB."""
+    def __init__(self, folder: Path, *, is_repair_allowed: bool = False, max_memory_bytes: int = 0) -> None:
+        """*is_repair_allowed*: damage to the data may cost more than their last 64 KB. *max_memory_bytes*: 0: none."""
         self._folder = folder
+        self._max_memory_bytes = max_memory_bytes
         self._is_repair_allowed = is_repair_allowed
         self._log, self._log_size = folder / "redis.log", 0  # the size is that before the last launch
         self._lock = lock_folder(folder)
@@ -214,6 +225,7 @@ class EmbeddedRedis:
             # It would cut a file within a transaction, and append to half of a commit. `cut_damage` does not.
             "aof-load-truncated": "no",
             "save": "",
+            "maxmemory": str(self._max_memory_bytes),
             "maxmemory-policy": "noeviction",
             # How much a node of a stream holds. Memory is set aside for a whole node, also for the last of a history:
             # with the default of 4096 one of 60 to 400 tokens takes 6 to 12 % more, a short one 75 %.

@@ -35,6 +35,7 @@ VALUES = {
     "MINISGL_ADMIN_KEY": "k",
     "MINISGL_REQUEST_TIMEOUT": "60",
     "MINISGL_MAX_QUEUED_REQUESTS": "8",
+    "MINISGL_MAX_LOG_BYTES": "64M",
     "MINISGL_ALLOW_HOST": "localhost gpu-box",
     "MINISGL_ALLOW_ORIGIN": "https://chat.example.com",
     "MINISGL_TOKENIZERS": "2",

@@ -123,6 +123,11 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
         "",
         ["--redis-url", "cannot be reached", "start a redis-server"],
     ),
+    "a log that may be as large as its Redis": (
+        "stage web --redis-url {redis} --max-log-bytes 64M",
+        "",
+        ["--max-log-bytes 67108864", "maxmemory 67108864", "pass less"],
+    ),
     "a repair of a Redis that is not ours": (
         "serve --repair --redis-url {redis}",
         "",
@@ -138,6 +143,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(case: str, redis_url: str, 
     nonsense.write(model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
+    command(redis_url, "CONFIG", "SET", "maxmemory", 64 << 20)
     (tmp_path / "limits").write_text("[[key]]\nkey = 'hidden'\nconcurrent_requests = 0\n")
 
     def filled(text: str) -> str:

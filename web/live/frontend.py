@@ -16,6 +16,7 @@ from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
+from web.live.budget import Budget
 from web.live.client import Client
 from web.live.readers import Readers
 from web.live.ready import Readiness, Say
@@ -42,6 +43,7 @@ class Frontend:
         say: Say,
         *,
         disconnect_grace_s: float = 0.0,
+        max_log_bytes: int = 0,
         measures: Measures | None = None,
     ) -> None:
         self.name = name
@@ -52,6 +54,7 @@ class Frontend:
         self.readers = Readers(log, name)
         self.readiness = Readiness(log, self.tail, self._say_unless_draining, self.measures)
         self.retry_after = RetryAfter()
+        self.budget = Budget(log, max_log_bytes)
         self.draining = False
         self._say = say
         self._clients: set[Client] = set()
@@ -65,7 +68,8 @@ class Frontend:
 
     async def run(self) -> None:
         """Listen to the log until cancelled."""
-        await run_all(*self.tail.loops(), self.readers.run(), self.readiness.run())
+        reading = [self.budget.run()] if self.budget.most_bytes else []
+        await run_all(*self.tail.loops(), self.readers.run(), self.readiness.run(), *reading)
 
     def rename(self, name: str) -> None:
         """Submit under another name from now on; the requests that are open go on."""

@@ -69,6 +69,11 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
     LogFull: Refusal("log_full", "The log is full until running requests end; send it again.", retry_after="estimate"),
     LogError: Refusal("log_unreachable", UNREACHABLE),
     Submission.BUSY: Refusal("queue_full", "Too many requests are waiting; send it again.", retry_after="estimate"),
+    Submission.FULL: Refusal(
+        "log_bytes",
+        "The log may take no more memory (--max-log-bytes) until older requests expire; send it again.",
+        retry_after="estimate",
+    ),
     Submission.TOO_FAST: Refusal(
         "requests_per_minute",
         "This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s.",
@@ -183,11 +188,12 @@ class OpenRequest(Client):
                 return
             once = dataclasses.replace(once, instead_of=submitted.uid)
 
-    async def _submit(self, once: Once | None, quota: Quota | None = None) -> SubmitResult:
-        """Begin the histories of the request. Raises as the log does."""
+    async def _submit(self, once: Once | None, quota: Quota | None = None, *, again: bool = False) -> SubmitResult:
+        """Begin the histories of the request, *again* if the log had accepted it. Raises as the log does."""
         failpoint("web.before_submit")
-        began_s = time.perf_counter()
-        submitted = await self._frontend.log.submit(self.uid, self.events, once, quota=quota)
+        began_s, log = time.perf_counter(), self._frontend.log
+        with self._frontend.budget.submitting(again=again) as has_room:
+            submitted = await log.submit(self.uid, self.events, once, quota=quota, has_room=has_room)
         self._frontend.measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "submit")
         failpoint("web.after_submit")
         return submitted
@@ -243,7 +249,7 @@ class OpenRequest(Client):
             listener.resume()
         if self.submission.done():
             logger.warning("submitted_again", uid=self.uid)
-            self.submission = self._frontend.spawn(self._submit(self._once))
+            self.submission = self._frontend.spawn(self._submit(self._once, again=True))
             self.submission.add_done_callback(self._submitted_again)
 
     def _submitted_again(self, submission: asyncio.Task[SubmitResult]) -> None:
@@ -332,6 +338,7 @@ class OpenRequest(Client):
     async def _abandon(self, attached_to: Sequence[str]) -> None:
         """Cancel the own request, or the one that this client is *attached_to*, unless another client reads it."""
         uids, event = attached_to or self.unended, Cancelled(by="client")
+        refused = isinstance(self._failure, Failed) and self._failure.status < 500
 
         async def abandon() -> None:
             for uid in uids:
@@ -342,6 +349,7 @@ class OpenRequest(Client):
                     frontend=self.event.frontend,
                     once=self._once,
                     attached=bool(attached_to),
+                    refused=refused,
                 )
                 if abandoned:
                     self._frontend.count_end(event)

@@ -41,7 +41,7 @@ QUEUE_EVENTS = 256
 WATCH_EVERY_S = 0.25
 """How often the tail looks for listeners whose client has waited for long."""
 REOPEN_S = 20.0
-"""How often the life of the replies stream, 60 s, is extended."""
+"""How often the life of the replies stream, 60 s, is extended, and what was read of it is dropped."""
 BLOCK_MS = 2000
 """How long a read waits for what comes next."""
 READ_AT_ONCE = 64
@@ -151,7 +151,7 @@ class Tail:
                 frontend, cursor = self.frontend, ""
             try:
                 if not cursor or time.monotonic() - opened_s > REOPEN_S:
-                    last = await self._log.open_replies(frontend)
+                    last = await self._log.open_replies(frontend, read=cursor)
                     opened_s = time.monotonic()
                     if not cursor:
                         cursor = last

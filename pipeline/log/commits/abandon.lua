@@ -1,7 +1,8 @@
 -- abandon: end a request whose client left, as `end` does, unless another client reads it. Siblings are abandoned one by
 -- one, under the idempotency key that they share.
 -- KEYS live, history, replies, control, reader; of a sibling: shared; if it was submitted under an idempotency key: that
--- ARGV uid, base uid, retention_ms, reply_cap, 1 if another client sent the request and this one attached to it, fields...
+-- ARGV uid, base uid, retention_ms, reply_cap, 1 if another client sent the request and this one attached to it,
+--      retention_ms where no token was produced, fields...
 -- Returns
 --   OK     the request is ended
 --   ENDED  as for `end`
@@ -20,4 +21,4 @@ if redis.call('EXISTS', KEYS[5]) == 1 then
   end
   return 'READ'
 end
-return seal(ARGV[1], ARGV[3], ARGV[4], slice(ARGV, 6, #ARGV), shared) and 'OK' or 'ENDED'
+return seal(ARGV[1], ARGV[3], ARGV[6], ARGV[4], slice(ARGV, 7, #ARGV), shared) and 'OK' or 'ENDED'

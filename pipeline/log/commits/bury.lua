@@ -15,6 +15,6 @@ local ended, count = {}, tonumber(ARGV[at])
 for i = 1, count do
   KEYS[2], KEYS[3] = KEYS[2 + 3 * i], KEYS[3 + 3 * i] -- `seal` finds history and replies there
   local fields = slice(ARGV, at + count + 1, #ARGV)
-  if seal(ARGV[at + i], ARGV[5], ARGV[6], fields, KEYS[4 + 3 * i]) then ended[#ended + 1] = ARGV[at + i] end
+  if seal(ARGV[at + i], ARGV[5], ARGV[5], ARGV[6], fields, KEYS[4 + 3 * i]) then ended[#ended + 1] = ARGV[at + i] end
 end
 return ended

@@ -1,7 +1,7 @@
 -- end: ends a request outside a step, whoever ends it. The first seal wins; Redis refuses the second.
 -- KEYS live, history, replies, control, submitted, dead; of a sibling: shared
 -- ARGV uid, retention_ms, reply_cap, entry of `submitted` to consume or '', dead_cap, copy_bytes,
---      number of parts of a dead letter (0: no letter), those parts..., fields...
+--      retention_ms where no token was produced, number of parts of a dead letter (0: no letter), those parts..., fields...
 -- Returns OK, or ENDED: the request had ended before, or its history is gone. Then no letter is written.
 local function text_of(digest)
   return KEYS[7] and redis.pcall('HMGET', KEYS[7], digest)[1] or ''
@@ -32,11 +32,11 @@ if ARGV[4] ~= '' then
   redis.call('XACK', KEYS[5], 'tokenize', ARGV[4])
   redis.call('XDEL', KEYS[5], ARGV[4])
 end
-local num_parts = tonumber(ARGV[7])
-local ended_ms = seal(ARGV[1], ARGV[2], ARGV[3], slice(ARGV, 8 + num_parts, #ARGV), KEYS[7])
+local num_parts = tonumber(ARGV[8])
+local ended_ms = seal(ARGV[1], ARGV[2], ARGV[7], ARGV[3], slice(ARGV, 9 + num_parts, #ARGV), KEYS[7])
 if not ended_ms then return 'ENDED' end
 if num_parts > 0 then
-  local letter = slice(ARGV, 8, 7 + num_parts)
+  local letter = slice(ARGV, 9, 8 + num_parts)
   local copy, left_out = copy_of(KEYS[2], tonumber(ARGV[6]))
   letter[#letter + 1] = 'history'
   letter[#letter + 1] = copy

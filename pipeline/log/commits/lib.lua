@@ -52,16 +52,19 @@ local function sibling_ended(shared, now, retention_ms)
 end
 
 -- Seals a history. KEYS begin with live, history, replies, control. Returns the moment, or false if the history was sealed
--- before or is gone. The number of tokens is read off the history. *shared* is the key of what siblings share, or nil.
-local function seal(uid, retention_ms, reply_cap, fields, shared)
+-- before or is gone. The number of tokens is read off the history, which is kept for the second time if there is none. *shared* is
+-- the key of what siblings share, or nil.
+local function seal(uid, retention_ms, tokenless_ms, reply_cap, fields, shared)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.pcall('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1) -- another type of key has no entries
   local now = now_ms()
   fields[#fields + 1] = 'n'
-  fields[#fields + 1] = last[1] and string.match(last[1][1], '^%d+') or '0'
+  local n = last[1] and string.match(last[1][1], '^%d+') or '0'
+  fields[#fields + 1] = n
   if not append(KEYS[2], SEAL, fields, now) then return false end
-  redis.call('PEXPIRE', KEYS[2], retention_ms)
-  sibling_ended(shared, now, retention_ms)
+  local kept_ms = n == '0' and tokenless_ms or retention_ms
+  redis.call('PEXPIRE', KEYS[2], kept_ms)
+  sibling_ended(shared, now, kept_ms)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
   return now

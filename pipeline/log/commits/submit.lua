@@ -8,7 +8,7 @@
 -- Returns an outcome, the base uid that it is about, and a number:
 --   ACCEPTED
 --   DUPLICATE  the requests are there: an earlier try had got through
---   BUSY       the backlog has no room for all of them
+--   BUSY       not all of them may wait beside those that wait already
 --   ATTACH     that request has the idempotency key
 --   MISMATCH   so it is, but with another body
 --   TOO_FAST   the quota of this minute is used up; the number is how many ms the minute still lasts
@@ -18,6 +18,33 @@
 -- one that runs. Siblings are accepted where one request would be: more than may run at once could never be accepted
 -- otherwise. The idempotency key lives as long as the histories can, and so does what siblings share until they end.
 -- This is the one script that Redis refuses at maxmemory. Once it has begun, Redis refuses none of its writes.
+
+-- Returns which of these requests have ended.
+local function ended_of(uids)
+  local ended = {}
+  for first = 1, #uids, 1000 do -- Lua cannot unpack many more
+    local part = slice(uids, first, math.min(first + 999, #uids))
+    for i, deadline in ipairs(redis.call('ZMSCORE', KEYS[1], unpack(part))) do
+      if not deadline then ended[#ended + 1] = part[i] end
+    end
+  end
+  return ended
+end
+
+-- Returns whether more than so many requests wait: they live, and no engine has taken them. Entries of both streams stay
+-- for a while when their request has ended, so the numbers say it only where they are far from the limit.
+local function more_wait_than(most)
+  local living = redis.call('ZCARD', KEYS[1])
+  if most < 0 or living <= most then return most < 0 end
+  local group = redis.pcall('XPENDING', KEYS[3], 'generate') -- an error where there is no group
+  local num_taken = group.err and 0 or group[1]
+  if redis.call('XLEN', KEYS[2]) + redis.call('XLEN', KEYS[3]) - num_taken <= most then return false end
+  if living - num_taken > most then return true end
+  local taken = {}
+  for i, entry in ipairs(redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', num_taken)) do taken[i] = entry[2][2] end
+  return living - (#taken - #ended_of(taken)) > most
+end
+
 local uid, count, quota = ARGV[1], tonumber(ARGV[2]), ARGV[10] ~= ''
 local keys = 3 + count + (count > 1 and 1 or 0) -- those before the quota
 local running, once = quota and KEYS[keys + 1], KEYS[keys + (quota and 5 or 1)]
@@ -45,17 +72,10 @@ if per_minute > 0 then
 end
 if at_once > 0 and redis.call('SCARD', running) >= at_once then -- only now it matters which of them have ended
   local uids = redis.call('SMEMBERS', running)
-  for first = 1, #uids, 1000 do -- Lua cannot unpack many more
-    local part = slice(uids, first, math.min(first + 999, #uids))
-    for i, deadline in ipairs(redis.call('ZMSCORE', KEYS[1], unpack(part))) do
-      if not deadline then ended[#ended + 1] = part[i] end
-    end
-  end
+  ended = ended_of(uids)
   if #uids - #ended >= at_once then return { 'TOO_MANY', uid, 0 } end
 end
-if redis.call('XLEN', KEYS[2]) + redis.call('XLEN', KEYS[3]) + count > tonumber(ARGV[5]) then
-  return { 'BUSY', uid, 0 }
-end
+if more_wait_than(tonumber(ARGV[5]) - count) then return { 'BUSY', uid, 0 } end
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(ARGV[3]))
 local gone = string.format('%.0f', tonumber(deadline) + tonumber(ARGV[4]))

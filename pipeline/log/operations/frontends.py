@@ -35,8 +35,8 @@ HEAD_ENTRIES = 8
 """A peek brings no more of what happened to a request before its first token."""
 
 
-def open_replies(log: LogContext, frontend: str) -> Script[str]:
-    return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS], as_text)
+def open_replies(log: LogContext, frontend: str, *, read: str = "") -> Script[str]:
+    return Script("open_replies", [log.names.replies(frontend)], [REPLIES_TTL_MS, read], as_text)
 
 
 def read_replies(
@@ -92,6 +92,11 @@ def occupancy(log: LogContext) -> Steps[Occupancy]:
 def server(_: LogContext) -> Command[tuple[str, str]]:
     """Return the name and version of the server."""
     return Command(["INFO", "server"], lambda reply: server_of(info_of(reply)))
+
+
+def used_bytes(_: LogContext) -> Command[int]:
+    """Return how much memory the server uses, with what others keep in it."""
+    return Command(["INFO", "memory"], lambda reply: int(info_of(reply)["used_memory"]))
 
 
 def snapshot(log: LogContext) -> Steps[LogSnapshot]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeline.errors import LogUnavailable
@@ -15,6 +15,8 @@ from pipeline.log.entries import (
     MINUTE_MS,
     READER_TTL_MS,
     REPLY_CAP,
+    brief_ms,
+    kept_ms,
     letter_fields,
 )
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
@@ -68,17 +70,44 @@ def shared_by(names: Names, uid: str) -> list[str]:
 
 
 def submit(
-    log: LogContext, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+    log: LogContext,
+    uid: str,
+    events: Sequence[Submitted],
+    once: Once | None = None,
+    *,
+    quota: Quota | None = None,
+    has_room: Callable[[int], bool] = lambda _: True,
 ) -> Steps[SubmitResult]:
-    """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock."""
+    """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock.
+
+    *has_room* says whether so many bytes more may be written. If not, the requests are FULL, unless they are there
+    already or something else is refused first.
+    """
+    histories, shared = submitted_words(events)
+    is_full = not has_room(sum(len(text) for fields in (*histories, shared) for text in fields.values()))
+    if is_full:  # the script needs no more to refuse them, or to find what is there
+        histories, shared = [{} for _ in events], {}
+
+    def submit(minute: int) -> Script[SubmitResult]:
+        return _submit(log, uid, events, histories, shared, once, quota, minute, is_full=is_full)
+
     try:
-        return (yield from _submit(log, uid, events, once, quota, this_minute()))
+        return (yield from submit(this_minute()))
     except OtherMinute as other:
-        return (yield from _submit(log, uid, events, once, quota, other.minute))
+        return (yield from submit(other.minute))
 
 
 def _submit(
-    log: LogContext, uid: str, events: Sequence[Submitted], once: Once | None, quota: Quota | None, minute: int
+    log: LogContext,
+    uid: str,
+    events: Sequence[Submitted],
+    histories: Sequence[Mapping[str, bytes]],
+    shared: Mapping[str, bytes],
+    once: Once | None,
+    quota: Quota | None,
+    minute: int,
+    *,
+    is_full: bool,
 ) -> Script[SubmitResult]:
     """Redis' clock decides in which minute a quota counts: *minute*, or the one before or after. Raises OtherMinute."""
     names, limits, uids = log.names, log.limits, sibling_uids(uid, len(events))
@@ -90,8 +119,8 @@ def _submit(
         first = minute - 1
         counted = [names.running(quota.key), *(names.limit(quota.key, first + i) for i in range(3))]
         allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
-    histories, shared = submitted_words(events)
-    args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, limits.max_queued]
+    max_queued = 0 if is_full else limits.max_queued
+    args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, max_queued]
     args += [digest, instead_of, *allowed, len(shared), *flat(shared)]
     for sibling, event, fields in zip(uids, events, histories, strict=True):
         args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
@@ -100,7 +129,9 @@ def _submit(
         outcome, whose, number = reply
         if outcome == b"MINUTE":
             raise OtherMinute(number)
-        return SubmitResult(Submission(as_text(outcome)), as_text(whose), number)
+        submission = Submission(as_text(outcome))
+        full = is_full and submission is Submission.BUSY
+        return SubmitResult(Submission.FULL if full else submission, as_text(whose), number)
 
     keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *shared_by(names, uids[0])]
     keys += [*counted, *key]
@@ -118,7 +149,11 @@ def tokenized(log: LogContext, entry: Entry, event: Tokenized) -> Script[bool]:
 
 def end_words(event: End) -> list[str | bytes]:
     """Return the words of an end; the commit counts the tokens."""
-    return flat(as_words(type(event), as_plain(event, without=("n",))))
+    return flat(_end_fields(event))
+
+
+def _end_fields(event: End) -> dict[str, bytes]:
+    return as_words(type(event), as_plain(event, without=("n",)))
 
 
 def end(
@@ -131,23 +166,31 @@ def end(
     dead: DeadLetter | None = None,
 ) -> Script[bool]:
     names = log.names
-    letter = flat(letter_fields(dead)) if dead else []
+    letter, said = flat(letter_fields(dead)) if dead else [], _end_fields(event)
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
     keys += shared_by(names, uid)
     args: list[str | int | bytes] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
-    args += [DEAD_CAP, DEAD_HISTORY_BYTES, len(letter), *letter, *end_words(event)]
+    args += [DEAD_CAP, DEAD_HISTORY_BYTES, kept_ms(event, 0, said, log.limits.retention_ms)]
+    args += [len(letter), *letter, *flat(said)]
     return Script("end", keys, args, is_ok)
 
 
 def abandon(
-    log: LogContext, uid: str, event: End, *, frontend: str, once: Once | None = None, attached: bool = False
+    log: LogContext,
+    uid: str,
+    event: End,
+    *,
+    frontend: str,
+    once: Once | None = None,
+    attached: bool = False,
+    refused: bool = False,
 ) -> Script[bool]:
-    names = log.names
+    names, kept = log.names, log.limits.retention_ms
     key = [names.idempotency(once.key)] if once else []
     keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid)]
     keys += [*shared_by(names, uid), *key]
-    args: list[str | int | bytes] = [uid, base_uid(uid), log.limits.retention_ms, REPLY_CAP, int(attached)]
-    args += end_words(event)
+    args: list[str | int | bytes] = [uid, base_uid(uid), kept, REPLY_CAP, int(attached)]
+    args += [brief_ms(kept) if refused else kept, *end_words(event)]
     return Script("abandon", keys, args, is_ok)
 
 

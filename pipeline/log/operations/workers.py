@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.errors import DoesNotFit, Fenced, LogUnavailable
 from pipeline.events import Failed, StepCompleted
-from pipeline.log.entries import DEAD_CAP, REPLY_CAP, STATUS_TTL_MS, burial_fields, produced_words
+from pipeline.log.entries import DEAD_CAP, REPLY_CAP, STATUS_TTL_MS, burial_fields, kept_ms, produced_words
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import end_words, flat, shared_by, written
 from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
@@ -111,13 +111,14 @@ def produced(log: LogContext, owner: Owner, entry: Entry, engine: str, events: S
     writes: list[str | int | bytes] = []
     for item, fields in zip(events, histories, strict=True):
         history = key_index(log.names.request(item.uid))
+        kept = kept_ms(item.event, item.n, fields, log.limits.retention_ms)
         shared = [key_index(key) for key in shared_by(log.names, item.uid) if item.entry_id == SEAL]
-        writes += [history, item.entry_id, item.uid, int(item.tell_engine), *(shared or [0])]
+        writes += [history, item.entry_id, item.uid, int(item.tell_engine), kept, *(shared or [0])]
         writes += [2 * len(fields), *flat(fields)]
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
         payloads += [key_index(log.names.replies(frontend)), payload]
-    args = [str(owner), entry.id, log.limits.retention_ms, REPLY_CAP, len(replies), *payloads, *writes]
+    args = [str(owner), entry.id, REPLY_CAP, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(_unless_fenced(owner, reply)), once=True)
 
 

@@ -40,7 +40,7 @@ NAMES = {("--served-model-name",)}
 DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
-CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",)}
+CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",), ("--max-log-bytes",)}
 ORIGINS = {("--allow-host",), ("--allow-origin",)}
 KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
 HTTP = REQUESTS | CLIENTS | ORIGINS | KEYS
@@ -100,6 +100,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--lease": ("1e1", 10.0),
     "--max-queued-requests": ("1", 1),
     "--max-body-bytes": ("2048", 2048),
+    "--max-log-bytes": ("64m", 64 << 20),
     "--disconnect-grace": ("0.5", 0.5),
     "--allow-host": ("a b", ("a", "b")),
     "--allow-origin": ("http://a http://b", ("http://a", "http://b")),
@@ -150,6 +151,11 @@ BAD_VALUES = [
     ("--max-queued-requests", "0", "at least 1"),
     ("--max-queued-requests", "1.5", "whole number"),
     ("--max-body-bytes", "1023", "at least 1024"),
+    ("--max-log-bytes", "16777215", "0, or at least 16M (16777216 bytes)"),
+    ("--max-log-bytes", "-1", "0, or at least 16M"),
+    ("--max-log-bytes", "1.5G", "0, or at least 16M"),
+    ("--max-log-bytes", "G", "K, M and G stand for KiB, MiB and GiB"),
+    ("--max-log-bytes", "all", "0, or at least 16M"),
     ("--disconnect-grace", "-1", "at least 0"),
     ("--disconnect-grace", "nan", "at least 0"),
     ("--disconnect-grace", "soon", "seconds"),
@@ -318,6 +324,13 @@ def test_a_flag_that_is_yes_or_no_may_stand_alone(flags: list[str], expected: bo
 )
 def test_auto_is_zero_where_the_machine_decides(name: str) -> None:
     assert value_of(parse_serve(f"--{name}", "auto"), f"--{name}") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("16777216", 16 << 20), ("16384K", 16 << 20), ("16M", 16 << 20), ("2g", 2 << 30)]
+)
+def test_a_size_may_have_a_unit(text: str, size: int) -> None:
+    assert parse_serve("--max-log-bytes", text).clients.max_log_bytes == size
 
 
 @pytest.mark.parametrize("stage", ["tokenize", "generate", "detokenize", "web"])

@@ -95,6 +95,7 @@ SHORT_LIVED: Final = (
     "operations.workers.STATUS_TTL_MS",
     "operations.frontends.REPLIES_TTL_MS",
     "operations.requests.READER_TTL_MS",
+    "entries.BRIEF_MS",
 )
 """Times to live that nobody sets; on a busy machine a story may outlast them."""
 NUM_STORIES: Final = int(os.environ.get("STORIES", by_night("15", "200")))

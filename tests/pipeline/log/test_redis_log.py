@@ -14,6 +14,7 @@ from log_contract import (
     BUSY,
     CANCELLED,
     DUPLICATE,
+    FAILED,
     LONG_MS,
     NAMES,
     ONCE,
@@ -392,6 +393,13 @@ def test_every_key_has_a_time_to_live_but_the_lasting_ones(log: RedisLog, scene:
     assert len(there) > 12
     assert {key for key, ttl_ms in times.items() if ttl_ms == -1} == set(lasting)
     assert all(0 < ttl_ms <= 2 * LONG_MS + 1000 for key, ttl_ms in times.items() if key not in lasting)
+
+
+def test_the_history_of_a_refused_request_has_a_minute_to_live(log: RedisLog, scene: Scene) -> None:
+    for uid, event, most_s in (("a", FAILED, 60), ("b", CANCELLED, 600)):
+        scene.submit(uid, retention_ms=600_000)
+        scene.end(uid, event)
+        assert most_s - 10 < command(log.url, "PTTL", NAMES.request(uid)) / 1000 <= most_s
 
 
 def test_of_the_dead_letters_only_the_last_are_kept(log: RedisLog, scene: Scene) -> None:

@@ -37,7 +37,7 @@ from pipeline.log.operation import script_text
 from pipeline.log.protocol import Entry, Once, Quota, Submission, SubmitResult
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
-from pipeline.names import LASTING, sibling_uids
+from pipeline.names import LASTING, Names, sibling_uids
 from pipeline.views.history import copied_history
 
 QUOTA = Quota("ann", requests_per_minute=100, concurrent_requests=3)
@@ -91,6 +91,29 @@ def test_siblings_that_are_refused_leave_nothing(log: RedisLog) -> None:
     assert submit(QUOTA, Once("held", "another")) is Submission.MISMATCH
     assert snapshot(log) == before
     assert submit(QUOTA) is ACCEPTED
+
+
+def test_what_there_is_no_room_for_is_refused_unless_it_is_there_already(log: RedisLog) -> None:
+    sizes = list[int]()
+
+    def has_room(num_bytes: int) -> bool:
+        sizes.append(num_bytes)
+        return False
+
+    log.submit("before", events(2), ONCE)
+    before = snapshot(log)
+    assert log.submit("a", events(3, "x" * 1000), has_room=has_room) == SubmitResult(Submission.FULL, "a")
+    assert 3000 < sizes[0] < 4000
+    assert log.submit("a", events(2), ONCE, has_room=has_room) == SubmitResult(Submission.ATTACH, "before")
+    assert log.submit("before", events(2), has_room=has_room) == SubmitResult(DUPLICATE, "before")
+    assert snapshot(log) == before
+    assert log.submit("a", events(3), has_room=lambda _: True) == SubmitResult(ACCEPTED, "a")
+
+
+def test_before_any_engine_has_come_no_more_wait_than_may(log: RedisLog) -> None:
+    with closing(RedisLog(log.url, Names("fresh"), replace(LIMITS, max_queued=3))) as fresh:
+        assert [fresh.submit(uid, events(2)).submission for uid in "ab"] == [ACCEPTED, BUSY]
+        assert fresh.submit("b", events(1)).submission is ACCEPTED
 
 
 def test_at_maxmemory_siblings_are_refused_and_leave_nothing(log: RedisLog) -> None:

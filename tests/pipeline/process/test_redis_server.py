@@ -45,6 +45,24 @@ def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
         again.stop()
 
 
+def test_what_is_larger_than_its_memory_may_be_is_there_after_a_restart(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path)
+    with redis.Redis.from_url(server.url) as client:
+        client.set("key", "x" * (4 << 20))
+        client.bgrewriteaof()
+        until(lambda: client.info("persistence")["aof_rewrite_in_progress"] == 0)
+        client.append("key", "y" * (4 << 20))
+    server.stop()
+    again = EmbeddedRedis(tmp_path, max_memory_bytes=1 << 20)
+    try:
+        with redis.Redis.from_url(again.url) as client:
+            assert client.strlen("key") == 8 << 20
+            with pytest.raises(redis.OutOfMemoryError):
+                client.set("other", "value")
+    finally:
+        again.stop()
+
+
 def test_nobody_else_may_read_what_it_keeps(tmp_path: Path) -> None:
     """Neither what it writes now, with everything that it makes while it runs, nor what an older version left."""
     folder = tmp_path / "state" / "minisgl" / "1919"

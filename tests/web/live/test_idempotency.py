@@ -140,7 +140,7 @@ async def test_what_ended_in_vain_is_computed_anew_once(
 async def test_a_full_server_still_answers_what_it_was_asked_before(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url, limits=RequestLimits(max_queued=1)) as here:
         answer = await bytes_of(await here.post(chat(), headers=KEY))
-        async with here.connection(chat("silent")):
+        async with here.waiting():
             await until(lambda: len(stand_in.requests()) == 2)
             assert (await here.post(chat())).status_code == 503
             assert await bytes_of(await here.post(chat(), headers=KEY)) == answer

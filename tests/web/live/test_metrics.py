@@ -387,7 +387,7 @@ async def test_what_is_not_let_in_is_counted_with_the_reason(redis_url: str, sta
         command(redis_url, "CONFIG", "SET", "maxmemory", "1")
         assert (await error_of(here.post(chat())))[0] == 503
         command(redis_url, "CONFIG", "SET", "maxmemory", "0")
-        async with here.connection(chat("silent")):
+        async with here.waiting():
             await until(stand_in.requests)
             assert (await error_of(here.post(chat())))[0] == 503
         here.frontend.readiness.models = ()

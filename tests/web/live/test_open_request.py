@@ -124,6 +124,7 @@ async def test_a_request_that_the_log_lost_before_its_first_token_is_submitted_a
             await until(lambda: here.frontend.readiness.models)
             answer = asyncio.create_task(here.post(chat(n=choices)))
             uids = await chats(stages, choices)
+            here.frontend.budget.most_bytes = 1  # what is known of the log may be older than its loss
             command(redis_url, "DEL", *map(Names().request, uids))
             assert await chats(stages, choices) == uids
             for uid in uids:
@@ -143,6 +144,16 @@ async def test_a_request_that_the_log_lost_after_a_token_of_a_sibling_fails(redi
             assert b"assistant" in await connection.receive()
             command(redis_url, "DEL", Names().request(uids[1]))
             assert b'"code":"log_lost"' in await connection.receive()
+
+
+async def test_when_one_of_several_prompts_is_refused_none_is_kept_for_long(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        body = {"prompt": ["silent", "refuse", "silent"]}
+        assert (await here.client.post("/v1/completions", json=body)).status_code == 400
+        await until(lambda: not here.is_busy)
+    keys = command(redis_url, "KEYS", Names().request("*.*"))
+    assert len(keys) == 3
+    assert all(command(redis_url, "PTTL", key) <= 60_000 for key in keys)
 
 
 async def chats(stages: Stages, count: int) -> list[str]:

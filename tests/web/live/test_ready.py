@@ -123,7 +123,7 @@ async def test_behind_much_work_the_tokens_of_others_show_that_every_stage_works
 async def test_a_server_that_takes_nothing_more_is_not_well(
     redis_url: str, stand_in: StandIn, always_new: None
 ) -> None:
-    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
+    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.waiting():
         await until(stand_in.requests)
         status, body = await health(here)
         assert (status, body["detail"]) == (503, "too many requests are waiting")

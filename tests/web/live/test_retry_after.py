@@ -83,8 +83,8 @@ def test_after_many_fast_ends_a_pause_is_noticed_at_once() -> None:
 async def test_a_server_without_room_says_when_there_is_some(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
-    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.connection(chat("silent")):
-        await until(lambda: here.frontend.retry_after._running)
+    async with site(redis_url, limits=RequestLimits(max_queued=1)) as here, here.waiting():
+        await until(stand_in.requests)
         if full == "log":
             command(redis_url, "CONFIG", "SET", "maxmemory", "1")
         monkeypatch.setattr(RetryAfter, "estimate_s", lambda self: 17)

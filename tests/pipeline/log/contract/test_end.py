@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
 from log_contract import (
     ACCEPTED,
     CANCELLED,
@@ -22,7 +23,8 @@ from log_contract import (
 )
 from redis_servers import until
 
-from pipeline.events import Admitted, Answered, SamplingParams, Submitted
+from pipeline.events import Admitted, Answered, End, SamplingParams, Submitted
+from pipeline.log import entries
 from pipeline.log.protocol import Produced, Reply, StreamLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 from pipeline.views.history import copied_history
@@ -111,6 +113,37 @@ def test_end_lets_the_history_expire_after_the_retention(log: StreamLog, scene: 
     scene.end()
     until(lambda: scene.history("a") == [])
     assert scene.history("b") != []
+
+
+def test_refused_requests_and_large_answers_of_a_tokenizer_are_kept_briefly(
+    scene: Scene, detokenizer: Detokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entries, "BRIEF_MS", SHORT_MS)
+    too_large = FAILED.model_copy(update={"status": 413})
+    brief: dict[str, End] = {"refused": FAILED, "too large": too_large, "large": answered(64)}
+    long: dict[str, End] = {"broke": KILLED, "small": answered(63), "cancelled": CANCELLED}
+    siblings = ("sibling", "late sibling", "left")
+    scene.accept(*brief, *long, *siblings, "late", "refused by the engine", "late by the engine")
+    detokenizer.say(*(say_tokens(uid, 1) for uid in ("late", "late by the engine", "late sibling")))
+    assert [scene.abandon(uid, refused=uid != "left") for uid in siblings] == [True, True, True]
+    for uid, event in (brief | long | {"late": FAILED}).items():
+        assert scene.end(uid, event)
+    refused = FAILED.model_copy(update={"n": 1})
+    detokenizer.say(say_end("refused by the engine", FAILED, n=0), say_end("late by the engine", refused, n=1))
+    until(lambda: not any(scene.history(uid) for uid in (*brief, "refused by the engine", "sibling")))
+    kept = (*long, "late", "late by the engine", "late sibling", "left")
+    assert all(scene.ids(uid)[-1] == SEAL for uid in kept)
+
+
+def answered(kib: int) -> Answered:
+    return Answered(text="x" * (kib << 10), by="tokenize-0")
+
+
+def test_a_refused_request_is_not_kept_for_longer_than_the_retention(log: StreamLog, scene: Scene) -> None:
+    scene.submit()
+    log.limits = limits(retention_ms=SHORT_MS)
+    scene.end("a", FAILED)
+    until(lambda: scene.history() == [])
 
 
 def test_end_of_an_unknown_request_makes_no_history(scene: Scene) -> None:

@@ -47,6 +47,21 @@ def test_alive_says_who_has_not_ended(log: StreamLog, scene: Scene) -> None:
 # frontends
 
 
+def test_open_replies_drops_what_was_read_before(log: StreamLog, scene: Scene) -> None:
+    start = log.open_replies("web-0")
+    for uid in "abc":
+        scene.submit(uid)
+        scene.end(uid)
+    cursor, _ = log.read_replies("web-0", start, block_ms=0)
+    scene.submit("d")
+    scene.end("d")
+    last = log.open_replies("web-0", read=cursor)
+    assert [reply.uid for reply in scene.replies_after(start)] == ["c", "d"]
+    assert log.open_replies("web-0", read=last) == last
+    assert [reply.uid for reply in scene.replies_after(start)] == ["d"]
+    assert log.open_replies("web-1", read=cursor) == log.open_replies("web-1")
+
+
 def test_open_replies_makes_the_stream_once_and_returns_where_to_go_on(
     log: StreamLog, scene: Scene, detokenizer: Detokenizer
 ) -> None:

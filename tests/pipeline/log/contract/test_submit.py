@@ -35,13 +35,57 @@ def test_submit_hands_uid_and_frontend_to_the_tokenizers(scene: Scene) -> None:
     assert scene.read_one(SUBMITTED, "tokenize-0").fields == {"uid": "a", "frontend": "web-3"}
 
 
-def test_submit_is_refused_when_backlog_and_requests_in_flight_reach_the_limit(log: StreamLog, scene: Scene) -> None:
+def test_submit_is_refused_when_as_many_wait_as_may(log: StreamLog, scene: Scene) -> None:
     scene.accept("a")
     scene.submit("b")
     assert scene.submit("c", max_queued=2) is BUSY
     assert scene.history("c") == []
     assert log.alive(["a", "b", "c"]) == {"a", "b"}
     assert scene.submit("c", max_queued=3) is ACCEPTED
+
+
+def test_what_a_tokenizer_has_in_hand_waits(scene: Scene) -> None:
+    scene.submit("a")
+    assert scene.waiting() == ["a"]
+    assert scene.submit("b", max_queued=1) is BUSY
+
+
+def test_what_an_engine_has_taken_does_not_wait(scene: Scene) -> None:
+    scene.take_all(scene.own("generate-0"), "a", "b")
+    assert outcomes(scene, "cde", 2) == [ACCEPTED, ACCEPTED, BUSY]
+
+
+def test_what_ended_while_it_waited_does_not_wait_though_no_worker_has_seen_that(scene: Scene) -> None:
+    scene.accept("a", "b")
+    scene.submit("c")
+    assert scene.waiting() == ["c"]
+    scene.submit("d")
+    for uid in "abcd":
+        scene.end(uid)
+    assert outcomes(scene, "efg", 2) == [ACCEPTED, ACCEPTED, BUSY]
+
+
+def test_what_ended_while_an_engine_had_it_makes_no_room_for_more_to_wait(scene: Scene) -> None:
+    owner = scene.own("generate-0")
+    entries = scene.take_all(owner, "a", "b", "c")
+    for uid in "ab":
+        scene.end(uid)
+    assert outcomes(scene, "def", 2) == [ACCEPTED, ACCEPTED, BUSY]
+    scene.step(owner, 1, *(entry.id for entry in entries))
+    assert scene.submit("f", max_queued=2) is BUSY
+
+
+def test_those_that_wait_are_counted_among_those_that_ended_and_those_that_run(scene: Scene) -> None:
+    scene.take_all(scene.own("generate-0"), "a", "b", "c")
+    scene.accept("d", "e")
+    scene.submit("f")
+    for uid in "ad":
+        scene.end(uid)
+    assert [scene.submit("g", max_queued=2), scene.submit("g", max_queued=3)] == [BUSY, ACCEPTED]
+
+
+def outcomes(scene: Scene, uids: str, max_queued: int) -> list[Submission]:
+    return [scene.submit(uid, max_queued=max_queued) for uid in uids]
 
 
 def test_a_history_expires_after_deadline_and_retention(scene: Scene) -> None:
