@@ -12,14 +12,14 @@ import structlog
 from tokenizers import Tokenizer
 
 from pipeline.errors import ConfigError, LogError, UndecodableEvent
-from pipeline.events import NOT_COMPUTED, Failed, StepCompleted, decode
+from pipeline.events import Failed, StepCompleted, decode
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import SlotLease, acquire_guest
-from pipeline.walk import walk
+from pipeline.walk import NOT_COMPUTED, walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold
