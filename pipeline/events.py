@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
@@ -354,10 +354,6 @@ class StepCompleted(Event):
     figures: Figures = Figures()
 
 
-PROMPT: Final = frozenset({"messages", "prompt", "prompt_ids"})
-"""Fields of Submitted that can be long; most readers need none of them."""
-NOT_COMPUTED: Final = PROMPT | {"templating", "labels"}
-"""Fields of Submitted that no engine needs: it computes the tokens."""
 Mark: TypeAlias = Admitted | Preempted | TakenOver
 """What an engine says about a request besides its tokens. Clients do not see it."""
 End: TypeAlias = Finished | Failed | Cancelled | Answered
@@ -381,8 +377,11 @@ def as_words(model: type[Event], plain: Mapping[str, Any]) -> dict[str, bytes]:
     As `str`, a long text can take four times as much memory.
     """
     numbers = _number_lists(model)
-    texts = {name: value.encode() if isinstance(value, str) else orjson.dumps(value) for name, value in plain.items()}
-    return {name: text[1:-1] if name in numbers else text for name, text in texts.items()}
+    words = {}
+    for name, value in plain.items():
+        text = value.encode() if isinstance(value, str) else orjson.dumps(value)
+        words[name] = text[1:-1] if name in numbers else text
+    return words
 
 
 def as_plain(event: Event, *, without: Collection[str] = ()) -> dict[str, Any]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import End, HistoryEvent, StepCompleted, TokensProduced, decode
 from pipeline.log.protocol import Entry
 from pipeline.names import parse_id
+
+PROMPT: Final = frozenset({"messages", "prompt", "prompt_ids"})
+"""Fields of Submitted that can be long; most readers need none of them."""
+NOT_COMPUTED: Final = PROMPT | {"templating", "labels"}
+"""Fields of Submitted that no engine needs: it computes the tokens."""
 
 
 class Moment(NamedTuple):

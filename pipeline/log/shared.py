@@ -34,9 +34,13 @@ Words: TypeAlias = dict[str, bytes]
 
 
 def submitted_words(events: Sequence[Submitted]) -> tuple[list[Words], Words]:
-    """Return the fields of requests that are submitted together, and the texts that several of them refer to."""
+    """Return the fields of requests that are submitted together, and the texts that several of them refer to. The
+    commit adds the deadline.
+    """
+    if len(events) == 1:
+        return [as_words(Submitted, as_plain(events[0], without=("siblings", "deadline_ms")))], {}
     rows = _rows(events)
-    times = Counter(rest for row in rows for _, rest in row.values() if len(events) > 1)
+    times = Counter(rest for row in rows for _, rest in row.values())
     digests = {text: _digest(text) for text, count in times.items() if count > 1 and len(text) >= SHARED_FROM_BYTES}
     fields = []
     for row in rows:
@@ -97,7 +101,8 @@ def _rows(events: Sequence[Submitted]) -> list[dict[str, tuple[bytes, bytes]]]:
     """Return the fields of each of *events*, each text in two parts: a beginning of its own, and what others may have,
     too. The commit adds the deadline.
 
-    What is equal in one event and the next is written once, and is one object.
+    What is equal in one event and the next is written once, and is one object: all come from one body, where `1` and
+    `true` are not in the same place.
     """
     rows: list[dict[str, tuple[bytes, bytes]]] = []
     last, texts, before_seed = events[0], Words(), b""

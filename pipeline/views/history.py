@@ -12,7 +12,6 @@ import orjson
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
-    PROMPT,
     Admitted,
     Answered,
     Cancelled,
@@ -27,7 +26,7 @@ from pipeline.events import (
     as_plain,
 )
 from pipeline.log.protocol import Entry
-from pipeline.walk import Moment, walk
+from pipeline.walk import PROMPT, Moment, walk
 
 State: TypeAlias = Literal["queued", "tokenized", "running", "finished", "failed", "cancelled"]
 

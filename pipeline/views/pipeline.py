@@ -12,7 +12,6 @@ from typing import Final, Literal, TypeAlias
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
-    PROMPT,
     Admitted,
     Answered,
     Cancelled,
@@ -32,7 +31,7 @@ from pipeline.metrics.counters import Counts, Readings, read_snapshot
 from pipeline.metrics.families import Family
 from pipeline.names import DETOKENIZE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZE, WEB, slot_index, slot_name, slot_stage
 from pipeline.slots import Status, parse_status
-from pipeline.walk import Moment, walk
+from pipeline.walk import PROMPT, Moment, walk
 
 MOST_REQUESTS: Final = 50
 """A view shows so many requests, the newest."""

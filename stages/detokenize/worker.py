@@ -13,7 +13,7 @@ import structlog
 from tokenizers import Tokenizer
 
 from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEvent
-from pipeline.events import NOT_COMPUTED, Failed, StepCompleted, Tokenized, decode
+from pipeline.events import Failed, StepCompleted, Tokenized, decode
 from pipeline.log.entries import clipped
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
@@ -23,7 +23,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, acquire_guest
 from pipeline.unreadable import DAMAGED, UnreadableEntries
-from pipeline.walk import Moment, walk
+from pipeline.walk import NOT_COMPUTED, Moment, walk
 from pipeline.worker import Stop, WorkerProcess, follow
 from stages.detokenize.config import DetokenizeConfig
 from stages.detokenize.fold import DetokenizeFold

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.events import NOT_COMPUTED, Admitted, Submitted, TakenOver, Tokenized, TokensProduced
+from pipeline.events import Admitted, Submitted, TakenOver, Tokenized, TokensProduced
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
 from pipeline.serving import Serving
-from pipeline.walk import walk
+from pipeline.walk import NOT_COMPUTED, walk
 from stages.generate.schedule.request import NewRequest
 
 TOKENS_IN_DOUBT = 3

@@ -182,14 +182,15 @@ def test_siblings_whose_end_was_never_written_down_are_all_lost(
         ground.log.submit("before", events(1))
         (written,) = whole.rglob("*.aof")
         first = written.stat().st_size
-        ground.log.submit("a", events(8), ONCE, quota=QUOTA)
+        ground.log.submit("a", choices(8), ONCE, quota=QUOTA)
         last = written.stat().st_size
     for cut in [*range(first, last, (last - first) // 6), last - 1, last]:
         folder = tmp_path / str(cut)
         shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("*.sock"))
         os.truncate(folder / written.relative_to(whole), cut)
         with closing(DurableGround(binary, folder)) as ground:
-            there = ground.observe()
+            there, histories = ground.observe(), ground.log.histories(sibling_uids("a", 8))
+        assert ["prompt" in entry.fields for history in histories for entry in history] == [True] * 8 * (cut == last)
         alive = {"before", *sibling_uids("a", 8)} if cut == last else {"before"}
         assert there.sets[names.live] == alive
         assert {entry.fields["uid"] for entry in there.streams[names.submitted]} == alive
