@@ -360,8 +360,8 @@ def test_whatever_is_written_to_a_stream_no_worker_dies_and_innocents_are_answer
         @settings(max_examples=by_night(12, 400), suppress_health_check=list(HealthCheck), database=None)
         @given(st.lists(st.tuples(st.sampled_from(PLACES), FIELDS), min_size=1, max_size=6))
         def story(entries: list[tuple[str, dict[bytes, bytes]]]) -> None:
-            """A request that lives may be named, and end with that; the others do not notice. Only `control` names none,
-            because engines believe what is said there of an end."""
+            """A request that lives may be named, and end with that; the others do not notice. `control` names none:
+            engines believe what it says of an end."""
             named, before = pipeline.ask("a", 20), pipeline.ask("b", 20)
             for place, fields in entries:
                 uid = (named if place != "control" else NOBODY).encode()
