@@ -167,7 +167,7 @@ class DetokenizeFold:
         decode = self._decoder.plain if sampling.skip_special_tokens else self._decoder.special
         tells_prompt = submitted.presentation.tells_prompt or sampling.prompt_logprobs is not None
         return _Request(
-            submitted=submitted if tells_prompt else submitted.model_copy(update={"prompt": ""}),  # it can be long
+            submitted=submitted if tells_prompt else submitted.model_copy(update={"prompt": "", "prompt_ids": ()}),
             prompt_tokens=len(tokenized.token_ids),
             prompt_ids=tokenized.token_ids if tells_prompt else (),
             text=IncrementalText(decode, tokenized.token_ids),

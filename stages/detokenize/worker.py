@@ -38,7 +38,7 @@ LOOK_EVERY_S = 0.3
 """Pause between two looks at the slots of other detokenizers. A slot that is free at two in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
-NOT_TOLD = NOT_COMPUTED - {"prompt"}
+NOT_TOLD = NOT_COMPUTED - {"prompt", "prompt_ids"}
 """Fields of Submitted that no answer repeats."""
 
 

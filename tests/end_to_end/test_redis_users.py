@@ -42,7 +42,11 @@ class Guarded:
         limits = folder / "limits.toml"
         limits.write_text("[default]\nrequests_per_minute = 1000\nconcurrent_requests = 100\n[[key]]\nkey = 'sk-1'\n")
         for stage in STAGES:
-            more = ["--port", str(port), "--limits", str(limits)] if stage == WEB else ["--replicas", REPLICAS, *model]
+            more = (
+                ["--port", str(port), "--limits", str(limits), "--admin-key", "sk-a"]
+                if stage == WEB
+                else ["--replicas", REPLICAS, *model]
+            )
             self.commands.append(
                 run_command(["stage", stage, "--redis-url", self.as_user(stage), "--lease", "1", *more], folder / stage)
             )
@@ -127,7 +131,7 @@ def test_the_least_rights_are_enough_whatever_happens(redis_servers: Servers, pl
         ) as left:
             other = left.headers["x-minisgl-uid"]
             assert httpx.delete(f"{stages.url}/v1/requests/{other}", headers=key).status_code == 200
-        assert stages.post("/flush_cache", {}).status_code == 200
+        assert stages.post("/flush_cache", {}, authorization="Bearer sk-a").status_code == 200
         assert stages.post("/tokenize", {"prompt": "Hello!"}).json()["tokens"]
         assert "[DONE]" in httpx.get(f"{stages.url}/v1/requests/{uid}/events", headers=key, timeout=60).text
         metrics = httpx.get(f"{stages.url}/metrics").text
