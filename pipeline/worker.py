@@ -107,13 +107,16 @@ def follow(
     max_entries: int,
     forget: Callable[[], None] = lambda: None,
     look: Callable[[], None] = lambda: None,
+    in_order: bool = True,
 ) -> None:
     """Feed *handle* from *inbox* until *stop* is set or the slot has another owner.
+
+    Unless *in_order*, new entries come between those that the slot had read before, which can take long.
 
     *forget* is called when the log could not be reached: it may come back without the last commits. *look* is called
     once a second while there is nothing of its own to do.
     """
-    reader = _Reader(log, inbox, slot_lease, bury, look, max_entries)
+    reader = _Reader(log, inbox, slot_lease, bury, look, max_entries, in_order)
     group_lost = True  # or not there yet
     while not stop and not slot_lease.lost.is_set():
         slot_lease.came_round()
@@ -150,6 +153,7 @@ class _Reader:
         bury: Bury,
         look: Callable[[], None],
         max_entries: int,
+        in_order: bool,
     ) -> None:
         self._log = log
         self._inbox = inbox
@@ -157,6 +161,8 @@ class _Reader:
         self._bury = bury
         self._look = look
         self._max_entries = max_entries
+        self._in_order = in_order
+        self._reads_next = False
         self._own: list[Entry] | None = None  # None: to be looked up
         self._put_off: list[Entry] = []
         self._suspect = True  # an entry that is looked up may have killed its worker
@@ -185,13 +191,18 @@ class _Reader:
                 self._own = self._log.claim(self._inbox, owner, self._max_entries)
                 if self._own:
                     logger.info("claimed", slot=owner.slot, entries=len(self._own))
-        while self._own:
-            if self._may_be_tried(self._own[0]):
-                return [self._own.pop(0)]
-            self._own.pop(0)
-        self._suspect = False
-        self._tries.clear()
-        block_ms = 0 if self._put_off else BLOCK_MS
+        while self._own and not self._reads_next:
+            entry = self._own[0]
+            is_tried = self._may_be_tried(entry)
+            del self._own[0]
+            if is_tried:
+                self._reads_next = not self._in_order
+                return [entry]
+        self._reads_next = False
+        if not self._own:
+            self._suspect = False
+            self._tries.clear()
+        block_ms = 0 if self._own or self._put_off else BLOCK_MS
         new = self._log.read(self._inbox, owner.slot, max_entries=self._max_entries, block_ms=block_ms)
         return [*(self._put_off.pop(0) for _ in self._put_off[:1]), *new]
 

@@ -354,7 +354,17 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
     for slot_lease in process.slot_leases(serving):
         worker.slot_lease = slot_lease
         slot_lease.say(phase="ready", fingerprint=encoder.fingerprint)
-        follow(log, inbox, slot_lease, worker.handle, worker.bury, stop, max_entries=MOST_READ, look=worker.look)
+        follow(
+            log,
+            inbox,
+            slot_lease,
+            worker.handle,
+            worker.bury,
+            stop,
+            max_entries=MOST_READ,
+            look=worker.look,
+            in_order=False,
+        )
     return 0
 
 

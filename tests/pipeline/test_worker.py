@@ -68,8 +68,16 @@ class Loop:
         finally:
             slot_lease.leave()
 
-    def follow(self, slot_lease: SlotLease, handle: Handle, bury: Bury = no_burial, *, max_entries: int = 4) -> None:
-        follow(self.log, self.inbox, slot_lease, handle, bury, self.stop, max_entries=max_entries)
+    def follow(
+        self,
+        slot_lease: SlotLease,
+        handle: Handle,
+        bury: Bury = no_burial,
+        *,
+        max_entries: int = 4,
+        in_order: bool = True,
+    ) -> None:
+        follow(self.log, self.inbox, slot_lease, handle, bury, self.stop, max_entries=max_entries, in_order=in_order)
 
     def run(self, handle: Handle, bury: Bury = no_burial) -> None:
         """Follow in a slot of its own, until *handle* or *bury* stops the loop."""
@@ -115,6 +123,15 @@ def test_what_the_slot_had_read_before_comes_first_and_one_by_one(loop: Loop) ->
         stage = Stage(loop, 5)
         loop.follow(slot_lease, stage)
     assert stage.batches == [[uids[0]], [uids[1]], [uids[2]], uids[3:]]
+
+
+def test_new_entries_come_between_those_that_the_slot_had_read_before_if_the_order_does_not_matter(loop: Loop) -> None:
+    uids = loop.submit(5)
+    with loop.place() as slot_lease:
+        assert len(loop.log.read(loop.inbox, slot_lease.owner.slot, max_entries=3, block_ms=100)) == 3
+        stage = Stage(loop, 5)
+        loop.follow(slot_lease, stage, in_order=False)
+    assert stage.batches == [[uids[0]], uids[3:], [uids[1]], [uids[2]]]
 
 
 @pytest.mark.parametrize("is_log_away", [False, True])
