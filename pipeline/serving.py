@@ -69,9 +69,13 @@ class Serving:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Serving:
-        """Return what `text` gave; parts that a newer version added are left out."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in orjson.loads(text).items() if name in known})
+        """Return what `text` gave; parts that a newer version added are left out, and so is what `text` never gave."""
+        try:
+            parts = dict(orjson.loads(text))
+        except (ValueError, TypeError):
+            return cls()
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        return cls(**{name: parts[name] for name in defaults if type(parts.get(name)) is type(defaults[name])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,8 @@ def acquire_guest(log: StreamLog, slot: str, lease_ms: int, serving: Serving | N
 def wait_until_it_fits(log: StreamLog, serving: Serving, stop: Ends) -> None:
     """Return when no living worker serves something else than *serving*, or at *stop*.
 
-    What dead workers served holds until their leases would have run out. A living worker renews it.
+    What dead workers served holds until their leases would have run out. A living worker renews it. A record that never
+    expires counts as that of a living worker.
 
     Raises:
         ConfigError: A living worker serves something else. The line names both.
@@ -148,7 +149,7 @@ def wait_until_it_fits(log: StreamLog, serving: Serving, stop: Ends) -> None:
         if not others:
             return
         for stage, other in others.items():
-            if other.ttl_ms > ttls_ms.get((stage, other.serving), other.ttl_ms):
+            if other.ttl_ms < 0 or other.ttl_ms > ttls_ms.get((stage, other.serving), other.ttl_ms):
                 raise ConfigError(serving.refusal(other.serving, stage, log.names.namespace))
             ttls_ms[stage, other.serving] = other.ttl_ms
         stop.wait(LOOK_AGAIN_S)
@@ -201,7 +202,10 @@ def slot_leases(
 
 def _with_the_context_of_all(log: StreamLog, stage: str, serving: Serving | None) -> Serving | None:
     """Return *serving* with the context that the workers of *stage* serve: that of the first of them."""
-    served = log.serving().get(stage) if serving is not None and serving.context else None
+    try:
+        served = log.serving().get(stage) if serving is not None and serving.context else None
+    except LogUnavailable:  # the slot is held: frontends serve the smallest context of all
+        return serving
     if serving is None or served is None:
         return serving
     return dataclasses.replace(serving, context=min(serving.context, served.serving.context))

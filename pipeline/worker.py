@@ -129,6 +129,8 @@ def follow(
                 reader.put_off(handle(entries) or ())
         except GroupLost as error:
             logger.warning("group_lost", stream=inbox.stream, error=str(error))
+            if group_lost:  # it cannot be made again either: the key may be of another type
+                stop.wait(BACKOFF_S)
             group_lost = True
             forget()
             reader.unsure()

@@ -21,7 +21,7 @@ from ops.bench.datasets import Session, Span, Writer, length_flag
 from ops.bench.load import CHAT, COMPLETIONS, FIX_LENGTH, Form, Load, Measured, ServerRefused, calibrate, connected
 from ops.bench.report import Objective
 from pipeline.errors import ConfigError
-from pipeline.flags import at_least, flag, parse_flags, seconds
+from pipeline.flags import at_least, first_word, flag, parse_flags, seconds
 
 ABOUT: Final = """\
 Measures an OpenAI server under load: with a fixed concurrency (--concurrency), random arrivals (--rate), or the times
@@ -68,7 +68,9 @@ class TargetConfig:
 
     url: str = flag("--url", default="http://127.0.0.1:1919", help="URL of the server")
     model: str = flag("--model", default="", help="name of the model [the first in /v1/models]")
-    api_key: str = flag("--api-key", default="", help="key, sent as a bearer token; it is never printed")
+    api_key: str = flag(
+        "--api-key", default="", parse=first_word, help="key, sent as a bearer token; it is never printed"
+    )
     endpoint: str = flag("--endpoint", default=CHAT, choices=(CHAT, COMPLETIONS), help="the API to use")
     fix_length: str = flag(
         "--fix-length",

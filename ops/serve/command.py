@@ -158,7 +158,7 @@ def _check_origins(config: ServerConfig | WebStageConfig) -> None:
         structlog.get_logger().warning(
             "any_host_allowed",
             host=config.web.host,
-            risk="web pages whose name points here can read prompts (DNS rebinding)",
+            risk="web pages whose name points here can use the server (DNS rebinding)",
             remedy="--allow-host NAME, or API keys",
         )
 

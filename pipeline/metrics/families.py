@@ -233,7 +233,7 @@ BURIED: Final = Family(
 UNREADABLE_ENTRIES: Final = Family(
     "unreadable_entries_total",
     "counter",
-    "Entries of the log that could not be read: each is a dead letter, but for those of replies, which are skipped.",
+    "Entries of the log that could not be read: each becomes a dead letter; those of replies are skipped.",
     STAGES,
     ("stream",),
     known=("submitted", "tokenized", "steps", "replies"),
@@ -286,7 +286,7 @@ GAP_FILLS: Final = Family(
 REJECTIONS: Final = Family(
     "admission_rejections_total",
     "counter",
-    "Requests that were not let in.",
+    "Requests that were refused.",
     (WEB,),
     ("reason",),
     known=(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = structlog.get_logger()
 
 EXIT_CONFIG = 2
-"""Exit code of a child whose configuration cannot work: it is not restarted, and everything ends with it."""
+"""Exit code of a child whose configuration cannot work: everything ends with it, unless it was ready before."""
 LONGEST_BACKOFF_S = 5.0
 SERVICE_S = 5.0
 """A child that served for so long starts over with the shortest backoff."""
@@ -65,6 +65,8 @@ class _Child:
     status: Status | None = None
     ready_s: float = float("inf")
     """When it first said that it was ready."""
+    was_ready: bool = False
+    """One of its processes was ready."""
     failures: int = 0
     restart_s: float = field(default=float("inf"))
     """When it is started again, while it is down."""
@@ -183,7 +185,7 @@ class Supervisor:
         """Keep the children alive until a signal comes, or *until* holds.
 
         Raises:
-            ChildFailed: A child ended with the exit code for configuration.
+            ChildFailed: A child that was never ready ended with the exit code for configuration.
         """
         while not self.signals and not (until is not None and until()):
             self.watch()
@@ -234,7 +236,7 @@ class Supervisor:
 
     def _reap(self, child: _Child) -> None:
         code = child.process.returncode
-        if code == EXIT_CONFIG:
+        if code == EXIT_CONFIG and not child.was_ready:
             raise ChildFailed(f"{child.name} cannot run with this configuration")
         served_s = max(0.0, time.monotonic() - child.ready_s)
         child.failures = 1 if served_s > SERVICE_S or code == EXIT_REPLACE else child.failures + 1
@@ -287,7 +289,7 @@ class Supervisor:
                 if status.owner:  # else it only announces itself
                     child.slot = slot_index(status.slot)
                 if status.phase == "ready":
-                    child.ready_s = min(child.ready_s, time.monotonic())
+                    child.ready_s, child.was_ready = min(child.ready_s, time.monotonic()), True
 
     def _end(self, child: _Child) -> None:
         deadline_s = time.monotonic() + child.job.drain_s

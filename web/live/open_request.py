@@ -231,7 +231,8 @@ class OpenRequest(Client):
             raise self.refuse(error) from None
         in_vain = any(isinstance(end, Cancelled) or (isinstance(end, Failed) and end.status >= 500) for end in ends)
         events = [event for event in first if isinstance(event, Submitted)] * len(uids)  # they differ in what is asked
-        is_others = any(event.owner != self.event.owner for event in events)  # keys do not share what they send
+        # Keys do not share what they send. An older version did not say whose a request is.
+        is_others = any(event.owner not in ("", self.event.owner) for event in events)
         if not events or in_vain or is_others or not all(SUBMITTED_ID in entries for entries in found):
             frontend.stop_reading(self)
             return False
@@ -319,6 +320,8 @@ class OpenRequest(Client):
         failpoint("web.on_disconnect")
         if self.broken and not attached_to:
             self._frontend.spawn(self.end(Cancelled(by="web")))
+        elif self._failure is not None:  # nobody comes back to the siblings of what failed
+            self._frontend.spawn(self._abandon(attached_to))
         else:
             self._frontend.after_grace(functools.partial(self._abandon, attached_to))
 

@@ -96,8 +96,8 @@ GENERATE: Final = (
     *_of("xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", kind="note"),
     *_of("mirostat_tau mirostat_eta dynatemp_exponent adaptive_decay", kind="note"),
     *_of("adaptive_target", -1),
-    *_of("samplers custom_logit_processor watermark vllm_xargs"),
-    *_of("watermarking backend_sampling", False),
+    *_of("samplers custom_logit_processor vllm_xargs"),
+    *_of("watermark watermarking backend_sampling", False),
     # what it may say
     *_of("response_format", {"type": "text"}),
     *_of("format grammar", ""),
@@ -122,7 +122,8 @@ GENERATE: Final = (
     *_of("reasoning_budget_message", ""),
     *_of("reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags", kind="note"),
     *_of("include_reasoning", True),
-    *_of("separate_reasoning require_reasoning reasoning_control thinking_forced_open", False),
+    *_of("separate_reasoning", False, True),  # there is no reasoning that could be apart
+    *_of("require_reasoning reasoning_control thinking_forced_open", False),
     *_of("reasoning_format", "none", "auto"),
     *_of("stream_reasoning", True, False),
     # how the prompt is read

@@ -46,7 +46,7 @@ local function sibling_ended(shared, now, retention_ms)
   local last = redis.call('HMGET', shared, 'gone')[1]
   local gone = math.max(tonumber(now) + tonumber(retention_ms), tonumber(last or 0))
   redis.call('HSET', shared, 'gone', string.format('%.0f', gone))
-  if redis.call('HINCRBY', shared, 'left', -1) == 0 or redis.call('PTTL', shared) < tonumber(retention_ms) then
+  if redis.pcall('HINCRBY', shared, 'left', -1) == 0 or redis.call('PTTL', shared) < tonumber(retention_ms) then
     redis.call('PEXPIRE', shared, string.format('%.0f', gone - tonumber(now)))
   end
 end
@@ -80,23 +80,29 @@ local function fenced(owner_key, owner)
   return redis.call('GET', owner_key) ~= owner
 end
 
+-- Returns what a stage serves; nothing where the key is gone, or holds something else.
+local function served_at(key)
+  local is_json, served = pcall(cjson.decode, redis.pcall('GET', key))
+  return is_json and type(served) == 'table' and served or {}
+end
+
 -- Returns whether what a worker serves fits to what the living workers of some stages serve. `Serving.difference` in
 -- pipeline/serving.py has the rule.
 local function fits(serving, keys)
   local mine = cjson.decode(serving)
   for _, key in ipairs(keys) do
-    local served = cjson.decode(redis.call('GET', key) or '{}')
+    local served = served_at(key)
     for _, part in ipairs({ 'weights', 'tokenizer' }) do
       if mine[part] and served[part] and mine[part] ~= served[part] then return false end
     end
-    if mine.context and served.context and mine.context < served.context then return false end
+    if mine.context and type(served.context) == 'number' and mine.context < served.context then return false end
   end
   return true
 end
 
 -- Keeps what a stage serves for as long as the lease of one of its workers. It stays as the first of them said it.
 local function keep_serving(key, serving, lease_ms)
-  redis.call('SET', key, serving, 'PX', lease_ms, 'NX')
+  if next(served_at(key)) == nil then redis.call('SET', key, serving, 'PX', lease_ms) end
   if redis.call('PTTL', key) < tonumber(lease_ms) then redis.call('PEXPIRE', key, lease_ms) end
 end
 

@@ -277,7 +277,7 @@ def serving(log: LogContext) -> Batch[dict[str, Served]]:
         return {stage: Served(Serving.parse(text), ttl_ms) for stage, text, ttl_ms in found if text is not None}
 
     keys = [log.names.serving(stage) for stage in SERVING_STAGES]
-    return Batch([[word, key] for key in keys for word in ("GET", "PTTL")], parse)
+    return Batch([[word, key] for key in keys for word in ("GET", "PTTL")], parse, any_type=True)
 
 
 def announce(log: LogContext, slot: str, status: str) -> Script[bool]:

@@ -15,6 +15,7 @@ from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryQuery
 from pipeline.readable import UNREADABLE
+from pipeline.serving import Served, Serving
 
 DAMAGED = Failed(status=500, code="log_damaged", message="It could not be read.")
 
@@ -77,3 +78,14 @@ def test_a_row_for_a_key_that_is_no_history_loses_no_other(
 ) -> None:
     assert detokenizer.say(say_tokens("a", 1), say_tokens("b", 1))
     assert scene.ids("b")[-1] == "1-0"
+
+
+@pytest.mark.parametrize("words", [("SET", "garbage"), ("SET", "[]"), ("SET", "5"), ("RPUSH", "x")], ids=str)
+def test_what_is_no_record_of_what_a_stage_serves_refuses_nobody_and_is_replaced(
+    log: RedisLog, words: tuple[str, str]
+) -> None:
+    mine = Serving("qwen", "w1", "t1", 4096)
+    command(log.url, words[0], NAMES.serving("generate"), words[1])
+    assert log.serving().get("generate", Served(Serving(), -1)).serving == Serving()
+    assert log.acquire("generate-0", "n", 60_000, mine) is not None
+    assert log.serving()["generate"].serving == mine and log.serving()["generate"].ttl_ms > 0

@@ -30,7 +30,8 @@ from pipeline.slots import Announcement, SlotLease, acquire_slot
 stage, mode, folder, slot = sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[6])
 with (folder / "starts").open("a") as starts:
     starts.write(f"{os.getpid()} {time.monotonic()}\\n")
-if mode == "misconfigured":
+num_starts = len((folder / "starts").read_text().splitlines())
+if mode == "misconfigured" or (mode == "refused once" and num_starts == 2):
     sys.exit(2)
 if mode == "broken":
     sys.exit(1)
@@ -168,6 +169,15 @@ def test_a_worker_that_cannot_be_configured_is_not_restarted(folder: Path, redis
     ):
         supervisor.wait_until_ready(30)
     assert len(starts(folder)) == 1
+
+
+def test_a_worker_that_was_ready_and_is_refused_when_it_comes_back_is_tried_again(folder: Path, redis_url: str) -> None:
+    """As an engine that finds less memory than before: the others serve on."""
+    with supervised(folder, redis_url, job(folder, "generate", "refused once")) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        os.kill(starts(folder)[0][0], signal.SIGKILL)
+        watch_until(supervisor, lambda: len(starts(folder)) == 3)
+        assert supervisor.wait_until_ready(30)
 
 
 def test_a_killed_worker_is_back_in_its_slot_without_waiting_for_the_lease(folder: Path, redis_url: str) -> None:
