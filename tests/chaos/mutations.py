@@ -177,7 +177,7 @@ end
     lua("submit", "what siblings share is kept for ever", "  redis.call('PEXPIREAT', shared, gone)\n", "",
         f"{SIBLINGS}test_of_siblings_every_key_has_a_time_to_live[{{server}}]"),
     Mutation("what siblings share expires with the first of them", f"{COMMITS}/lib.lua",
-        "if redis.call('HINCRBY', shared, 'left', -1) == 0 or", "if redis.call('HINCRBY', shared, 'left', -1) or",
+        "if redis.pcall('HINCRBY', shared, 'left', -1) == 0 or", "if redis.call('HINCRBY', shared, 'left', -1) or",
         (f"{SIBLINGS}test_what_siblings_share_goes_sooner_when_all_ended_soon[{{server}}]",)),
     Mutation("what siblings share expires before a history that is kept for longer", f"{COMMITS}/lib.lua",
         "redis.call('PTTL', shared) < tonumber(retention_ms)", "false",
