@@ -214,6 +214,11 @@ def test_a_whole_number_is_fine_where_a_float_is_expected() -> None:
     assert parse_chat(body(temperature=1, top_p=1)).temperature == 1.0
 
 
+def test_a_field_without_a_name_is_as_unknown_as_any_other() -> None:
+    asked = parse_chat(body(**{"": {}}))
+    assert (asked.longest, asked.unknown) == (None, ("",))
+
+
 def test_unknown_names_are_let_through_and_listed_sorted() -> None:
     message = {"role": "user", "content": "x", "weight": 1}
     asked = parse_chat(body(zeta=1, alpha={"deep": [1]}, messages=[message], stream=True, stream_options={"beta": 1}))

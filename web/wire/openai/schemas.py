@@ -214,7 +214,7 @@ class GenerationRequest(SamplingFields):
     @property
     def longest(self) -> int | None:
         """The most tokens that an answer may have; None: as many as fit into the context."""
-        longest = getattr(self, self.limit, None)
+        longest = getattr(self, self.limit) if self.limit else None  # the body may have a field without a name
         return None if longest == -1 else longest
 
     @property
