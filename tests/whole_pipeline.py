@@ -10,11 +10,11 @@ from typing import Any
 from engine_rig import LEASE_MS, Scene
 from redis_servers import until
 
-from pipeline.events import AnyEvent, SamplingParams, Submitted, TokensProduced, new_uid
+from pipeline.events import AnyEvent, Finished, SamplingParams, Submitted, TokensProduced, new_uid
 from pipeline.log.protocol import Inbox, Owner, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.names import DETOKENIZE, GENERATE, SEAL, TOKENIZE, slot_name
-from pipeline.slots import SlotLease
+from pipeline.slots import SlotLease, read_statuses
 from pipeline.worker import Stop, follow
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
@@ -72,6 +72,7 @@ class Pipeline:
         with self._detokenizer(), self.scene.running(heard=False) as engine:
             self.measures[GENERATE], self.gate = engine.measures, engine.engine.gate
             engine.slot_lease.say(phase="ready", context=CONTEXT)
+            until(lambda: any(status.context for status in read_statuses(self.log, GENERATE)))  # a thread writes it
             with self._tokenizer():
                 yield self
             self.errors += engine.errors
@@ -86,7 +87,9 @@ class Pipeline:
         """Wait for the end of a request; return its text."""
         until(lambda: bool(self.errors) or self.scene.have_ended(uid), timeout_s=20)
         assert not self.errors, self.errors
-        return "".join(event.text for event in self.history(uid) if isinstance(event, TokensProduced))
+        history = self.history(uid)
+        assert isinstance(history[-1], Finished), history[-1]
+        return "".join(event.text for event in history if isinstance(event, TokensProduced))
 
     def end_of(self, uid: str) -> AnyEvent:
         until(lambda: bool(self.errors) or self.log.histories([uid])[0][-1].id == SEAL, timeout_s=20)

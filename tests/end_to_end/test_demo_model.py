@@ -163,7 +163,7 @@ def test_it_remembers_across_a_prefix_hit(recalls: list[Answered], tmp_path: Pat
 def test_it_remembers_across_a_preemption(examiner: Examiner, recalls: list[Answered], tmp_path: Path) -> None:
     """Long counts that came first grow, and take the pages of those who are about to answer."""
     counts = examiner.questions("count, 200 tokens", NUM_COUNTS)
-    flags = (*SMALL_PAGES, "--max-seq-len", "512", "--num-pages", "64")
+    flags = (*SMALL_PAGES, "--max-seq-len", "1008", "--num-pages", "64")
     with serve(tmp_path, *flags, demo=True) as server, server.log() as log:
         counting = ask(server, counts)
         eventually(lambda: all(stream.num_frames > 2 for stream in counting), "all of them count")
