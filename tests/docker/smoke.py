@@ -38,7 +38,9 @@ READY_TIMEOUT_S = 120.0
 def compose(*words: str, quiet: bool = False) -> str:
     """Run `docker compose` as a user does, in the project's root, with a project name and a port of its own."""
     print("$ docker compose", *words, flush=True)
-    environment = os.environ | {"MINISGL_PUBLISH": f"127.0.0.1:{PORT}", "MINISGL_LEASE": "1"}
+    # In bfloat16, another engine that computes the prompt and the answer so far in one step may choose another token.
+    more = {"MINISGL_PUBLISH": f"127.0.0.1:{PORT}", "MINISGL_LEASE": "1", "MINISGL_DTYPE": "float32"}
+    environment = os.environ | more
     ended = subprocess.run(
         ["docker", "compose", "--project-name", PROJECT, "--progress", "quiet", *words],
         cwd=ROOT,
