@@ -41,6 +41,8 @@ from pipeline.serving import Served, Serving
 SLOTS_PER_LOOK = 16
 """So many slots of a stage are looked at together, and the next ones where one of these was there."""
 PENDING_PER_LOOK = 100
+EXPIRED = -2
+"""PTTL of a key that is gone: it was there for the command before."""
 
 
 def _unless_fenced(owner: Owner, reply: Any) -> Any:
@@ -274,7 +276,8 @@ def _serving_keys(names: Names, slot: str, serving: Serving | None) -> list[str]
 def serving(log: LogContext) -> Batch[dict[str, Served]]:
     def parse(replies: list[Any]) -> dict[str, Served]:
         found = zip(SERVING_STAGES, replies[::2], replies[1::2], strict=True)
-        return {stage: Served(Serving.parse(text), ttl_ms) for stage, text, ttl_ms in found if text is not None}
+        there = ((stage, text, ttl_ms) for stage, text, ttl_ms in found if text is not None and ttl_ms != EXPIRED)
+        return {stage: Served(Serving.parse(text), ttl_ms) for stage, text, ttl_ms in there}
 
     keys = [log.names.serving(stage) for stage in SERVING_STAGES]
     return Batch([[word, key] for key in keys for word in ("GET", "PTTL")], parse, any_type=True)
