@@ -86,50 +86,11 @@ def create_app(
     ):
         app.register_blueprint(routes)
 
-    def log_line(status: int, code: str | None = None) -> None:
-        """Write the log line of a request that no route took or could answer."""
-        path = request.path[:PATH_SHOWN]
-        logger.info("request", status=status, error=code or CODES.get(status), method=request.method, path=path)
-
-    def refuse(error: RequestError | None) -> None:
-        """Raise *error*, if there is one, after its log line."""
-        if error is not None:
-            log_line(error.status, error.code)
-            raise error
-
-    def is_open() -> bool:
-        return request.path.rstrip("/") in OPEN_PATHS
-
     @app.before_request
     async def count_request() -> None:
         frontend.measures.add(HTTP_REQUESTS, *_route_and_method())
 
-    @app.before_request
-    async def answer_preflight() -> Response | None:
-        """Tell a browser whether a page may send a request. The browser does not send a key with that question."""
-        if not is_preflight(request.method, request.headers):
-            return None
-        refuse(origins.preflight_refusal(request.headers))
-        return Response(status=204, headers=origins.preflight(request.headers))
-
-    @app.before_request
-    async def check_key() -> None:
-        """Set `g.caller` to who has the key of the request. Raises RequestError without a key, where one is needed."""
-        found = keys.find(_keys_given())
-        g.caller = found or Caller()
-        if found is None and not is_open():
-            log_line(401)
-            raise RequestError(_WRONG_KEY if any(_keys_given()) else _NO_KEY, status=401)
-
-    @app.before_request
-    async def check_page() -> None:
-        """Refuse what a foreign web page may have sent. Raises RequestError."""
-        if not g.caller.hashed:
-            own_address = str((request.server or ("",))[0])
-            refuse(origins.refusal(request.headers, own_address, is_open=is_open()))
-        said = operation_of(app.view_functions[request.endpoint]) if request.endpoint else None
-        if said is not None and said.bodies and request.method == "POST":
-            refuse(body_refusal(request.headers))
+    _guard(app, keys, origins)
 
     @app.errorhandler(RequestError)
     async def refused(error: RequestError) -> Response:
@@ -138,7 +99,7 @@ def create_app(
     @app.errorhandler(HTTPException)
     async def refused_by_quart(error: HTTPException) -> Response:
         status = error.code or 500
-        log_line(status)
+        _log_line(status)
         response = error_response(RequestError(messages.get(status, error.name), status=status))
         allowed = getattr(error, "valid_methods", None)  # of 405, which must list them
         if allowed:
@@ -148,7 +109,7 @@ def create_app(
     @app.errorhandler(Exception)
     async def failed(error: Exception) -> Response:
         logger.error("handler_failed", method=request.method, path=request.path[:PATH_SHOWN], exc_info=error)
-        log_line(500)
+        _log_line(500)
         return error_response(RequestError("The server failed on this request; that is our bug.", status=500))
 
     @app.after_request
@@ -168,6 +129,54 @@ def create_app(
         return response
 
     return app
+
+
+def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
+    """Let in, before any route is asked, who has a key of *keys* and comes from no foreign page, as *origins* says."""
+
+    @app.before_request
+    async def answer_preflight() -> Response | None:
+        """Tell a browser whether a page may send a request. The browser does not send a key with that question."""
+        if not is_preflight(request.method, request.headers):
+            return None
+        _refuse(origins.preflight_refusal(request.headers))
+        return Response(status=204, headers=origins.preflight(request.headers))
+
+    @app.before_request
+    async def check_key() -> None:
+        """Set `g.caller` to who has the key of the request. Raises RequestError without a key, where one is needed."""
+        found = keys.find(_keys_given())
+        g.caller = found or Caller()
+        if found is None and not _is_open():
+            _log_line(401)
+            raise RequestError(_WRONG_KEY if any(_keys_given()) else _NO_KEY, status=401)
+
+    @app.before_request
+    async def check_page() -> None:
+        """Refuse what a foreign web page may have sent. Raises RequestError."""
+        if not g.caller.hashed:
+            own_address = str((request.server or ("",))[0])
+            _refuse(origins.refusal(request.headers, own_address, is_open=_is_open()))
+        said = operation_of(app.view_functions[request.endpoint]) if request.endpoint else None
+        if said is not None and said.bodies and request.method == "POST":
+            _refuse(body_refusal(request.headers))
+
+
+def _is_open() -> bool:
+    return request.path.rstrip("/") in OPEN_PATHS
+
+
+def _refuse(error: RequestError | None) -> None:
+    """Raise *error*, if there is one, after its log line."""
+    if error is not None:
+        _log_line(error.status, error.code)
+        raise error
+
+
+def _log_line(status: int, code: str | None = None) -> None:
+    """Write the log line of a request that no route took or could answer."""
+    path = request.path[:PATH_SHOWN]
+    logger.info("request", status=status, error=code or CODES.get(status), method=request.method, path=path)
 
 
 def _route_and_method() -> tuple[str, str]:
