@@ -142,7 +142,7 @@ FIELDS = (
     ),
     Field(
         "typical_p", "above 0, at most 1", "1",
-        "Samples from tokens whose information is close to the expected one, until their probabilities add up to it.",
+        "Keeps the tokens whose information is closest to the entropy, up to this total probability.",
         WILD, 0.05, lambda a, b: a.token_ids != b.token_ids, 0,
     ),
     Field(

@@ -18,7 +18,7 @@ CHECK_TIMEOUT_S = 5.0
 
 
 def check_server(url: str, max_log_bytes: int = 0) -> None:
-    """Make sure that the Redis at *url* can hold the log, of which *max_log_bytes* is the largest size, unless it is 0.
+    """Make sure that the Redis at *url* can hold the log, which may grow to *max_log_bytes*; 0: without a limit.
 
     Raises:
         ConfigError: It cannot be reached, refuses the user, is older than 6.2, may evict keys, or is full before the

@@ -52,8 +52,8 @@ local function sibling_ended(shared, now, retention_ms)
 end
 
 -- Seals a history. KEYS begin with live, history, replies, control. Returns the moment, or false if the history was sealed
--- before or is gone. The number of tokens is read off the history, which is kept for the second time if there is none. *shared* is
--- the key of what siblings share, or nil.
+-- before or is gone. The number of tokens is read off the history. Without any, the history is kept for *tokenless_ms*.
+-- *shared* is the key of what siblings share, or nil.
 local function seal(uid, retention_ms, tokenless_ms, reply_cap, fields, shared)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.pcall('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1) -- another type of key has no entries
