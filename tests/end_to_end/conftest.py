@@ -5,13 +5,14 @@ Modules that share a server are of one `xdist_group`, so that it is started once
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
-from servers import MEASURED_CONTEXT, NARROW, Server, serve
-from streams import PROMPTS, ask_all
+from servers import MEASURED_CONTEXT, NARROW, Server, is_alive, serve
+from streams import PROMPTS, ask_all, family_of
 
 Answers = dict[str, tuple[str, str]]
 """Prompt -> the text that answers it, and why it ended."""
@@ -56,9 +57,13 @@ def measured_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 @pytest.fixture(scope="session")
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server as it comes. Its tests kill workers and Redis: it is whole again after each."""
+    """A server as it comes. Its tests kill workers and Redis: it is whole again after each, and ends well at last."""
     with serve(tmp_path_factory.mktemp("plain")) as server:
         yield server
+        with family_of(server.command) as family:
+            assert server.command.stop(signal.SIGINT) == 0
+            assert not any(map(is_alive, family))
+        assert "Traceback" not in server.command.output
 
 
 @pytest.fixture(scope="session")

@@ -21,12 +21,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 
 
 def refusal(folder: Path, *arguments: str) -> str:
-    """Run a command that must end by itself, not restarted, and return its last line."""
+    """Run a command that must end by itself, not restarted, and return the one line that says why."""
     command = run_command(arguments, folder)
     try:
         assert command.process.wait(60) == 2, command.output
         assert command.log_lines("worker_died") == []
-        return command.output.splitlines()[-1]
+        [line] = (line for line in command.output.splitlines() if not line.startswith("{"))
+        return line
     finally:
         command.stop()
 

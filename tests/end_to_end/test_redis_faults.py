@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import httpx
 import psutil
 import pytest
 from redis_servers import Servers, command, watched
-from servers import Server, eventually, is_alive, serve
+from servers import Server, eventually, serve
 from streams import (
     LONG,
     Stream,
@@ -23,7 +22,6 @@ from streams import (
     begun,
     body,
     events_of,
-    family_of,
     num_of,
     token_counts,
 )
@@ -283,11 +281,3 @@ def test_a_failover_that_sentinels_decide_is_followed_by_everybody(redis_servers
             group.master.process.kill()
             assert stream.answer == expected
             assert Stream(server, "Tell me a story.").answer == expected
-
-
-def test_after_all_these_faults_sigint_ends_the_server_and_all_its_processes(plain_server: Server) -> None:
-    """The last test of `plain_server`."""
-    with family_of(plain_server.command) as family:
-        assert plain_server.command.stop(signal.SIGINT) == 0
-        assert not any(map(is_alive, family))
-    assert "Traceback" not in plain_server.command.output
