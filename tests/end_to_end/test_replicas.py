@@ -116,8 +116,10 @@ def test_what_a_killed_tokenizer_had_read_and_not_committed_is_tokenized_all_the
     command, victim = deployment.tokenizers()[-1]
     with deployment.server.log() as log:
         (slot,) = [status.slot for status in read_statuses(log, TOKENIZE) if status.pid == victim.pid]
+        victim.suspend()
         with asked(deployment.server, BURST) as coming:
-            in_hand = _stop_between_read_and_commit(log, slot, victim)
+            eventually(lambda: bool(_in_hand(log, slot)), f"{slot} has read and not committed")
+            in_hand = _in_hand(log, slot)
             victim.kill()
             answers = [answer.result() for answer in coming]
         by = tokenized_by(log, answers)
@@ -127,20 +129,6 @@ def test_what_a_killed_tokenizer_had_read_and_not_committed_is_tokenized_all_the
         assert log.backlog(Inbox.submitted(log.names)) == 0
 
 
-def _stop_between_read_and_commit(log: RedisLog, slot: str, worker: psutil.Process) -> list[Entry]:
-    """Make *worker* stand still while it has entries in hand, and return them.
-
-    Whoever waits in XREADGROUP when it is stopped is handed the next entry all the same, and will never know. Who is
-    caught between a commit and the next read has nothing: it may go on, and is stopped again.
-    """
-    in_hand: list[Entry] = []
-
-    def caught() -> bool:
-        worker.suspend()
-        in_hand[:] = log.pending(Inbox.submitted(log.names), slot)
-        if not in_hand:
-            worker.resume()
-        return bool(in_hand)
-
-    eventually(caught, f"{slot} has read and not committed")
-    return in_hand
+def _in_hand(log: RedisLog, slot: str) -> list[Entry]:
+    """Return what a stopped worker has read: who waits in XREADGROUP then is handed the next entries all the same."""
+    return log.pending(Inbox.submitted(log.names), slot)
