@@ -27,6 +27,11 @@ class Sample:
     """Prompt + output; empty when no penalty needs them."""
     prompt_length: int = 0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the token is chosen from other logits than the model's own."""
+        return bool(self.forbidden) or self.params.shapes
+
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
