@@ -1,0 +1,203 @@
+// y = W x + b on packed panels. Every output is one chain of multiply-adds over the inputs in order: it is the same for
+// any number of rows and panels. Where a block of inputs ends, the chain is stored as float32 and goes on from there.
+#include "gemm.h"
+#include "vector.h"
+
+#define UNROLL _Pragma("GCC unroll 32")
+
+// Some rows of activations times some panels, over some inputs: the sums stay in registers.
+typedef struct {
+    const char *rows, *panels; // at the first input of the block
+    int64_t row_bytes, panel_bytes;
+    float *out;
+    int64_t stride;
+    int64_t inputs;
+    int first, last;        // whether these are the first and the last inputs
+    const float *bias;      // of the first panel; NULL: none
+    const float *units;     // INT8: of the first panel
+    const char *row_scales; // INT8: of the first row
+} Block;
+
+INLINE void multiply_floats(const Format format, const int rows, const int panels, const Block *block) {
+    // Activations that share a line of a panel, as 4-byte words.
+    const int words = format == FLOAT16 || (format == BFLOAT16 && !PAIRS_OF_BFLOAT16) ? 2 : 1;
+    const int64_t lines = format == FLOAT32 ? block->inputs : block->inputs / 2;
+    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
+    const char *x = block->rows, *line = block->panels;
+    Vector sums[rows][panels * VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < panels * VECTORS; v++)
+            sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
+    for (int64_t i = 0; i < lines; i++, x += 4 * words, line += 64) {
+        UNROLL for (int word = 0; word < words; word++) {
+            Vector weights[panels * VECTORS];
+            UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+                const char *panel = line + v / VECTORS * panel_bytes;
+                const int part = v % VECTORS;
+                if (format == FLOAT16)
+                    weights[v] = from_halves(panel + word * 32 + part * LANES * 2);
+                else if (format == FLOAT32 || PAIRS_OF_BFLOAT16)
+                    weights[v] = load(panel + part * LANES * 4);
+                else
+                    weights[v] = word == 0 ? from_even(panel + part * LANES * 4) : from_odd(panel + part * LANES * 4);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                const char *activation = x + r * row_bytes + 4 * word;
+#if PAIRS_OF_BFLOAT16
+                if (format == BFLOAT16) {
+                    Integers pair = spread_word(activation);
+                    UNROLL for (int v = 0; v < panels * VECTORS; v++)
+                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)pair, (__m512bh)weights[v]);
+                    continue;
+                }
+#endif
+                Vector number = spread(*(const float *)activation);
+                UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD(sums[r][v], number, weights[v]);
+            }
+        }
+    }
+    UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+        const int biased = block->last && block->bias != NULL;
+        Vector bias = biased ? load(block->bias + v * LANES) : spread(0.0f);
+        UNROLL for (int r = 0; r < rows; r++)
+            store(block->out + r * block->stride + v * LANES, biased ? add(sums[r][v], bias) : sums[r][v]);
+    }
+}
+
+INLINE void multiply_integers(const int rows, const int panels, const Block *block) {
+    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
+    const char *x = block->rows, *group = block->panels;
+    Vector sums[rows][panels * VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < panels * VECTORS; v++)
+            sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
+    for (int64_t input = 0; input < block->inputs; input += GROUP, group += GROUP_BYTES) {
+        const int64_t lines = least(GROUP, block->inputs - input) / 2;
+        const char *line = group + SCALES_BYTES;
+        Integers exact[rows][panels * VECTORS];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < panels * VECTORS; v++) exact[r][v] = no_integers();
+        for (int64_t i = 0; i < lines; i++, x += 4, line += 2 * PANEL) {
+            Integers weights[panels * VECTORS];
+            UNROLL for (int v = 0; v < panels * VECTORS; v++)
+                weights[v] = from_int8(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
+            UNROLL for (int r = 0; r < rows; r++) {
+                Integers pair = spread_word(x + r * row_bytes);
+                UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD_PAIRS(exact[r][v], pair, weights[v]);
+            }
+        }
+        UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+            Vector scales = from_halves(group + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector sum = to_floats(exact[r][v]);
+                MULTIPLY_ADD(sums[r][v], sum, scales);
+            }
+        }
+    }
+    UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+        Vector units = load((const char *)block->units + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
+        Vector bias = block->bias == NULL ? spread(0.0f) : load(block->bias + v * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            Vector sum = sums[r][v];
+            if (block->last) {
+                // In this order nothing overflows with weights of any size.
+                sum = multiplied(multiplied(sum, spread(*(const float *)(block->row_scales + r * row_bytes))), units);
+                if (block->bias != NULL) sum = add(sum, bias);
+            }
+            store(block->out + r * block->stride + v * LANES, sum);
+        }
+    }
+}
+
+typedef void (*Kernel)(const Block *block);
+
+#define KERNEL(format, rows, panels) \
+    static void multiply_##format##_##rows##_##panels(const Block *block) { \
+        if (format == INT8) \
+            multiply_integers(rows, panels, block); \
+        else \
+            multiply_floats(format, rows, panels, block); \
+    }
+#define NAME_OF_KERNEL(format, rows, panels) multiply_##format##_##rows##_##panels
+
+#define MOST_ROWS 6
+#if VECTORS == 1
+#define SHAPES(X, format) \
+    X(format, 1, 4) X(format, 2, 4) X(format, 3, 4) X(format, 4, 4) X(format, 5, 4) X(format, 6, 4) \
+    X(format, 1, 1) X(format, 2, 1) X(format, 3, 1) X(format, 4, 1) X(format, 5, 1) X(format, 6, 1)
+static const int panels_at_once[MOST_ROWS + 1] = {0, 4, 4, 4, 4, 4, 4};
+#define WIDE(format) \
+    {NULL, NAME_OF_KERNEL(format, 1, 4), NAME_OF_KERNEL(format, 2, 4), NAME_OF_KERNEL(format, 3, 4), \
+     NAME_OF_KERNEL(format, 4, 4), NAME_OF_KERNEL(format, 5, 4), NAME_OF_KERNEL(format, 6, 4)}
+#else
+#define SHAPES(X, format) \
+    X(format, 1, 4) X(format, 2, 2) X(format, 3, 2) \
+    X(format, 1, 1) X(format, 2, 1) X(format, 3, 1) X(format, 4, 1) X(format, 5, 1) X(format, 6, 1)
+static const int panels_at_once[MOST_ROWS + 1] = {0, 4, 2, 2, 1, 1, 1};
+#define WIDE(format) \
+    {NULL, NAME_OF_KERNEL(format, 1, 4), NAME_OF_KERNEL(format, 2, 2), NAME_OF_KERNEL(format, 3, 2), \
+     NAME_OF_KERNEL(format, 4, 1), NAME_OF_KERNEL(format, 5, 1), NAME_OF_KERNEL(format, 6, 1)}
+#endif
+#define NARROW(format) \
+    {NULL, NAME_OF_KERNEL(format, 1, 1), NAME_OF_KERNEL(format, 2, 1), NAME_OF_KERNEL(format, 3, 1), \
+     NAME_OF_KERNEL(format, 4, 1), NAME_OF_KERNEL(format, 5, 1), NAME_OF_KERNEL(format, 6, 1)}
+
+SHAPES(KERNEL, FLOAT32)
+SHAPES(KERNEL, BFLOAT16)
+SHAPES(KERNEL, FLOAT16)
+SHAPES(KERNEL, INT8)
+
+static const Kernel wide[4][MOST_ROWS + 1] = {WIDE(FLOAT32), WIDE(BFLOAT16), WIDE(FLOAT16), WIDE(INT8)};
+static const Kernel narrow[4][MOST_ROWS + 1] = {NARROW(FLOAT32), NARROW(BFLOAT16), NARROW(FLOAT16), NARROW(INT8)};
+
+// Bytes of the panels that stay in the first cache while all rows are multiplied with them.
+#define CACHED_BYTES 32768
+
+void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, int64_t first_panel, int64_t num_panels,
+                    float *out, int64_t stride) {
+    const Format format = matrix->format;
+    const int64_t row_bytes = NAME(activation_bytes)(format, matrix->inputs);
+    const int64_t panel_bytes = NAME(panel_bytes)(format, matrix->inputs);
+    const int64_t inputs = round_up(matrix->inputs, 2);
+    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    if (num_rows == 0) return;
+    const int most = (int)((num_rows + num_blocks - 1) / num_blocks);
+    int64_t at_once = panels_at_once[most];
+    for (int64_t p = 0, width; p < num_panels; p += width) {
+        width = num_panels - p < at_once ? 1 : at_once;
+        const Kernel *kernels = width == 1 ? narrow[format] : wide[format];
+        int64_t depth = inputs;
+        if (num_blocks > 1) depth = CACHED_BYTES / (panel_offset(format, GROUP) - panel_offset(format, 0)) / width * GROUP;
+        if (depth < GROUP) depth = GROUP;
+        const char *panel = (const char *)matrix->panels + (first_panel + p) * panel_bytes;
+        for (int64_t input = 0; input < inputs; input += depth) {
+            Block block = {
+                .rows = (const char *)rows + input * activation_size(format),
+                .panels = panel + panel_offset(format, input),
+                .row_bytes = row_bytes,
+                .panel_bytes = panel_bytes,
+                .out = out + p * PANEL,
+                .stride = stride,
+                .inputs = least(depth, inputs - input),
+                .first = input == 0,
+                .last = input + depth >= inputs,
+                .bias = matrix->bias == NULL ? NULL : matrix->bias + (first_panel + p) * PANEL,
+                .units = (const float *)panel,
+                .row_scales = (const char *)rows + row_scale_offset(inputs),
+            };
+            for (int64_t row = 0, b = 0, count; b < num_blocks; b++, row += count) {
+                count = num_rows / num_blocks + (b < num_rows % num_blocks);
+                kernels[count](&block);
+                block.rows += count * row_bytes;
+                block.row_scales += count * row_bytes;
+                block.out += count * stride;
+            }
+        }
+    }
+}
+
+void NAME(tile)(const Matrix *matrix, int64_t num_rows, int threads, int64_t *rows, int64_t *panels) {
+    (void)matrix, (void)threads;
+    *rows = num_rows;
+    *panels = 4;
+}
