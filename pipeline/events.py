@@ -212,7 +212,7 @@ class Admitted(Event):
     fingerprint: str
     """Identifies the weights and the model's config; where `numerics` is empty, the dtype as well."""
     numerics: str = ""
-    """How the engine computes with them, such as `bfloat16/cpu`. Empty in histories of older versions."""
+    """How the engine computes with them, such as `bfloat16/none/avx512/1/64`. Empty in histories of older versions."""
     cached_tokens: int = 0
 
 
@@ -232,6 +232,8 @@ class TakenOver(Event):
     kind: Literal["taken_over"] = "taken_over"
     engine: str
     epoch: int
+    numerics: str = ""
+    """As in Admitted."""
     alone: bool = False
     """The engine computes nothing else until the request has another token, to see whether it kills engines."""
 

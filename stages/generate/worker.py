@@ -232,7 +232,7 @@ class GenerateWorker:
             n = self._resumed.pop(mark.uid, None) if isinstance(mark, EventRow) else None
             if n is not None:
                 alone = trial is not None and trial.uid == mark.uid
-                event = TakenOver(engine=identity.engine, epoch=identity.epoch, alone=alone)
+                event = TakenOver(engine=identity.engine, epoch=identity.epoch, numerics=identity.numerics, alone=alone)
                 rows.append(EventRow(uid=mark.uid, n=n, event=event))
         if rows:
             self._commit(plan.step, [*rows, *marks], [], Figures(), settled=True)
@@ -295,6 +295,15 @@ class Loaded:
             serving, context=settings.limits.context, context_flag=settings.context_flag, context_step=step
         )
 
+    def said(self) -> dict[str, object]:
+        """Return what the engine's status says about how it computes."""
+        settings = self.settings
+        return {
+            "numerics": settings.numerics,
+            "batch_invariant": settings.batch_invariant,
+            "why_torch": settings.why_torch,
+        }
+
     def schedule(self, owner: Owner, serving: Serving) -> Schedule:
         """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context."""
         settings = self.settings
@@ -349,6 +358,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
             context=serving.context,
             sampling_defaults=defaults,
             fingerprint=serving.weights,
+            **loaded.said(),
         )
         schedule = loaded.schedule(slot_lease.owner, serving)
         try:
@@ -389,6 +399,12 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
     """
     spec = check_folder(folder, dummy=config.engine.dummy_weight)
     settings = resolve(config.engine, spec)
+    dtype = str(settings.dtype).removeprefix("torch.")
+    if settings.why_torch:
+        logger.warning("kernels_unavailable", reason=settings.why_torch)
+    if config.engine.dtype == "auto" and dtype != spec.dtype:
+        reason = f"torch multiplies {spec.dtype} slowly on this CPU; --dtype {spec.dtype} takes half the memory"
+        logger.warning("dtype_is_float32", reason=reason)
     began_s = time.monotonic()
     engine = Engine(
         spec,
@@ -400,6 +416,8 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
         max_running_requests=settings.limits.max_running_requests,
         max_seq_len=settings.limits.context,
         attention=settings.attention,
+        kernels=settings.kernels,
+        quantization=settings.quantization,
         threads=settings.threads,
         dummy=config.engine.dummy_weight,
         progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
@@ -409,13 +427,16 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
         seconds=round(time.monotonic() - began_s, 2),
         architecture=spec.architecture,
         device=settings.device,
-        dtype=str(settings.dtype).removeprefix("torch."),
+        dtype=dtype,
+        quantization=settings.quantization,
+        kernels=settings.kernels,
         attention=settings.attention,
         cache=settings.cache,
         pages=settings.num_pages,
         page_size=settings.page_size,
         context=settings.limits.context,
         threads=settings.threads,
+        numerics=settings.numerics,
     )
     return Loaded(engine, settings, tuple(spec.eos_ids))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
-from stand_in_stages import CONTEXT, MODELS, StandIn
+from stand_in_stages import CONTEXT, MODELS, NUMERICS, StandIn
 from structlog.testing import capture_logs
 from web_site import CHAT, chat, error_of, request_lines, site
 
 import web.app
+from pipeline.slots import Status
 from web.config import DEFAULT_BODY_BYTES
 
 
@@ -73,8 +74,20 @@ async def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_u
 
 async def test_the_version_is_that_of_the_package_and_ping_is_health(redis_url: str) -> None:
     async with site(redis_url, ready=False) as here:
-        assert await (await here.get("/version")).get_json() == {"version": version("minisgl")}
+        assert await (await here.get("/version")).get_json() == {"version": version("minisgl"), "engines": []}
         assert await (await here.get("/ping")).get_json() == await (await here.get("/health")).get_json()
+
+
+async def test_the_version_says_how_each_ready_engine_computes(redis_url: str, stand_in: StandIn) -> None:
+    about = Status(slot="generate-1", owner="", pid=1, host="h", phase="ready", numerics="t", why_torch="no compiler")
+    for status in (about, about.model_copy(update={"slot": "generate-2", "phase": "loading"})):
+        assert stand_in.stages.log.announce(status.slot, status.model_dump_json())
+    async with site(redis_url) as here:
+        said = await (await here.get("/version")).get_json()
+    assert said["engines"] == [
+        {"slot": "generate-0", "numerics": NUMERICS, "batch_invariant": True},
+        {"slot": "generate-1", "numerics": "t", "batch_invariant": False, "why_torch": "no compiler"},
+    ]
 
 
 async def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
