@@ -5,6 +5,10 @@
 
 #define UNROLL _Pragma("GCC unroll 32")
 
+// Of a kernel. Arrays have these sizes, because gcc keeps arrays of a variable size in memory.
+#define MOST_ROWS 6
+#define MOST_VECTORS (4 * VECTORS)
+
 // Some rows of activations times some panels, over some inputs: the sums stay in registers.
 typedef struct {
     const char *rows, *panels; // at the first input of the block
@@ -24,13 +28,13 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
     const int64_t lines = format == FLOAT32 ? block->inputs : block->inputs / 2;
     const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
     const char *x = block->rows, *line = block->panels;
-    Vector sums[rows][panels * VECTORS];
+    Vector sums[MOST_ROWS][MOST_VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < panels * VECTORS; v++)
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
     for (int64_t i = 0; i < lines; i++, x += 4 * words, line += 64) {
         UNROLL for (int word = 0; word < words; word++) {
-            Vector weights[panels * VECTORS];
+            Vector weights[MOST_VECTORS];
             UNROLL for (int v = 0; v < panels * VECTORS; v++) {
                 const char *panel = line + v / VECTORS * panel_bytes;
                 const int part = v % VECTORS;
@@ -67,18 +71,18 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
 INLINE void multiply_integers(const int rows, const int panels, const Block *block) {
     const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
     const char *x = block->rows, *group = block->panels;
-    Vector sums[rows][panels * VECTORS];
+    Vector sums[MOST_ROWS][MOST_VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < panels * VECTORS; v++)
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
     for (int64_t input = 0; input < block->inputs; input += GROUP, group += GROUP_BYTES) {
         const int64_t lines = least(GROUP, block->inputs - input) / 2;
         const char *line = group + SCALES_BYTES;
-        Integers exact[rows][panels * VECTORS];
+        Integers exact[MOST_ROWS][MOST_VECTORS];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < panels * VECTORS; v++) exact[r][v] = no_integers();
         for (int64_t i = 0; i < lines; i++, x += 4, line += 2 * PANEL) {
-            Integers weights[panels * VECTORS];
+            Integers weights[MOST_VECTORS];
             UNROLL for (int v = 0; v < panels * VECTORS; v++)
                 weights[v] = from_int8(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
             UNROLL for (int r = 0; r < rows; r++) {
@@ -120,7 +124,6 @@ typedef void (*Kernel)(const Block *block);
     }
 #define NAME_OF_KERNEL(format, rows, panels) multiply_##format##_##rows##_##panels
 
-#define MOST_ROWS 6
 #if VECTORS == 1
 #define SHAPES(X, format) \
     X(format, 1, 4) X(format, 2, 4) X(format, 3, 4) X(format, 4, 4) X(format, 5, 4) X(format, 6, 4) \
