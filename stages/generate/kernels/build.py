@@ -71,9 +71,9 @@ class Files:
 
     baseline: tuple[str, ...] = ("cpu.c",)
     """Once, for every CPU of this kind of machine."""
-    once: tuple[str, ...] = ()
+    once: tuple[str, ...] = ("pool.c", "rows.c", "work.c", "experts.c", "step.c")
     """Once, with the instructions of the least variant."""
-    each: tuple[str, ...] = ()
+    each: tuple[str, ...] = ("pack.c", "gemm.c", "attention.c", "variant.c")
     """Once for each variant, with -DVARIANT=<name>."""
 
 
