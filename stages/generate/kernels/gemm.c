@@ -9,6 +9,13 @@
 #define MOST_ROWS 6
 #define MOST_VECTORS (4 * VECTORS)
 
+#ifndef FETCH_HINT
+#define FETCH_HINT 3
+#endif
+
+// Activations that share a line of a panel, as 4-byte words.
+INLINE int words_of_line(Format format) { return format == BFLOAT16 && !PAIRS_OF_BFLOAT16 ? 2 : 1; }
+
 // Some rows of activations times some panels, over some inputs: the sums stay in registers.
 typedef struct {
     const char *rows, *panels; // at the first input of the block
@@ -20,46 +27,61 @@ typedef struct {
     const float *bias;      // of the first panel; NULL: none
     const float *units;     // INT8: of the first panel
     const char *row_scales; // INT8: of the first row
+    // What the next rows do not need, but the next block of weights does: lines (INT8: groups) of each panel there.
+    const char *ahead;
+    int64_t num_ahead;
 } Block;
 
+INLINE void fetch(const char *line) { __builtin_prefetch(line, 0, FETCH_HINT); }
+
+// One line of every panel.
+INLINE void add_line(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
+                     const char *line, int64_t panel_bytes, Vector sums[MOST_ROWS][MOST_VECTORS]) {
+    const int words = words_of_line(format);
+    UNROLL for (int word = 0; word < words; word++) {
+        Vector weights[MOST_VECTORS];
+        UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+            const char *panel = line + v / VECTORS * panel_bytes;
+            const int part = v % VECTORS;
+            if (format == FLOAT16)
+                weights[v] = from_halves(panel + part * LANES * 2);
+            else if (format == FLOAT32 || PAIRS_OF_BFLOAT16)
+                weights[v] = load(panel + part * LANES * 4);
+            else
+                weights[v] = word == 0 ? from_even(panel + part * LANES * 4) : from_odd(panel + part * LANES * 4);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            const char *activation = x + r * row_bytes + 4 * word;
+#if PAIRS_OF_BFLOAT16
+            if (format == BFLOAT16) {
+                Integers pair = spread_word(activation);
+                UNROLL for (int v = 0; v < panels * VECTORS; v++)
+                    sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)pair, (__m512bh)weights[v]);
+                continue;
+            }
+#endif
+            Vector number = spread(*(const float *)activation);
+            UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD(sums[r][v], number, weights[v]);
+        }
+    }
+}
+
 INLINE void multiply_floats(const Format format, const int rows, const int panels, const Block *block) {
-    // Activations that share a line of a panel, as 4-byte words.
-    const int words = format == FLOAT16 || (format == BFLOAT16 && !PAIRS_OF_BFLOAT16) ? 2 : 1;
-    const int64_t lines = format == FLOAT32 ? block->inputs : block->inputs / 2;
-    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
-    const char *x = block->rows, *line = block->panels;
+    const int words = words_of_line(format), line_bytes = format == FLOAT16 ? 32 : 64;
+    const int64_t lines = format == FLOAT32 || format == FLOAT16 ? block->inputs : block->inputs / 2;
+    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes, num_ahead = block->num_ahead;
+    const char *x = block->rows, *line = block->panels, *ahead = block->ahead;
     Vector sums[MOST_ROWS][MOST_VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < panels * VECTORS; v++)
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
-    for (int64_t i = 0; i < lines; i++, x += 4 * words, line += 64) {
-        UNROLL for (int word = 0; word < words; word++) {
-            Vector weights[MOST_VECTORS];
-            UNROLL for (int v = 0; v < panels * VECTORS; v++) {
-                const char *panel = line + v / VECTORS * panel_bytes;
-                const int part = v % VECTORS;
-                if (format == FLOAT16)
-                    weights[v] = from_halves(panel + word * 32 + part * LANES * 2);
-                else if (format == FLOAT32 || PAIRS_OF_BFLOAT16)
-                    weights[v] = load(panel + part * LANES * 4);
-                else
-                    weights[v] = word == 0 ? from_even(panel + part * LANES * 4) : from_odd(panel + part * LANES * 4);
-            }
-            UNROLL for (int r = 0; r < rows; r++) {
-                const char *activation = x + r * row_bytes + 4 * word;
-#if PAIRS_OF_BFLOAT16
-                if (format == BFLOAT16) {
-                    Integers pair = spread_word(activation);
-                    UNROLL for (int v = 0; v < panels * VECTORS; v++)
-                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)pair, (__m512bh)weights[v]);
-                    continue;
-                }
-#endif
-                Vector number = spread(*(const float *)activation);
-                UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD(sums[r][v], number, weights[v]);
-            }
-        }
+    int64_t i = 0;
+    for (; i < num_ahead; i++, x += 4 * words, line += line_bytes, ahead += line_bytes) {
+        UNROLL for (int p = 0; p < panels; p++) fetch(ahead + p * panel_bytes);
+        add_line(format, rows, panels, x, row_bytes, line, panel_bytes, sums);
     }
+    for (; i < lines; i++, x += 4 * words, line += line_bytes)
+        add_line(format, rows, panels, x, row_bytes, line, panel_bytes, sums);
     UNROLL for (int v = 0; v < panels * VECTORS; v++) {
         const int biased = block->last && block->bias != NULL;
         Vector bias = biased ? load(block->bias + v * LANES) : spread(0.0f);
@@ -68,47 +90,58 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
     }
 }
 
+INLINE void add_int8_line(const int rows, const int panels, const char *x, int64_t row_bytes, const char *line,
+                          int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
+    Integers weights[MOST_VECTORS];
+    UNROLL for (int v = 0; v < panels * VECTORS; v++)
+        weights[v] = from_int8(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
+    UNROLL for (int r = 0; r < rows; r++) {
+        Integers pair = spread_word(x + r * row_bytes);
+        UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD_PAIRS(exact[r][v], pair, weights[v]);
+    }
+}
+
 INLINE void multiply_integers(const int rows, const int panels, const Block *block) {
-    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes;
-    const char *x = block->rows, *group = block->panels;
-    Vector sums[MOST_ROWS][MOST_VECTORS];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < panels * VECTORS; v++)
-            sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
+    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes, stride = block->stride;
+    const char *x = block->rows, *group = block->panels, *ahead = block->ahead;
+    float *out = block->out;
+    int64_t num_ahead = block->num_ahead;
     for (int64_t input = 0; input < block->inputs; input += GROUP, group += GROUP_BYTES) {
         const int64_t lines = least(GROUP, block->inputs - input) / 2;
         const char *line = group + SCALES_BYTES;
         Integers exact[MOST_ROWS][MOST_VECTORS];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < panels * VECTORS; v++) exact[r][v] = no_integers();
-        for (int64_t i = 0; i < lines; i++, x += 4, line += 2 * PANEL) {
-            Integers weights[MOST_VECTORS];
-            UNROLL for (int v = 0; v < panels * VECTORS; v++)
-                weights[v] = from_int8(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
-            UNROLL for (int r = 0; r < rows; r++) {
-                Integers pair = spread_word(x + r * row_bytes);
-                UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD_PAIRS(exact[r][v], pair, weights[v]);
+        int64_t i = 0;
+        if (num_ahead-- > 0)
+            for (; i + 1 < lines; i += 2, x += 8, line += 4 * PANEL, ahead += 4 * PANEL) {
+                UNROLL for (int p = 0; p < panels; p++) fetch(ahead + p * panel_bytes);
+                add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
+                add_int8_line(rows, panels, x + 4, row_bytes, line + 2 * PANEL, panel_bytes, exact);
             }
-        }
+        for (; i < lines; i++, x += 4, line += 2 * PANEL)
+            add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
+        // The floats wait in *out*: there are registers for one kind of sums only.
+        const int started = !block->first || input > 0;
         UNROLL for (int v = 0; v < panels * VECTORS; v++) {
             Vector scales = from_halves(group + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
             UNROLL for (int r = 0; r < rows; r++) {
-                Vector sum = to_floats(exact[r][v]);
-                MULTIPLY_ADD(sums[r][v], sum, scales);
+                Vector sum = started ? load(out + r * stride + v * LANES) : spread(0.0f);
+                Vector of_group = to_floats(exact[r][v]);
+                MULTIPLY_ADD(sum, of_group, scales);
+                store(out + r * stride + v * LANES, sum);
             }
         }
     }
+    if (!block->last) return;
     UNROLL for (int v = 0; v < panels * VECTORS; v++) {
         Vector units = load((const char *)block->units + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
-        Vector bias = block->bias == NULL ? spread(0.0f) : load(block->bias + v * LANES);
         UNROLL for (int r = 0; r < rows; r++) {
-            Vector sum = sums[r][v];
-            if (block->last) {
-                // In this order nothing overflows with weights of any size.
-                sum = multiplied(multiplied(sum, spread(*(const float *)(block->row_scales + r * row_bytes))), units);
-                if (block->bias != NULL) sum = add(sum, bias);
-            }
-            store(block->out + r * block->stride + v * LANES, sum);
+            Vector sum = load(out + r * stride + v * LANES);
+            // In this order nothing overflows with weights of any size.
+            sum = multiplied(multiplied(sum, spread(*(const float *)(block->row_scales + r * row_bytes))), units);
+            if (block->bias != NULL) sum = add(sum, load(block->bias + v * LANES));
+            store(out + r * stride + v * LANES, sum);
         }
     }
 }
@@ -154,7 +187,9 @@ static const Kernel wide[4][MOST_ROWS + 1] = {WIDE(FLOAT32), WIDE(BFLOAT16), WID
 static const Kernel narrow[4][MOST_ROWS + 1] = {NARROW(FLOAT32), NARROW(BFLOAT16), NARROW(FLOAT16), NARROW(INT8)};
 
 // Bytes of the panels that stay in the first cache while all rows are multiplied with them.
+#ifndef CACHED_BYTES
 #define CACHED_BYTES 32768
+#endif
 
 void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, int64_t first_panel, int64_t num_panels,
                     float *out, int64_t stride) {
@@ -162,18 +197,19 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     const int64_t row_bytes = NAME(activation_bytes)(format, matrix->inputs);
     const int64_t panel_bytes = NAME(panel_bytes)(format, matrix->inputs);
     const int64_t inputs = round_up(matrix->inputs, 2);
+    const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
+    const int64_t unit = format == INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what is fetched ahead
     const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
     if (num_rows == 0) return;
-    const int most = (int)((num_rows + num_blocks - 1) / num_blocks);
-    int64_t at_once = panels_at_once[most];
+    const int64_t at_once = panels_at_once[(num_rows + num_blocks - 1) / num_blocks];
     for (int64_t p = 0, width; p < num_panels; p += width) {
         width = num_panels - p < at_once ? 1 : at_once;
         const Kernel *kernels = width == 1 ? narrow[format] : wide[format];
-        int64_t depth = inputs;
-        if (num_blocks > 1) depth = CACHED_BYTES / (panel_offset(format, GROUP) - panel_offset(format, 0)) / width * GROUP;
-        if (depth < GROUP) depth = GROUP;
+        const int64_t depth = CACHED_BYTES / group_bytes / width * GROUP;
         const char *panel = (const char *)matrix->panels + (first_panel + p) * panel_bytes;
+        const int64_t next_width = p + width == num_panels ? 0 : num_panels - p - width < width ? 1 : width;
         for (int64_t input = 0; input < inputs; input += depth) {
+            const int last = input + depth >= inputs;
             Block block = {
                 .rows = (const char *)rows + input * activation_size(format),
                 .panels = panel + panel_offset(format, input),
@@ -183,13 +219,21 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
                 .stride = stride,
                 .inputs = least(depth, inputs - input),
                 .first = input == 0,
-                .last = input + depth >= inputs,
+                .last = last,
                 .bias = matrix->bias == NULL ? NULL : matrix->bias + (first_panel + p) * PANEL,
                 .units = (const float *)panel,
                 .row_scales = (const char *)rows + row_scale_offset(inputs),
             };
+            // While this block is multiplied, the next one is fetched: each block of rows fetches a part of it.
+            const char *next = last ? panel + width * panel_bytes : block.panels + depth / GROUP * group_bytes;
+            int64_t units = block.inputs / unit;
+            if (!last) units = least(units, (inputs - input - depth) / unit);
+            if (last && next_width != width) units = 0;
             for (int64_t row = 0, b = 0, count; b < num_blocks; b++, row += count) {
                 count = num_rows / num_blocks + (b < num_rows % num_blocks);
+                const int64_t fetched = units * b / num_blocks;
+                block.ahead = next + fetched * group_bytes / (GROUP / unit);
+                block.num_ahead = units * (b + 1) / num_blocks - fetched;
                 kernels[count](&block);
                 block.rows += count * row_bytes;
                 block.row_scales += count * row_bytes;
