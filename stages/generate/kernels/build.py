@@ -261,6 +261,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         compiler = find_compiler()
         if compiler is None:
+            sys.stderr.write(f"There is no C compiler here: fetching {ZIGLANG} (100 MB), to be removed afterwards.\n")
             install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", scratch, ZIGLANG]
             subprocess.run(install, check=True)
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (scratch, os.environ.get("PYTHONPATH", ""))))
