@@ -14,6 +14,8 @@ import pytest
 from selection import rest_at_night
 from servers import ROOT, Command, free_port, wait_until_ready
 
+from ops.bench.gpu.wheels import isolation
+from stages.generate.kernels import build, library
 from stages.generate.model.checkpoint import DEMO_FOLDER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,8 +27,8 @@ TRAINING = ROOT / "ops" / "demo_model"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    made = [sys.executable, "-m", "build", *isolation(), "--outdir", str(folder), str(ROOT)]  # from a source archive
+    done = subprocess.run(made, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -55,6 +57,16 @@ def test_the_wheel_has_the_demo_model_and_not_its_training(names: list[str]) -> 
     }
     assert f"{folder}/model.safetensors" in names
     assert not [name for name in names if name.startswith("ops/demo_model/")]
+
+
+def test_the_wheel_has_the_compiled_kernels_and_not_their_sources(wheel: Path, names: list[str]) -> None:
+    folder = "stages/generate/kernels/"
+    rest = [name for name in names if name.startswith(folder) and not name.endswith(".py")]
+    has_kernels = build.machine() in build.VARIANTS
+    assert rest == ([f"{folder}libminisgl.so"] if has_kernels else [])
+    compiler = build.find_compiler()
+    tag = "any" if not has_kernels else compiler.tag if compiler else build.TAGS[build.machine()]
+    assert wheel.name == f"minisgl-0.1.0-py3-none-{tag}.whl"
 
 
 def test_the_wheel_has_nothing_else(names: list[str]) -> None:
@@ -102,6 +114,13 @@ def test_the_wheel_is_what_is_imported(fresh: Path, tmp_path: Path) -> None:
     code = "import minisgl, pipeline, stages, web, ops; print(minisgl.__file__, *ops.__path__, *pipeline.__path__)"
     said = subprocess.run([fresh / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert all(path.startswith(str(fresh.parent)) for path in said.stdout.split())
+
+
+def test_the_kernels_of_the_wheel_can_be_used(fresh: Path, tmp_path: Path) -> None:
+    code = "from stages.generate.kernels import library; print(library.available(), library.reason())"
+    said = subprocess.run([fresh / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert said.stdout.startswith(f"{library.available()} ")
+    assert str(ROOT) not in said.stdout
 
 
 def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ FLAGS: Final = (
 )
 LINK: Final = ("-shared", "-pthread", "-Wl,-z,defs")
 """`defs`: a function that no file has is an error here and not at its first call. libm is not linked."""
+LINK_ZIG: Final = (*LINK, "-nostdlib", "-lc", "-lpthread")
+"""zig would compile its own runtime for 15 s, which the kernels do not call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +88,17 @@ class CannotBuild(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A command that compiles C, and the platform tag of a wheel with what it makes."""
+    """A command that compiles C."""
 
     name: str
     command: tuple[str, ...]
     tag: str
+    """The platform of a wheel with what it makes."""
+    link: tuple[str, ...] = LINK
 
     def run(self, arguments: Sequence[str], folder: Path) -> str:
         """Run it in *folder*; return "", or the last lines that it said before it failed."""
-        # zig keeps what it made of glibc, 60 MB. It goes away with the folder, unless somebody said where to keep it.
+        # Where zig keeps what it made. It goes away with the folder, unless somebody said where to keep it.
         caches = {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
         try:
             done = subprocess.run(
@@ -114,13 +118,12 @@ class Compiler:
             return ""
         return "\n".join(done.stdout.strip().splitlines()[-LAST_LINES:]) or f"it ended with {done.returncode}"
 
-    def can(self, instructions: Instructions, *link: str) -> bool:
-        """Return whether it translates *instructions*; with flags to *link*, whether it also makes a library."""
+    def can(self, instructions: Instructions) -> bool:
+        """Return whether it makes a library with *instructions*."""
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             (folder / "probe.c").write_text(_PROBE + instructions.probe)
-            last = link or ("-c",)
-            return not self.run([*FLAGS, *instructions.flags, *last, "probe.c", "-o", "probe.o"], folder)
+            return not self.run([*FLAGS, *instructions.flags, "probe.c", "-o", "probe.so", *self.link], folder)
 
 
 def machine() -> str:
@@ -128,16 +131,16 @@ def machine() -> str:
     return platform.machine() if sys.platform == "linux" else f"{platform.machine()} {platform.system()}"
 
 
-def find_compiler(environment: Mapping[str, str] = os.environ) -> Compiler | None:
+def find_compiler() -> Compiler | None:
     """Return what CC names, else `cc`, else zig; None: there is none that works.
 
     A `cc` without the headers of libc, or too old for the least variant, counts as none. `CC=zig` asks for zig.
     """
     instructions = next(iter(VARIANTS[machine()].values()))
-    words = shlex.split(environment.get("CC", "")) or ["cc"]
-    if words != ["zig"] and shutil.which(words[0], path=environment.get("PATH")):
+    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if words != ["zig"] and shutil.which(words[0]):
         found = Compiler(words[0], tuple(words), f"linux_{machine()}")
-        if found.can(instructions, *LINK):
+        if found.can(instructions):
             return found
     return zig(sys.executable) if importlib.util.find_spec("ziglang") else None
 
@@ -145,7 +148,7 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> Compiler | Non
 def zig(python: str) -> Compiler:
     """Return the zig of a Python that has the package ziglang."""
     target = f"{machine()}-linux-gnu.2.17"
-    return Compiler("zig cc", (python, "-m", "ziglang", "cc", "-target", target), TAGS[machine()])
+    return Compiler("zig cc", (python, "-m", "ziglang", "cc", "-target", target), TAGS[machine()], LINK_ZIG)
 
 
 def requirements() -> list[str]:
@@ -216,7 +219,7 @@ def build(
         made = library.with_name(f"{library.stem}.{os.getpid()}.so")
         try:
             objects = [f"{index}.o" for index in range(len(jobs))]
-            if problem := compiler.run([*LINK, *flags, *objects, "-o", str(made.absolute())], Path(scratch)):
+            if problem := compiler.run([*flags, *objects, "-o", str(made.absolute()), *compiler.link], Path(scratch)):
                 raise CannotBuild(f"{compiler.name} could not link the library\n{problem}")
             made.replace(library)
         finally:
@@ -258,6 +261,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         compiler = find_compiler()
         if compiler is None:
+            sys.stderr.write(f"There is no C compiler here: fetching {ZIGLANG} (100 MB), to be removed afterwards.\n")
             install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", scratch, ZIGLANG]
             subprocess.run(install, check=True)
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (scratch, os.environ.get("PYTHONPATH", ""))))

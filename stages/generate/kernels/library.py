@@ -117,6 +117,14 @@ class Library:
         """The variants that it has and this CPU runs, best first."""
         return tuple(name for name in self.cpu if name in self.compiled)
 
+    def reason(self, name: str) -> str:
+        """Return why the variant *name* is not `usable`; "": it is."""
+        if name in self.usable:
+            return ""
+        if name not in self.cpu:
+            return f"this CPU can run {' and '.join(self.cpu)}"
+        return f"{self.compiler} could compile {' and '.join(self.compiled)}"
+
     def variant(self, name: str) -> Variant:
         """Return the functions of a variant that is `usable`."""
         assert name in self.usable, f"{name} is not one of {self.usable}"
@@ -126,8 +134,8 @@ class Library:
 def load(path: Path = build.HERE / build.LIBRARY) -> Library | str:
     """Return the library at *path*, or the reason why it cannot be used, one line.
 
-    A library that was built from other sources than those beside this file is not used: its functions may take other
-    arguments. A wheel has no sources, and its library is never out of date.
+    A library that was not built from the sources beside it is not used: its functions may take other arguments. A wheel
+    has no sources, and its library is never out of date.
     """
     kind = build.machine()
     if kind not in build.VARIANTS:
@@ -138,7 +146,7 @@ def load(path: Path = build.HERE / build.LIBRARY) -> Library | str:
             reason = note.read_text().splitlines()[0]
             return f"they could not be built when MiniSGL was installed: {reason}; all of it is in {note}"
         return f"{path} is missing; {_how_to_get_it()}"
-    there, now = build.hash_in(path), build.hash_of()
+    there, now = build.hash_in(path), build.hash_of(path.parent)
     if now and there != now:
         return f"{path} was built from other sources ({there or 'unknown'}, now {now}); {_how_to_get_it()}"
     try:
@@ -186,13 +194,7 @@ def variant(name: str) -> Variant:
     return found.variant(name)
 
 
-def why_not(name: str = "") -> str:
-    """Return the reason why the variant *name* cannot be used here, without it: why none can. "": it can."""
+def reason(name: str = "") -> str:
+    """Return why the variant *name* cannot be used here, without a name: why none can. "": it can."""
     found = library()
-    if isinstance(found, str):
-        return found
-    if not name or name in found.usable:
-        return ""
-    if name not in found.cpu:
-        return f"this CPU runs {' and '.join(found.cpu)}"
-    return f"{found.compiler} compiled {' and '.join(found.compiled)} only"
+    return found if isinstance(found, str) else found.reason(name) if name else ""

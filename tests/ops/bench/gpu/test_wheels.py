@@ -202,7 +202,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     wheels.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"])  # an old one, of venv itself
     (site,) = (scratch / "venv/lib").glob("python*/site-packages")
     (site / "there.pth").write_text(f"{there}\n")
-    wheels.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+    wheels.run([sys.executable, "-m", "build", "--wheel", *wheels.isolation(), "--outdir", str(folder), str(ROOT)])
     ours = wheels.read(folder)["minisgl"].requires
     for name in closure(
         [one for one in ours if "extra ==" not in one], wheels.installed, environment, wheels.stays(environment)
