@@ -212,7 +212,8 @@ class Admitted(Event):
     fingerprint: str
     """Identifies the weights and the model's config; where `numerics` is empty, the dtype as well."""
     numerics: str = ""
-    """How the engine computes with them, such as `bfloat16/none/avx512/1/64`. Empty in histories of older versions."""
+    """How the engine computes with them, such as `bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512`. Older histories
+    lack it."""
     cached_tokens: int = 0
 
 

@@ -26,7 +26,7 @@ class EngineConfig:
         "--quantization",
         default="none",
         choices=("none", "int8"),
-        help="int8: keep the matrices as 8-bit numbers, for half the memory and more speed; only with the CPU kernels",
+        help="int8: keep the matrices as 8-bit integers, in about half the memory; it needs the CPU kernels",
     )
     tp: int = flag(
         "--tp",
@@ -68,7 +68,7 @@ class EngineConfig:
         choices=("auto", "cpu", "fi", "reference"),
         help=(
             "attention backend; auto: fi on CUDA if it can run there, on a CPU that of --kernels; "
-            "any other: torch computes instead of the kernels"
+            "with another one torch computes instead of the kernels"
         ),
     )
     cache: str = flag(

@@ -52,13 +52,15 @@ class Settings:
     def numerics(self) -> str:
         """Name everything that may change a token although the weights are the same.
 
-        Of the kernels: dtype/quantization/variant/version/page size. Engines with the same ones compute the same bits.
-        Of torch: dtype/quantization/torch-device/version/attention. That is no promise.
+        With kernels: dtype/quantization/variant/version/page size/torch, which samples. Engines with equal ones compute
+        equal bits. With torch alone: dtype/quantization/torch/attention, which is no promise.
         """
+        cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
+        by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
         if self.batch_invariant:
-            by = f"{self.kernels}/{VERSION}/{self.page_size}"
+            by = f"{self.kernels}/{VERSION}/{self.page_size}/{by_torch}"
         else:
-            by = f"torch-{self.device.type}/{torch.__version__}/{self.attention}"
+            by = f"{by_torch}/{self.attention}"
         return f"{str(self.dtype).removeprefix('torch.')}/{self.quantization}/{by}"
 
 

@@ -401,10 +401,10 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
     settings = resolve(config.engine, spec)
     dtype = str(settings.dtype).removeprefix("torch.")
     if settings.why_torch:
-        logger.warning("kernels_unavailable", reason=settings.why_torch)
+        logger.info("kernels_unavailable", reason=settings.why_torch)
     if config.engine.dtype == "auto" and dtype != spec.dtype:
         reason = f"torch multiplies {spec.dtype} slowly on this CPU; --dtype {spec.dtype} takes half the memory"
-        logger.warning("dtype_is_float32", reason=reason)
+        logger.info("dtype_is_float32", reason=reason)
     began_s = time.monotonic()
     engine = Engine(
         spec,
