@@ -186,10 +186,11 @@ SHAPES(KERNEL, INT8)
 static const Kernel wide[4][MOST_ROWS + 1] = {WIDE(FLOAT32), WIDE(BFLOAT16), WIDE(FLOAT16), WIDE(INT8)};
 static const Kernel narrow[4][MOST_ROWS + 1] = {NARROW(FLOAT32), NARROW(BFLOAT16), NARROW(FLOAT16), NARROW(INT8)};
 
-// Bytes of the panels that stay in the first cache while all rows are multiplied with them.
-#ifndef CACHED_BYTES
-#define CACHED_BYTES 32768
-#endif
+// Bytes of the panels that stay in the first cache while all rows are multiplied with them. With few rows the next ones
+// have to fit beside them; with many it counts more that the sums are stored seldom.
+#define CACHED_BYTES 16384
+#define CACHED_BYTES_OF_MANY 32768
+#define MANY_ROWS 64
 
 void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, int64_t first_panel, int64_t num_panels,
                     float *out, int64_t stride) {
@@ -197,15 +198,19 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     const int64_t row_bytes = NAME(activation_bytes)(format, matrix->inputs);
     const int64_t panel_bytes = NAME(panel_bytes)(format, matrix->inputs);
     const int64_t inputs = round_up(matrix->inputs, 2);
+    const int64_t num_groups = (inputs + GROUP - 1) / GROUP;
     const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
     const int64_t unit = format == INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what is fetched ahead
     const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
     if (num_rows == 0) return;
+    const int64_t cached_bytes = num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
     const int64_t at_once = panels_at_once[(num_rows + num_blocks - 1) / num_blocks];
     for (int64_t p = 0, width; p < num_panels; p += width) {
         width = num_panels - p < at_once ? 1 : at_once;
         const Kernel *kernels = width == 1 ? narrow[format] : wide[format];
-        const int64_t depth = CACHED_BYTES / group_bytes / width * GROUP;
+        const int64_t most_groups = cached_bytes / group_bytes / width;
+        const int64_t steps = (num_groups + most_groups - 1) / most_groups; // of nearly the same size
+        const int64_t depth = (num_groups + steps - 1) / steps * GROUP;
         const char *panel = (const char *)matrix->panels + (first_panel + p) * panel_bytes;
         const int64_t next_width = p + width == num_panels ? 0 : num_panels - p - width < width ? 1 : width;
         for (int64_t input = 0; input < inputs; input += depth) {
@@ -243,8 +248,39 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     }
 }
 
+// What a thread does in a nanosecond, roughly: bytes of weights read, and multiplications of a full kernel.
+#define BYTES_PER_NS 20
+#ifdef __AVX512F__
+static const int64_t products_per_ns[4] = {100, 200, 100, 180};
+#else
+static const int64_t products_per_ns[4] = {50, 50, 50, 80};
+#endif
+
+// How long a call should take. With many rows longer, because every call reads the activations into the second cache.
+#define CALL_NS 100000
+#define LONG_CALL_NS 500000
+#define CALLS_PER_THREAD 4
+
+// Bytes of activations that stay in the second cache, and the rows for which it is worth to read the weights again.
+#ifndef ROWS_BYTES
+#define ROWS_BYTES 524288
+#endif
+#define ENOUGH_ROWS 96
+
 void NAME(tile)(const Matrix *matrix, int64_t num_rows, int threads, int64_t *rows, int64_t *panels) {
-    (void)matrix, (void)threads;
-    *rows = num_rows;
-    *panels = 4;
+    const int64_t row_bytes = NAME(activation_bytes)(matrix->format, matrix->inputs);
+    const int64_t num_panels = (matrix->outputs + PANEL - 1) / PANEL;
+    const int64_t most_rows = most(ROWS_BYTES / row_bytes, ENOUGH_ROWS);
+    const int64_t num_tiles = most((num_rows + most_rows - 1) / most_rows, 1);
+    *rows = num_tiles == 1 ? num_rows : round_up((num_rows + num_tiles - 1) / num_tiles, MOST_ROWS);
+    const int64_t reading = NAME(panel_bytes)(matrix->format, matrix->inputs) / BYTES_PER_NS;
+    const int64_t multiplying = *rows * matrix->inputs * PANEL / products_per_ns[matrix->format];
+    int64_t count = (*rows >= MANY_ROWS ? LONG_CALL_NS : CALL_NS) / (most(reading, multiplying) + 1);
+    count = least(count, num_panels * num_tiles / (CALLS_PER_THREAD * threads)) / 4 * 4;
+    // With few panels for many threads, two at a time if all are done sooner.
+    if (count == 0) {
+        const int64_t fours = (num_panels * num_tiles + 3) / 4, twos = (num_panels * num_tiles + 1) / 2;
+        count = (twos + threads - 1) / threads * 2 < (fours + threads - 1) / threads * 4 ? 2 : 4;
+    }
+    *panels = least(count, num_panels);
 }

@@ -26,7 +26,7 @@ INLINE Vector to_floats(Integers a) { return _mm512_cvtepi32_ps(a); }
 INLINE Integers no_integers(void) { return _mm512_setzero_si512(); }
 
 #define MULTIPLY_ADD(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
-#define MULTIPLY_ADD_PAIRS(sum, a, b) (sum) = _mm512_dpwssd_epi32(sum, a, b)
+#define MULTIPLY_ADD_PAIRS(sum, a, b) __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
 
 #else
 

@@ -115,6 +115,12 @@ class Gemm:
         assert not y[:, outputs:-3].nan_to_num().any()
         return y[:, :outputs]
 
+    def tile(self, matrix: Matrix, num_rows: int, threads: int) -> tuple[int, int]:
+        """Return how many rows and panels a call should get."""
+        rows, panels = ctypes.c_int64(), ctypes.c_int64()
+        self.call("tile", ctypes.byref(matrix), num_rows, threads, ctypes.byref(rows), ctypes.byref(panels))
+        return rows.value, panels.value
+
     def __call__(self, packed: Packed, x_RI: Tensor) -> Tensor:
         return self.multiply(packed, self.prepare(packed, x_RI))
 
@@ -271,3 +277,15 @@ def test_the_bits_do_not_depend_on_how_the_panels_are_split(gemm: Gemm, format_n
     splits: Iterable[list[int]] = ([0, 4, 8, 12, 13], list(range(14)), [0, 2, 3, 13], [0, 1, 6, 13], [0, 5, 12, 13])
     for split in splits:
         assert same_bits(gemm.multiply(packed, rows, split), whole), split
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_tile_is_even_or_whole_and_leaves_work_for_every_thread(gemm: Gemm, format_name: str) -> None:
+    for outputs, inputs in [(4608, 768), (768, 3072), (151936, 1024), (40, 36), (16, 1), (17, 100_000)]:
+        for num_rows, threads in [(1, 1), (1, 32), (7, 2), (32, 8), (100, 2), (2048, 1), (2048, 32)]:
+            rows, panels = gemm.tile(Matrix(None, None, outputs, inputs, FORMATS[format_name]), num_rows, threads)
+            num_panels = padded(outputs, PANEL) // PANEL
+            assert 1 <= rows <= padded(num_rows, 6)
+            assert panels == num_panels or (panels % 2 == 0 and 0 < panels < num_panels)
+            chunks = -(-num_rows // rows) * -(-num_panels // panels)
+            assert chunks >= min(threads, num_panels // 4)
