@@ -165,11 +165,11 @@ def resolve_kernels(config: EngineConfig, device: torch.device) -> tuple[str, st
         return "torch", ""
     usable = library.available()
     if variant and variant not in usable:
-        reason = library.why_not(variant)
+        reason = library.reason(variant)
         raise ConfigError(f"--kernels {variant}: these kernels cannot run here: {reason}; pass --kernels auto")
     if needing and not usable:
-        raise ConfigError(f"{needing} needs the CPU kernels, and none can run here ({library.why_not()}); leave it out")
-    return (variant or usable[0], "") if usable else ("torch", library.why_not())
+        raise ConfigError(f"{needing} needs the CPU kernels, and none can run here ({library.reason()}); leave it out")
+    return (variant or usable[0], "") if usable else ("torch", library.reason())
 
 
 def resolve_dtype(spec: ModelSpec, name: str, *, slow_bfloat16: bool = False) -> torch.dtype:

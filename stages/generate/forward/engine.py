@@ -17,7 +17,6 @@ from stages.generate.forward.sampler import sample
 from stages.generate.forward.scores import score
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.kernels.decoder import KernelDecoder
-from stages.generate.kernels.library import library
 from stages.generate.kvcache.pool import allocate
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.spec import ModelSpec
@@ -101,9 +100,7 @@ class Engine:
         weights = load_all(spec, dtype=self.dtype, device=self.device, progress=progress)
         self._computer: Computer
         if kernels != "torch":
-            self._computer = KernelDecoder(
-                spec, weights, library(), variant=kernels, quantization=quantization, threads=threads
-            )
+            self._computer = KernelDecoder(spec, weights, variant=kernels, quantization=quantization, threads=threads)
             torch.set_num_threads(1)
         else:
             if packed:

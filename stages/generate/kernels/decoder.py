@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stages.generate.forward.batch import PageTables
-from stages.generate.kernels.library import Format, Library, Matrix
+from stages.generate.kernels.library import Format, Library, Matrix, library
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
 from stages.generate.model.spec import ModelSpec
@@ -88,7 +88,6 @@ class KernelDecoder:
         self,
         spec: ModelSpec,
         weights: dict[str, Tensor],
-        library: Library,
         *,
         variant: str,
         quantization: str,
@@ -98,8 +97,10 @@ class KernelDecoder:
 
         Each matrix is freed as soon as it is packed.
         """
-        self._spec, self._functions = spec, library.functions
-        self._variant = ctypes.addressof(library.variant(variant))
+        found = library()
+        assert isinstance(found, Library), found
+        self._spec, self._functions = spec, found.functions
+        self._variant = ctypes.addressof(found.variant(variant))
         self._quantized = quantization == "int8"
         self._kept: list[object] = []
         self._declare()
@@ -179,7 +180,7 @@ class KernelDecoder:
         return x_TE, starts
 
     def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[list[int], Tensor]:
-        """Return the tokens with the largest logits of some tokens of x_TE, -1 where one is NaN; and logits_RV, float32.
+        """Return the token with the largest logit of some tokens of x_TE, -1 where one is NaN; and logits_RV, float32.
 
         Only the rows of logits that are wanted are filled in. The first one of several largest logits counts.
         """
@@ -205,7 +206,7 @@ class KernelDecoder:
         return self.head(x_NE.contiguous(), range(len(x_NE)), [True] * len(x_NE))[1]
 
     def _frequencies(self, starts_B: np.ndarray, lengths_B: np.ndarray) -> np.ndarray | None:
-        """Return freq_TF where a token has frequencies of its own: a dynamic rope beyond the context of the training."""
+        """Return freq_TF where a token has its own frequencies: a dynamic rope beyond the context of the training."""
         if self._spec.rope.kind != "dynamic" or lengths_B.max() <= self._spec.rope.original_max_positions:
             return None
         counts_B = np.diff(starts_B)
@@ -220,7 +221,11 @@ class KernelDecoder:
 
         def mlp(name: str) -> _Mlp:
             return _Mlp(
-                self._pack(weights.pop(f"{name}.gate_up_proj.weight"), weights.pop(f"{name}.gate_up_proj.bias", None), pair=True),
+                self._pack(
+                    weights.pop(f"{name}.gate_up_proj.weight"),
+                    weights.pop(f"{name}.gate_up_proj.bias", None),
+                    pair=True,
+                ),
                 linear(f"{name}.down_proj"),
             )
 

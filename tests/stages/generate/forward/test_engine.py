@@ -20,6 +20,8 @@ from stages.generate.forward.engine import Engine
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 from stages.generate.schedule.request import NewRequest
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 PAGE_SIZE, NUM_PAGES = 4, 128
 GREEDY = SamplingParams(temperature=0)
 PROMPT = random.Random(3).choices(range(4, 480), k=61)
@@ -168,7 +170,7 @@ def test_positions_shifted_by_one_change_the_logits(
         batch = build_batch(*arguments)
         return replace(batch, positions_T=batch.positions_T + 1)
 
-    engine, request = make_engine(folder), Request(0, list(PROMPT), shuffled_pages())
+    engine, request = make_engine(folder, kernels="torch"), Request(0, list(PROMPT), shuffled_pages())
     engine.forward(plan(request.row(40)))
     monkeypatch.setattr(engine_module, "build_batch", shifted)
     assert (engine.logits(plan(request.row(64))) - theirs(PROMPT)[-1:]).abs().max() > 0.1
