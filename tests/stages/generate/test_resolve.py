@@ -37,7 +37,7 @@ class Kernels:
 
     def __call__(self, variants: Sequence[str], *, slow: bool = False) -> None:
         self._monkeypatch.setattr(library, "available", lambda: tuple(variants))
-        self._monkeypatch.setattr(library, "reason", lambda name="": "" if variants else NONE)
+        self._monkeypatch.setattr(library, "reason", lambda name="": "the CPU lacks it" if variants else NONE)
         self._monkeypatch.setattr(resolve_module, "bfloat16_is_slow", lambda: slow)
 
 
@@ -126,7 +126,7 @@ INT8, AVX512 = "--quantization int8", "--kernels avx512"
     ("variants", "options", "message"),
     [
         ((), {"kernels": "avx2"}, f"--kernels avx2: these kernels cannot run here: {NONE}; pass --kernels auto"),
-        (("avx2",), {"kernels": "avx512"}, f"{AVX512}: these kernels cannot run here: avx2 can; pass --kernels auto"),
+        (("avx2",), {"kernels": "avx512"}, f"{AVX512}: these kernels cannot run here: the CPU lacks it; pass --kernels auto"),
         ((), {"quantization": "int8"}, f"{INT8} needs the CPU kernels, and none can run here ({NONE}); leave it out"),
         (
             BOTH,
