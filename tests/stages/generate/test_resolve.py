@@ -126,7 +126,11 @@ INT8, AVX512 = "--quantization int8", "--kernels avx512"
     ("variants", "options", "message"),
     [
         ((), {"kernels": "avx2"}, f"--kernels avx2: these kernels cannot run here: {NONE}; pass --kernels auto"),
-        (("avx2",), {"kernels": "avx512"}, f"{AVX512}: these kernels cannot run here: the CPU lacks it; pass --kernels auto"),
+        (
+            ("avx2",),
+            {"kernels": "avx512"},
+            f"{AVX512}: these kernels cannot run here: the CPU lacks it; pass --kernels auto",
+        ),
         ((), {"quantization": "int8"}, f"{INT8} needs the CPU kernels, and none can run here ({NONE}); leave it out"),
         (
             BOTH,
