@@ -218,7 +218,7 @@ def test_without_a_break_in_the_prompts_a_step_has_none_now_and_then_and_sooner_
         """Return which steps have prompts."""
         made = ""
         for _ in range(number):
-            tokens = pace.budget(work(streams))
+            tokens = pace.budget(work(streams)) or 0
             made += "p" if tokens else "-"
             pace.measured(a_plan(streams, 100, *[(0, tokens)] * bool(tokens)), 0.010)
         return made
