@@ -340,6 +340,9 @@ class Figures(Value):
     decode_rows: int = 0
     prefill_rows: int = 0
     prefill_tokens: int = 0
+    mixed_prefill_length: int | None = None
+    """The most prompt tokens that this step was allowed beside streams, where measured times decided it. With it the
+    schedule makes the same plan again."""
     running: int = 0
     waiting: int = 0
     free_pages: int = 0

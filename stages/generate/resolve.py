@@ -42,6 +42,19 @@ class Settings:
     """Why torch computes although flags and device leave it to the kernels."""
     context_flag: str = "--max-seq-len"
     """The flag that bounds the served context."""
+    mixed_prefill_is_auto: bool = False
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether tokens do not depend on the other rows of a step, nor on the chunks of a prompt."""
+        return False
+
+    @property
+    def paced(self) -> bool:
+        """Whether measured times decide how many prompt tokens come beside streams. Chunks differ from run to run then,
+        and must not change tokens.
+        """
+        return self.batch_invariant and self.mixed_prefill_is_auto
 
     @property
     def batch_invariant(self) -> bool:
@@ -122,6 +135,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         quantization=config.quantization,
         why_torch=why_torch,
         context_flag="--num-pages" if num_pages * page_size < wanted else "--max-seq-len",
+        mixed_prefill_is_auto=not config.mixed_prefill_length,
     )
 
 

@@ -59,6 +59,7 @@ class _Model(ctypes.Structure):
         ("head", Matrix),
         ("frequencies", c_void_p),
         ("rope_factor", c_float),
+        ("threads", c_int32),
     ]
 
 
@@ -101,10 +102,9 @@ class KernelDecoder:
         assert isinstance(found, Library), found
         self._spec, self._functions = spec, found.functions
         self._variant = ctypes.addressof(found.variant(variant))
-        self._quantized = quantization == "int8"
+        self._quantized, self._threads = quantization == "int8", threads
         self._kept: list[object] = []
         self._declare()
-        self._functions.kernels_use_threads(threads)
         embedding_VE = weights.pop(EMBEDDING)
         head_VE = weights.pop(HEAD, embedding_VE)
         self._rope = make_rope(spec.rope, spec.head_dim, embedding_VE.device)
@@ -129,6 +129,7 @@ class KernelDecoder:
             head=self._pack(head_VE),
             frequencies=self._floats(self._rope.freq_F),
             rope_factor=spec.rope.attention_factor,
+            threads=threads,
         )
         assert not weights, f"unused weights: {', '.join(weights)}"
 
@@ -259,7 +260,7 @@ class KernelDecoder:
         panels = torch.empty(size, dtype=torch.uint8)
         second = weight_OI.data_ptr() + each * inputs * weight_OI.itemsize if pair else None
         self._functions.kernels_pack(
-            self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, panels.data_ptr()
+            self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, self._threads, panels.data_ptr()
         )
         num_panels = -(-each // PANEL) * (2 if pair else 1)
         bias = None
@@ -287,10 +288,19 @@ class KernelDecoder:
     def _declare(self) -> None:
         """Tell ctypes the arguments of the library's functions."""
         functions = self._functions
-        functions.kernels_use_threads.argtypes = [c_int]
         functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
         functions.kernels_head.argtypes = [POINTER(_Model), *[c_void_p] * 2, c_int64, *[c_void_p] * 3]
         functions.kernels_packed_bytes.argtypes = [c_void_p, c_int, c_int64, c_int64, c_int]
         functions.kernels_packed_bytes.restype = c_int64
-        functions.kernels_pack.argtypes = [c_void_p, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p]
+        functions.kernels_pack.argtypes = [
+            c_void_p,
+            c_int,
+            c_int,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_int,
+            c_void_p,
+        ]
         functions.kernels_pack.restype = None

@@ -14,11 +14,16 @@
 // One step at a time: the threads and the memory belong to the process.
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
 
-API int kernels_use_threads(int threads) {
+// Begin a call: returns how the thread rounded before.
+static uint32_t begin(int threads) {
     pthread_mutex_lock(&one_at_a_time);
-    int used = pool_use(threads);
+    pool_use(threads);
+    return enter();
+}
+
+static void end(uint32_t before) {
+    leave(before);
     pthread_mutex_unlock(&one_at_a_time);
-    return used;
 }
 
 // ---- embedding, rope
@@ -125,13 +130,11 @@ static Outcome check(const Model *model, Step *step) {
 API int kernels_forward(const Model *model, Step *step) {
     Outcome outcome = check(model, step);
     if (outcome || !step->num_tokens) return outcome;
-    pthread_mutex_lock(&one_at_a_time);
-    uint32_t before = enter();
+    uint32_t before = begin(model->threads);
     Work work = {.model = model, .step = step};
     outcome = begin_work(&work);
     if (!outcome) compute_layers(&work);
-    leave(before);
-    pthread_mutex_unlock(&one_at_a_time);
+    end(before);
     return outcome;
 }
 
@@ -172,8 +175,7 @@ static void head_chunk(void *job, int64_t chunk, int thread) {
 API int kernels_head(const Model *model, const float *x, const int32_t *rows, int64_t num_rows,
                      const int32_t *logits_rows, float *logits, int32_t *best) {
     if (!num_rows) return DONE;
-    pthread_mutex_lock(&one_at_a_time);
-    uint32_t before = enter();
+    uint32_t before = begin(model->threads);
     Work work = {.model = model};
     Head job = {.work = &work, .logits_rows = logits_rows, .logits = logits, .num_rows = num_rows};
     model->variant->tile(&model->head, num_rows, pool_threads(), &job.tile_rows, &job.tile_panels);
@@ -194,8 +196,7 @@ API int kernels_head(const Model *model, const float *x, const int32_t *rows, in
             best[row] = ids[tile];
         }
     }
-    leave(before);
-    pthread_mutex_unlock(&one_at_a_time);
+    end(before);
     return outcome;
 }
 
@@ -226,11 +227,9 @@ API int64_t kernels_packed_bytes(const Variant *variant, Format format, int64_t 
 
 // Pack [outputs][inputs] numbers; with *second*, which may be NULL, a pair of matrices whose panels come in turn.
 API void kernels_pack(const Variant *variant, Format format, Format source, const void *first, const void *second,
-                      int64_t outputs, int64_t inputs, void *out) {
-    pthread_mutex_lock(&one_at_a_time);
-    uint32_t before = enter();
+                      int64_t outputs, int64_t inputs, int threads, void *out) {
+    uint32_t before = begin(threads);
     Packing job = {variant, format, source, first, second, outputs, inputs, out};
     pool_run(pack_chunk, &job, parts(outputs, PANEL) * (second ? 2 : 1));
-    leave(before);
-    pthread_mutex_unlock(&one_at_a_time);
+    end(before);
 }

@@ -31,6 +31,7 @@ typedef struct {
     Matrix head;
     const float *frequencies; // [head_dim / 2]: radians per position
     float rope_factor;        // of cosines and sines
+    int32_t threads;          // that compute, the caller among them
 } Model;
 
 typedef struct {

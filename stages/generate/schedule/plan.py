@@ -71,6 +71,20 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What is there to compute, before a plan is made."""
+
+    streams: int
+    """Requests that decode."""
+    context: int
+    """Positions that their next tokens attend to, of all together."""
+    prompts: int
+    """Requests whose prompts are not computed yet."""
+    position: int
+    """Where the first of those goes on; 0 if none has begun."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowScores:
     """The log-probabilities of the tokens of one row."""
 

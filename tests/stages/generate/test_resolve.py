@@ -19,7 +19,7 @@ from stages.generate import worker
 from stages.generate.config import EngineConfig, GenerateConfig
 from stages.generate.kernels import VERSION, library
 from stages.generate.model.spec import ModelSpec, read_spec
-from stages.generate.resolve import default_threads, resolve, resolve_dtype
+from stages.generate.resolve import Settings, default_threads, resolve, resolve_dtype
 from stages.generate.schedule.schedule import ScheduleLimits
 
 CPU = EngineConfig(device="cpu")
@@ -67,6 +67,14 @@ def test_the_dtype_of_the_checkpoint_is_the_default(spec: ModelSpec) -> None:
 def test_a_budget_beside_streams_that_was_given_does_not_grow_with_them(spec: ModelSpec) -> None:
     limits = resolve(replace(CPU, mixed_prefill_length=100), spec).limits
     assert (limits.mixed_prefill_length, limits.mixed_prefill_per_request) == (100, 0)
+
+
+@pytest.mark.parametrize(("invariant", "given", "paced"), [(True, 0, True), (True, 16, False), (False, 0, False)])
+def test_measured_times_decide_only_where_chunks_change_no_token_and_no_length_was_given(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, invariant: bool, given: int, paced: bool
+) -> None:
+    monkeypatch.setattr(Settings, "batch_invariant", invariant)
+    assert resolve(replace(CPU, mixed_prefill_length=given), spec).paced is paced
 
 
 def test_a_small_budget_bounds_the_steps_beside_streams_too(spec: ModelSpec) -> None:
