@@ -20,7 +20,7 @@ FLAGS = {
 def entries_of(name: str) -> list[str]:
     """Return the names of the entries of a struct of kernels.h, in order."""
     body = re.sub(r"//.*", "", HEADER.rpartition(f"}} {name};")[0].rpartition("typedef struct {")[2])
-    names = []
+    names: list[str] = []
     for declared in body.split(";"):
         function = re.search(r"\(\*(\w+)\)", declared)
         names += [function[1]] if function else re.findall(r"(\w+)\s*(?:,|$)", declared.strip())
@@ -29,7 +29,7 @@ def entries_of(name: str) -> list[str]:
 
 @pytest.mark.parametrize("structure", [library.Matrix, library.Pages, library.Variant])
 def test_a_structure_has_the_entries_of_the_header(structure: type[ctypes.Structure]) -> None:
-    assert [name for name, _ in structure._fields_] == entries_of(structure.__name__)
+    assert [field[0] for field in structure._fields_] == entries_of(structure.__name__)
 
 
 def test_formats_have_the_numbers_of_the_header() -> None:
