@@ -221,7 +221,6 @@ async def _listen(
     config.alpn_protocols = ["http/1.1"]
     config.h11_max_incomplete_size = 64 << 10
     config.include_server_header = False
-    config.keep_alive_timeout = 120  # the default, 5 s, races with clients that reuse a connection
     config.keep_alive_max_requests = 10**9
     config.graceful_timeout = 1
     config.accesslog = None
