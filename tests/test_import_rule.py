@@ -22,6 +22,7 @@ UNTIL_THE_WORKERS_START = (
 WITH_TORCH = (
     "stages.generate.attention",
     "stages.generate.forward",
+    "stages.generate.kernels.decoder",
     "stages.generate.kvcache.pool",
     "stages.generate.model.decoder",
     "stages.generate.model.layers",

@@ -45,11 +45,6 @@ class Settings:
     mixed_prefill_is_auto: bool = False
 
     @property
-    def batch_invariant(self) -> bool:
-        """Whether tokens do not depend on the other rows of a step, nor on the chunks of a prompt."""
-        return False
-
-    @property
     def paced(self) -> bool:
         """Whether measured times decide how many prompt tokens come beside streams. Chunks differ from run to run then,
         and must not change tokens.
