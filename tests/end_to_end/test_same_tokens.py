@@ -18,7 +18,6 @@ from streams import Stream, events_of, num_of
 
 from pipeline.events import Preempted, TakenOver, TokensProduced
 from pipeline.names import GENERATE
-from stages.generate.config import EngineConfig
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +35,7 @@ DEPENDS_ON_THE_BATCH = pytest.mark.xfail(
     strict=True, raises=pytest.fail.Exception, reason="torch sums in an order that depends on the batch"
 )
 MODES = [
-    pytest.param(("auto", "bfloat16"), marks=DEPENDS_ON_THE_BATCH),
+    ("auto", "bfloat16"),
     pytest.param(("torch", "bfloat16"), marks=[DEPENDS_ON_THE_BATCH, pytest.mark.night]),
     *(pytest.param((variant, dtype), marks=pytest.mark.night) for variant in VARIANTS for dtype in DTYPES),
 ]
@@ -44,7 +43,7 @@ MODES = [
 
 def flags_of(kernels: str, dtype: str) -> list[str]:
     numbers = ["--dtype", "bfloat16", "--quantization", "int8"] if dtype == "int8" else ["--dtype", dtype]
-    return [*numbers, *(["--kernels", kernels] if hasattr(EngineConfig(), "kernels") else [])]
+    return [*numbers, "--kernels", kernels]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The tokens are given, not drawn, so that two ways to compute them can be compare
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +95,6 @@ def open_engine(mode: Mode, tmp_path_factory: pytest.TempPathFactory) -> Open:
     folder = make_checkpoint(tmp_path_factory.mktemp(str(mode)), mode.family, max_positions=LONG)
     options: dict[str, Any] = {"quantization": "int8"} if mode.dtype == "int8" else {}
     options |= {"attention": "cpu"} if mode.kernels == "torch" else {}
-    options |= {"kernels": mode.kernels} if "kernels" in inspect.signature(Engine).parameters else {}
     sizes: dict[str, Any] = {
         "num_pages": NUM_PAGES,
         "page_size": PAGE_SIZE,
@@ -104,7 +102,7 @@ def open_engine(mode: Mode, tmp_path_factory: pytest.TempPathFactory) -> Open:
         "max_seq_len": LONG,
     }
     dtype = "bfloat16" if mode.dtype == "int8" else mode.dtype
-    return lambda threads: make_engine(folder, dtype, threads=threads, **sizes, **options)
+    return lambda threads: make_engine(folder, dtype, threads=threads, kernels=mode.kernels, **sizes, **options)
 
 
 @pytest.fixture
