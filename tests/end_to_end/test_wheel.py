@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import httpx
 import pytest
-from selection import rest_at_night
+from selection import by_night, rest_at_night
 from servers import ROOT, Command, free_port, wait_until_ready
 
 from ops.bench.gpu.wheels import isolation
@@ -27,7 +28,8 @@ TRAINING = ROOT / "ops" / "demo_model"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    made = [sys.executable, "-m", "build", *isolation(), "--outdir", str(folder), str(ROOT)]  # from a source archive
+    # At night from a source archive, which compiles the kernels again; by day the archive is looked at.
+    made = [sys.executable, "-m", "build", *by_night(["--wheel"], []), *isolation(), "--outdir", str(folder), str(ROOT)]
     done = subprocess.run(made, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
@@ -67,6 +69,18 @@ def test_the_wheel_has_the_compiled_kernels_and_not_their_sources(wheel: Path, n
     compiler = build.find_compiler()
     tag = "any" if not has_kernels else compiler.tag if compiler else build.TAGS[build.machine()]
     assert wheel.name == f"minisgl-0.1.0-py3-none-{tag}.whl"
+
+
+def test_a_source_archive_has_all_that_the_kernels_are_compiled_from(tmp_path: Path) -> None:
+    made = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(made, capture_output=True, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    folder = Path("stages", "generate", "kernels")
+    sources = {str(folder / path.name) for kind in ("*.c", "*.h", "*.py") for path in (ROOT / folder).glob(kind)}
+    assert {name for name in packed if name.startswith(f"{folder}/")} == sources
+    assert "hatch_build.py" in packed
 
 
 def test_the_wheel_has_nothing_else(names: list[str]) -> None:

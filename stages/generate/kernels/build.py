@@ -167,10 +167,10 @@ def hash_of(folder: Path = HERE) -> str:
     return hashed.hexdigest()[:16]
 
 
-def hash_in(library: Path) -> str:
-    """Return the hash of the sources that *library* was built from; "" if it says none."""
-    found = re.search(rb"minisgl kernels, sources ([0-9a-f]{16})", library.read_bytes())
-    return found[1].decode() if found else ""
+def origin_of(library: Path) -> tuple[str, str]:
+    """Return the hash of the sources that *library* was built from, and the compiler's name; "", "": it says none."""
+    found = library.exists() and re.search(rb"minisgl kernels, sources (\w+), by ([^\0]+)", library.read_bytes())
+    return (found[1].decode(), found[2].decode()) if found else ("", "")
 
 
 def build(
@@ -230,6 +230,8 @@ def build(
 def build_or_note(folder: Path) -> Compiler | None:
     """Put the library into *folder*, or else the reason in NOTE; return what compiled it, None: there is a reason.
 
+    The library that lies beside the sources is copied if this compiler made it of them.
+
     Raises:
         ValueError: A file is missing, or it is not in FILES.
     """
@@ -238,7 +240,10 @@ def build_or_note(folder: Path) -> Compiler | None:
     try:
         if compiler is None:
             raise CannotBuild("no C compiler: cc is not on PATH or does not work, and ziglang is not installed")
-        build(library, compiler)
+        if origin_of(HERE / LIBRARY) != (hash_of(), compiler.name):
+            build(library, compiler)
+        elif folder != HERE:
+            shutil.copy(HERE / LIBRARY, library)
     except CannotBuild as problem:
         library.unlink(missing_ok=True)
         note.write_text(f"{problem}\n\nsources {hash_of()}\n")
@@ -253,7 +258,7 @@ def main() -> None:
     Without any compiler zig is fetched by pip, used and removed. Errors are for developers: complete, and exit code 1.
     """
     library, note = HERE / LIBRARY, HERE / NOTE
-    if machine() not in VARIANTS or (library.exists() and hash_in(library) == hash_of()):
+    if machine() not in VARIANTS or origin_of(library)[0] == hash_of():
         return
     if note.exists() and f"sources {hash_of()}" in note.read_text():
         sys.stderr.write(f"The kernels for CPUs could not be built, so torch computes: {note.read_text()}")

@@ -6,8 +6,8 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-// build.py finds the hash of the sources in the file by these words, without loading it.
-EXPORT const char kernels_sources[] = "minisgl kernels, sources " SOURCES;
+// build.py finds these words in the file, without loading it.
+EXPORT const char kernels_origin[] = "minisgl kernels, sources " SOURCES ", by " COMPILER;
 
 #if defined(__clang__)
 EXPORT const char kernels_compiler[] = COMPILER " (" __VERSION__ ")";

@@ -146,7 +146,7 @@ def load(path: Path = build.HERE / build.LIBRARY) -> Library | str:
             reason = note.read_text().splitlines()[0]
             return f"they could not be built when MiniSGL was installed: {reason}; all of it is in {note}"
         return f"{path} is missing; {_how_to_get_it()}"
-    there, now = build.hash_in(path), build.hash_of(path.parent)
+    there, now = build.origin_of(path)[0], build.hash_of(path.parent)
     if now and there != now:
         return f"{path} was built from other sources ({there or 'unknown'}, now {now}); {_how_to_get_it()}"
     try:

@@ -128,7 +128,7 @@ def test_what_a_compiler_said_is_in_the_error_and_the_library_stays(
 def test_a_library_that_was_built_from_other_sources_is_not_used(sources: Path, compiler: build.Compiler) -> None:
     path = sources / build.LIBRARY
     build.build(path, compiler, sources, SMALL)
-    assert build.hash_in(path) == build.hash_of(sources)
+    assert build.origin_of(path) == (build.hash_of(sources), compiler.name)
     with (sources / "kernels.h").open("a") as header:
         header.write("// one more line\n")
     said = library.load(path)
@@ -170,11 +170,22 @@ def run_hook(version: str = "standard") -> tuple[dict[str, Any], dict[str, bytes
     return data, added
 
 
+def test_a_wheel_has_the_library_of_the_checkout_if_the_same_compiler_made_it() -> None:
+    here = build.HERE / build.LIBRARY
+    compiler = build.find_compiler()
+    if compiler is None or build.origin_of(here) != (build.hash_of(), compiler.name):
+        pytest.skip("this checkout has a library of zig, or none")
+    data, added = run_hook()
+    assert added == {"stages/generate/kernels/libminisgl.so": here.read_bytes()}
+    assert (data["pure_python"], data["tag"]) == (False, f"py3-none-{compiler.tag}")
+
+
 def test_a_wheel_that_cannot_be_compiled_has_the_reason_and_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another compiler made the library of the checkout, so that one is not taken."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("CC", wrapper(tmp_path, 'case "$*" in *cpu.c*) echo "out of luck"; exit 1;; esac'))
+    monkeypatch.setenv("CC", wrapper(tmp_path, 'case "$*" in *generate/kernels/*) echo "out of luck"; exit 1;; esac'))
     if build.find_compiler() is None:
         pytest.skip("no cc here")
     data, added = run_hook()
