@@ -2,7 +2,8 @@
 
 The server is a real one, behind HTTP and Redis. Each run has streams of its own. They begin alone, then a prompt comes
 every few seconds, then they are alone again. A gap counts as beside a prompt if any part of it lies between the sending
-of a prompt and its first token. Gaps and pauses are compared with the median of the same streams without prompts.
+of a prompt and its first token. Gaps and pauses are compared with the median of the same streams without prompts. The
+streams become slower as they grow, so that median is interpolated between the times without prompts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import orjson
 from rich.console import Console
 
@@ -35,9 +37,11 @@ from pipeline.flags import at_least, flag, parse_flags, seconds
 ABOUT: Final = """\
 Starts a server and measures the time per token of running streams with and without long prompts beside them. Exits with
 1 if a bound is broken: the p99 beside a prompt, and the longest pause there, both as multiples of the p50 of the same
-streams without prompts; medians of all runs.
+streams without prompts around that time; medians of all runs.
 """
 POLL_S: Final = 0.05
+BLOCK: Final = 200
+"""Gaps without prompts that have one median."""
 STREAM_PROMPT: Final = 32
 """Tokens of a stream's own prompt."""
 
@@ -82,18 +86,12 @@ class Run:
     beside: report.Spread
     longest_pause_ms: float
     """Beside a prompt, between two pieces of a stream."""
+    p99: float
+    """The p99 beside a prompt, as a multiple of the p50 without, around that time."""
+    pause: float
+    """The longest pause, as a multiple of the same."""
     ttft_ms: tuple[float, ...]
     """Of the prompts."""
-
-    @property
-    def p99(self) -> float:
-        """The p99 beside a prompt, as a multiple of the p50 without."""
-        return self.beside.p99 / self.alone.p50
-
-    @property
-    def pause(self) -> float:
-        """The longest pause beside a prompt, as a multiple of the p50 without."""
-        return self.longest_pause_ms / self.alone.p50
 
 
 def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -125,7 +123,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     document = {
         "options": report.options_of(config),
         "checkpoint": str(folder),
-        "runs": [report.options_of(run) | {"p99": run.p99, "pause": run.pause} for run in runs],
+        "runs": [report.options_of(run) for run in runs],
         "p99": _median(runs, "p99"),
         "pause": _median(runs, "pause"),
         "broken": problems,
@@ -226,16 +224,33 @@ def figures(gaps: Sequence[Gap], in_hand: Sequence[tuple[float, float]]) -> Run:
             f"{len(alone)} tokens came without a prompt and {len(beside)} beside one, but both are compared; take a "
             "longer --alone, or a longer --prompt-len"
         )
+    usual_ms = _usual_ms(alone, [gap.ended_s for gap in beside])
+    ratios = [
+        gap.ms / gap.tokens / usual for gap, usual in zip(beside, usual_ms, strict=True) for _ in range(gap.tokens)
+    ]
     return Run(
         alone=_per_token(alone),
         beside=_per_token(beside),
         longest_pause_ms=max(gap.ms for gap in beside),
+        p99=report.spread_of(ratios).p99,
+        pause=max(gap.ms / usual for gap, usual in zip(beside, usual_ms, strict=True)),
         ttft_ms=tuple((until_s - sent_s) * 1000 for sent_s, until_s in in_hand),
     )
 
 
 def _per_token(gaps: Sequence[Gap]) -> report.Spread:
     return report.spread_of([gap.ms / gap.tokens for gap in gaps for _ in range(gap.tokens)])
+
+
+def _usual_ms(alone: Sequence[Gap], moments_s: Sequence[float]) -> list[float]:
+    """Return the p50 per token without prompts at each moment: that of blocks of gaps, interpolated between them."""
+    ordered = sorted(alone, key=lambda gap: gap.ended_s)
+    num_blocks = max(len(ordered) // BLOCK, 1)
+    borders = [len(ordered) * number // num_blocks for number in range(num_blocks + 1)]
+    blocks = [ordered[begin:end] for begin, end in pairwise(borders)]
+    centres_s = [statistics.fmean(gap.ended_s for gap in block) for block in blocks]
+    medians_ms = [_per_token(block).p50 for block in blocks]
+    return [float(usual) for usual in np.interp(moments_s, centres_s, medians_ms)]
 
 
 def _median(runs: Sequence[Run], name: str) -> float:
@@ -260,7 +275,7 @@ def table(runs: Sequence[Run], config: TailConfig) -> str:
     for number, run in enumerate(runs, 1):
         times = (run.alone.p50, run.beside.p50, run.beside.p99, run.longest_pause_ms, statistics.median(run.ttft_ms))
         rows.append((f"run {number}", *(f"{value:,.1f}" for value in times)))
-        rows.append(("  times p50 alone", "", f"{run.beside.p50 / run.alone.p50:.2f}x", *_ratios(run.p99, run.pause)))
+        rows.append(("  times the p50 alone at that time", "", "", *_ratios(run.p99, run.pause)))
     rows.append(("median", "", "", *_ratios(_median(runs, "p99"), _median(runs, "pause"))))
     rows.append(("bound", "", "", *_ratios(config.p99, config.pause)))
     return report.aligned(rows)

@@ -51,6 +51,17 @@ def test_a_gap_is_beside_a_prompt_if_any_part_of_it_is_between_its_sending_and_i
     assert run.alone.p50 == 4000 and run.pause == 1.25
 
 
+def test_streams_that_slow_down_as_they_grow_are_compared_with_what_is_usual_at_that_time() -> None:
+    """From 10 ms to 30 ms, with prompts in the middle third, where a step takes twice as long."""
+    all_gaps, now_s = [], 0.0
+    for number in range(3000):
+        ms = (10 + 20 * number / 3000) * (2 if 1000 <= number < 2000 else 1)
+        all_gaps.append(Gap(now_s, now_s + ms / 1000, 1))
+        now_s += ms / 1000
+    run = tail.figures(all_gaps, [(all_gaps[1000].began_s, all_gaps[1999].ended_s)])
+    assert run.p99 == pytest.approx(2.0, rel=0.1) and run.pause == pytest.approx(2.0, rel=0.1)
+
+
 def test_tokens_that_come_together_share_their_gap_but_the_pause_is_whole() -> None:
     run = tail.figures([Gap(0, 1, 1), Gap(10, 14, 2)], [(9, 20)])
     assert (run.beside.count, run.beside.mean, run.longest_pause_ms) == (2, 2000, 4000)
@@ -80,7 +91,7 @@ def test_the_medians_of_the_runs_are_compared_with_the_bounds() -> None:
         "The longest pause is 5.00 times the p50 without prompts; the bound is 4."
     ]
     shown = tail.table([good, uneven], config)
-    assert "times p50 alone" in shown and "2.50x" in shown and "10.0" in shown
+    assert "times the p50 alone at that time" in shown and "2.50x" in shown and "10.0" in shown
 
 
 def test_a_stream_that_ends_and_a_prompt_that_fails_end_the_run(stand_in: OpenAIStandIn) -> None:

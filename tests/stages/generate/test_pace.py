@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from schedules import make_schedule, num_samples, request
@@ -175,14 +176,32 @@ def test_noise_of_ten_per_cent_and_steps_that_are_held_up_change_little(machine:
     assert p99(ratios) < 2.3 and 1.4 < statistics.median(ratios) < TARGET
 
 
-@pytest.mark.parametrize("every", [1, 2, 9])
-def test_a_step_without_prompts_that_was_held_up_teaches_nothing(every: int) -> None:
-    """One of so many steps, but not more than a third of what is remembered."""
+@pytest.mark.parametrize("held_up", [1, 6])
+def test_steps_without_prompts_that_were_held_up_teach_nothing_unless_nearly_all_were(held_up: int) -> None:
     pace = learned()
+    pace.measured(a_plan(8, 100, (0, pace.budget(work()) or 0)), 0.018)
     before = pace.budget(work())
-    for number in range(6):
-        pace.measured(a_plan(8, 100), 5.0 if number % every == 0 and number < 3 else 0.010)
+    for _ in range(held_up):
+        pace.measured(a_plan(8, 100), 5.0)
     assert pace.budget(work()) == before
+
+
+def test_after_streams_changed_a_few_steps_without_prompts_are_enough() -> None:
+    pace = learned()
+    pace.measured(a_plan(8, 100, (0, pace.budget(work()) or 0)), 0.018)
+    before = pace.budget(work(16)) or 0
+    for _ in range(FEWEST_PLAIN):
+        pace.measured(a_plan(16, 100), 0.030)
+    assert pace.budget(work(16)) == 3 * before
+
+
+def test_tokens_that_seem_to_cost_nothing_are_tried_in_larger_numbers_step_by_step() -> None:
+    pace = learned()
+    budgets = []
+    for _ in range(10):
+        budgets.append(pace.budget(work(prompts=1000)) or 0)
+        pace.measured(a_plan(8, 100, (0, budgets[-1])), 0.010)
+    assert all(before < after < 1.5 * before for before, after in pairwise(budgets))
 
 
 def test_a_step_with_prompts_that_was_held_up_costs_a_third_of_the_budget_for_a_moment() -> None:
