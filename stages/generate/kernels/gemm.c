@@ -39,6 +39,8 @@ INLINE void add_line(const Format format, const int rows, const int panels, cons
                      const char *line, int64_t panel_bytes, Vector sums[MOST_ROWS][MOST_VECTORS]) {
     const int words = words_of_line(format);
     UNROLL for (int word = 0; word < words; word++) {
+        // clang would keep what it read for the even inputs, and has no registers for it.
+        if (word > 0) __asm__ volatile("" ::: "memory");
         Vector weights[MOST_VECTORS];
         UNROLL for (int v = 0; v < panels * VECTORS; v++) {
             const char *panel = line + v / VECTORS * panel_bytes;

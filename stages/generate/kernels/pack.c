@@ -145,18 +145,26 @@ static void pack_int8(const void *const rows[PANEL], Format source, int64_t inpu
 }
 
 static void pack_chunk(Format format, const Chunk chunk, int64_t count, char *lines) {
-    for (int64_t i = 0; i < count; i++) {
-        float line[PANEL];
-        for (int output = 0; output < PANEL; output++) line[output] = chunk[output][i];
-        if (format == FLOAT32) {
-            memcpy(lines + i * PANEL * 4, line, sizeof line);
-        } else if (format == FLOAT16) {
-            uint16_t *to = (uint16_t *)lines + i * PANEL;
-            floats_to_halves(line, to);
-            floats_to_halves(line + 8, to + 8);
+    uint32_t words[PANEL][CHUNK]; // what a line has of each output
+    const int64_t num_lines = format == BFLOAT16 ? count / 2 : count;
+    for (int output = 0; output < PANEL; output++) {
+        const float *from = chunk[output];
+        if (format == BFLOAT16)
+            for (int i = 0; i < CHUNK / 2; i++)
+                words[output][i] = float_to_bfloat16(from[2 * i]) | (uint32_t)float_to_bfloat16(from[2 * i + 1]) << 16;
+        else
+            memcpy(words[output], from, sizeof words[output]);
+    }
+    for (int64_t i = 0; i < num_lines; i++) {
+        uint32_t line[PANEL];
+        for (int output = 0; output < PANEL; output++) line[output] = words[output][i];
+        if (format == FLOAT16) {
+            float numbers[PANEL];
+            memcpy(numbers, line, sizeof numbers);
+            floats_to_halves(numbers, (uint16_t *)lines + i * PANEL);
+            floats_to_halves(numbers + 8, (uint16_t *)lines + i * PANEL + 8);
         } else {
-            uint16_t *to = (uint16_t *)lines + (i & ~1) * PANEL + (i & 1);
-            for (int output = 0; output < PANEL; output++) to[2 * output] = float_to_bfloat16(line[output]);
+            memcpy(lines + i * (int64_t)sizeof line, line, sizeof line);
         }
     }
 }
