@@ -20,9 +20,11 @@
 #define TILE 64
 #define LOG2_E 1.44269504088896341f
 
-// Rows that share an expanded tile, and rows up to which values are expanded as they are added.
+// Rows that share an expanded tile.
 #define SHARED_ROWS 96
-#define FEW_ROWS 6
+
+// Values that are fetched and added at a time.
+#define STEP 16
 
 typedef struct {
     float *outputs, *sums, *most; // [rows][width], [rows][LANES], [rows]
@@ -34,17 +36,22 @@ typedef struct {
     int64_t position, kv_head;
     int64_t group, width, rows; // query heads of a kv head; head_dim, rounded up to LANES; all heads of all tokens
     int64_t depth;              // steps of a score's chain
-    bool few;
+    int64_t turned;             // slots whose keys are turned at a time
+    bool ahead;                 // one token: memory is slower than the computation, so the next numbers are fetched ahead
+    bool direct;                // few rows: values are expanded as they are added
     float *queries;                // [rows][width], or [rows][depth] of pairs
     float *columns, *values;       // a tile: keys [depth][TILE], values [TILE][width]
     float *scores;                 // [rows][TILE]
     float *reference, *decay;      // [rows]
     int32_t *first, *end;          // [rows], the slots of the tile that they see
-    int64_t *places;               // [TILE], the index of a slot's first number
+    int64_t *places, *next;        // [TILE], the index of a slot's first number; the same of the next tile
+    int64_t next_end;              // how many slots of the next tile have one
     State segment, total;          // of the segment at hand, and of all before it
 } Work;
 
 INLINE int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+// Of a power of two.
+INLINE int64_t round_down(int64_t number, int64_t multiple) { return number & -multiple; }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t within(int64_t number, int64_t low, int64_t high) { return least(most(number, low), high); }
@@ -82,6 +89,7 @@ static char *lay_out(Work *work, const Pages *pages, int64_t rows, char *scratch
     work->first = (int32_t *)take(&scratch, rows * 4);
     work->end = (int32_t *)take(&scratch, rows * 4);
     work->places = (int64_t *)take(&scratch, TILE * 8);
+    work->next = (int64_t *)take(&scratch, TILE * 8);
     take_state(&work->segment, &scratch, padded, width);
     take_state(&work->total, &scratch, padded, width);
     return scratch;
@@ -113,7 +121,9 @@ static void begin(Work *work, const Pages *pages, const int32_t *table, int64_t 
     *work = (Work){.pages = pages, .table = table, .position = position, .kv_head = kv_head, .group = group,
                    .width = width_of(pages), .rows = count * group};
     work->depth = in_pairs(pages) ? pages->head_dim / 2 : pages->head_dim;
-    work->few = work->rows <= FEW_ROWS && work->width == pages->head_dim;
+    work->ahead = count == 1;
+    work->direct = work->rows <= BLOCK_ROWS && work->width == pages->head_dim;
+    work->turned = work->ahead && work->depth > 64 ? TILE / 2 : TILE; // so that they fit into a small cache
     lay_out(work, pages, work->rows, (char *)(((uintptr_t)scratch + 63) / 64 * 64));
     for (int64_t token = 0; token < count; token++)
         for (int64_t head = 0; head < group; head++)
@@ -128,14 +138,21 @@ INLINE int64_t first_seen(const Work *work, int64_t token) {
 
 // ---- a tile
 
-// Find the slots of [first, end) in the pages.
-static void find_places(const Work *work, int64_t tile, int64_t first, int64_t end) {
+// The end of the slots that lie on the page of *slot*, at most *end*.
+INLINE int64_t page_end(const Pages *pages, int64_t slot, int64_t end) {
+    return least(end, round_down(slot, pages->page_size) + pages->page_size);
+}
+
+// Find the slots [first, end) in the pages.
+static void find_places(const Work *work, int64_t tile, int64_t first, int64_t end, int64_t *places) {
     const Pages *pages = work->pages;
     int64_t shift = __builtin_ctzll((uint64_t)pages->page_size);
-    for (int64_t slot = first; slot < end; slot++) {
-        int64_t position = tile + slot, page = work->table[position >> shift];
-        int64_t head = page * pages->num_kv_heads + work->kv_head;
-        work->places[slot] = ((head << shift) + (position & (pages->page_size - 1))) * pages->head_dim;
+    for (int64_t slot = first, until; slot < end; slot = until) {
+        int64_t position = tile + slot, page = work->table[position >> shift], offset = position & (pages->page_size - 1);
+        int64_t index = (((page * pages->num_kv_heads + work->kv_head) << shift) + offset) * pages->head_dim;
+        until = page_end(pages, slot, end);
+        for (int64_t i = slot; i < until; i++, index += pages->head_dim)
+            places[i] = index;
     }
 }
 
@@ -143,22 +160,42 @@ INLINE const char *place(const Work *work, const void *numbers, int64_t slot) {
     return (const char *)numbers + work->places[slot] * size_of(work->pages->format);
 }
 
-// Turn keys [slot][d] into columns [d][slot]. Slots beside [first, end) get keys of others; nobody looks at them.
-static void turn_keys(const Work *work, int64_t first, int64_t end) {
+// Fetch what the slots [first, end) have, since processors foresee little where each page lies somewhere else.
+INLINE void fetch(const Work *work, const void *numbers, const int64_t *places, int64_t first, int64_t end) {
+    int64_t size = size_of(work->pages->format), bytes = work->pages->head_dim * size;
+    for (int64_t slot = first, until; slot < end; slot = until) {
+        until = page_end(work->pages, slot, end);
+        const char *line = (const char *)numbers + places[slot] * size, *last = line + (until - slot) * bytes;
+        for (; line < last; line += 64)
+            __builtin_prefetch(line, 0, 3);
+    }
+}
+
+// Fetch the next tile's keys of the STEP slots from *slot* on.
+static void fetch_next(const Work *work, int64_t slot) {
+    fetch(work, work->pages->keys, work->next, slot, least(round_down(slot, STEP) + STEP, work->next_end));
+}
+
+// Turn keys [slot][d] into columns [d][slot], *stride* apart, from a slot that is a multiple of 8. Columns beside
+// [first, end) get other keys; nobody looks at them.
+static void turn_keys(const Work *work, int64_t start, int64_t first, int64_t end, int64_t stride) {
     const Pages *pages = work->pages;
-    for (int64_t slot = first / 8 * 8; slot < end; slot += 8) {
+    for (int64_t slot = round_down(most(start, first), 8); slot < end; slot += 8) {
         const char *keys[8];
+        float *columns = work->columns + slot - start;
         for (int i = 0; i < 8; i++)
             keys[i] = place(work, pages->keys, within(slot + i, first, end - 1));
+        if (work->ahead)
+            fetch(work, pages->values, work->places, most(slot, first), least(slot + 8, end));
         switch (pages->format) {
         case FLOAT32:
-            turn(FLOAT32, keys, pages->head_dim, work->columns + slot, TILE);
+            turn(FLOAT32, keys, pages->head_dim, columns, stride);
             break;
         case BFLOAT16:
-            turn(BFLOAT16, keys, pages->head_dim, work->columns + slot, TILE);
+            turn(BFLOAT16, keys, pages->head_dim, columns, stride);
             break;
         default:
-            turn(FLOAT16, keys, pages->head_dim, work->columns + slot, TILE);
+            turn(FLOAT16, keys, pages->head_dim, columns, stride);
         }
     }
 }
@@ -166,28 +203,32 @@ static void turn_keys(const Work *work, int64_t first, int64_t end) {
 // Expand the values of [first, end) to floats.
 static void expand_values(const Work *work, int64_t first, int64_t end) {
     const Pages *pages = work->pages;
-    for (int64_t slot = first; slot < end; slot++)
+    for (int64_t slot = first; slot < end; slot++) {
+        if (work->ahead && slot % STEP == 0)
+            fetch_next(work, slot);
         expand(pages->format, place(work, pages->values, slot), pages->head_dim, work->values + slot * work->width);
+    }
 }
 
 // Add weight * value of the slots [first, end) to the outputs of some rows, after scaling these.
 static void add_values(const Work *work, int64_t row, int64_t rows, int64_t first, int64_t end, const float *scales) {
     static const float ones[BLOCK_ROWS] = {1, 1, 1, 1, 1, 1};
     const Pages *pages = work->pages;
-    float *outputs = work->segment.outputs + row * work->width;
+    int64_t width = work->width, vectors = width / LANES;
+    float *outputs = work->segment.outputs + row * width;
+    const float *weights = work->scores + row * TILE;
+    if (!work->direct) {
+        product(SUM_FLOAT32, rows, vectors, weights + first, TILE, work->values + first * width, width, end - first,
+                scales, outputs, width);
+        return;
+    }
     do {
-        const float *weights = work->scores + row * TILE + first;
-        int64_t until = end;
-        if (!work->few) {
-            product(SUM_FLOAT32, rows, work->width / LANES, weights, TILE, work->values + first * work->width,
-                    work->width, end - first, scales, outputs, work->width);
-        } else {
-            until = least(end, round_up(first + 1, pages->page_size));
-            product(SUM_FLOAT32 + pages->format, rows, work->width / LANES, weights, TILE,
-                    place(work, pages->values, first), work->width, until - first, scales, outputs, work->width);
-        }
-        first = until;
-        scales = ones;
+        int64_t until = page_end(pages, first, least(end, round_down(first, STEP) + STEP));
+        if (work->ahead)
+            fetch_next(work, first);
+        product(SUM_FLOAT32 + pages->format, rows, vectors, weights + first, TILE, place(work, pages->values, first),
+                width, until - first, scales, outputs, width);
+        first = until, scales = ones;
     } while (first < end);
 }
 
@@ -251,7 +292,7 @@ INLINE int64_t block_of(int64_t rows) {
     return (rows + blocks - 1) / blocks;
 }
 
-static void add_tile(const Work *work, int64_t tile) {
+static void add_tile(Work *work, int64_t tile) {
     const Pages *pages = work->pages;
     int64_t count = work->rows / work->group;
     int64_t token = most(0, tile - work->position), token_end = count;
@@ -266,14 +307,22 @@ static void add_tile(const Work *work, int64_t tile) {
         for (int64_t head = 0; head < work->group; head++, r++)
             work->first[r] = first, work->end[r] = end;
     }
-    int64_t first = work->first[row], end = work->end[row_end - 1], start = first / LANES * LANES;
-    find_places(work, tile, first, end);
-    turn_keys(work, first, end);
-    for (int64_t r = row, rows; r < row_end; r += rows) {
-        rows = block_of(row_end - r);
-        product(in_pairs(pages) ? SCORE_PAIRS : SCORE_FLOATS, rows, (end - start + LANES - 1) / LANES,
-                work->queries + r * work->width, work->width, work->columns + start, TILE, work->depth, NULL,
-                work->scores + r * TILE + start, TILE);
+    int64_t first = work->first[row], end = work->end[row_end - 1];
+    find_places(work, tile, first, end, work->places);
+    if (work->ahead) {
+        work->next_end = within(work->position + count - tile - TILE, 0, TILE);
+        find_places(work, tile + TILE, 0, work->next_end, work->next);
+    }
+    int64_t step = work->turned;
+    for (int64_t start = round_down(first, LANES); start < end; start += step) {
+        int64_t until = least(end, start + step);
+        turn_keys(work, start, first, until, step);
+        for (int64_t r = row, rows; r < row_end; r += rows) {
+            rows = block_of(row_end - r);
+            product(in_pairs(pages) ? SCORE_PAIRS : SCORE_FLOATS, rows, (until - start + LANES - 1) / LANES,
+                    work->queries + r * work->width, work->width, work->columns, step, work->depth, NULL,
+                    work->scores + r * TILE + start, TILE);
+        }
     }
     for (int64_t r = row; r < row_end; r++)
         work->reference[r] = greatest_score(work, r);
@@ -288,7 +337,7 @@ static void add_tile(const Work *work, int64_t tile) {
     }
     for (int64_t r = row; r < row_end; r++)
         weigh(work, r);
-    if (!work->few)
+    if (!work->direct)
         expand_values(work, first, end);
     for (int64_t r = row, rows; r < row_end; r += rows) {
         rows = block_of(row_end - r);
@@ -299,7 +348,7 @@ static void add_tile(const Work *work, int64_t tile) {
 // ---- segments
 
 // Compute what the rows see of one segment by itself. Rows that see nothing of it are not touched.
-static void compute_segment(const Work *work, int64_t segment) {
+static void compute_segment(Work *work, int64_t segment) {
     const State *state = &work->segment;
     for (int64_t row = 0; row < work->rows; row++)
         state->most[row] = -INFINITY;
