@@ -268,7 +268,7 @@ class KernelDecoder:
             padded = torch.zeros(num_panels * PANEL)
             if pair:
                 both = padded.view(-1, 2, PANEL)
-                for which, part_O in enumerate(bias_O.float().split(each)):
+                for which, part_O in enumerate(torch.split(bias_O.float(), each)):
                     room = torch.zeros(len(both) * PANEL)
                     room[:each] = part_O
                     both[:, which] = room.view(-1, PANEL)

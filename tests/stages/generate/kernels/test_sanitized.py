@@ -34,6 +34,7 @@ def test_steps_of_every_family_touch_their_own_memory_alone(tmp_path: Path) -> N
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     for variant in VARIANTS:
-        command = [sys.executable, Path(__file__).with_name("sanitized.py"), library, variant, *folders]
+        script = Path(__file__).with_name("sanitized.py")
+        command = [sys.executable, *map(str, (script, library, variant, *folders))]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stdout) == (0, "computed\n"), ran.stderr[-4000:]
