@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from stages.generate.forward.batch import PageTables
@@ -109,6 +110,7 @@ class KernelDecoder:
         head_VE = weights.pop(HEAD, embedding_VE)
         self._rope = make_rope(spec.rope, spec.head_dim, embedding_VE.device)
         layers = (_Layer * spec.num_layers)(*(self._layer(index, weights) for index in range(spec.num_layers)))
+        self._kept.append(layers)
         self._model = _Model(
             variant=self._variant,
             num_layers=spec.num_layers,
@@ -242,7 +244,9 @@ class KernelDecoder:
         if index in spec.experts.layers:
             layer.router = self._pack(weights.pop(f"{prefix}.mlp.gate.weight"), quantized=False)
             experts = [mlp(f"{prefix}.mlp.experts.{expert}") for expert in range(spec.experts.num_experts)]
-            layer.experts = (_Mlp * len(experts))(*experts)
+            together = (_Mlp * len(experts))(*experts)
+            self._kept.append(together)
+            layer.experts = together
         else:
             layer.mlp = mlp(f"{prefix}.mlp")
         return layer
@@ -262,20 +266,12 @@ class KernelDecoder:
         self._functions.kernels_pack(
             self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, self._threads, panels.data_ptr()
         )
-        num_panels = -(-each // PANEL) * (2 if pair else 1)
         bias = None
         if bias_O is not None:
-            padded = torch.zeros(num_panels * PANEL)
-            if pair:
-                both = padded.view(-1, 2, PANEL)
-                for which, part_O in enumerate(torch.split(bias_O.float(), each)):
-                    room = torch.zeros(len(both) * PANEL)
-                    room[:each] = part_O
-                    both[:, which] = room.view(-1, PANEL)
-            else:
-                padded[:outputs] = bias_O.float()
-            bias = self._keep(padded)
-        return Matrix(self._keep(panels), bias, num_panels * PANEL if pair else outputs, inputs, target)
+            parts = [F.pad(part_O, (0, -each % PANEL)) for part_O in torch.split(bias_O.float(), each)]
+            bias = self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
+        num_outputs = 2 * PANEL * -(-each // PANEL) if pair else outputs
+        return Matrix(self._keep(panels), bias, num_outputs, inputs, target)
 
     def _floats(self, values: Tensor) -> int:
         return self._keep(values.float().contiguous())
