@@ -44,19 +44,20 @@ LINK_ZIG: Final = (*LINK, "-nostdlib", "-lc", "-lpthread")
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """What a variant may use: flags of the compiler, and a line of C that needs all of them."""
+    """What a variant may use: flags of the compiler, and lines of C that need all of them."""
 
     flags: tuple[str, ...]
     probe: str
 
 
+_INTEL: Final = "#include <immintrin.h>\n"
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 VARIANTS: Final[Mapping[str, Mapping[str, Instructions]]] = {
     "x86_64": {
-        "avx2": Instructions(_AVX2, "__m256 probe(__m256 a) { return _mm256_fmadd_ps(a, a, a); }"),
+        "avx2": Instructions(_AVX2, f"{_INTEL}__m256 probe(__m256 a) {{ return _mm256_fmadd_ps(a, a, a); }}"),
         "avx512": Instructions(
-            (*_AVX2, *_AVX512), "__m512 probe(__m512 a, __m512bh b) { return _mm512_dpbf16_ps(a, b, b); }"
+            (*_AVX2, *_AVX512), f"{_INTEL}__m512 probe(__m512 a, __m512bh b) {{ return _mm512_dpbf16_ps(a, b, b); }}"
         ),
     },
     # aarch64: NEON goes here, and its tag into TAGS.
@@ -64,7 +65,8 @@ VARIANTS: Final[Mapping[str, Mapping[str, Instructions]]] = {
 """The variants of each machine, the least first. Files that are compiled once may use the least one's instructions."""
 TAGS: Final = {"x86_64": "manylinux_2_17_x86_64"}
 """The platform of a wheel whose library zig built: zig links to the functions that glibc 2.17 has."""
-_PROBE: Final = "#include <immintrin.h>\n#include <pthread.h>\n#include <stdint.h>\n"
+_HEADERS: Final = "#include <pthread.h>\n#include <stdint.h>\n"
+"""Of libc, which a compiler may lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Compiler:
         """Return whether it makes a library with *instructions*."""
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            (folder / "probe.c").write_text(_PROBE + instructions.probe)
+            (folder / "probe.c").write_text(_HEADERS + instructions.probe)
             return not self.run([*FLAGS, *instructions.flags, "probe.c", "-o", "probe.so", *self.link], folder)
 
 
@@ -196,34 +198,34 @@ def build(
         *(f'-DSOURCES="{hash_of(folder)}"', f'-DCOMPILER="{compiler.name}"'),
     ]
     least = next(iter(known.values())).flags
-    jobs = [
-        *((file, [*defines], file) for file in files.baseline),
-        *((file, [*defines, *least], file) for file in files.once),
-        *(
-            (file, [*defines, f"-DVARIANT={name}", *known[name].flags], f"{name} {file}")
+    jobs: dict[str, list[str]] = {
+        **{f"{file}.o": [file] for file in files.baseline},
+        **{f"{file}.o": [file, *least] for file in files.once},
+        **{
+            f"{file}.{name}.o": [file, f"-DVARIANT={name}", *known[name].flags]
             for name in variants
             for file in files.each
-        ),
-    ]
+        },
+    }
     with tempfile.TemporaryDirectory() as scratch:
 
-        def compile_one(index: int) -> str:
-            file, more, _ = jobs[index]
-            return compiler.run([*FLAGS, *more, *flags, "-c", str(folder / file), "-o", f"{index}.o"], Path(scratch))
+        def compile_one(made: str) -> str:
+            file, *more = jobs[made]
+            words = [*FLAGS, *defines, *more, *flags, "-c", str(folder.absolute() / file), "-o", made]
+            return compiler.run(words, Path(scratch))
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-            said = list(threads.map(compile_one, range(len(jobs))))
-        for (_, _, what), problem in zip(jobs, said, strict=True):
+            said = list(threads.map(compile_one, jobs))
+        for made, problem in zip(jobs, said, strict=True):
             if problem:
-                raise CannotBuild(f"{compiler.name} could not compile {what}\n{problem}")
-        made = library.with_name(f"{library.stem}.{os.getpid()}.so")
+                raise CannotBuild(f"{compiler.name} could not compile {made.removesuffix('.o')}\n{problem}")
+        linked = library.absolute().with_name(f"{library.stem}.{os.getpid()}.so")
         try:
-            objects = [f"{index}.o" for index in range(len(jobs))]
-            if problem := compiler.run([*flags, *objects, "-o", str(made.absolute()), *compiler.link], Path(scratch)):
+            if problem := compiler.run([*flags, *jobs, "-o", str(linked), *compiler.link], Path(scratch)):
                 raise CannotBuild(f"{compiler.name} could not link the library\n{problem}")
-            made.replace(library)
+            linked.replace(library)
         finally:
-            made.unlink(missing_ok=True)
+            linked.unlink(missing_ok=True)
     return variants
 
 
