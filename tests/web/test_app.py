@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
+from quart import request
 from stand_in_stages import CONTEXT, MODELS, StandIn
 from structlog.testing import capture_logs
-from web_site import CHAT, chat, error_of, request_lines, site
+from web_site import CHAT, chat, error_of, request_lines, site, until
 
 import web.app
 from web.config import DEFAULT_BODY_BYTES
@@ -129,3 +130,27 @@ async def test_who_asks_for_the_model_before_there_is_one_is_told_to_wait(redis_
     async with site(redis_url, ready=False) as here:
         for path in ("/get_model_info", "/get_server_info", "/props"):
             assert (await error_of(here.get(path)))[0] == 503
+
+
+@pytest.mark.parametrize("way", ["too large", "left alone"])
+async def test_nothing_keeps_the_bytes_of_a_body_that_was_not_read_to_its_end(redis_url: str, way: str) -> None:
+    """Not the error, which is in a cycle with it, and not the timers that were cancelled, which asyncio drops later."""
+    async with site(redis_url, ready=False) as here:
+        bodies = []
+
+        @here.app.before_request
+        async def note() -> None:
+            bodies.append(request.body)
+
+        async with here.client.request(CHAT, method="POST") as connection:
+            await connection.send(b" " * 1000)
+            await until(lambda: bodies and bodies[0]._data)
+            if way == "too large":
+                await connection.send(b" " * DEFAULT_BODY_BYTES)
+                assert b"request_too_large" in await connection.receive()
+            else:
+                await connection.disconnect()
+        await until(lambda: not bodies[0]._data)
+        error = bodies[0]._must_raise
+        assert (error is not None) is (way == "too large")
+        assert error is None or error.__traceback__ is None
