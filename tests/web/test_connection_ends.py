@@ -87,17 +87,16 @@ async def test_connections_that_opened_together_do_not_end_together(monkeypatch:
         patience_s.append(when_s - loop.time())
         return call_at(when_s, *more, **options)
 
-    def between(least_s: float, most_s: float) -> list[float]:
-        return [each for each in patience_s if least_s < each <= most_s]
+    def about(timeout_s: float) -> list[float]:
+        return [each for each in patience_s if timeout_s / 2 < each <= 1.25 * timeout_s]
 
     monkeypatch.setattr(loop, "call_at", noting)
     async with asyncio.timeout(10), serving(monkeypatch) as server:
         with ExitStack() as stack:
             for _ in range(NUM):
                 stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-            for timeout_s in (HEAD_TIMEOUT_S, IDLE_TIMEOUT_S):
-                longest_s = 1.25 * timeout_s
-                await until(lambda longest_s=longest_s: len(between(longest_s / 2, longest_s)) == NUM)
-                ends_s = between(longest_s / 2, longest_s)
-                assert min(ends_s) > 0.99 * timeout_s  # the clock went on a little
-                assert max(ends_s) - min(ends_s) > 0.1 * timeout_s
+            await until(lambda: len(about(HEAD_TIMEOUT_S)) == len(about(IDLE_TIMEOUT_S)) == NUM)
+    for timeout_s in (HEAD_TIMEOUT_S, IDLE_TIMEOUT_S):
+        ends_s = about(timeout_s)
+        assert min(ends_s) > 0.99 * timeout_s  # the clock went on a little
+        assert max(ends_s) - min(ends_s) > 0.1 * timeout_s

@@ -1,6 +1,6 @@
-"""When a large body is read: one after the other, so that all together hold small requests up no longer than one does.
+"""When a large body is read: one after the other, so that several of them do not add up to a long wait for the others.
 
-Reading 4 MiB takes the event loop 20 ms, and a small request needs several turns of the loop. Knows no request.
+Reading 4 MiB takes the event loop 20 ms, and a small request needs eight turns of the loop. Knows no request.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 LARGE_BODY: Final = 64 << 10
-"""Others have a turn between the steps with a larger body."""
+"""Larger bodies take turns."""
 
 
 class Turns:
-    """Lets large bodies in one at a time. Before the next one, others have the loop for as long as it took."""
+    """Gives large bodies one turn at a time. After each, others have the loop for as long as it took."""
 
     def __init__(self) -> None:
         self._one = asyncio.Lock()
@@ -24,12 +24,12 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until a body of *num_bytes* may be read; a small one never waits."""
+        """Wait for the turn of a body of *num_bytes*; a small one never waits."""
         if num_bytes <= LARGE_BODY:
             yield
             return
         async with self._one:
-            await asyncio.sleep(self._next_s - time.monotonic())  # if that is over: one turn of the loop
+            await asyncio.sleep(self._next_s - time.monotonic())  # at least one turn of the loop
             began_s = time.monotonic()
             try:
                 yield

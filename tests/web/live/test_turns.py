@@ -13,7 +13,8 @@ from stand_in_stages import StandIn
 from web_site import chat, site
 
 from web.live.turns import LARGE_BODY
-from web.routes import generations
+from web.wire.openai.schemas import parse_chat
+from web.wire.submit import chat_events
 
 STEP_S = 0.005
 
@@ -37,8 +38,8 @@ async def test_between_the_steps_with_large_bodies_others_have_as_long_and_a_sma
 
         return run
 
-    monkeypatch.setattr(generations, "parse_chat", watched(generations.parse_chat))
-    monkeypatch.setattr(generations, "chat_events", watched(generations.chat_events))
+    monkeypatch.setattr("web.routes.generations.parse_chat", watched(parse_chat))
+    monkeypatch.setattr("web.routes.generations.chat_events", watched(chat_events))
     async with site(redis_url) as here:
         words = "a" * LARGE_BODY
         answers = await asyncio.gather(*(here.post(chat(f"hello {more}")) for more in (words, words, words, "")))
