@@ -236,6 +236,7 @@ def test_the_wheels_and_what_the_machine_has_are_all_that_gpu_check_needs(
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_the_wheels_installed_without_an_index_serve(bare: tuple[Path, Path], tmp_path: Path) -> None:
     python, folder = bare
     wheels.run([str(python), "-m", "pip", "install", "--quiet", "--no-index", f"--find-links={folder}", "minisgl"])
