@@ -28,36 +28,51 @@ typedef struct {
     int64_t num_ahead;
 } Block;
 
+// The weights of a line for LANES outputs. *word* says which of its inputs, where there are two for different words.
+INLINE Vector weights_of(const Format format, const char *line, const int word) {
+    if (format == FLOAT16) return from_halves(line);
+    if (format == FLOAT32 || PAIRS_OF_BFLOAT16) return load(line);
+    return word == 0 ? from_even(line) : from_odd(line);
+}
+
+INLINE void add_product(const Format format, Vector *sum, Vector activation, Vector weights) {
+#if PAIRS_OF_BFLOAT16
+    if (format == BFLOAT16) {
+        *sum = _mm512_dpbf16_ps(*sum, (__m512bh)activation, (__m512bh)weights);
+        return;
+    }
+#else
+    (void)format;
+#endif
+    MULTIPLY_ADD(*sum, activation, weights);
+}
+
 // Add the products with one line of every panel.
 INLINE void add_line(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
                      const char *line, int64_t panel_bytes, Vector sums[MOST_ROWS][MOST_VECTORS]) {
-    const int words = words_of_line(format);
-    UNROLL for (int word = 0; word < words; word++) {
+    const int vectors = panels * VECTORS, vector_bytes = LANES * (format == FLOAT16 ? 2 : 4);
+    UNROLL for (int word = 0; word < words_of_line(format); word++, x += 4) {
         // clang would keep what it read for the even inputs, and has no registers for it.
         if (word > 0) __asm__ volatile("" ::: "memory");
-        Vector weights[MOST_VECTORS];
-        UNROLL for (int v = 0; v < panels * VECTORS; v++) {
-            const char *panel = line + v / VECTORS * panel_bytes;
-            const int part = v % VECTORS;
-            if (format == FLOAT16)
-                weights[v] = from_halves(panel + part * LANES * 2);
-            else if (format == FLOAT32 || PAIRS_OF_BFLOAT16)
-                weights[v] = load(panel + part * LANES * 4);
-            else
-                weights[v] = word == 0 ? from_even(panel + part * LANES * 4) : from_odd(panel + part * LANES * 4);
-        }
-        UNROLL for (int r = 0; r < rows; r++) {
-            const char *activation = x + r * row_bytes + 4 * word;
-#if PAIRS_OF_BFLOAT16
-            if (format == BFLOAT16) {
-                Integers pair = spread_word(activation);
-                UNROLL for (int v = 0; v < panels * VECTORS; v++)
-                    sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)pair, (__m512bh)weights[v]);
-                continue;
+        // Beside the sums, the registers hold either the activations or the weights: what is fewer.
+        if (rows < vectors) {
+            Vector activations[MOST_ROWS];
+            UNROLL for (int r = 0; r < rows; r++) activations[r] = spread(*(const float *)(x + r * row_bytes));
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const char *panel = line + v / VECTORS * panel_bytes;
+                Vector weights = weights_of(format, panel + v % VECTORS * vector_bytes, word);
+                UNROLL for (int r = 0; r < rows; r++) add_product(format, &sums[r][v], activations[r], weights);
             }
-#endif
-            Vector number = spread(*(const float *)activation);
-            UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD(sums[r][v], number, weights[v]);
+        } else {
+            Vector weights[MOST_VECTORS];
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const char *panel = line + v / VECTORS * panel_bytes;
+                weights[v] = weights_of(format, panel + v % VECTORS * vector_bytes, word);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector activation = spread(*(const float *)(x + r * row_bytes));
+                UNROLL for (int v = 0; v < vectors; v++) add_product(format, &sums[r][v], activation, weights[v]);
+            }
         }
     }
 }
