@@ -9,10 +9,6 @@
 #define MOST_ROWS 6
 #define MOST_VECTORS (4 * VECTORS)
 
-#ifndef FETCH_HINT
-#define FETCH_HINT 3
-#endif
-
 // Activations that share a line of a panel, as 4-byte words.
 INLINE int words_of_line(Format format) { return format == BFLOAT16 && !PAIRS_OF_BFLOAT16 ? 2 : 1; }
 
@@ -27,43 +23,56 @@ typedef struct {
     const float *bias;      // of the first panel; NULL: none
     const float *units;     // INT8: of the first panel
     const char *row_scales; // INT8: of the first row
-    // What the next rows do not need, but the next block of weights does: lines (INT8: groups) of each panel there.
+    // Lines (INT8: groups) of each panel that the next block of weights begins with and this one fetches into the cache.
     const char *ahead;
     int64_t num_ahead;
 } Block;
 
-INLINE void fetch(const char *line) { __builtin_prefetch(line, 0, FETCH_HINT); }
+// The weights of a line for LANES outputs. *word* says which of its inputs, where there are two for different words.
+INLINE Vector weights_of(const Format format, const char *line, const int word) {
+    if (format == FLOAT16) return from_halves(line);
+    if (format == FLOAT32 || PAIRS_OF_BFLOAT16) return load(line);
+    return word == 0 ? from_even(line) : from_odd(line);
+}
 
-// One line of every panel.
+INLINE void add_product(const Format format, Vector *sum, Vector activation, Vector weights) {
+#if PAIRS_OF_BFLOAT16
+    if (format == BFLOAT16) {
+        *sum = _mm512_dpbf16_ps(*sum, (__m512bh)activation, (__m512bh)weights);
+        return;
+    }
+#else
+    (void)format;
+#endif
+    MULTIPLY_ADD(*sum, activation, weights);
+}
+
+// Add the products with one line of every panel.
 INLINE void add_line(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
                      const char *line, int64_t panel_bytes, Vector sums[MOST_ROWS][MOST_VECTORS]) {
-    const int words = words_of_line(format);
-    UNROLL for (int word = 0; word < words; word++) {
+    const int vectors = panels * VECTORS, vector_bytes = LANES * (format == FLOAT16 ? 2 : 4);
+    UNROLL for (int word = 0; word < words_of_line(format); word++, x += 4) {
         // clang would keep what it read for the even inputs, and has no registers for it.
         if (word > 0) __asm__ volatile("" ::: "memory");
-        Vector weights[MOST_VECTORS];
-        UNROLL for (int v = 0; v < panels * VECTORS; v++) {
-            const char *panel = line + v / VECTORS * panel_bytes;
-            const int part = v % VECTORS;
-            if (format == FLOAT16)
-                weights[v] = from_halves(panel + part * LANES * 2);
-            else if (format == FLOAT32 || PAIRS_OF_BFLOAT16)
-                weights[v] = load(panel + part * LANES * 4);
-            else
-                weights[v] = word == 0 ? from_even(panel + part * LANES * 4) : from_odd(panel + part * LANES * 4);
-        }
-        UNROLL for (int r = 0; r < rows; r++) {
-            const char *activation = x + r * row_bytes + 4 * word;
-#if PAIRS_OF_BFLOAT16
-            if (format == BFLOAT16) {
-                Integers pair = spread_word(activation);
-                UNROLL for (int v = 0; v < panels * VECTORS; v++)
-                    sums[r][v] = _mm512_dpbf16_ps(sums[r][v], (__m512bh)pair, (__m512bh)weights[v]);
-                continue;
+        // Beside the sums, the registers hold either the activations or the weights: what is fewer.
+        if (rows < vectors) {
+            Vector activations[MOST_ROWS];
+            UNROLL for (int r = 0; r < rows; r++) activations[r] = spread(*(const float *)(x + r * row_bytes));
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const char *panel = line + v / VECTORS * panel_bytes;
+                Vector weights = weights_of(format, panel + v % VECTORS * vector_bytes, word);
+                UNROLL for (int r = 0; r < rows; r++) add_product(format, &sums[r][v], activations[r], weights);
             }
-#endif
-            Vector number = spread(*(const float *)activation);
-            UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD(sums[r][v], number, weights[v]);
+        } else {
+            Vector weights[MOST_VECTORS];
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const char *panel = line + v / VECTORS * panel_bytes;
+                weights[v] = weights_of(format, panel + v % VECTORS * vector_bytes, word);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector activation = spread(*(const float *)(x + r * row_bytes));
+                UNROLL for (int v = 0; v < vectors; v++) add_product(format, &sums[r][v], activation, weights[v]);
+            }
         }
     }
 }
@@ -79,7 +88,7 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
     int64_t i = 0;
     for (; i < num_ahead; i++, x += 4 * words, line += line_bytes, ahead += line_bytes) {
-        UNROLL for (int p = 0; p < panels; p++) fetch(ahead + p * panel_bytes);
+        UNROLL for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * panel_bytes);
         add_line(format, rows, panels, x, row_bytes, line, panel_bytes, sums);
     }
     for (; i < lines; i++, x += 4 * words, line += line_bytes)
@@ -117,7 +126,7 @@ INLINE void multiply_integers(const int rows, const int panels, const Block *blo
         int64_t i = 0;
         if (num_ahead-- > 0)
             for (; i + 1 < lines; i += 2, x += 8, line += 4 * PANEL, ahead += 4 * PANEL) {
-                UNROLL for (int p = 0; p < panels; p++) fetch(ahead + p * panel_bytes);
+                UNROLL for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * panel_bytes);
                 add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
                 add_int8_line(rows, panels, x + 4, row_bytes, line + 2 * PANEL, panel_bytes, exact);
             }
@@ -148,45 +157,33 @@ INLINE void multiply_integers(const int rows, const int panels, const Block *blo
     }
 }
 
+// As many as the registers hold the sums of.
+INLINE int panels_at_once(int64_t rows) { return VECTORS == 1 || rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+INLINE void multiply_block(const Format format, const int rows, const int panels, const Block *block) {
+    if (format == INT8)
+        multiply_integers(rows, panels, block);
+    else
+        multiply_floats(format, rows, panels, block);
+}
+
 typedef void (*Kernel)(const Block *block);
 
-#define KERNEL(format, rows, panels) \
-    static void multiply_##format##_##rows##_##panels(const Block *block) { \
-        if (format == INT8) \
-            multiply_integers(rows, panels, block); \
-        else \
-            multiply_floats(format, rows, panels, block); \
-    }
-#define NAME_OF_KERNEL(format, rows, panels) multiply_##format##_##rows##_##panels
+#define KERNEL(format, rows) \
+    static void wide_##format##_##rows(const Block *block) { multiply_block(format, rows, panels_at_once(rows), block); } \
+    static void narrow_##format##_##rows(const Block *block) { multiply_block(format, rows, 1, block); }
+#define KERNELS(format) \
+    KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) KERNEL(format, 5) KERNEL(format, 6)
+KERNELS(FLOAT32)
+KERNELS(BFLOAT16)
+KERNELS(FLOAT16)
+KERNELS(INT8)
 
-#if VECTORS == 1
-#define SHAPES(X, format) \
-    X(format, 1, 4) X(format, 2, 4) X(format, 3, 4) X(format, 4, 4) X(format, 5, 4) X(format, 6, 4) \
-    X(format, 1, 1) X(format, 2, 1) X(format, 3, 1) X(format, 4, 1) X(format, 5, 1) X(format, 6, 1)
-static const int panels_at_once[MOST_ROWS + 1] = {0, 4, 4, 4, 4, 4, 4};
-#define WIDE(format) \
-    {NULL, NAME_OF_KERNEL(format, 1, 4), NAME_OF_KERNEL(format, 2, 4), NAME_OF_KERNEL(format, 3, 4), \
-     NAME_OF_KERNEL(format, 4, 4), NAME_OF_KERNEL(format, 5, 4), NAME_OF_KERNEL(format, 6, 4)}
-#else
-#define SHAPES(X, format) \
-    X(format, 1, 4) X(format, 2, 2) X(format, 3, 2) \
-    X(format, 1, 1) X(format, 2, 1) X(format, 3, 1) X(format, 4, 1) X(format, 5, 1) X(format, 6, 1)
-static const int panels_at_once[MOST_ROWS + 1] = {0, 4, 2, 2, 1, 1, 1};
-#define WIDE(format) \
-    {NULL, NAME_OF_KERNEL(format, 1, 4), NAME_OF_KERNEL(format, 2, 2), NAME_OF_KERNEL(format, 3, 2), \
-     NAME_OF_KERNEL(format, 4, 1), NAME_OF_KERNEL(format, 5, 1), NAME_OF_KERNEL(format, 6, 1)}
-#endif
-#define NARROW(format) \
-    {NULL, NAME_OF_KERNEL(format, 1, 1), NAME_OF_KERNEL(format, 2, 1), NAME_OF_KERNEL(format, 3, 1), \
-     NAME_OF_KERNEL(format, 4, 1), NAME_OF_KERNEL(format, 5, 1), NAME_OF_KERNEL(format, 6, 1)}
-
-SHAPES(KERNEL, FLOAT32)
-SHAPES(KERNEL, BFLOAT16)
-SHAPES(KERNEL, FLOAT16)
-SHAPES(KERNEL, INT8)
-
-static const Kernel wide[4][MOST_ROWS + 1] = {WIDE(FLOAT32), WIDE(BFLOAT16), WIDE(FLOAT16), WIDE(INT8)};
-static const Kernel narrow[4][MOST_ROWS + 1] = {NARROW(FLOAT32), NARROW(BFLOAT16), NARROW(FLOAT16), NARROW(INT8)};
+#define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6}
+static const Kernel wide[4][MOST_ROWS + 1] = {BY_ROWS(wide_FLOAT32), BY_ROWS(wide_BFLOAT16), BY_ROWS(wide_FLOAT16),
+                                              BY_ROWS(wide_INT8)};
+static const Kernel narrow[4][MOST_ROWS + 1] = {BY_ROWS(narrow_FLOAT32), BY_ROWS(narrow_BFLOAT16),
+                                                BY_ROWS(narrow_FLOAT16), BY_ROWS(narrow_INT8)};
 
 // Bytes of the panels that stay in the first cache while all rows are multiplied with them. With few rows the next ones
 // have to fit beside them; with many it counts more that the sums are stored seldom.
@@ -194,58 +191,62 @@ static const Kernel narrow[4][MOST_ROWS + 1] = {NARROW(FLOAT32), NARROW(BFLOAT16
 #define CACHED_BYTES_OF_MANY 32768
 #define MANY_ROWS 64
 
+// Multiply all rows with one block of weights. *ahead* is the next one, with *num_ahead* lines or groups of that size in
+// each panel: each block of rows fetches a part of them.
+static void multiply_rows(const Kernel kernels[], Block block, int64_t num_rows, const char *ahead, int64_t num_ahead,
+                          int64_t size) {
+    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        const int64_t rows = num_rows / num_blocks + (b < num_rows % num_blocks);
+        const int64_t fetched = num_ahead * b / num_blocks;
+        block.ahead = ahead + fetched * size;
+        block.num_ahead = num_ahead * (b + 1) / num_blocks - fetched;
+        kernels[rows](&block);
+        block.rows += rows * block.row_bytes;
+        block.row_scales += rows * block.row_bytes;
+        block.out += rows * block.stride;
+    }
+}
+
 void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, int64_t first_panel, int64_t num_panels,
                     float *out, int64_t stride) {
+    if (num_rows == 0) return;
     const Format format = matrix->format;
     const int64_t row_bytes = NAME(activation_bytes)(format, matrix->inputs);
     const int64_t panel_bytes = NAME(panel_bytes)(format, matrix->inputs);
-    const int64_t inputs = round_up(matrix->inputs, 2);
-    const int64_t num_groups = (inputs + GROUP - 1) / GROUP;
+    const int64_t inputs = round_up(matrix->inputs, 2), num_groups = (inputs + GROUP - 1) / GROUP;
     const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
-    const int64_t unit = format == INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what is fetched ahead
-    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-    if (num_rows == 0) return;
     const int64_t cached_bytes = num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
-    const int64_t at_once = panels_at_once[(num_rows + num_blocks - 1) / num_blocks];
+    const int64_t line = format == INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
+    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t at_once = panels_at_once((num_rows + num_blocks - 1) / num_blocks);
     for (int64_t p = 0, width; p < num_panels; p += width) {
         width = num_panels - p < at_once ? 1 : at_once;
-        const Kernel *kernels = width == 1 ? narrow[format] : wide[format];
         const int64_t most_groups = cached_bytes / group_bytes / width;
         const int64_t steps = (num_groups + most_groups - 1) / most_groups; // of nearly the same size
         const int64_t depth = (num_groups + steps - 1) / steps * GROUP;
         const char *panel = (const char *)matrix->panels + (first_panel + p) * panel_bytes;
-        const int64_t next_width = p + width == num_panels ? 0 : num_panels - p - width < width ? 1 : width;
         for (int64_t input = 0; input < inputs; input += depth) {
-            const int last = input + depth >= inputs;
-            Block block = {
+            const int64_t left = inputs - input, here = least(depth, left);
+            const Block block = {
                 .rows = (const char *)rows + input * activation_size(format),
                 .panels = panel + panel_offset(format, input),
                 .row_bytes = row_bytes,
                 .panel_bytes = panel_bytes,
                 .out = out + p * PANEL,
                 .stride = stride,
-                .inputs = least(depth, inputs - input),
+                .inputs = here,
                 .first = input == 0,
-                .last = last,
+                .last = here == left,
                 .bias = matrix->bias == NULL ? NULL : matrix->bias + (first_panel + p) * PANEL,
                 .units = (const float *)panel,
                 .row_scales = (const char *)rows + row_scale_offset(inputs),
             };
-            // While this block is multiplied, the next one is fetched: each block of rows fetches a part of it.
-            const char *next = last ? panel + width * panel_bytes : block.panels + depth / GROUP * group_bytes;
-            int64_t units = block.inputs / unit;
-            if (!last) units = least(units, (inputs - input - depth) / unit);
-            if (last && next_width != width) units = 0;
-            for (int64_t row = 0, b = 0, count; b < num_blocks; b++, row += count) {
-                count = num_rows / num_blocks + (b < num_rows % num_blocks);
-                const int64_t fetched = units * b / num_blocks;
-                block.ahead = next + fetched * group_bytes / (GROUP / unit);
-                block.num_ahead = units * (b + 1) / num_blocks - fetched;
-                kernels[count](&block);
-                block.rows += count * row_bytes;
-                block.row_scales += count * row_bytes;
-                block.out += count * stride;
-            }
+            const char *ahead = block.last ? panel + width * panel_bytes : panel + panel_offset(format, input + depth);
+            int64_t inputs_ahead = block.last ? here : least(depth, left - here);
+            if (block.last && num_panels - p < 2 * width) inputs_ahead = 0;
+            multiply_rows(width == 1 ? narrow[format] : wide[format], block, num_rows, ahead, inputs_ahead / line,
+                          group_bytes / (GROUP / line));
         }
     }
 }
@@ -264,8 +265,10 @@ static const int64_t products_per_ns[4] = {50, 50, 50, 80};
 #define CALLS_PER_THREAD 4
 
 // Bytes of activations that stay in the second cache, and the rows for which it is worth to read the weights again.
-#ifndef ROWS_BYTES
+#ifdef __AVX512F__
 #define ROWS_BYTES 524288
+#else
+#define ROWS_BYTES 262144
 #endif
 #define ENOUGH_ROWS 96
 

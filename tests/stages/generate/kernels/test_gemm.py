@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,10 +60,10 @@ class Gemm:
     """The functions of one variant."""
 
     variant: str
-    functions: ctypes.CDLL
+    function: Callable[[str], Any]
 
     def call(self, name: str, *arguments: object) -> int:
-        function = getattr(self.functions, f"{name}_{self.variant}")
+        function = self.function(name)
         function.restype = ctypes.c_int64
         result: int = function(*(ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments))
         return result
@@ -126,9 +127,8 @@ class Gemm:
 
 
 @pytest.fixture(scope="module")
-def gemm(library: tuple[ctypes.CDLL, str]) -> Gemm:
-    functions, variant = library
-    return Gemm(variant, functions)
+def gemm(variant: str, function: Callable[[str], Any]) -> Gemm:
+    return Gemm(variant, function)
 
 
 SHAPES = [(17, 6), (40, 36), (16, 1), (1, 63), (33, 65), (80, 520), (130, 129), (64, 1030)]
@@ -174,6 +174,17 @@ def test_products_are_those_of_float64(gemm: Gemm, format_name: str, outputs: in
     else:
         size = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1) + bias.abs()
         assert (error / size).max() <= 2**-24 * inputs**0.5 + 2**-24
+
+
+@pytest.mark.parametrize("format_name", ["float32", "bfloat16"])
+def test_weights_may_have_any_size(gemm: Gemm, format_name: str) -> None:
+    weight = numbers(16, 200) * torch.tensor([1e30, 1e-30, 1e36, 1e-34, 1.0, 0.0, 1e-7, 3e7] * 2)[:, None]
+    weight[9, 5] = 1e4  # one that is large among small ones
+    weight, x = weight.to(DTYPES[format_name]), numbers(7, 200)
+    exact = F.linear(x.double(), weight.double())
+    size = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+    rounding = 2**-8 if format_name == "bfloat16" and gemm.variant == "avx512" else 2**-20
+    assert ((gemm(gemm.pack(format_name, weight), x) - exact).abs() <= rounding * size).all()
 
 
 @pytest.mark.parametrize("source", DTYPES)
