@@ -32,9 +32,7 @@ def make_rope(spec: RopeSpec, head_dim: int, device: torch.device) -> Rope:
     """Return the rope of a model whose heads have *head_dim*."""
     exponent_F = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     freq_F = 1.0 / spec.theta**exponent_F
-    if spec.kind == "dynamic":
-        freq_F = dynamic_frequencies(Rope(spec, exponent_F, freq_F), torch.zeros(1, device=device))[0]
-    elif spec.kind == "linear":
+    if spec.kind == "linear":
         freq_F = freq_F / spec.factor
     elif spec.kind == "llama3":
         freq_F = _between(freq_F / spec.factor, freq_F, _llama3_kept(spec, freq_F))
@@ -75,7 +73,8 @@ def dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
     length_T = (positions_T + 1).clamp(min=trained).double()  # rounded at the end: the same in any company
     head_dim = 2 * len(rope.exponent_F)
     stretch_T = (spec.factor * length_T / trained - (spec.factor - 1)) ** (head_dim / (head_dim - 2))
-    return (1.0 / (spec.theta * stretch_T)[:, None] ** rope.exponent_F.double()).float()
+    stretched_TF = (1.0 / (spec.theta * stretch_T)[:, None] ** rope.exponent_F.double()).float()
+    return stretched_TF.where(stretch_T[:, None] > 1, rope.freq_F)
 
 
 def _llama3_kept(spec: RopeSpec, freq_F: Tensor) -> Tensor:
