@@ -32,7 +32,7 @@ LAST_LINES: Final = 20
 """Of what a compiler said, in an error."""
 
 FLAGS: Final = (
-    *("-std=gnu11", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fomit-frame-pointer"),
+    *("-std=gnu11", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fomit-frame-pointer", "-g0"),
     # The same bits from every compiler. CFLAGS of the environment are not heeded for the same reason.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
@@ -144,13 +144,25 @@ def find_compiler() -> Compiler | None:
         found = Compiler(words[0], tuple(words), f"linux_{machine()}")
         if found.can(instructions):
             return found
-    return zig(sys.executable) if importlib.util.find_spec("ziglang") else None
+    return _zig(sys.executable, "-m", "ziglang") if importlib.util.find_spec("ziglang") else None
 
 
-def zig(python: str) -> Compiler:
-    """Return the zig of a Python that has the package ziglang."""
-    target = f"{machine()}-linux-gnu.2.17"
-    return Compiler("zig cc", (python, "-m", "ziglang", "cc", "-target", target), TAGS[machine()], LINK_ZIG)
+def fetch_zig(folder: Path) -> Compiler:
+    """Let pip put zig into *folder*, where it takes 350 MB, and return it.
+
+    Raises:
+        CannotBuild: pip failed.
+    """
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), ZIGLANG]
+    done = subprocess.run(install, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise CannotBuild(f"pip could not fetch {ZIGLANG}\n{done.stdout}")
+    return _zig(str(folder / "ziglang" / "zig"))
+
+
+def _zig(*program: str) -> Compiler:
+    """Return *program* as a compiler for every Linux with glibc 2.17 or newer."""
+    return Compiler("zig cc", (*program, "cc", "-target", f"{machine()}-linux-gnu.2.17"), TAGS[machine()], LINK_ZIG)
 
 
 def requirements() -> list[str]:
@@ -267,13 +279,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         compiler = find_compiler()
-        if compiler is None:
-            sys.stderr.write(f"There is no C compiler here: fetching {ZIGLANG} (100 MB), to be removed afterwards.\n")
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", scratch, ZIGLANG]
-            subprocess.run(install, check=True)
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (scratch, os.environ.get("PYTHONPATH", ""))))
-            compiler = zig(sys.executable)
         try:
+            if compiler is None:
+                sys.stderr.write(f"There is no C compiler here: fetching {ZIGLANG} (100 MB), removed afterwards.\n")
+                compiler = fetch_zig(Path(scratch))
             build(library, compiler)
         except CannotBuild as problem:
             sys.exit(str(problem))

@@ -150,7 +150,7 @@ def load(path: Path = build.HERE / build.LIBRARY) -> Library | str:
     if now and there != now:
         return f"{path} was built from other sources ({there or 'unknown'}, now {now}); {_how_to_get_it()}"
     try:
-        functions = ctypes.CDLL(str(path))
+        functions = ctypes.CDLL(str(path.absolute()))
     except OSError as error:
         return f"{path} cannot be loaded: {error}"
     functions.cpu_variants.restype = c_char_p

@@ -210,6 +210,16 @@ def test_a_machine_without_kernels_gets_a_pure_wheel(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 @pytest.mark.night
 @pytest.mark.timeout(900)
+def test_zig_can_be_fetched_where_c_has_changed_since_the_installation(tmp_path: Path, sources: Path) -> None:
+    zig = build.fetch_zig(tmp_path / "zig")
+    variants = build.build(sources / build.LIBRARY, zig, sources, SMALL)
+    assert variants == ["avx2", "avx512"]
+    assert loaded(sources / build.LIBRARY).functions.has() == 11
+
+
+@pytest.mark.slow
+@pytest.mark.night
+@pytest.mark.timeout(900)
 def test_without_a_compiler_pip_fetches_zig_and_the_wheel_fits_every_linux(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     done = subprocess.run(
