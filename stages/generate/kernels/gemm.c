@@ -186,9 +186,9 @@ static const Kernel narrow[4][MOST_ROWS + 1] = {BY_ROWS(narrow_FLOAT32), BY_ROWS
                                                 BY_ROWS(narrow_FLOAT16), BY_ROWS(narrow_INT8)};
 
 // Bytes of the panels that stay in the first cache while all rows are multiplied with them. With few rows the next ones
-// have to fit beside them; with many it counts more that the sums are stored seldom.
+// have to fit beside them. With many, wide vectors need larger blocks, so that the sums are stored less often.
 #define CACHED_BYTES 16384
-#define CACHED_BYTES_OF_MANY 32768
+#define CACHED_BYTES_OF_MANY (VECTORS == 1 ? 32768 : 16384)
 #define MANY_ROWS 64
 
 // Multiply all rows with one block of weights. *ahead* is the next one, with *num_ahead* lines or groups of that size in
