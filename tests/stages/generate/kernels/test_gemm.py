@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from kernel_variants import Functions
 from numpy.typing import NDArray
 from torch import Tensor
+
+from stages.generate.kernels.library import Matrix
 
 # R = rows, I = inputs, O = outputs
 
@@ -22,18 +24,6 @@ FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GUARD = 12345.0
 """What lies beyond the arrays that a function may write to."""
-
-
-class Matrix(ctypes.Structure):
-    """`Matrix` of kernels.h."""
-
-    _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("outputs", ctypes.c_int64),
-        ("inputs", ctypes.c_int64),
-        ("format", ctypes.c_int),
-    )
 
 
 def padded(number: int, multiple: int) -> int:
@@ -59,14 +49,14 @@ class Packed:
 class Gemm:
     """The functions of one variant."""
 
-    variant: str
-    function: Callable[[str], Any]
+    functions: Functions
+
+    @property
+    def variant(self) -> str:
+        return self.functions.variant
 
     def call(self, name: str, *arguments: object) -> int:
-        function = self.function(name)
-        function.restype = ctypes.c_int64
-        result: int = function(*(ctypes.c_int64(a) if isinstance(a, int) else a for a in arguments))
-        return result
+        return self.functions.call(name, *arguments)
 
     def pack(self, format_name: str, weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
         """Pack a weight of any dtype."""
@@ -127,8 +117,8 @@ class Gemm:
 
 
 @pytest.fixture(scope="module")
-def gemm(variant: str, function: Callable[[str], Any]) -> Gemm:
-    return Gemm(variant, function)
+def gemm(functions: Functions) -> Gemm:
+    return Gemm(functions)
 
 
 SHAPES = [(17, 6), (40, 36), (16, 1), (1, 63), (33, 65), (80, 520), (130, 129), (64, 1030)]
