@@ -73,7 +73,7 @@ class Shape:
     @property
     def factor(self) -> float:
         """What queries are multiplied with."""
-        return self.head_dim**-0.5 * math.log2(math.e)
+        return math.log2(math.e) / math.sqrt(self.head_dim)
 
 
 @dataclass(slots=True)
