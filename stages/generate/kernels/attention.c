@@ -1,16 +1,17 @@
 // Causal grouped-query attention over pages, softmax(q k scale) v, with scores, softmax and sums in float32.
 //
-// A query head of a token is a row here. Keys come in tiles of TILE tokens, which begin at multiples of TILE whatever
-// the size of a page, and tiles come in segments of SEGMENT tokens. What a row computes is always the same:
+// A query head of a token is a row here. Keys come in tiles of TILE tokens. Tiles begin at multiples of TILE, whatever
+// the size of a page. Tiles come in segments of SEGMENT tokens, or of one page if a page is larger. The order of the
+// operations of a row is fixed:
 //
-//   score   one FMA chain over the dimensions. The scale and log2 e are in the query. With 16-bit floats that the CPU
-//           can multiply (AVX512-BF16), the query is rounded to them and the chain is over pairs of dimensions.
-//   tile    the greatest score so far is the reference; sums and output are scaled to it, then the tile's are added:
-//           each lane sums every LANES-th key, each dimension of the output is one FMA chain over the keys.
-//   segment begins with no score and no sums, and is merged into those before it.
+//   score    One FMA chain over the dimensions. The query includes the scale and log2 e. Where the CPU multiplies pairs
+//            of bfloat16 and the pages have them, the query is rounded to bfloat16 and the chain is over pairs.
+//   tile     The greatest score so far is the reference. The sums and the output are scaled to it, then the tile is
+//            added: each lane sums every LANES-th weight, and each dimension is one FMA chain over the keys.
+//   segment  Begins without scores and sums. It is merged into those before it.
 //
-// How many rows are computed at once changes nothing but the speed. What a row does not see is not added, not even with
-// a weight of zero: it may be NaN.
+// The number of rows that are computed together changes the speed and nothing else. Slots that a row does not see are
+// skipped, not added with a weight of 0: they may be NaN.
 #include "kernels.h"
 #include "lanes.h"
 #include "product.h"
@@ -35,18 +36,18 @@ typedef struct {
     const int32_t *table;
     int64_t position, kv_head;
     int64_t group, width, rows; // query heads of a kv head; head_dim, rounded up to LANES; all heads of all tokens
-    int64_t depth;              // steps of a score's chain
+    int64_t depth;              // steps of the chain of a score
     int64_t turned;             // slots whose keys are turned at a time
-    bool ahead;                 // one token: memory is slower than the computation, so the next numbers are fetched ahead
+    bool ahead;                 // one token: memory is slower than the computation, so pages are fetched ahead
     bool direct;                // few rows: values are expanded as they are added
-    float *queries;                // [rows][width], or [rows][depth] of pairs
-    float *columns, *values;       // a tile: keys [depth][TILE], values [TILE][width]
-    float *scores;                 // [rows][TILE]
-    float *reference, *decay;      // [rows]
-    int32_t *first, *end;          // [rows], the slots of the tile that they see
-    int64_t *places, *next;        // [TILE], the index of a slot's first number; the same of the next tile
-    int64_t next_end;              // how many slots of the next tile have one
-    State segment, total;          // of the segment at hand, and of all before it
+    float *queries;             // [rows][width], or [rows][depth] of pairs, also *width* words apart
+    float *columns, *values;    // a tile: keys [depth][turned], values [TILE][width]
+    float *scores;              // [rows][TILE], later the weights
+    float *reference, *decay;   // [rows]
+    int32_t *first, *end;       // [rows], the slots of the tile that they see
+    int64_t *places, *next;     // [TILE], the index of the first number of a slot; the same of the next tile
+    int64_t next_end;           // the end of the slots in *next*
+    State segment, total;       // of this segment, and of all before it
 } Work;
 
 INLINE int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
@@ -60,6 +61,9 @@ INLINE int64_t size_of(Format format) { return format == FLOAT32 ? 4 : 2; }
 INLINE bool in_pairs(const Pages *pages) { return PAIRS && pages->format == BFLOAT16; }
 INLINE int64_t group_of(const Pages *pages) { return pages->num_heads / pages->num_kv_heads; }
 INLINE int64_t width_of(const Pages *pages) { return round_up(pages->head_dim, LANES); }
+
+// Tokens of a segment.
+INLINE int64_t segment_tokens(const Pages *pages) { return most(SEGMENT, pages->page_size); }
 
 int64_t NAME(queries)(const Pages *pages) { return most(1, SHARED_ROWS / group_of(pages)); }
 
@@ -148,8 +152,9 @@ static void find_places(const Work *work, int64_t tile, int64_t first, int64_t e
     const Pages *pages = work->pages;
     int64_t shift = __builtin_ctzll((uint64_t)pages->page_size);
     for (int64_t slot = first, until; slot < end; slot = until) {
-        int64_t position = tile + slot, page = work->table[position >> shift], offset = position & (pages->page_size - 1);
-        int64_t index = (((page * pages->num_kv_heads + work->kv_head) << shift) + offset) * pages->head_dim;
+        int64_t position = tile + slot, offset = position & (pages->page_size - 1);
+        int64_t head = work->table[position >> shift] * pages->num_kv_heads + work->kv_head;
+        int64_t index = ((head << shift) + offset) * pages->head_dim;
         until = page_end(pages, slot, end);
         for (int64_t i = slot; i < until; i++, index += pages->head_dim)
             places[i] = index;
@@ -160,7 +165,7 @@ INLINE const char *place(const Work *work, const void *numbers, int64_t slot) {
     return (const char *)numbers + work->places[slot] * size_of(work->pages->format);
 }
 
-// Fetch what the slots [first, end) have, since processors foresee little where each page lies somewhere else.
+// Fetch the numbers of the slots [first, end). The processor does it by itself only within a page.
 INLINE void fetch(const Work *work, const void *numbers, const int64_t *places, int64_t first, int64_t end) {
     int64_t size = size_of(work->pages->format), bytes = work->pages->head_dim * size;
     for (int64_t slot = first, until; slot < end; slot = until) {
@@ -177,7 +182,7 @@ static void fetch_next(const Work *work, int64_t slot) {
 }
 
 // Turn keys [slot][d] into columns [d][slot], *stride* apart, from a slot that is a multiple of 8. Columns beside
-// [first, end) get other keys; nobody looks at them.
+// [first, end) are copies of other keys and are not used.
 static void turn_keys(const Work *work, int64_t start, int64_t first, int64_t end, int64_t stride) {
     const Pages *pages = work->pages;
     for (int64_t slot = round_down(most(start, first), 8); slot < end; slot += 8) {
@@ -232,7 +237,7 @@ static void add_values(const Work *work, int64_t row, int64_t rows, int64_t firs
     } while (first < end);
 }
 
-// The same for rows that see different slots.
+// Add all values that some rows see, which may differ.
 static void add_seen_values(const Work *work, int64_t row, int64_t rows) {
     const int32_t *first = work->first + row, *end = work->end + row;
     int64_t common = first[rows - 1], common_end = end[0];
@@ -292,10 +297,40 @@ INLINE int64_t block_of(int64_t rows) {
     return (rows + blocks - 1) / blocks;
 }
 
+// Compute the scores of the rows [row, row_end), of which one at least sees each slot of [first, end).
+static void score(const Work *work, int64_t row, int64_t row_end, int64_t first, int64_t end) {
+    int64_t step = work->turned;
+    for (int64_t start = round_down(first, LANES); start < end; start += step) {
+        int64_t until = least(end, start + step), vectors = round_up(until - start, LANES) / LANES;
+        turn_keys(work, start, first, until, step);
+        for (int64_t r = row, rows; r < row_end; r += rows) {
+            rows = block_of(row_end - r);
+            product(in_pairs(work->pages) ? SCORE_PAIRS : SCORE_FLOATS, rows, vectors, work->queries + r * work->width,
+                    work->width, work->columns, step, work->depth, NULL, work->scores + r * TILE + start, TILE);
+        }
+    }
+}
+
+// Find the references of the rows [row, row_end), and what their sums decay by.
+static void find_references(const Work *work, int64_t row, int64_t row_end) {
+    float *most = work->segment.most;
+    for (int64_t r = row; r < row_end; r++)
+        work->reference[r] = greatest_score(work, r);
+    for (int64_t r = round_down(row, LANES); r < row_end; r += LANES) {
+        Lanes before = load(most + r), now = greater(before, load(work->reference + r));
+        if (r < row || r + LANES > row_end)
+            now = only(now, (int32_t)r, (int32_t)row, (int32_t)row_end, before);
+        Lanes reference = unless_minus_infinity(now, now);
+        store(most + r, now);
+        store(work->reference + r, reference);
+        store(work->decay + r, exp2_of(subtract(before, reference)));
+    }
+}
+
+// Add a tile to all rows that see something of it.
 static void add_tile(Work *work, int64_t tile) {
     const Pages *pages = work->pages;
-    int64_t count = work->rows / work->group;
-    int64_t token = most(0, tile - work->position), token_end = count;
+    int64_t count = work->rows / work->group, token = most(0, tile - work->position), token_end = count;
     if (pages->window)
         token_end = least(count, tile + TILE + pages->window - 1 - work->position);
     if (token >= token_end)
@@ -313,28 +348,8 @@ static void add_tile(Work *work, int64_t tile) {
         work->next_end = within(work->position + count - tile - TILE, 0, TILE);
         find_places(work, tile + TILE, 0, work->next_end, work->next);
     }
-    int64_t step = work->turned;
-    for (int64_t start = round_down(first, LANES); start < end; start += step) {
-        int64_t until = least(end, start + step);
-        turn_keys(work, start, first, until, step);
-        for (int64_t r = row, rows; r < row_end; r += rows) {
-            rows = block_of(row_end - r);
-            product(in_pairs(pages) ? SCORE_PAIRS : SCORE_FLOATS, rows, (until - start + LANES - 1) / LANES,
-                    work->queries + r * work->width, work->width, work->columns, step, work->depth, NULL,
-                    work->scores + r * TILE + start, TILE);
-        }
-    }
-    for (int64_t r = row; r < row_end; r++)
-        work->reference[r] = greatest_score(work, r);
-    for (int64_t r = row / LANES * LANES; r < row_end; r += LANES) {
-        Lanes before = load(work->segment.most + r), now = greater(before, load(work->reference + r));
-        if (r < row || r + LANES > row_end)
-            now = only(now, (int32_t)r, (int32_t)row, (int32_t)row_end, before);
-        Lanes reference = unless_minus_infinity(now, now);
-        store(work->segment.most + r, now);
-        store(work->reference + r, reference);
-        store(work->decay + r, exp2_of(subtract(before, reference)));
-    }
+    score(work, row, row_end, first, end);
+    find_references(work, row, row_end);
     for (int64_t r = row; r < row_end; r++)
         weigh(work, r);
     if (!work->direct)
@@ -347,15 +362,16 @@ static void add_tile(Work *work, int64_t tile) {
 
 // ---- segments
 
-// Compute what the rows see of one segment by itself. Rows that see nothing of it are not touched.
+// Compute what the rows see of one segment by itself. The result of rows that see nothing of it has no meaning.
 static void compute_segment(Work *work, int64_t segment) {
     const State *state = &work->segment;
     for (int64_t row = 0; row < work->rows; row++)
         state->most[row] = -INFINITY;
     memset(state->sums, 0, (size_t)(work->rows * LANES) * sizeof(float));
     memset(state->outputs, 0, (size_t)(work->rows * work->width) * sizeof(float));
-    int64_t begin = most(segment * SEGMENT, first_seen(work, 0) / TILE * TILE);
-    int64_t end = least((segment + 1) * SEGMENT, work->position + work->rows / work->group);
+    int64_t tokens = segment_tokens(work->pages);
+    int64_t begin = most(segment * tokens, first_seen(work, 0) / TILE * TILE);
+    int64_t end = least((segment + 1) * tokens, work->position + work->rows / work->group);
     for (int64_t tile = begin; tile < end; tile += TILE)
         add_tile(work, tile);
 }
@@ -390,12 +406,12 @@ void NAME(attend)(const Pages *pages, const int32_t *table, int64_t position, in
     Work work;
     begin(&work, pages, table, position, count, kv_head, q, q_stride, scratch);
     const State *total = &work.total;
-    int64_t width = work.width, first_segment = first_seen(&work, 0) / SEGMENT;
-    for (int64_t segment = first_segment; segment * SEGMENT < position + count; segment++) {
+    int64_t width = work.width, tokens = segment_tokens(pages);
+    for (int64_t segment = first_seen(&work, 0) / tokens; segment * tokens < position + count; segment++) {
         compute_segment(&work, segment);
         for (int64_t row = 0; row < work.rows; row++) {
-            int64_t token = row / work.group, first = first_seen(&work, token) / SEGMENT;
-            if (segment < first || segment * SEGMENT > position + token)
+            int64_t token = row / work.group, first = first_seen(&work, token) / tokens;
+            if (segment < first || segment * tokens > position + token)
                 continue;
             float sum = sum_of(load(work.segment.sums + row * LANES)), greatest = work.segment.most[row];
             const float *outputs = work.segment.outputs + row * width;

@@ -87,9 +87,11 @@ INLINE void blocks(const int kind, const int rows, const int columns, int64_t ve
         break;
 
 #if LANES == 16
-#define ALL_ROWS(kind) ROWS(kind, 1, 8) ROWS(kind, 2, 8) ROWS(kind, 3, 4) ROWS(kind, 4, 4) ROWS(kind, 5, 4) ROWS(kind, 6, 4)
+#define ALL_ROWS(kind)                                                                                                \
+    ROWS(kind, 1, 8) ROWS(kind, 2, 8) ROWS(kind, 3, 4) ROWS(kind, 4, 4) ROWS(kind, 5, 4) ROWS(kind, 6, 4)
 #else
-#define ALL_ROWS(kind) ROWS(kind, 1, 8) ROWS(kind, 2, 4) ROWS(kind, 3, 4) ROWS(kind, 4, 2) ROWS(kind, 5, 2) ROWS(kind, 6, 2)
+#define ALL_ROWS(kind)                                                                                                \
+    ROWS(kind, 1, 8) ROWS(kind, 2, 4) ROWS(kind, 3, 4) ROWS(kind, 4, 2) ROWS(kind, 5, 2) ROWS(kind, 6, 2)
 #endif
 
 #define PRODUCT(name, kind)                                                                                           \
