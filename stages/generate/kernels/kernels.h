@@ -35,7 +35,7 @@ typedef struct {
 } Pages;
 
 // Tokens of a row that are summed by themselves before they are merged, in order, with those before: a long row may be
-// computed by several threads, and the result is the same as by one. At least one page.
+// computed by several threads, and the result is the same as by one. A larger page is a segment by itself.
 #define SEGMENT 1024
 
 // What depends on the instructions that a CPU has. One for each way that this library was compiled.
@@ -73,7 +73,7 @@ typedef struct {
     // kv head.
     void (*attend)(const Pages *pages, const int32_t *table, int64_t position, int64_t count, int64_t kv_head,
                    const float *q, int64_t q_stride, float *o, int64_t o_stride, void *scratch);
-    // Long rows with one query: one segment by itself, [segment * SEGMENT, (segment + 1) * SEGMENT), into *part*,
+    // Long rows with one query: one segment by itself, the one with this number from position 0 on, into *part*,
     // (num_heads / num_kv_heads) * `part_floats` floats. `merge` makes of all parts, in order from the first segment
     // that the query sees, exactly what `attend` makes.
     int64_t (*part_floats)(const Pages *pages);

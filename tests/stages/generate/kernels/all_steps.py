@@ -6,6 +6,7 @@ import random
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from checkpoints import make_engine
@@ -24,7 +25,12 @@ def main(path: str, variant: str, folders: list[str]) -> None:
     digest, draw = sha256(), random.Random(0)
     for folder in folders:
         for dtype, quantization in NUMBERS:
-            how = {"kernels": variant, "quantization": quantization, "threads": 2, "page_size": PAGE_SIZE}
+            how: dict[str, Any] = {
+                "kernels": variant,
+                "quantization": quantization,
+                "threads": 2,
+                "page_size": PAGE_SIZE,
+            }
             engine = make_engine(Path(folder), dtype, num_pages=NUM_PAGES, **how)
             pool = draw.sample(range(NUM_PAGES), NUM_PAGES)
             prompts = [draw.choices(range(4, 400), k=5 + 37 * table) for table in range(3)]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -17,32 +15,20 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_variants import Functions
 from selection import by_night
 from torch import Tensor
+
+from stages.generate.kernels.library import Pages
 
 # T = tokens of a row, H = query heads, K = kv heads, G = query heads of one kv head, D = head dim,
 # P = pages, S = slots of a page, 2 = keys and values
 
-SOURCES: Final = Path(__file__).parents[4] / "stages/generate/kernels"
-AVX2: Final = "avx2 fma f16c"
-FLAGS: Final = {"avx2": AVX2, "avx512": f"{AVX2} avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni"}
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of `Format` in kernels.h."""
 SEGMENT: Final = 1024
 NAN: Final = float("nan")
 LIBC: Final = ctypes.CDLL(None, use_errno=True)
-
-
-class Pages(ctypes.Structure):
-    """`Pages` of kernels.h."""
-
-    _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "page_size", "window")),
-        ("format", ctypes.c_int),
-        ("scale", ctypes.c_float),
-    )
 
 
 def guarded(tensor: Tensor) -> Tensor:
@@ -135,18 +121,10 @@ class Row:
 class Attention:
     """The functions of one variant."""
 
-    variant: str
-    library: ctypes.CDLL
+    functions: Functions
 
     def call(self, name: str, *arguments: object) -> int:
-        function = getattr(self.library, f"{name}_{self.variant}")
-        function.restype = ctypes.c_int64
-        converted = (
-            ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a
-            for a in arguments
-        )
-        result: int = function(*converted)
-        return result
+        return self.functions.call(name, *arguments)
 
     def _pages(self, row: Row) -> Pages:
         shape, (keys, values) = row.shape, row.kv_2PKSD
@@ -205,20 +183,9 @@ class Attention:
         return o_THD
 
 
-@pytest.fixture(scope="module", params=FLAGS)
-def attention(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Attention:
-    """Compile one variant."""
-    variant: str = request.param
-    has = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].partition("\n")[0].split()
-    if missing := set(FLAGS[variant].split()) - set(has):
-        pytest.skip(f"this CPU has no {' '.join(sorted(missing))}")
-    path = tmp_path_factory.mktemp("kernels") / f"{variant}.so"
-    flags = [f"-m{flag.replace('_', '')}" for flag in FLAGS[variant].split()]
-    options = (
-        f"-O1 -std=gnu11 -fPIC -shared -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror -DVARIANT={variant}"
-    )
-    subprocess.run(["cc", *options.split(), *flags, SOURCES / "attention.c", "-o", path], check=True)
-    return Attention(variant, ctypes.CDLL(str(path)))
+@pytest.fixture(scope="module")
+def attention(functions: Functions) -> Attention:
+    return Attention(functions)
 
 
 TOLERANCE: Final = 3e-6

@@ -35,7 +35,7 @@ def hashes(tmp_path_factory: pytest.TempPathFactory) -> Hashes:
     script = Path(__file__).with_name("all_steps.py")
 
     def computed(library: Path, more: Mapping[str, str]) -> list[str]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | more
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
         found = []
         for variant in VARIANTS:
             command = [sys.executable, *map(str, (script, library, variant, *folders))]
