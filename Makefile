@@ -5,11 +5,18 @@ BIN := .venv/bin
 # a Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
+# A change of these compiles the library of kernels again, and installs nothing.
+KERNELS := $(wildcard stages/generate/kernels/*.[ch]) stages/generate/kernels/build.py
+
 .PHONY: venv serve bench attack test night chaos recovery soak clients containers lint types format docs clean gpu-check gpu-wheels
 
 venv: .venv/.ready
 
-.venv/.ready: pyproject.toml
+.venv/.ready: .venv/.installed $(KERNELS)
+	@$(BIN)/python -m stages.generate.kernels.build
+	@touch $@
+
+.venv/.installed: pyproject.toml hatch_build.py
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("MiniSGL needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run: make venv PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -75,4 +82,4 @@ docs: venv
 	@PYTHONPATH=tests:. $(BIN)/python tests/generated_docs.py
 
 clean:
-	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache stages/generate/kernels/libminisgl.*

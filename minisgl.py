@@ -29,7 +29,7 @@ usage: minisgl serve [flags]                everything on this machine; `python 
        minisgl trace UID [flags]            what happened to a request
        minisgl top [flags]                  a running server, live in the terminal
        minisgl dead ACTION [flags]          requests that crashed their workers: ls, show, requeue or drop
-       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, attack or gpu
+       minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, tail, attack or gpu
        minisgl --version
 
 Each command explains its flags with --help; MINISGL_<FLAG> in the environment sets any flag.

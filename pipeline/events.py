@@ -212,7 +212,8 @@ class Admitted(Event):
     fingerprint: str
     """Identifies the weights and the model's config; where `numerics` is empty, the dtype as well."""
     numerics: str = ""
-    """How the engine computes with them, such as `bfloat16/cpu`. Empty in histories of older versions."""
+    """How the engine computes with them, such as `bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512`. Older histories
+    lack it."""
     cached_tokens: int = 0
 
 
@@ -232,6 +233,8 @@ class TakenOver(Event):
     kind: Literal["taken_over"] = "taken_over"
     engine: str
     epoch: int
+    numerics: str = ""
+    """As in Admitted."""
     alone: bool = False
     """The engine computes nothing else until the request has another token, to see whether it kills engines."""
 
@@ -337,6 +340,9 @@ class Figures(Value):
     decode_rows: int = 0
     prefill_rows: int = 0
     prefill_tokens: int = 0
+    mixed_prefill_length: int | None = None
+    """The most prompt tokens that this step was allowed beside streams, where measured times decided it. With it the
+    schedule makes the same plan again."""
     running: int = 0
     waiting: int = 0
     free_pages: int = 0

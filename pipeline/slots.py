@@ -85,6 +85,12 @@ class Status(Value):
     value of its own."""
     fingerprint: str = ""
     """Identifies an engine's weights, or a tokenizer."""
+    numerics: str = ""
+    """How an engine computes, as in `Admitted`."""
+    batch_invariant: bool = False
+    """Whether an engine gives a request the same tokens whatever it computes beside it."""
+    why_torch: str = ""
+    """Why an engine computes with torch where nobody asked for it."""
     flushed: str = ""
     """Id of the last flush that the engine has done."""
     flushed_pages: int = 0

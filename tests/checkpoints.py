@@ -44,11 +44,21 @@ __all__ = [
 ]
 
 
+KERNELS = "torch"
+"""What computes in `make_engine` unless it is told; a test module sets it to each kind in turn."""
+
+
 def make_engine(folder: Path, dtype: str = "auto", *, dummy: bool = False, **more: Any) -> Engine:
     """Return an engine on the CPU whose unused memory is NaN, so that whoever reads it is found out."""
     spec = check_folder(folder, dummy=dummy)
     sizes = {"num_pages": 128, "page_size": 4, "max_running_requests": 4, "max_seq_len": 160}
-    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": resolve_dtype(spec, dtype), **sizes, **more}
+    options: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "dtype": resolve_dtype(spec, dtype),
+        "kernels": KERNELS,
+        **sizes,
+    }
+    options |= more
     engine = Engine(spec, folder, dummy=dummy, **options)
     engine.kv_L2PKSD.fill_(float("nan"))
     return engine

@@ -17,6 +17,7 @@ from pipeline.worker import Stop
 from stages.generate.kvcache.base import PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.log_thread import LogThread
+from stages.generate.pace import Pace
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 from stages.generate.worker import GenerateWorker
@@ -111,6 +112,7 @@ class Scene:
         thread_log: StreamLog | None = None,
         serving: Serving | None = None,
         numerics: str = "",
+        pace: Pace | None = None,
     ) -> Iterator[Running]:
         """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends.
 
@@ -135,7 +137,7 @@ class Scene:
             serving=serving,
         )
         engine = engine or CountingEngine(pace_s)
-        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures)
+        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures, pace)
         item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
         thread = threading.Thread(target=item.run)
         log_thread.start()

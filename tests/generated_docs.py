@@ -28,7 +28,7 @@ from web.wire.sglang.schemas import AbortRequest, SGLangRequest, SGLangSampling
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("tokenize", "generate", "detokenize", "web")
-BENCHES = ("offline", "serve", "pipeline", "compare", "attack", "gpu")
+BENCHES = ("offline", "serve", "pipeline", "compare", "tail", "attack", "gpu")
 
 
 class _Found(BaseException):

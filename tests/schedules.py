@@ -48,16 +48,21 @@ def request(
     return NewRequest(uid, prompt, tuple(output), params, priority, tuple(bad_words))
 
 
-def step(schedule: Schedule, token: int = TOKEN) -> Step:
+def step(schedule: Schedule, token: int = TOKEN, *, mixed_prefill_length: int | None = None) -> Step:
     """Plan and complete one step in which every sample gives *token*."""
-    (made,) = steps(schedule, lambda plan: Computed([token] * num_samples(plan)), most=1)
+    (made,) = steps(schedule, lambda plan: Computed([token] * num_samples(plan)), 1, mixed_prefill_length)
     return made
 
 
-def steps(schedule: Schedule, forward: Callable[[BatchPlan], Computed] | None = None, most: int = 0) -> Iterator[Step]:
+def steps(
+    schedule: Schedule,
+    forward: Callable[[BatchPlan], Computed] | None = None,
+    most: int = 0,
+    mixed_prefill_length: int | None = None,
+) -> Iterator[Step]:
     """Give all steps until nothing is left to do, or at *most* so many."""
     number = 0
-    while (not most or number < most) and (planned := schedule.plan()) is not None:
+    while (not most or number < most) and (planned := schedule.plan(mixed_prefill_length)) is not None:
         plan, marks = planned
         computed = forward(plan) if forward is not None else Computed([TOKEN] * num_samples(plan))
         yield plan, marks, schedule.complete(computed.token_ids, computed.scores)

@@ -39,6 +39,7 @@ from stages.tokenize.worker import MOST_ANSWERED
 
 MODELS = ("org/demo", "demo")
 CONTEXT = 128
+NUMERICS = "bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512"
 RENEW_S = 3.0
 
 Script = Iterator[tuple[int, TokensProduced | End] | None]
@@ -79,7 +80,8 @@ class Stages:
             status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase)
             if stage == GENERATE:
                 served = {"models": MODELS, "context": CONTEXT, "sampling_defaults": self.sampling_defaults}
-                status = status.model_copy(update=served)
+                how = {"numerics": NUMERICS, "batch_invariant": True}
+                status = status.model_copy(update=served | how)
             assert self.log.renew(owner, LONG_MS, status.model_dump_json())
 
     def take_in(self) -> list[tuple[str, Submitted]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ UNTIL_THE_WORKERS_START = (
 WITH_TORCH = (
     "stages.generate.attention",
     "stages.generate.forward",
+    "stages.generate.kernels.decoder",
     "stages.generate.kvcache.pool",
     "stages.generate.model.decoder",
     "stages.generate.model.layers",
@@ -58,8 +60,14 @@ def imports(name: str, tree: ast.Module, *, for_types: bool = True) -> set[str]:
     return found
 
 
-TREES = dict(modules())
-IMPORTS = {name: imports(name, tree) for name, tree in TREES.items()}
+@functools.cache
+def all_trees() -> dict[str, ast.Module]:
+    return dict(modules())
+
+
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    return {name: imports(name, tree) for name, tree in all_trees().items()}
 
 
 def within(name: str, *packages: str) -> bool:
@@ -68,19 +76,19 @@ def within(name: str, *packages: str) -> bool:
 
 def offences(importers: tuple[str, ...], forbidden: tuple[str, ...], allowed: tuple[str, ...] = ()) -> list[str]:
     """Return `importer -> imported` for each import by *importers* that is of *forbidden* and not of *allowed*."""
-    checked = [name for name in IMPORTS if within(name, *importers)]
+    checked = [name for name in all_imports() if within(name, *importers)]
     assert checked, f"no module of ours is in {importers}"
     return [
         f"{name} -> {imported}"
         for name in checked
-        for imported in sorted(IMPORTS[name])
+        for imported in sorted(all_imports()[name])
         if within(imported, *forbidden) and not within(imported, *allowed)
     ]
 
 
 def test_every_module_of_ours_is_looked_at() -> None:
-    assert {name.partition(".")[0] for name in IMPORTS} == set(OURS)
-    assert within("stages.generate.worker", *IMPORTS)
+    assert {name.partition(".")[0] for name in all_imports()} == set(OURS)
+    assert within("stages.generate.worker", *all_imports())
 
 
 def test_pipeline_imports_nothing_of_ours() -> None:
@@ -93,9 +101,9 @@ def test_a_stage_imports_only_pipeline_and_itself(stage: str) -> None:
 
 
 def test_what_the_stages_share_is_in_pipeline() -> None:
-    shared = [name for name in IMPORTS if within(name, "stages") and not within(name, *STAGES)]
+    shared = [name for name in all_imports() if within(name, "stages") and not within(name, *STAGES)]
     assert shared in ([], ["stages.__init__"])
-    assert not any(IMPORTS[name] for name in shared)
+    assert not any(all_imports()[name] for name in shared)
 
 
 def test_web_imports_only_pipeline_and_itself() -> None:
@@ -108,25 +116,25 @@ def test_nothing_imports_the_command() -> None:
 
 def test_nothing_imports_the_training_of_the_demo_model() -> None:
     """The wheel does not have it."""
-    everybody_else = tuple(name for name in IMPORTS if not within(name, "ops.demo_model"))
+    everybody_else = tuple(name for name in all_imports() if not within(name, "ops.demo_model"))
     assert not offences(everybody_else, ("ops.demo_model",))
 
 
 def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
-    everybody_else = tuple(name for name in IMPORTS if not within(name, *WITH_TORCH, "ops"))
+    everybody_else = tuple(name for name in all_imports() if not within(name, *WITH_TORCH, "ops"))
     training = ("ops.demo_model.network", "ops.demo_model.train", "ops.demo_model.evaluate")
-    served = tuple(name for name in IMPORTS if within(name, "ops.demo_model") and not within(name, *training))
+    served = tuple(name for name in all_imports() if within(name, "ops.demo_model") and not within(name, *training))
     assert not offences((*everybody_else, *served), ("torch",))
 
 
 def test_transformers_is_for_the_tokenizer_alone() -> None:
-    everybody_else = tuple(name for name in IMPORTS if not within(name, "stages.tokenize", "ops"))
+    everybody_else = tuple(name for name in all_imports() if not within(name, "stages.tokenize", "ops"))
     assert not offences(everybody_else, ("transformers",))
 
 
 def test_no_module_imports_itself_through_others() -> None:
     """Imports in functions count, too; those for types alone do not."""
-    ours = {name.removesuffix(".__init__"): imports(name, tree, for_types=False) for name, tree in TREES.items()}
+    ours = {name.removesuffix(".__init__"): imports(name, tree, for_types=False) for name, tree in all_trees().items()}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name, found in ours.items():
         sorter.add(
@@ -145,7 +153,7 @@ def test_nobody_but_the_log_appends_to_a_stream() -> None:
     """A raw XADD outside of `pipeline` would be an event that no commit knows."""
     appends = [
         f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
+        for name, tree in all_trees().items()
         if not within(name, "pipeline")
         for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and node.attr.lower() == "xadd")

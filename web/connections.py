@@ -33,7 +33,7 @@ from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
 
 from pipeline.errors import RequestError
-from web.app import BODY_TIMEOUT_S
+from web.app import BODY_TIMEOUT_S, spread_s
 from web.listener import BACKLOG
 from web.seldom import Seldom
 from web.wire.openai.errors import error_body
@@ -44,6 +44,8 @@ LINGER_S: Final = float(BODY_TIMEOUT_S)
 """How long a client may go on sending a body that is dropped; then the connection is cut."""
 HEAD_TIMEOUT_S: Final = 20.0
 """How long the first request of a connection may take to begin, and how long the head of any may take to come."""
+IDLE_TIMEOUT_S: Final = 120.0
+"""How long a connection may wait for its next request. Hypercorn's 5 s races with clients that reuse a connection."""
 ACCEPTED_AT_ONCE: Final = 16
 """Connections that are accepted before other tasks have a turn. Three times as many may be open beyond the most."""
 MOST_CHUNKS: Final = 1024
@@ -137,11 +139,12 @@ class Connection(TCPServer):
                 self.writer.close()
             return
         try:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+            self._head_timer = self.loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
             await super().run()
         finally:
             self._head_came()
             self.config.crowd.leave(self)
+            self.__dict__.pop("protocol", None)  # it leads back here: only a full collection would free the two
 
     @property
     def awaits_body(self) -> bool:
@@ -176,7 +179,7 @@ class Connection(TCPServer):
     def _await_head(self) -> None:
         """Once a head has begun to come, give it some time to come whole."""
         if self._head_timer is None and self._http is not None and self._http.has_begun_head:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+            self._head_timer = self.loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
 
     def _head_came(self) -> None:
         if self._head_timer is not None:
@@ -186,6 +189,13 @@ class Connection(TCPServer):
     def _head_is_late(self) -> None:
         if self._lingering is None and self._http is not None:
             self._task_group.spawn(self._http.refuse_late_head)
+
+    async def _idle_timeout(self) -> None:
+        """As TCPServer._idle_timeout, with a spread, and without a second task for each connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(spread_s(IDLE_TIMEOUT_S)):
+                await self.context.terminated.wait()
+        await asyncio.shield(self._initiate_server_close())
 
     async def _linger(self) -> None:
         """Send nothing more, and drop what comes. With unread data, closing would make TCP discard the answer."""

@@ -110,7 +110,7 @@ def make_checkpoint(
         config.head_dim = head_dim
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config)
     _scatter(model)
     torch.set_rng_state(generator_state)
     assert model.generation_config is not None
@@ -159,7 +159,7 @@ def train_tokenizer(vocab_size: int, *, with_bos: bool) -> PreTrainedTokenizerFa
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=STOP, pad_token=END, **({"bos_token": BOS} if with_bos else {})
     )
     fast.chat_template = ("{{ bos_token }}" if with_bos else "") + CHAT_TEMPLATE

@@ -225,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(int(num_threads))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)  # which also turns training off
     assert model.generation_config is not None

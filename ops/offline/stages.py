@@ -154,7 +154,8 @@ class Stages:
                 loaded.set_exception(error)
                 return
             serving = model.can_serve(self.serving)
-            slot_lease.say(phase="ready", models=(serving.model,), context=serving.context, fingerprint=serving.weights)
+            said = {"models": (serving.model,), "context": serving.context, "fingerprint": serving.weights}
+            slot_lease.say(phase="ready", **said, **model.said())
             log_thread = LogThread(self.log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
             log_thread.start()
             loaded.set_result(model)

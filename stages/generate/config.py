@@ -17,7 +17,16 @@ class EngineConfig:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of weights and cache; auto: that of the checkpoint",
+        help=(
+            "dtype of weights and cache; auto: that of the checkpoint; float32 if torch computes on a CPU without "
+            "instructions for bfloat16"
+        ),
+    )
+    quantization: str = flag(
+        "--quantization",
+        default="none",
+        choices=("none", "int8"),
+        help="int8: keep the matrices as 8-bit integers, in about half the memory; it needs the CPU kernels",
     )
     tp: int = flag(
         "--tp",
@@ -41,14 +50,26 @@ class EngineConfig:
         help="device of the engine; auto: a GPU if there is one",
     )
     threads: int = flag(
-        "--threads", default=0, parse=auto_or(1), help="CPU threads of an engine [cores minus one in four]"
+        "--threads",
+        default=0,
+        parse=auto_or(1),
+        help="CPU threads of an engine [OMP_NUM_THREADS, or the physical cores of one NUMA node minus one in four]",
+    )
+    kernels: str = flag(
+        "--kernels",
+        default="auto",
+        choices=("auto", "avx512", "avx2", "torch"),
+        help="what computes the model on a CPU; auto: the fastest kernels that this CPU has, else torch",
     )
     attention: str = flag(
         "--attn",
         "--attention-backend",
         default="auto",
         choices=("auto", "cpu", "fi", "reference"),
-        help="attention backend; auto: fi on CUDA if it can run there, cpu on a CPU",
+        help=(
+            "attention backend; auto: fi on CUDA if it can run there, on a CPU that of --kernels; "
+            "with another one torch computes instead of the kernels"
+        ),
     )
     cache: str = flag(
         "--cache",
@@ -68,7 +89,10 @@ class EngineConfig:
         "--mixed-prefill-length",
         default=0,
         parse=auto_or(1),
-        help=("maximum prompt tokens per step while streams run [512 on CUDA; on CPU 16, or 2 per running request]"),
+        help=(
+            "maximum prompt tokens per step while streams run [512 on CUDA; on CPU measured, so that a step takes "
+            "1.8 times as long; where torch computes 16, or 2 per running request]"
+        ),
     )
     max_running_requests: int = flag(
         "--max-running-requests",

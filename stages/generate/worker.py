@@ -34,6 +34,7 @@ from stages.generate.meter import EngineMeter
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
+from stages.generate.pace import Pace
 from stages.generate.resolve import Settings, resolve
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.request import NewRequest
@@ -71,11 +72,14 @@ class GenerateWorker:
         log_thread: LogThread,
         slot_lease: SlotLease,
         measures: Measures | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        """*pace*: decides how many prompt tokens come beside streams, in place of the limits of *schedule*."""
         self._engine = engine
         self._schedule = schedule
         self._log_thread = log_thread
         self._slot_lease = slot_lease
+        self._pace = pace
         self._let_go: list[str] = []
         """Uids that ended elsewhere. The next step says so."""
         self._rows: list[StepRow] = []
@@ -95,7 +99,8 @@ class GenerateWorker:
             self._slot_lease.came_round(patience_s=STEP_TIMEOUT_S)
             self._take_in()
             self._try_suspects()
-            planned = self._schedule.plan()
+            budget = None if self._pace is None else self._pace.budget(self._schedule.work)
+            planned = self._schedule.plan(budget)
             if planned is not None:
                 plan, marks = planned
                 self._meter.planned(marks)
@@ -110,7 +115,7 @@ class GenerateWorker:
                 ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
                 if ended:
                     failpoint("generate.with_end_row")
-                self._commit(number, [*marks, *rows], ended, _figures(plan, forward_s))
+                self._commit(number, [*marks, *rows], ended, _figures(plan, budget, forward_s))
             elif self._let_go or self._rows:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
             else:
@@ -127,13 +132,17 @@ class GenerateWorker:
         over, because the step may have written anything to the pages that they share. When all of several rows raise,
         the engine is broken and its process ends.
         """
+        began_s = time.perf_counter()
         try:
             computed = self._engine.forward(plan)
+            forward_s = time.perf_counter() - began_s
             rows = self._schedule.complete(computed.token_ids, computed.scores)
         except Exception:
             logger.exception("step_failed", step=plan.step, rows=len(plan.rows))
         else:
             self._meter.computed(plan)
+            if self._pace is not None:
+                self._pace.measured(plan, forward_s)
             return rows
         errors: dict[str, tuple[int, Exception]] = {}
         for index, row in enumerate(plan.rows):
@@ -232,7 +241,7 @@ class GenerateWorker:
             n = self._resumed.pop(mark.uid, None) if isinstance(mark, EventRow) else None
             if n is not None:
                 alone = trial is not None and trial.uid == mark.uid
-                event = TakenOver(engine=identity.engine, epoch=identity.epoch, alone=alone)
+                event = TakenOver(engine=identity.engine, epoch=identity.epoch, numerics=identity.numerics, alone=alone)
                 rows.append(EventRow(uid=mark.uid, n=n, event=event))
         if rows:
             self._commit(plan.step, [*rows, *marks], [], Figures(), settled=True)
@@ -269,12 +278,13 @@ class GenerateWorker:
         self._rows, self._let_go, self._refused = [], [], []
 
 
-def _figures(plan: BatchPlan, forward_s: float) -> Figures:
+def _figures(plan: BatchPlan, budget: int | None, forward_s: float) -> Figures:
     prefills = plan.rows[plan.num_decode_rows :]
     return Figures(
         decode_rows=plan.num_decode_rows,
         prefill_rows=len(prefills),
         prefill_tokens=sum(len(row.token_ids) for row in prefills),
+        mixed_prefill_length=budget,
         forward_ms=round(forward_s * 1000, 3),
     )
 
@@ -294,6 +304,15 @@ class Loaded:
         return dataclasses.replace(
             serving, context=settings.limits.context, context_flag=settings.context_flag, context_step=step
         )
+
+    def said(self) -> dict[str, object]:
+        """Return what the engine's status says about how it computes."""
+        settings = self.settings
+        return {
+            "numerics": settings.numerics,
+            "batch_invariant": settings.batch_invariant,
+            "why_torch": settings.why_torch,
+        }
 
     def schedule(self, owner: Owner, serving: Serving) -> Schedule:
         """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context."""
@@ -331,6 +350,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
     _measure_cache(measures, loaded.settings)
     defaults = sampling_defaults(config.defaults, folder)
+    pace = Pace() if loaded.settings.paced else None
     for slot_lease in process.slot_leases(loaded.can_serve(serving)):
         failpoint("generate.after_lease")
         serving = slot_lease.serving or serving
@@ -349,10 +369,11 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
             context=serving.context,
             sampling_defaults=defaults,
             fingerprint=serving.weights,
+            **loaded.said(),
         )
         schedule = loaded.schedule(slot_lease.owner, serving)
         try:
-            GenerateWorker(loaded.engine, schedule, log_thread, slot_lease, measures).run(process.stop)
+            GenerateWorker(loaded.engine, schedule, log_thread, slot_lease, measures, pace).run(process.stop)
         except Fenced as error:
             logger.warning("fenced", error=str(error))
             slot_lease.lost.set()
@@ -389,6 +410,12 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
     """
     spec = check_folder(folder, dummy=config.engine.dummy_weight)
     settings = resolve(config.engine, spec)
+    dtype = str(settings.dtype).removeprefix("torch.")
+    if settings.why_torch:
+        logger.info("kernels_unavailable", reason=settings.why_torch)
+    if config.engine.dtype == "auto" and dtype != spec.dtype:
+        reason = f"torch multiplies {spec.dtype} slowly on this CPU; --dtype {spec.dtype} takes half the memory"
+        logger.info("dtype_is_float32", reason=reason)
     began_s = time.monotonic()
     engine = Engine(
         spec,
@@ -400,6 +427,8 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
         max_running_requests=settings.limits.max_running_requests,
         max_seq_len=settings.limits.context,
         attention=settings.attention,
+        kernels=settings.kernels,
+        quantization=settings.quantization,
         threads=settings.threads,
         dummy=config.engine.dummy_weight,
         progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
@@ -409,13 +438,16 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
         seconds=round(time.monotonic() - began_s, 2),
         architecture=spec.architecture,
         device=settings.device,
-        dtype=str(settings.dtype).removeprefix("torch."),
+        dtype=dtype,
+        quantization=settings.quantization,
+        kernels=settings.kernels,
         attention=settings.attention,
         cache=settings.cache,
         pages=settings.num_pages,
         page_size=settings.page_size,
         context=settings.limits.context,
         threads=settings.threads,
+        numerics=settings.numerics,
     )
     return Loaded(engine, settings, tuple(spec.eos_ids))
 

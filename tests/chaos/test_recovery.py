@@ -291,6 +291,7 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_streams_that_the_context_does_not_hold_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
     flags = ["--model", str(folder), "--threads", "1", "--input-len", "8-256", "--output-len", "256"]

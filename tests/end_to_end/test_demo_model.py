@@ -140,8 +140,9 @@ def test_held_out_questions_are_answered_to_the_letter(server: Server, examiner:
 
 
 def test_nothing_but_the_weights_answers(examiner: Examiner, exact_server: Server) -> None:
-    """The served text is that of transformers, right or wrong, also for what no corpus has."""
-    asked = [question for family in FAMILIES for question in examiner.questions(family, by_night(1, 3))]
+    """The served text is that of transformers, right or wrong, also for what no corpus has. What a corpus has is
+    answered to the letter above; transformers is slow with such long prompts."""
+    asked = [question for family in FAMILIES for question in examiner.questions(family, by_night(0, 3))]
     for free in FREE:
         asked.append(examiner.question([{"role": "user", "content": free}]))
     expected = {each.prompt: each.answer for each in examiner.answer(asked, room=ROOM)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ops.bench import nonsense
 from pipeline.events import Finished, TakenOver, Tokenized
 from pipeline.log.protocol import Inbox
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
+from web.server import DRAIN_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 
@@ -108,7 +110,7 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": ENDLESS_CONTEXT}))
     with (
-        serve(tmp_path, "--model", str(model), "--num-pages", str(ENDLESS_CONTEXT // 64)) as server,
+        serve(tmp_path, "--model", str(model), "--num-pages", str(ENDLESS_CONTEXT // 64), "--lease", "30") as server,
         family_of(server.command) as family,
     ):
         endless = Stream(server, "Never end.", max_tokens=None)
@@ -124,6 +126,10 @@ def test_sigterm_lets_a_short_stream_end_well_and_tells_an_endless_one_that_it_s
 
         text, reason = short.answer
         assert text and reason == "length"
+        (engine,) = server.command.workers(GENERATE)
+        engine.suspend()  # it would take a core for as long as the streams have, and has a lease that lasts longer
+        time.sleep(DRAIN_S / 2)
+        engine.resume()
         *before, last = endless.frames
         assert all("choices" in frame for frame in before)
         assert (last["error"]["code"], last["error"]["type"]) == ("shutting_down", "service_unavailable")

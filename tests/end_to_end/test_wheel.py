@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import httpx
 import pytest
-from selection import rest_at_night
+from selection import by_night, rest_at_night
 from servers import ROOT, Command, free_port, wait_until_ready
 
+from ops.bench.gpu.wheels import isolation
+from stages.generate.kernels import build, library
 from stages.generate.model.checkpoint import DEMO_FOLDER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,8 +28,9 @@ TRAINING = ROOT / "ops" / "demo_model"
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    # At night from a source archive, which compiles the kernels again; by day the archive is looked at.
+    made = [sys.executable, "-m", "build", *by_night(["--wheel"], []), *isolation(), "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(made, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = folder.glob("*.whl")
     return path
@@ -55,6 +59,28 @@ def test_the_wheel_has_the_demo_model_and_not_its_training(names: list[str]) -> 
     }
     assert f"{folder}/model.safetensors" in names
     assert not [name for name in names if name.startswith("ops/demo_model/")]
+
+
+def test_the_wheel_has_the_compiled_kernels_and_not_their_sources(wheel: Path, names: list[str]) -> None:
+    folder = "stages/generate/kernels/"
+    rest = [name for name in names if name.startswith(folder) and not name.endswith(".py")]
+    has_kernels = build.machine() in build.VARIANTS
+    assert rest == ([f"{folder}libminisgl.so"] if has_kernels else [])
+    compiler = build.find_compiler()
+    tag = "any" if not has_kernels else compiler.tag if compiler else build.TAGS[build.machine()]
+    assert wheel.name == f"minisgl-0.1.0-py3-none-{tag}.whl"
+
+
+def test_a_source_archive_has_all_that_the_kernels_are_compiled_from(tmp_path: Path) -> None:
+    made = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(made, capture_output=True, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        packed = {name.partition("/")[2] for name in opened.getnames()}
+    folder = Path("stages", "generate", "kernels")
+    sources = {str(folder / path.name) for kind in ("*.c", "*.h", "*.py") for path in (ROOT / folder).glob(kind)}
+    assert {name for name in packed if name.startswith(f"{folder}/")} == sources
+    assert "hatch_build.py" in packed
 
 
 def test_the_wheel_has_nothing_else(names: list[str]) -> None:
@@ -102,6 +128,13 @@ def test_the_wheel_is_what_is_imported(fresh: Path, tmp_path: Path) -> None:
     code = "import minisgl, pipeline, stages, web, ops; print(minisgl.__file__, *ops.__path__, *pipeline.__path__)"
     said = subprocess.run([fresh / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert all(path.startswith(str(fresh.parent)) for path in said.stdout.split())
+
+
+def test_the_kernels_of_the_wheel_can_be_used(fresh: Path, tmp_path: Path) -> None:
+    code = "from stages.generate.kernels import library; print(library.available(), library.reason())"
+    said = subprocess.run([fresh / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert said.stdout.startswith(f"{library.available()} ")
+    assert str(ROOT) not in said.stdout
 
 
 def test_the_wheel_in_a_fresh_venv_serves_from_an_empty_folder(fresh: Path, tmp_path: Path) -> None:

@@ -125,7 +125,9 @@ FULL: list[AnyEvent] = [
             EventRow(uid="d", n=4, event=FAILED),
         ),
         let_go=("e",),
-        figures=Figures(decode_rows=1, prefill_rows=2, prefill_tokens=3, running=4, waiting=5, free_pages=6),
+        figures=Figures(
+            decode_rows=1, prefill_rows=2, prefill_tokens=3, mixed_prefill_length=7, running=4, waiting=5, free_pages=6
+        ),
     ),
 ]
 LEAST: list[AnyEvent] = [

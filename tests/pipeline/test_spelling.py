@@ -13,7 +13,8 @@ from pipeline.spelling import Spelling, text_of
 
 
 def byte_level() -> Tokenizer:
-    return train_tokenizer(480, with_bos=False).backend_tokenizer
+    tokenizer: Tokenizer = train_tokenizer(480, with_bos=False).backend_tokenizer
+    return tokenizer
 
 
 def sentencepiece(*steps: decoders.Decoder) -> Tokenizer:

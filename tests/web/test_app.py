@@ -5,11 +5,13 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
-from stand_in_stages import CONTEXT, MODELS, StandIn
+from quart import request
+from stand_in_stages import CONTEXT, MODELS, NUMERICS, StandIn
 from structlog.testing import capture_logs
-from web_site import CHAT, chat, error_of, request_lines, site
+from web_site import CHAT, chat, error_of, request_lines, site, until
 
 import web.app
+from pipeline.slots import Status
 from web.config import DEFAULT_BODY_BYTES
 
 
@@ -73,8 +75,20 @@ async def test_what_the_server_does_not_have_is_said_and_not_tried_again(redis_u
 
 async def test_the_version_is_that_of_the_package_and_ping_is_health(redis_url: str) -> None:
     async with site(redis_url, ready=False) as here:
-        assert await (await here.get("/version")).get_json() == {"version": version("minisgl")}
+        assert await (await here.get("/version")).get_json() == {"version": version("minisgl"), "engines": []}
         assert await (await here.get("/ping")).get_json() == await (await here.get("/health")).get_json()
+
+
+async def test_the_version_says_how_each_ready_engine_computes(redis_url: str, stand_in: StandIn) -> None:
+    about = Status(slot="generate-1", owner="", pid=1, host="h", phase="ready", numerics="t", why_torch="no compiler")
+    for status in (about, about.model_copy(update={"slot": "generate-2", "phase": "loading"})):
+        assert stand_in.stages.log.announce(status.slot, status.model_dump_json())
+    async with site(redis_url) as here:
+        said = await (await here.get("/version")).get_json()
+    assert said["engines"] == [
+        {"slot": "generate-0", "numerics": NUMERICS, "batch_invariant": True},
+        {"slot": "generate-1", "numerics": "t", "batch_invariant": False, "why_torch": "no compiler"},
+    ]
 
 
 async def test_no_answer_is_cut_for_its_length(redis_url: str) -> None:
@@ -129,3 +143,27 @@ async def test_who_asks_for_the_model_before_there_is_one_is_told_to_wait(redis_
     async with site(redis_url, ready=False) as here:
         for path in ("/get_model_info", "/get_server_info", "/props"):
             assert (await error_of(here.get(path)))[0] == 503
+
+
+@pytest.mark.parametrize("way", ["too large", "left alone"])
+async def test_nothing_keeps_the_bytes_of_a_body_that_was_not_read_to_its_end(redis_url: str, way: str) -> None:
+    """Not the error, which is in a cycle with it, and not the timers that were cancelled, which asyncio drops later."""
+    async with site(redis_url, ready=False) as here:
+        bodies = []
+
+        @here.app.before_request
+        async def note() -> None:
+            bodies.append(request.body)
+
+        async with here.client.request(CHAT, method="POST") as connection:
+            await connection.send(b" " * 1000)
+            await until(lambda: bodies and bodies[0]._data)
+            if way == "too large":
+                await connection.send(b" " * DEFAULT_BODY_BYTES)
+                assert b"request_too_large" in await connection.receive()
+            else:
+                await connection.disconnect()
+        await until(lambda: not bodies[0]._data)
+        error = bodies[0]._must_raise
+        assert (error is not None) is (way == "too large")
+        assert error is None or error.__traceback__ is None

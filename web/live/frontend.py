@@ -22,6 +22,7 @@ from web.live.readers import Readers
 from web.live.ready import Readiness, Say
 from web.live.retry_after import RetryAfter
 from web.live.tail import Tail
+from web.live.turns import Turns
 
 logger = structlog.get_logger()
 
@@ -55,6 +56,7 @@ class Frontend:
         self.readiness = Readiness(log, self.tail, self._say_unless_draining, self.measures)
         self.retry_after = RetryAfter()
         self.budget = Budget(log, max_log_bytes)
+        self.turns = Turns()
         self.draining = False
         self._say = say
         self._clients: set[Client] = set()

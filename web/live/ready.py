@@ -84,6 +84,12 @@ class Readiness:
         """Return, for each stage, the status of the worker that is closest to ready."""
         return {stage: _furthest(self._statuses[stage]) for stage in STAGES}
 
+    def engines(self) -> list[dict[str, object]]:
+        """Return how each engine computes that is ready."""
+        told = ("slot", "numerics", "batch_invariant", "why_torch")
+        ready = [status for status in self._statuses[GENERATE] if status.phase == "ready"]
+        return [{name: value for name in told if (value := getattr(status, name)) != ""} for status in ready]
+
     def resolve(self, model: str | None) -> str:
         """Return the served name that a client's *model* means; none and `default` mean the first.
 

@@ -4,7 +4,6 @@ or after 10 s of waiting.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
@@ -29,8 +28,6 @@ from web.wire.submit import Defaults, chat_events, completion_events, generate_e
 
 logger = structlog.get_logger()
 
-LARGE_BODY: Final = 64 << 10
-"""Others have a turn between the steps with a larger body."""
 BOTH: Final[Mapping[str, Any]] = {
     "answers": (JSON, EVENTS),
     "headers": {HEADER: SCHEMA},
@@ -101,13 +98,13 @@ async def answer(
     who = caller()
     body = await request.get_data(False, False, False)
     try:
-        asked = parse(body)
-        if len(body) > LARGE_BODY:
-            await asyncio.sleep(0)
-        once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
-        frontend.admit()
-        model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
-        events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
+        async with frontend.turns.turn(len(body)):
+            asked = parse(body)
+        async with frontend.turns.turn(len(body)):
+            once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
+            frontend.admit()
+            model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
+            events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
         if who.owner:
             events = [event.model_copy(update={"owner": who.owner}) for event in events]
     except RequestError as error:  # it has no history, but a log line like any other

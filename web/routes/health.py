@@ -26,9 +26,9 @@ def health_routes(frontend: Frontend) -> Blueprint:
         return json_response({"status": "ok"})
 
     @routes.get("/version")
-    @operation("The version of the server")
+    @operation("The version of the server, and how its engines compute")
     async def version() -> Response:
-        return json_response({"version": VERSION})
+        return json_response({"version": VERSION, "engines": frontend.readiness.engines()})
 
     @routes.get("/ready")
     @operation("200 once a token has gone through every stage", not_ready=True)

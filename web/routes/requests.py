@@ -81,7 +81,9 @@ def request_routes(frontend: Frontend) -> Blueprint:
     async def abort() -> Response:
         who = known_caller()
         try:
-            asked = parse_abort(await request.get_data(False, False, False))
+            content = await request.get_data(False, False, False)
+            async with frontend.turns.turn(len(content)):
+                asked = parse_abort(content)
             if asked.abort_all:
                 check_admin()
             body = await _abort(frontend, asked, who)

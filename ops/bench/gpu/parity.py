@@ -83,7 +83,7 @@ def run(scale: Scale, report: Report) -> None:
 
         from ops.bench.checkpoints import FAMILIES
 
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         for family in FAMILIES[-NUM_FAMILIES[scale.size] :]:
             with attempt(report, f"{family} checkpoint"):
                 folder = _make(Path(parent), family)

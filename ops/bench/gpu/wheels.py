@@ -24,6 +24,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from stages.generate.kernels.build import requirements
+
 ROOT: Final = Path(__file__).resolve().parents[3]
 THERE: Final = ("torch", "numpy", "transformers", "safetensors")
 """What such a machine has, in some version, with what they require."""
@@ -152,6 +154,11 @@ def run(command: Sequence[str]) -> None:
         raise Unsatisfied("; ".join(errors) or f"{command[0]} ended with {done.returncode}")
 
 
+def isolation() -> list[str]:
+    """Return the flag of `build` that says where: here if all is here, else with a compiler that is fetched."""
+    return [] if requirements() else ["--no-isolation"]
+
+
 def stays(environment: Mapping[str, str]) -> set[str]:
     """Return the packages that every machine has, whatever its versions: THERE and what these require themselves.
 
@@ -187,7 +194,7 @@ def collect(folder: Path) -> dict[str, Package]:
     environment = target_environment()
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch)
-        run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", scratch, str(ROOT)])
+        run([sys.executable, "-m", "build", "--wheel", *isolation(), "--outdir", scratch, str(ROOT)])
         found = closure(WANTED, downloaded(made), environment, without={*stays(environment), *LEFT_OUT})
         sizes = {wheel.name: wheel.stat().st_size / 1e6 for wheel in made.glob("*.whl")}
         if sum(sizes.values()) > MOST_MB:

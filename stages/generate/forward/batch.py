@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
-# T = packed tokens, B = rows of the batch, R = rows that sample, N = pages of a row, A = rows of the page table
+# T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,6 @@ class ForwardBatch:
     seq_lens: tuple[int, ...]
     page_table_BN: Tensor
     """int32. Row b's first ceil(seq_lens[b] / page_size) pages are its own. Ignore the rest."""
-    logits_rows_R: Tensor
-    """Index in T of the last token of each row that samples."""
     num_decode_rows: int
 
 
@@ -64,9 +62,6 @@ def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> Fo
     positions_T = torch.cat([torch.arange(seq - length, seq) for seq, length in zip(seq_lens, lengths, strict=True)])
     rows_T = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
     slots_T = pages_BN[rows_T, positions_T // page_size].long() * page_size + positions_T % page_size
-    logits_rows_R = torch.tensor(
-        [end - 1 for row, end in zip(rows, starts[1:], strict=True) if row.sample], dtype=torch.long
-    )
     return ForwardBatch(
         token_ids_T=token_ids_T.to(device),
         positions_T=positions_T.to(device),
@@ -74,6 +69,5 @@ def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> Fo
         query_starts=starts,
         seq_lens=seq_lens,
         page_table_BN=pages_BN.to(device),
-        logits_rows_R=logits_rows_R.to(device),
         num_decode_rows=plan.num_decode_rows,
     )

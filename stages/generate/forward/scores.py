@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pipeline.events import Score
-from stages.generate.forward.batch import ForwardBatch
 from stages.generate.schedule.plan import BatchPlan, RowScores
 
 # T = packed tokens, R = rows that sample, V = vocabulary, E = hidden size, N = tokens of a prompt, C = candidates
@@ -27,13 +26,16 @@ DIGITS: Final = 6
 
 def score(
     plan: BatchPlan,
-    batch: ForwardBatch,
+    starts: Sequence[int],
     x_TE: Tensor,
     logits_of: Callable[[Tensor], Tensor],
     logits_RV: Tensor,
     token_ids: Sequence[int],
 ) -> dict[int, RowScores]:
-    """Return table row -> scores of its drawn token and its prompt, for the rows that ask for them."""
+    """Return table row -> scores of its drawn token and its prompt, for the rows that ask for them.
+
+    *starts* says where in T each row begins, and *logits_RV* has the logits of rows that ask for scores, at least.
+    """
     found: dict[int, RowScores] = {}
     sampled = iter(range(len(token_ids)))
     for index, row in enumerate(plan.rows):
@@ -46,7 +48,7 @@ def score(
                 drawn_1V, drawn = logits_RV[sample : sample + 1], token_ids[sample : sample + 1]
                 token = scores_of(drawn_1V, drawn, params.logprobs, params.logprob_token_ids)[0]
         if row.scoring is not None:
-            first = batch.query_starts[index]
+            first = starts[index]
             x_NE = x_TE[first : first + len(row.scoring.targets)]
             prompt = tuple(
                 one

@@ -26,7 +26,7 @@ def shaped(logits_RV: Tensor, samples: Sequence[Sample]) -> Tensor:
     """
     shaped_RV = logits_RV
     for row, how in enumerate(samples):
-        if how.forbidden or how.params.shapes:
+        if how.changes_logits:
             shaped_RV = logits_RV.float().clone() if shaped_RV is logits_RV else shaped_RV
             shaped_RV[row] = _shaped_row(shaped_RV[row], how)
     return shaped_RV

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
 # L = layers, 2 = keys and values, P = pages, K = kv heads, S = slots of a page, D = head dim
 
 GIB: Final = 2**30
 CPU_LIMIT_BYTES: Final = 4 * GIB  # a CPU's memory is shared with other programs; `--num-pages` asks for more
+INT8_BYTES: Final = 1 + 2 / 64  # of one weight of a matrix: every 64 share a scale of two bytes
 
 
 def allocate(spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,6 +32,16 @@ def page_bytes(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * page_size * spec.head_dim * dtype.itemsize
 
 
+def weights_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: str = "none") -> int:
+    """Return the bytes that the weights take in memory; with int8, tied embeddings are there twice."""
+    shapes = tensor_shapes(spec)
+    if quantization == "none":
+        return sum(map(math.prod, shapes.values())) * dtype.itemsize
+    shapes.setdefault(HEAD, shapes[EMBEDDING])
+    matrices = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
+    return int(matrices * INT8_BYTES) + (sum(map(math.prod, shapes.values())) - matrices) * dtype.itemsize
+
+
 def num_pages_for(
     spec: ModelSpec,
     *,
@@ -40,6 +52,7 @@ def num_pages_for(
     memory_ratio: float,
     available_bytes: int,
     device: torch.device,
+    quantization: str = "none",
 ) -> int:
     """Return enough pages for all requests at full length, or as many as fit into memory beside the weights.
 
@@ -48,7 +61,7 @@ def num_pages_for(
     Raises:
         ConfigError: Not one page fits.
     """
-    weight_bytes = sum(map(math.prod, tensor_shapes(spec).values())) * dtype.itemsize
+    weight_bytes = weights_bytes(spec, dtype, quantization)
     budget_bytes = int(available_bytes * memory_ratio) - weight_bytes
     if device.type == "cpu":
         budget_bytes = min(budget_bytes, CPU_LIMIT_BYTES)

@@ -27,6 +27,11 @@ class Sample:
     """Prompt + output; empty when no penalty needs them."""
     prompt_length: int = 0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the token is chosen from other logits than the model's own."""
+        return bool(self.forbidden) or self.params.shapes
+
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
@@ -63,6 +68,20 @@ class BatchPlan:
     step: int
     rows: tuple[PlanRow, ...]
     num_decode_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is there to compute, before a plan is made."""
+
+    streams: int
+    """Requests that decode."""
+    context: int
+    """Positions that their next tokens attend to, of all together."""
+    prompts: int
+    """Requests whose prompts are not computed yet."""
+    position: int
+    """Where the first of those goes on; 0 if none has begun."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The schedule: a pure fold. Requests and sampled tokens come in, plans and rows of the step log go out.
 
 It has no clock, random number, set order or torch: the same calls give the same plans. Decodes come first, then chunks
-of prompts, under two budgets: a large one for steps in which nothing decodes, a small one beside running streams.
+of prompts, under two budgets: a large one for steps in which nothing decodes, a small one beside running streams. The
+small one may be an argument of the plan, and is then decided by somebody who has a clock.
 
 Requests are ordered by priority, then by arrival. Waiting requests are admitted and prompts are computed in this order.
 When pages run out, the last running request gives its pages back; a waiting request never displaces a running one. The
@@ -19,7 +20,7 @@ from operator import attrgetter
 from pipeline.events import Admitted, EventRow, Failed, Preempted, StepRow, TokenRow
 from stages.generate.kvcache.base import Holding, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
-from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
+from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores, Work
 from stages.generate.schedule.request import NewRequest, Request
 
 by_order = attrgetter("order")
@@ -199,13 +200,30 @@ class Schedule:
 
     # what comes out
 
-    def plan(self) -> tuple[BatchPlan, list[StepRow]] | None:
-        """Return the next step and its marks (Admitted, Preempted); None when there is nothing to compute."""
+    @property
+    def work(self) -> Work:
+        """What is there to compute, before the next plan is made."""
+        decoding = [request for request in self._running if request.decodes]
+        begun = next((request for request in self._running if request.chunks > 0), None)
+        return Work(
+            streams=len(decoding),
+            context=sum(request.num_computed + 1 for request in decoding),
+            prompts=len(self._running) - len(decoding) + len(self._waiting),
+            position=begun.num_computed if begun else 0,
+        )
+
+    def plan(self, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, list[StepRow]] | None:
+        """Return the next step and its marks (Admitted, Preempted); None when there is nothing to compute.
+
+        *mixed_prefill_length*: the most prompt tokens beside streams, in place of what the limits say.
+        """
         marks: list[StepRow] = []
         self._planned = []
         rows = self._plan_decodes(marks)
         num_decode_rows = len(rows)
         budget = self._limits.prefill_budget(num_decode_rows, len(self._running) + len(self._waiting))
+        if rows and mixed_prefill_length is not None:
+            budget = min(mixed_prefill_length, self._limits.max_prefill_length)
         if any(request.stands_still for request in (*self._waiting, *self._running)):
             budget = self._limits.max_prefill_length  # one long step serves a stream that stands still best
         rows += self._plan_prefills(budget, marks)

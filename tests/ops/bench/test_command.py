@@ -10,7 +10,7 @@ import minisgl
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("nothing", "nothing given, expected one of offline, serve, pipeline, compare, attack, gpu"),
+        ("nothing", "nothing given, expected one of offline, serve, pipeline, compare, tail, attack, gpu"),
         ("offline --input-len 10-5", "'10-5': must be MIN-MAX with 1 <= MIN <= MAX, or one number"),
         ("offline --output-len few", "'few': must be MIN-MAX"),
         ("offline --num-prompts 0", "'0': must be a whole number of at least 1"),
@@ -40,6 +40,10 @@ import minisgl
         ("compare --model absent", "--model absent: no checkpoint; pass a folder, or 95m or 0.6b"),
         ("compare --peer-url localhost:1", "--peer-url localhost:1: must begin with http://"),
         ("compare --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
+        ("tail --model absent", "--model absent: no checkpoint; pass a folder, or 95m or 0.6b"),
+        ("tail --p99 0", "'0': must be a number above 0"),
+        ("tail --every 0", "must be a number of seconds above 0"),
+        ("tail --output absent/x.json", "--output absent/x.json: not a file in a folder that exists"),
         ("attack --seconds 0", "must be a number of seconds above 0"),
         ("attack --health-ms no", "'no': must be a number above 0"),
         ("attack --checkout /nowhere", "--checkout /nowhere: no minisgl.py there"),

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import checkpoints
 import pytest
 from engine_rig import Scene
+from selection import rest_at_night
 
 from pipeline.log.protocol import StreamLog
+from stages.generate.kernels import library
 
 
 @pytest.fixture
 def scene(another_log: Callable[[], StreamLog]) -> Scene:
     """An empty log without engines."""
     return Scene(another_log)
+
+
+@pytest.fixture(params=[*rest_at_night(library.available()), "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes in the engines of a test: the kernels that this machine can use, and torch."""
+    chosen: str = request.param
+    monkeypatch.setattr(checkpoints, "KERNELS", chosen)
+    return chosen

@@ -49,6 +49,7 @@ from pipeline.worker import Stop
 from stages.detokenize.text import Decoder
 from stages.detokenize.worker import serve
 from stages.generate.config import GenerateConfig
+from stages.generate.kernels import VERSION
 from stages.generate.past import Past, past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
@@ -245,6 +246,7 @@ def test_an_engine_with_other_numerics_goes_on_and_the_history_says_so(scene: Sc
         ("counting", "bfloat16/cpu"),
         ("counting", "float32/cpu"),
     ]
+    assert [event.numerics for _, event in scene.takeovers(uid)] == ["float32/cpu"]
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -428,7 +430,8 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) -> Loaded:
         loads.append(folder)
         cpu, kind = torch.device("cpu"), torch.float32
-        settings = Settings(cpu, kind, "reference", "naive", threads=1, page_size=4, num_pages=64, limits=LIMITS)
+        how: dict[str, Any] = {"limits": LIMITS, "kernels": "avx2", "quantization": "none"}
+        settings = Settings(cpu, kind, "reference", "naive", threads=1, page_size=4, num_pages=64, **how)
         return Loaded(engine, settings, ())
 
     def unless_standing_still(slot_lease: SlotLease, status: Status) -> None:
@@ -462,6 +465,7 @@ def test_an_engine_that_lost_its_slot_keeps_its_weights_and_goes_on_under_anothe
     assert (status.slot, status.phase, status.owner.partition(":")[0]) == ("generate-0", "ready", "3")
     assert status.sampling_defaults == {"temperature": 0.6, "top_k": 20}
     assert (status.context, status.fingerprint) == (CONTEXT - 8, "counting")
+    assert status.batch_invariant and status.numerics.startswith(f"float32/none/avx2/{VERSION}/4/torch-")
     assert loads == [tmp_path] and scene.tokens(uid) == list(range(11, 51))
     assert [event.epoch for _, event in scene.takeovers(uid)] == [3]
     assert log.lease("generate-0").holder == ""

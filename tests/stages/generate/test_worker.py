@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rig import CONTEXT, LEASE_MS, POISON, CountingEngine, Scene
+from engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Scene
 from redis_servers import Servers, command, until
 from structlog.testing import capture_logs
 
@@ -40,8 +40,10 @@ from stages.generate.kvcache.base import Holding
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.kvcache.radix import RadixCache
 from stages.generate.log_thread import Arrived, LogThread, News
+from stages.generate.pace import Pace
 from stages.generate.past import past_of
 from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule
 from stages.generate.worker import sampling_defaults
 
 
@@ -157,6 +159,32 @@ def test_a_step_says_what_it_was_made_of(scene: Scene, steps: Steps) -> None:
     first, second = (step.figures for step in steps.look() if step.rows)
     assert (first.prefill_rows, first.prefill_tokens, first.decode_rows, first.running) == (1, 3, 0, 1)
     assert (second.prefill_rows, second.decode_rows, second.running, second.free_pages) == (0, 1, 0, 64)
+
+
+def test_the_log_has_what_the_plans_of_measured_budgets_can_be_made_from_again(scene: Scene, steps: Steps) -> None:
+    """A request that waits has no influence on a plan before it is admitted."""
+    engine, uids = CountingEngine(0.001), {}
+    with scene.running(engine=engine, pace=Pace()):
+        for length in (2, 3, 50, 40, 45):
+            prompt = tuple(range(length))
+            uids[scene.send(*prompt, max_tokens=30 if length < 40 else 3)] = prompt
+            until(lambda: steps.look() and steps.seen[-1][1].figures.decode_rows)
+        until(lambda: scene.is_consumed)
+    made = [step for step in steps.look() if step.figures.forward_ms]
+    assert {step.figures.mixed_prefill_length for step in made} >= {None, 0}
+    assert any(step.figures.mixed_prefill_length and step.figures.prefill_tokens for step in made)
+    again = Schedule(NaiveCache(64, 4), LIMITS, [], Identity("generate-0", 1, "counting"))
+    plans = []
+    for step in made:
+        for row in step.rows:
+            if isinstance(row, EventRow):
+                params = SamplingParams(max_tokens=30 if len(uids[row.uid]) < 40 else 3)
+                again.add(NewRequest(row.uid, uids[row.uid], (), params))
+        planned = again.plan(step.figures.mixed_prefill_length)
+        assert planned is not None
+        plans.append(planned[0])
+        again.complete([row.token for row in step.rows if isinstance(row, TokenRow)])
+    assert plans == engine.plans
 
 
 def test_a_restarted_engine_goes_on_where_the_log_ends(scene: Scene, steps: Steps) -> None:

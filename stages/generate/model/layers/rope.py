@@ -47,7 +47,7 @@ def rope_tables(rope: Rope, positions_T: Tensor, dtype: torch.dtype) -> tuple[Te
     Computed in float32 (bfloat16 cannot count beyond 256), cast at the end. Computed in each step, because a table for
     131,072 positions would take much memory and save little time.
     """
-    freq = _dynamic_frequencies(rope, positions_T) if rope.spec.kind == "dynamic" else rope.freq_F
+    freq = dynamic_frequencies(rope, positions_T) if rope.spec.kind == "dynamic" else rope.freq_F
     angle_T1F = (positions_T.float()[:, None] * freq)[:, None]
     cos_T1F, sin_T1F = angle_T1F.cos(), angle_T1F.sin()
     cos_T1D, sin_T1D = torch.cat((cos_T1F, cos_T1F), dim=-1), torch.cat((-sin_T1F, sin_T1F), dim=-1)
@@ -61,7 +61,7 @@ def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     return torch.addcmul(x_THD * cos_T1D, x_THD.roll(x_THD.shape[-1] // 2, dims=-1), sin_T1D)
 
 
-def _dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
+def dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
     """Return freq_TF: the token at position p has the frequencies that transformers uses for p + 1 tokens.
 
     So the result is that of transformers when it computes token by token. When transformers computes a prompt at once
@@ -70,10 +70,11 @@ def _dynamic_frequencies(rope: Rope, positions_T: Tensor) -> Tensor:
     """
     spec = rope.spec
     trained = spec.original_max_positions
-    length_T = (positions_T + 1).clamp(min=trained).float()
+    length_T = (positions_T + 1).clamp(min=trained).double()  # rounded at the end: the same in any company
     head_dim = 2 * len(rope.exponent_F)
     stretch_T = (spec.factor * length_T / trained - (spec.factor - 1)) ** (head_dim / (head_dim - 2))
-    return 1.0 / (spec.theta * stretch_T)[:, None] ** rope.exponent_F
+    stretched_TF = (1.0 / (spec.theta * stretch_T)[:, None] ** rope.exponent_F.double()).float()
+    return stretched_TF.where(stretch_T[:, None] > 1, rope.freq_F)
 
 
 def _llama3_kept(spec: RopeSpec, freq_F: Tensor) -> Tensor:

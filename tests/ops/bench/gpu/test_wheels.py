@@ -202,7 +202,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     wheels.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"])  # an old one, of venv itself
     (site,) = (scratch / "venv/lib").glob("python*/site-packages")
     (site / "there.pth").write_text(f"{there}\n")
-    wheels.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+    wheels.run([sys.executable, "-m", "build", "--wheel", *wheels.isolation(), "--outdir", str(folder), str(ROOT)])
     ours = wheels.read(folder)["minisgl"].requires
     for name in closure(
         [one for one in ours if "extra ==" not in one], wheels.installed, environment, wheels.stays(environment)
@@ -236,6 +236,7 @@ def test_the_wheels_and_what_the_machine_has_are_all_that_gpu_check_needs(
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_the_wheels_installed_without_an_index_serve(bare: tuple[Path, Path], tmp_path: Path) -> None:
     python, folder = bare
     wheels.run([str(python), "-m", "pip", "install", "--quiet", "--no-index", f"--find-links={folder}", "minisgl"])

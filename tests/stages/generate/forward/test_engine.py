@@ -4,55 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import FAMILIES, Family, make_checkpoint, make_engine, reference_model, reference_tokens
+from plans import NUM_PAGES, Request, plan, shuffled_pages
 from schedules import make_schedule, steps
 
 import stages.generate.forward.engine as engine_module
 from pipeline.events import SamplingParams
 from stages.generate.forward.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
-from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 from stages.generate.schedule.request import NewRequest
 
-PAGE_SIZE, NUM_PAGES = 4, 128
-GREEDY = SamplingParams(temperature=0)
+pytestmark = pytest.mark.usefixtures("kernels")
+
 PROMPT = random.Random(3).choices(range(4, 480), k=61)
 OTHER = random.Random(4).choices(range(4, 480), k=23)
-
-
-@dataclass
-class Request:
-    """Just enough of a schedule: takes the pages of `pool` as it grows."""
-
-    table: int
-    tokens: list[int]
-    pool: list[int]
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
-    params: SamplingParams = GREEDY
-
-    def row(self, count: int) -> PlanRow:
-        start, end = self.computed, min(self.computed + count, len(self.tokens))
-        first = len(self.pages)
-        new = tuple(self.pool.pop() for _ in range(-(-end // PAGE_SIZE) - first))
-        self.pages += new
-        self.computed = end
-        sample = Sample(self.params, end, ()) if end == len(self.tokens) else None
-        return PlanRow(self.table, start, tuple(self.tokens[start:end]), new, first, sample)
-
-
-def plan(*rows: PlanRow) -> BatchPlan:
-    return BatchPlan(0, rows, sum(len(row.token_ids) == 1 for row in rows))
-
-
-def shuffled_pages(seed: int = 0) -> list[int]:
-    return random.Random(seed).sample(range(NUM_PAGES), NUM_PAGES)
 
 
 def generate(engine: Engine, request: Request, count: int, chunk: int) -> list[int]:
@@ -168,7 +139,7 @@ def test_positions_shifted_by_one_change_the_logits(
         batch = build_batch(*arguments)
         return replace(batch, positions_T=batch.positions_T + 1)
 
-    engine, request = make_engine(folder), Request(0, list(PROMPT), shuffled_pages())
+    engine, request = make_engine(folder, kernels="torch"), Request(0, list(PROMPT), shuffled_pages())
     engine.forward(plan(request.row(40)))
     monkeypatch.setattr(engine_module, "build_batch", shifted)
     assert (engine.logits(plan(request.row(64))) - theirs(PROMPT)[-1:]).abs().max() > 0.1

@@ -20,6 +20,8 @@ from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 REACH, PAGE_SIZE = 40, 4
 TOKENS = random.Random(5).choices(range(4, 480), k=96)
 PLAIN: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from schedules import marked, request, step
 
 from pipeline.events import EventRow
 from stages.generate.kvcache import CACHES
+from stages.generate.schedule.plan import Work
 from stages.generate.schedule.schedule import Schedule, ScheduleLimits
 
 LONG = 2000
@@ -92,6 +93,42 @@ def test_the_budget_beside_streams_grows_with_the_requests_where_that_is_wanted(
     limits = ScheduleLimits(4096, 100, MIXED, 64, 10, mixed_prefill_per_request=2)
     assert limits.prefill_budget(streams, requests) == budget
     assert ScheduleLimits(4096, 100, MIXED, 64, 10).prefill_budget(streams, requests) == (MIXED if streams else 100)
+
+
+def prompt_tokens(schedule: Schedule, mixed_prefill_length: int | None) -> int:
+    """Make a step under a budget; return how many prompt tokens it has beside the streams."""
+    plan, _, _ = step(schedule, mixed_prefill_length=mixed_prefill_length)
+    assert plan.num_decode_rows in (0, STREAMS)
+    return sum(len(row.token_ids) for row in plan.rows[plan.num_decode_rows :])
+
+
+def test_a_budget_that_is_given_to_a_plan_takes_the_place_of_the_limits_beside_streams_alone() -> None:
+    schedule = make_schedule("naive")
+    add(schedule, "alone", LONG, first=50_000, max_tokens=1)
+    assert prompt_tokens(schedule, 3) == LONG, "nothing decodes"
+    start_streams(schedule)
+    for uid, first in (("a", 60_000), ("b", 70_000)):
+        add(schedule, uid, LONG, first=first, max_tokens=1)
+    budgets = [5, 0, None, 40, 1, 100_000]
+    assert [prompt_tokens(schedule, budget) for budget in budgets] == [5, 0, MIXED, 40, 1, PREFILL]
+    assert schedule.add(request("goes on", LONG, output=[1, 2], first=80_000)) is None
+    assert prompt_tokens(schedule, 5) == PREFILL, "a stream stands still"
+
+
+def test_what_there_is_to_compute_is_known_before_the_plan() -> None:
+    schedule = make_schedule("naive")
+    assert schedule.work == Work(0, 0, 0, 0)
+    streams = start_streams(schedule)
+    length = sum(schedule.num_tokens(uid) for uid in streams)
+    assert schedule.work == Work(STREAMS, length, 0, 0)
+    add(schedule, "first", LONG, first=50_000)
+    add(schedule, "second", LONG, first=60_000)
+    assert schedule.work == Work(STREAMS, length, 2, 0)
+    step(schedule)
+    assert schedule.work == Work(STREAMS, length + STREAMS, 2, MIXED)
+    for _ in range(LONG // MIXED - 1):
+        step(schedule)
+    assert schedule.work == Work(STREAMS + 1, length + STREAMS * LONG // MIXED + LONG + 1, 1, 0)
 
 
 @pytest.mark.parametrize("cache", sorted(CACHES))

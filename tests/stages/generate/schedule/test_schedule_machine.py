@@ -136,6 +136,8 @@ class Machine(RuleBasedStateMachine):
         self.known: list[list[int]] = []
         """Prompts that came, and whole conversations: what a next prompt may begin like."""
         self.num_added = 0
+        self.mixed_prefill_length: int | None = None
+        """The budget beside streams that plans are given; None: that of the limits."""
         self.alone: str | None = None
         """The only request that may run: one that is here or comes next."""
 
@@ -159,8 +161,9 @@ class Machine(RuleBasedStateMachine):
             self._add(prompt, [1] * num_output, **more)
 
     @precondition(lambda self: self.lives)
-    @rule(count=st.integers(1, 6))
-    def steps(self, count: int) -> None:
+    @rule(count=st.integers(1, 6), mixed_prefill_length=st.one_of(st.none(), st.integers(0, 30)))
+    def steps(self, count: int, mixed_prefill_length: int | None) -> None:
+        self.mixed_prefill_length = mixed_prefill_length
         for _ in range(count):
             self._step([])
             self.the_books_are_right()
@@ -226,6 +229,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "lives"):
             return
         self._isolate(None)
+        self.mixed_prefill_length = None
         for _ in range(2 * len(self.lives) * (self.limits.context + 1)):
             self._step([])
             self.the_books_are_right()
@@ -278,7 +282,9 @@ class Machine(RuleBasedStateMachine):
     def _plan(self) -> BatchPlan | None:
         """Let a plan be made, and see that it keeps every promise."""
         decoding = {life.uid for life in self.lives.values() if life.decodes}
-        planned = self.schedule.plan()
+        work = self.schedule.work
+        assert (work.streams, work.streams + work.prompts) == (len(decoding), len(self.lives))
+        planned = self.schedule.plan(self.mixed_prefill_length)
         if planned is None:
             assert not self._may_run()
             return None
@@ -290,7 +296,9 @@ class Machine(RuleBasedStateMachine):
         most = self.limits.max_prefill_length
         beside = min(most, self.limits.mixed_prefill_per_request * len(self.lives))
         steady = decodes and not any(life.stands_still for life in self.lives.values())
-        budget = max(self.limits.mixed_prefill_length, beside) if steady else most
+        given = self.mixed_prefill_length
+        mixed = max(self.limits.mixed_prefill_length, beside) if given is None else min(given, most)
+        budget = mixed if steady else most
         left = budget - sum(len(row.token_ids) for row in prefills)
         assert left >= 0
         if left:

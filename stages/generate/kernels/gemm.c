@@ -1,0 +1,291 @@
+// y = W x + b on packed panels. Every output is one chain of multiply-adds over the inputs in order: it is the same for
+// any number of rows and panels. Where a block of inputs ends, the chain is stored as float32 and goes on from there.
+#include "gemm.h"
+#include "vector.h"
+
+#define UNROLL _Pragma("GCC unroll 32")
+
+// Of a kernel. Arrays have these sizes, because gcc keeps arrays of a variable size in memory.
+#define MOST_ROWS 6
+#define MOST_VECTORS (4 * VECTORS)
+
+// Activations that share a line of a panel, as 4-byte words.
+INLINE int words_of_line(Format format) { return format == BFLOAT16 && !PAIRS_OF_BFLOAT16 ? 2 : 1; }
+
+// Some rows of activations times some panels, over some inputs: the sums stay in registers.
+typedef struct {
+    const char *rows, *panels; // at the first input of the block
+    int64_t row_bytes, panel_bytes;
+    float *out;
+    int64_t stride;
+    int64_t inputs;
+    int first, last;        // whether these are the first and the last inputs
+    const float *bias;      // of the first panel; NULL: none
+    const float *units;     // INT8: of the first panel
+    const char *row_scales; // INT8: of the first row
+    // Lines (INT8: groups) of each panel that the next block of weights begins with and this one fetches into the cache.
+    const char *ahead;
+    int64_t num_ahead;
+} Block;
+
+// The weights of a line for LANES outputs. *word* says which of its inputs, where there are two for different words.
+INLINE Vector weights_of(const Format format, const char *line, const int word) {
+    if (format == FLOAT16) return from_halves(line);
+    if (format == FLOAT32 || PAIRS_OF_BFLOAT16) return load(line);
+    return word == 0 ? from_even(line) : from_odd(line);
+}
+
+INLINE void add_product(const Format format, Vector *sum, Vector activation, Vector weights) {
+#if PAIRS_OF_BFLOAT16
+    if (format == BFLOAT16) {
+        *sum = _mm512_dpbf16_ps(*sum, (__m512bh)activation, (__m512bh)weights);
+        return;
+    }
+#else
+    (void)format;
+#endif
+    MULTIPLY_ADD(*sum, activation, weights);
+}
+
+// Add the products with one line of every panel.
+INLINE void add_line(const Format format, const int rows, const int panels, const char *x, int64_t row_bytes,
+                     const char *line, int64_t panel_bytes, Vector sums[MOST_ROWS][MOST_VECTORS]) {
+    const int vectors = panels * VECTORS, vector_bytes = LANES * (format == FLOAT16 ? 2 : 4);
+    UNROLL for (int word = 0; word < words_of_line(format); word++, x += 4) {
+        // clang would keep what it read for the even inputs, and has no registers for it.
+        if (word > 0) __asm__ volatile("" ::: "memory");
+        // Beside the sums, the registers hold either the activations or the weights: what is fewer.
+        if (rows < vectors) {
+            Vector activations[MOST_ROWS];
+            UNROLL for (int r = 0; r < rows; r++) activations[r] = spread(*(const float *)(x + r * row_bytes));
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const char *panel = line + v / VECTORS * panel_bytes;
+                Vector weights = weights_of(format, panel + v % VECTORS * vector_bytes, word);
+                UNROLL for (int r = 0; r < rows; r++) add_product(format, &sums[r][v], activations[r], weights);
+            }
+        } else {
+            Vector weights[MOST_VECTORS];
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const char *panel = line + v / VECTORS * panel_bytes;
+                weights[v] = weights_of(format, panel + v % VECTORS * vector_bytes, word);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector activation = spread(*(const float *)(x + r * row_bytes));
+                UNROLL for (int v = 0; v < vectors; v++) add_product(format, &sums[r][v], activation, weights[v]);
+            }
+        }
+    }
+}
+
+INLINE void multiply_floats(const Format format, const int rows, const int panels, const Block *block) {
+    const int words = words_of_line(format), line_bytes = format == FLOAT16 ? 32 : 64;
+    const int64_t lines = format == FLOAT32 || format == FLOAT16 ? block->inputs : block->inputs / 2;
+    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes, num_ahead = block->num_ahead;
+    const char *x = block->rows, *line = block->panels, *ahead = block->ahead;
+    Vector sums[MOST_ROWS][MOST_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < panels * VECTORS; v++)
+            sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
+    int64_t i = 0;
+    for (; i < num_ahead; i++, x += 4 * words, line += line_bytes, ahead += line_bytes) {
+        UNROLL for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * panel_bytes);
+        add_line(format, rows, panels, x, row_bytes, line, panel_bytes, sums);
+    }
+    for (; i < lines; i++, x += 4 * words, line += line_bytes)
+        add_line(format, rows, panels, x, row_bytes, line, panel_bytes, sums);
+    UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+        const int biased = block->last && block->bias != NULL;
+        Vector bias = biased ? load(block->bias + v * LANES) : spread(0.0f);
+        UNROLL for (int r = 0; r < rows; r++)
+            store(block->out + r * block->stride + v * LANES, biased ? add(sums[r][v], bias) : sums[r][v]);
+    }
+}
+
+INLINE void add_int8_line(const int rows, const int panels, const char *x, int64_t row_bytes, const char *line,
+                          int64_t panel_bytes, Integers exact[MOST_ROWS][MOST_VECTORS]) {
+    Integers weights[MOST_VECTORS];
+    UNROLL for (int v = 0; v < panels * VECTORS; v++)
+        weights[v] = from_int8(line + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
+    UNROLL for (int r = 0; r < rows; r++) {
+        Integers pair = spread_word(x + r * row_bytes);
+        UNROLL for (int v = 0; v < panels * VECTORS; v++) MULTIPLY_ADD_PAIRS(exact[r][v], pair, weights[v]);
+    }
+}
+
+INLINE void multiply_integers(const int rows, const int panels, const Block *block) {
+    const int64_t row_bytes = block->row_bytes, panel_bytes = block->panel_bytes, stride = block->stride;
+    const char *x = block->rows, *group = block->panels, *ahead = block->ahead;
+    float *out = block->out;
+    int64_t num_ahead = block->num_ahead;
+    for (int64_t input = 0; input < block->inputs; input += GROUP, group += GROUP_BYTES) {
+        const int64_t lines = least(GROUP, block->inputs - input) / 2;
+        const char *line = group + SCALES_BYTES;
+        Integers exact[MOST_ROWS][MOST_VECTORS];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < panels * VECTORS; v++) exact[r][v] = no_integers();
+        int64_t i = 0;
+        if (num_ahead-- > 0)
+            for (; i + 1 < lines; i += 2, x += 8, line += 4 * PANEL, ahead += 4 * PANEL) {
+                UNROLL for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * panel_bytes);
+                add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
+                add_int8_line(rows, panels, x + 4, row_bytes, line + 2 * PANEL, panel_bytes, exact);
+            }
+        for (; i < lines; i++, x += 4, line += 2 * PANEL)
+            add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
+        // The floats wait in *out*: there are registers for one kind of sums only.
+        const int started = !block->first || input > 0;
+        UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+            Vector scales = from_halves(group + v / VECTORS * panel_bytes + v % VECTORS * LANES * 2);
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector sum = started ? load(out + r * stride + v * LANES) : spread(0.0f);
+                Vector of_group = to_floats(exact[r][v]);
+                MULTIPLY_ADD(sum, of_group, scales);
+                store(out + r * stride + v * LANES, sum);
+            }
+        }
+    }
+    if (!block->last) return;
+    UNROLL for (int v = 0; v < panels * VECTORS; v++) {
+        Vector units = load((const char *)block->units + v / VECTORS * panel_bytes + v % VECTORS * LANES * 4);
+        UNROLL for (int r = 0; r < rows; r++) {
+            Vector sum = load(out + r * stride + v * LANES);
+            // In this order nothing overflows with weights of any size.
+            sum = multiplied(multiplied(sum, spread(*(const float *)(block->row_scales + r * row_bytes))), units);
+            if (block->bias != NULL) sum = add(sum, load(block->bias + v * LANES));
+            store(out + r * stride + v * LANES, sum);
+        }
+    }
+}
+
+// As many as the registers hold the sums of.
+INLINE int panels_at_once(int64_t rows) { return VECTORS == 1 || rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+INLINE void multiply_block(const Format format, const int rows, const int panels, const Block *block) {
+    if (format == INT8)
+        multiply_integers(rows, panels, block);
+    else
+        multiply_floats(format, rows, panels, block);
+}
+
+typedef void (*Kernel)(const Block *block);
+
+#define KERNEL(format, rows) \
+    static void wide_##format##_##rows(const Block *block) { multiply_block(format, rows, panels_at_once(rows), block); } \
+    static void narrow_##format##_##rows(const Block *block) { multiply_block(format, rows, 1, block); }
+#define KERNELS(format) \
+    KERNEL(format, 1) KERNEL(format, 2) KERNEL(format, 3) KERNEL(format, 4) KERNEL(format, 5) KERNEL(format, 6)
+KERNELS(FLOAT32)
+KERNELS(BFLOAT16)
+KERNELS(FLOAT16)
+KERNELS(INT8)
+
+#define BY_ROWS(width) {NULL, width##_1, width##_2, width##_3, width##_4, width##_5, width##_6}
+static const Kernel wide[4][MOST_ROWS + 1] = {BY_ROWS(wide_FLOAT32), BY_ROWS(wide_BFLOAT16), BY_ROWS(wide_FLOAT16),
+                                              BY_ROWS(wide_INT8)};
+static const Kernel narrow[4][MOST_ROWS + 1] = {BY_ROWS(narrow_FLOAT32), BY_ROWS(narrow_BFLOAT16),
+                                                BY_ROWS(narrow_FLOAT16), BY_ROWS(narrow_INT8)};
+
+// Bytes of the panels that stay in the first cache while all rows are multiplied with them. With few rows the next ones
+// have to fit beside them. With many, wide vectors need larger blocks, so that the sums are stored less often.
+#define CACHED_BYTES 16384
+#define CACHED_BYTES_OF_MANY (VECTORS == 1 ? 32768 : 16384)
+#define MANY_ROWS 64
+
+// Multiply all rows with one block of weights. *ahead* is the next one, with *num_ahead* lines or groups of that size in
+// each panel: each block of rows fetches a part of them.
+static void multiply_rows(const Kernel kernels[], Block block, int64_t num_rows, const char *ahead, int64_t num_ahead,
+                          int64_t size) {
+    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        const int64_t rows = num_rows / num_blocks + (b < num_rows % num_blocks);
+        const int64_t fetched = num_ahead * b / num_blocks;
+        block.ahead = ahead + fetched * size;
+        block.num_ahead = num_ahead * (b + 1) / num_blocks - fetched;
+        kernels[rows](&block);
+        block.rows += rows * block.row_bytes;
+        block.row_scales += rows * block.row_bytes;
+        block.out += rows * block.stride;
+    }
+}
+
+void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, int64_t first_panel, int64_t num_panels,
+                    float *out, int64_t stride) {
+    if (num_rows == 0) return;
+    const Format format = matrix->format;
+    const int64_t row_bytes = NAME(activation_bytes)(format, matrix->inputs);
+    const int64_t panel_bytes = NAME(panel_bytes)(format, matrix->inputs);
+    const int64_t inputs = round_up(matrix->inputs, 2), num_groups = (inputs + GROUP - 1) / GROUP;
+    const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
+    const int64_t cached_bytes = num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
+    const int64_t line = format == INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
+    const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t at_once = panels_at_once((num_rows + num_blocks - 1) / num_blocks);
+    for (int64_t p = 0, width; p < num_panels; p += width) {
+        width = num_panels - p < at_once ? 1 : at_once;
+        const int64_t most_groups = cached_bytes / group_bytes / width;
+        const int64_t steps = (num_groups + most_groups - 1) / most_groups; // of nearly the same size
+        const int64_t depth = (num_groups + steps - 1) / steps * GROUP;
+        const char *panel = (const char *)matrix->panels + (first_panel + p) * panel_bytes;
+        for (int64_t input = 0; input < inputs; input += depth) {
+            const int64_t left = inputs - input, here = least(depth, left);
+            const Block block = {
+                .rows = (const char *)rows + input * activation_size(format),
+                .panels = panel + panel_offset(format, input),
+                .row_bytes = row_bytes,
+                .panel_bytes = panel_bytes,
+                .out = out + p * PANEL,
+                .stride = stride,
+                .inputs = here,
+                .first = input == 0,
+                .last = here == left,
+                .bias = matrix->bias == NULL ? NULL : matrix->bias + (first_panel + p) * PANEL,
+                .units = (const float *)panel,
+                .row_scales = (const char *)rows + row_scale_offset(inputs),
+            };
+            const char *ahead = block.last ? panel + width * panel_bytes : panel + panel_offset(format, input + depth);
+            int64_t inputs_ahead = block.last ? here : least(depth, left - here);
+            if (block.last && num_panels - p < 2 * width) inputs_ahead = 0;
+            multiply_rows(width == 1 ? narrow[format] : wide[format], block, num_rows, ahead, inputs_ahead / line,
+                          group_bytes / (GROUP / line));
+        }
+    }
+}
+
+// What a thread does in a nanosecond, roughly: bytes of weights read, and multiplications of a full kernel.
+#define BYTES_PER_NS 20
+#ifdef __AVX512F__
+static const int64_t products_per_ns[4] = {100, 200, 100, 180};
+#else
+static const int64_t products_per_ns[4] = {50, 50, 50, 80};
+#endif
+
+// How long a call should take. With many rows longer, because every call reads the activations into the second cache.
+#define CALL_NS 100000
+#define LONG_CALL_NS 500000
+#define CALLS_PER_THREAD 4
+
+// Bytes of activations that stay in the second cache, and the rows for which it is worth to read the weights again.
+#ifdef __AVX512F__
+#define ROWS_BYTES 524288
+#else
+#define ROWS_BYTES 262144
+#endif
+#define ENOUGH_ROWS 96
+
+void NAME(tile)(const Matrix *matrix, int64_t num_rows, int threads, int64_t *rows, int64_t *panels) {
+    const int64_t row_bytes = NAME(activation_bytes)(matrix->format, matrix->inputs);
+    const int64_t num_panels = (matrix->outputs + PANEL - 1) / PANEL;
+    const int64_t most_rows = most(ROWS_BYTES / row_bytes, ENOUGH_ROWS);
+    const int64_t num_tiles = most((num_rows + most_rows - 1) / most_rows, 1);
+    *rows = num_tiles == 1 ? num_rows : round_up((num_rows + num_tiles - 1) / num_tiles, MOST_ROWS);
+    const int64_t reading = NAME(panel_bytes)(matrix->format, matrix->inputs) / BYTES_PER_NS;
+    const int64_t multiplying = *rows * matrix->inputs * PANEL / products_per_ns[matrix->format];
+    int64_t count = (*rows >= MANY_ROWS ? LONG_CALL_NS : CALL_NS) / (most(reading, multiplying) + 1);
+    count = least(count, num_panels * num_tiles / (CALLS_PER_THREAD * threads)) / 4 * 4;
+    // With few panels for many threads, two at a time if all are done sooner.
+    if (count == 0) {
+        const int64_t fours = (num_panels * num_tiles + 3) / 4, twos = (num_panels * num_tiles + 1) / 2;
+        count = (twos + threads - 1) / threads * 2 < (fours + threads - 1) / threads * 4 ? 2 : 4;
+    }
+    *panels = least(count, num_panels);
+}

@@ -1,0 +1,85 @@
+// What the C files of this folder share.
+//
+// The contract: a number depends on the row (or the query) that it belongs to and on nothing else. It is summed in one
+// order that the source fixes, whatever the number of rows beside it, the chunks of a prompt, or the threads. So a
+// request gets the same bits alone, in any batch, and when a prompt is computed again after a preemption.
+// No function of libm is called, and the compiler may not contract or reorder: -ffp-contract=off, no -ffast-math.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+// Outputs of one panel of a packed matrix.
+#define PANEL 16
+
+// Rows of activations lie this many numbers apart, rounded up. What lies beyond their end is zero.
+#define ROW_MULTIPLE 64
+
+typedef enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 } Format;
+
+// y = W x + b, packed by `Variant.pack`.
+typedef struct {
+    const void *panels;
+    const float *bias; // one for each output, zeros up to a multiple of PANEL; NULL: none
+    int64_t outputs, inputs;
+    Format format;
+} Matrix;
+
+// The keys and values of one layer, as they lie: [page][kv head][slot][head_dim]. Slots that were never written may hold
+// anything, even NaN, without any effect.
+typedef struct {
+    const void *keys, *values;
+    int64_t num_heads, num_kv_heads, head_dim, page_size;
+    int64_t window; // a token sees this many tokens, itself included; 0: all before it
+    Format format;  // FLOAT32, BFLOAT16 or FLOAT16
+    float scale;    // of the scores: 1 / sqrt(head_dim)
+} Pages;
+
+// Tokens of a row that are summed by themselves before they are merged, in order, with those before: a long row may be
+// computed by several threads, and the result is the same as by one. A larger page is a segment by itself.
+#define SEGMENT 1024
+
+// What depends on the instructions that a CPU has. One for each way that this library was compiled.
+typedef struct {
+    const char *name; // "avx2", "avx512"
+
+    // ---- matrices (gemm.c)
+
+    // Bytes of one packed panel of a matrix with so many inputs; a multiple of 64.
+    int64_t (*panel_bytes)(Format format, int64_t inputs);
+    // Pack one panel: *rows* are the weights of its PANEL outputs, *source* their format (FLOAT32, BFLOAT16 or
+    // FLOAT16); NULL rows are zeros.
+    void (*pack)(Format format, const void *const rows[PANEL], Format source, int64_t inputs, void *panel);
+    // Bytes of one row of activations as `multiply` wants them; a multiple of 64.
+    int64_t (*activation_bytes)(Format format, int64_t inputs);
+    // Bring one row of activations, with zeros up to ROW_MULTIPLE, into that form.
+    void (*prepare)(Format format, const float *x, int64_t inputs, void *activations);
+    // out[r * stride + 16 p + j] = the dot product of row r and output j of panel first_panel + p, plus its bias.
+    // *rows* are `activation_bytes` apart.
+    void (*multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, int64_t first_panel, int64_t num_panels,
+                     float *out, int64_t stride);
+    // How many rows and panels one call of `multiply` should get when *num_rows* rows are multiplied on *threads*.
+    // The number of panels is even, or all.
+    void (*tile)(const Matrix *matrix, int64_t num_rows, int threads, int64_t *rows, int64_t *panels);
+
+    // ---- attention (attention.c)
+
+    // Queries of one row that one call of `attend` should get at most.
+    int64_t (*queries)(const Pages *pages);
+    // Bytes that a thread lends to `attend` or `attend_segment`.
+    int64_t (*attend_scratch)(const Pages *pages);
+    // Compute *count* queries of one row, all query heads of one kv head. The first one is at *position*, and query i
+    // sees [max(0, position + i + 1 - window), position + i + 1). *table* has the row's pages. Queries and outputs of
+    // neighbouring tokens lie *q_stride* and *o_stride* floats apart; q and o point at the first query head of the
+    // kv head.
+    void (*attend)(const Pages *pages, const int32_t *table, int64_t position, int64_t count, int64_t kv_head,
+                   const float *q, int64_t q_stride, float *o, int64_t o_stride, void *scratch);
+    // Long rows with one query: one segment by itself, the one with this number from position 0 on, into *part*,
+    // (num_heads / num_kv_heads) * `part_floats` floats. `merge` makes of all parts, in order from the first segment
+    // that the query sees, exactly what `attend` makes.
+    int64_t (*part_floats)(const Pages *pages);
+    void (*attend_segment)(const Pages *pages, const int32_t *table, int64_t position, int64_t kv_head, int64_t segment,
+                           const float *q, float *part, void *scratch);
+    void (*merge)(const Pages *pages, const float *parts, int64_t num_parts, float *o);
+} Variant;
+
+extern const Variant variant_avx2, variant_avx512;

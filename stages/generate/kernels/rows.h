@@ -1,0 +1,29 @@
+// What is done to one row of activations at a time. Plain C: sums have 16 lanes on every CPU, so their order is fixed.
+#pragma once
+#include <stdint.h>
+
+#include "kernels.h"
+
+// Bytes of one number.
+int64_t bytes_of(Format format);
+// out = in, from any format but INT8, exactly.
+void expand(Format format, const void *in, int64_t count, float *out);
+// out = in, rounded to the nearest even, to any format but INT8.
+void shrink(Format format, const float *in, int64_t count, void *out);
+// out = in / sqrt(mean(in^2) + eps) * weight: root mean square normalisation (https://arxiv.org/abs/1910.07467).
+void rms_norm(const float *in, const float *weight, int64_t count, float eps, float *out);
+// x[i], x[i + half] rotated by the angle i: rotary position embedding (https://arxiv.org/abs/2104.09864).
+void rotate(float *x, const float *cosines, const float *sines, int64_t half);
+// Cosine and sine of position * frequency, times *factor. The angle is rounded to float32, as in transformers.
+void angles(int64_t position, const float *frequencies, int64_t half, float factor, float *cosines, float *sines);
+// out = gate / (1 + exp(-gate)) * up: SwiGLU (https://arxiv.org/abs/2002.05202).
+void swiglu(const float *gate, const float *up, int64_t count, float *out);
+// out += in
+void add(const float *in, int64_t count, float *out);
+// out += weight * in
+void add_weighted(const float *in, float weight, int64_t count, float *out);
+// The index of the largest number, the first one of several, and itself in *best; -1 if any of them is NaN.
+int64_t largest(const float *x, int64_t count, float *best);
+// The *num_chosen* largest of *logits*, the first ones of equals, in falling order, and their shares of the softmax over
+// all; with *normalize* the shares are scaled to sum to 1. NaN is never chosen while a number is left.
+void choose(float *logits, int64_t count, int64_t num_chosen, int normalize, int32_t *chosen, float *shares);

@@ -1,0 +1,235 @@
+// The layers of one step: the parts are in gemm.c, attention.c and rows.c, the threads in pool.c.
+#include "step.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "entry.h"
+#include "pool.h"
+#include "rows.h"
+#include "work.h"
+
+#define API __attribute__((visibility("default")))
+// One step at a time: the threads and the memory belong to the process.
+static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+
+// Begin a call: returns how the thread rounded before.
+static uint32_t begin(int threads) {
+    pthread_mutex_lock(&one_at_a_time);
+    pool_use(threads);
+    return enter();
+}
+
+static void end(uint32_t before) {
+    leave(before);
+    pthread_mutex_unlock(&one_at_a_time);
+}
+
+// ---- embedding, rope
+
+static void embed_chunk(void *job, int64_t chunk, int thread) {
+    const Work *work = job;
+    const Model *model = work->model;
+    const Step *step = work->step;
+    int64_t bytes = model->hidden * bytes_of(model->embedding_format), half = model->head_dim / 2;
+    int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
+    (void)thread;
+    for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
+        expand(model->embedding_format, (const char *)model->embedding + step->token_ids[t] * bytes, model->hidden,
+               step->x + t * model->hidden);
+        const float *frequencies = step->frequencies ? step->frequencies + t * half : model->frequencies;
+        angles(work->positions[t], frequencies, half, model->rope_factor, work->cosines + t * half,
+               work->sines + t * half);
+    }
+}
+
+static void *slot_of(const Work *work, int64_t token, int64_t kv_head, int values) {
+    const Step *step = work->step;
+    const Model *model = work->model;
+    int64_t position = work->positions[token], row = work->rows[token];
+    int64_t page = step->tables[row * step->table_width + position / step->page_size];
+    int64_t plane = (work->layer * 2 + values) * step->num_pages + page;
+    int64_t slot = (plane * model->num_kv_heads + kv_head) * step->page_size + position % step->page_size;
+    return (char *)step->pages + slot * model->head_dim * bytes_of(step->format);
+}
+
+static void rope_chunk(void *job, int64_t chunk, int thread) {
+    const Work *work = job;
+    const Model *model = work->model;
+    const Step *step = work->step;
+    const Layer *layer = &model->layers[work->layer];
+    int64_t head_dim = model->head_dim, half = head_dim / 2;
+    int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
+    (void)thread;
+    for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
+        const float *cosines = work->cosines + t * half, *sines = work->sines + t * half;
+        float *head = work->qkv + t * work->qkv_stride;
+        for (int64_t h = 0; h < model->num_heads + model->num_kv_heads; h++, head += head_dim) {
+            const float *norm = h < model->num_heads ? layer->q_norm : layer->k_norm;
+            if (norm) rms_norm(head, norm, head_dim, model->eps, head);
+            rotate(head, cosines, sines, half);
+            int64_t kv_head = h - model->num_heads;
+            if (kv_head >= 0) shrink(step->format, head, head_dim, slot_of(work, t, kv_head, 0));
+        }
+        for (int64_t h = 0; h < model->num_kv_heads; h++, head += head_dim)
+            shrink(step->format, head, head_dim, slot_of(work, t, h, 1));
+    }
+}
+
+// ---- the layers
+
+static void dense(const Work *work, const Layer *layer) {
+    const Model *model = work->model;
+    float *x = work->step->x;
+    int64_t num_tokens = work->step->num_tokens;
+    const char *rows = prepare(work, x, model->hidden, 0, num_tokens, layer->mlp_norm, &layer->mlp.gate_up, work->activations);
+    multiply(work, &layer->mlp.gate_up, rows, num_tokens, SWIGLU, work->inner, work->inner_stride);
+    rows = prepare(work, work->inner, work->inner_stride, 0, num_tokens, 0, &layer->mlp.down, work->activations);
+    multiply(work, &layer->mlp.down, rows, num_tokens, ADD, x, model->hidden);
+}
+
+static void compute_layers(Work *work) {
+    const Model *model = work->model;
+    const Step *step = work->step;
+    int64_t num_tokens = step->num_tokens, chunks = parts(num_tokens, ROWS_AT_ONCE);
+    pool_run(embed_chunk, work, chunks);
+    for (work->layer = 0; work->layer < model->num_layers; work->layer++) {
+        const Layer *layer = &model->layers[work->layer];
+        const char *rows = prepare(work, step->x, model->hidden, 0, num_tokens, layer->input_norm, &layer->qkv, work->activations);
+        multiply(work, &layer->qkv, rows, num_tokens, STORE, work->qkv, work->qkv_stride);
+        pool_run(rope_chunk, work, chunks);
+        attend(work);
+        rows = prepare(work, work->attended, work->attended_stride, 0, num_tokens, 0, &layer->output, work->activations);
+        multiply(work, &layer->output, rows, num_tokens, ADD, step->x, model->hidden);
+        if (layer->experts) mix_experts(work, layer);
+        else dense(work, layer);
+    }
+}
+
+// ---- entries
+
+static Outcome check(const Model *model, Step *step) {
+    for (int64_t t = 0; t < step->num_tokens; t++)
+        if (step->token_ids[t] < 0 || step->token_ids[t] >= model->vocabulary) return step->wrong = t, WRONG_TOKEN;
+    for (int64_t row = 0; row < step->num_rows; row++) {
+        int64_t start = step->starts[row], end = step->starts[row + 1], length = step->lengths[row];
+        int64_t num_pages = parts(length, step->page_size);
+        step->wrong = row;
+        if (start < 0 || end <= start || end > step->num_tokens || length < end - start) return WRONG_ROW;
+        if (num_pages > step->table_width) return WRONG_ROW;
+        for (int64_t p = 0; p < num_pages; p++) {
+            int32_t page = step->tables[row * step->table_width + p];
+            if (page < 0 || page >= step->num_pages) return WRONG_PAGE;
+        }
+    }
+    return DONE;
+}
+
+// Compute one step: write the keys and values of its tokens to the pages and the last layer's output to `x`.
+API int kernels_forward(const Model *model, Step *step) {
+    Outcome outcome = check(model, step);
+    if (outcome || !step->num_tokens) return outcome;
+    uint32_t before = begin(model->threads);
+    Work work = {.model = model, .step = step};
+    outcome = begin_work(&work);
+    if (!outcome) compute_layers(&work);
+    end(before);
+    return outcome;
+}
+
+typedef struct {
+    const Work *work;
+    const int32_t *logits_rows;
+    float *logits;
+    int64_t tiles, tile_panels;
+    const char *rows;
+    int64_t num_rows, tile_rows, row_tiles;
+    float *best;        // [num_rows][tiles]
+    int32_t *best_ids;
+} Head;
+
+static void head_chunk(void *job, int64_t chunk, int thread) {
+    const Head *h = job;
+    const Matrix *head = &h->work->model->head;
+    int64_t tile = chunk / h->row_tiles, first = (chunk % h->row_tiles) * h->tile_rows;
+    int64_t count = least(h->tile_rows, h->num_rows - first), first_panel = tile * h->tile_panels;
+    int64_t num_panels = least(h->tile_panels, parts(head->outputs, PANEL) - first_panel);
+    int64_t stride = num_panels * PANEL, outputs = least(stride, head->outputs - first_panel * PANEL);
+    const Variant *variant = h->work->model->variant;
+    float *out = scratch_of(h->work, thread);
+    variant->multiply(head, h->rows + first * variant->activation_bytes(head->format, head->inputs), count, first_panel,
+                      num_panels, out, stride);
+    for (int64_t r = 0; r < count; r++) {
+        int64_t row = first + r, found = largest(out + r * stride, outputs, &h->best[row * h->tiles + tile]);
+        h->best_ids[row * h->tiles + tile] = (int32_t)(found < 0 ? -1 : found + first_panel * PANEL);
+        if (h->logits_rows[row] >= 0)
+            memcpy(h->logits + h->logits_rows[row] * head->outputs + first_panel * PANEL, out + r * stride,
+                   (size_t)outputs * sizeof(float));
+    }
+}
+
+// Compute logits of some tokens of `x`, [.., hidden]: *rows* are their indices. best[r] is the token with the largest
+// logit of row r, the first one of several, or -1 if one is NaN. The logits of row r go to row logits_rows[r] of *logits*,
+// [.., vocabulary], in float32, or nowhere where that is -1.
+API int kernels_head(const Model *model, const float *x, const int32_t *rows, int64_t num_rows,
+                     const int32_t *logits_rows, float *logits, int32_t *best) {
+    if (!num_rows) return DONE;
+    uint32_t before = begin(model->threads);
+    Work work = {.model = model};
+    Head job = {.work = &work, .logits_rows = logits_rows, .logits = logits, .num_rows = num_rows};
+    model->variant->tile(&model->head, num_rows, pool_threads(), &job.tile_rows, &job.tile_panels);
+    job.row_tiles = parts(num_rows, job.tile_rows);
+    job.tiles = parts(parts(model->head.outputs, PANEL), job.tile_panels);
+    Outcome outcome = begin_head(&work, num_rows, job.tiles, job.tile_rows * job.tile_panels * PANEL);
+    if (!outcome) {
+        job.best = work.best;
+        job.best_ids = work.best_ids;
+        job.rows = prepare(&work, x, model->hidden, rows, num_rows, model->norm, &model->head, work.activations);
+        pool_run(head_chunk, &job, job.tiles * job.row_tiles);
+        for (int64_t row = 0; row < num_rows; row++) {
+            const float *bests = job.best + row * job.tiles;
+            const int32_t *ids = job.best_ids + row * job.tiles;
+            int64_t tile = 0;
+            for (int64_t other = 1; other < job.tiles; other++)
+                if (ids[tile] >= 0 && (ids[other] < 0 || bests[other] > bests[tile])) tile = other;
+            best[row] = ids[tile];
+        }
+    }
+    end(before);
+    return outcome;
+}
+
+// ---- packing
+
+typedef struct {
+    const Variant *variant;
+    Format format, source;
+    const char *first, *second;
+    int64_t outputs, inputs;
+    char *out;
+} Packing;
+
+static void pack_chunk(void *job, int64_t panel, int thread) {
+    const Packing *p = job;
+    const char *matrix = p->second && panel & 1 ? p->second : p->first;
+    int64_t output = (p->second ? panel / 2 : panel) * PANEL, bytes = p->inputs * bytes_of(p->source);
+    const void *rows[PANEL];
+    (void)thread;
+    for (int64_t i = 0; i < PANEL; i++) rows[i] = output + i < p->outputs ? matrix + (output + i) * bytes : 0;
+    p->variant->pack(p->format, rows, p->source, p->inputs, p->out + panel * p->variant->panel_bytes(p->format, p->inputs));
+}
+
+// Bytes of a packed matrix. Of a pair, whose panels come in turn, *outputs* counts one.
+API int64_t kernels_packed_bytes(const Variant *variant, Format format, int64_t outputs, int64_t inputs, int pair) {
+    return parts(outputs, PANEL) * (pair ? 2 : 1) * variant->panel_bytes(format, inputs);
+}
+
+// Pack [outputs][inputs] numbers; with *second*, which may be NULL, a pair of matrices whose panels come in turn.
+API void kernels_pack(const Variant *variant, Format format, Format source, const void *first, const void *second,
+                      int64_t outputs, int64_t inputs, int threads, void *out) {
+    uint32_t before = begin(threads);
+    Packing job = {variant, format, source, first, second, outputs, inputs, out};
+    pool_run(pack_chunk, &job, parts(outputs, PANEL) * (second ? 2 : 1));
+    end(before);
+}

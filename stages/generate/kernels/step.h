@@ -1,0 +1,58 @@
+// One step of a decoder: what Python calls. `decoder.py` has the same structures.
+#pragma once
+#include <stdint.h>
+
+#include "kernels.h"
+
+typedef struct {
+    Matrix gate_up; // panels of gate and up in turn; `outputs` counts both
+    Matrix down;
+} Mlp;
+
+typedef struct {
+    const float *input_norm, *mlp_norm; // [hidden]
+    const float *q_norm, *k_norm;       // [head_dim]; NULL: none
+    Matrix qkv, output;
+    Mlp mlp;            // where there are no experts
+    Matrix router;      // hidden -> num_experts
+    const Mlp *experts; // [num_experts]; NULL: none
+} Layer;
+
+typedef struct {
+    const Variant *variant;
+    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary, window;
+    int64_t num_experts, experts_per_token;
+    int32_t normalize; // the shares of a token's experts sum to 1
+    float eps;
+    Format embedding_format;
+    const void *embedding; // [vocabulary][hidden]
+    const Layer *layers;
+    const float *norm; // [hidden]
+    Matrix head;
+    const float *frequencies; // [head_dim / 2]: radians per position
+    float rope_factor;        // of cosines and sines
+    int32_t threads;          // that compute, the caller among them
+} Model;
+
+typedef struct {
+    int64_t num_tokens, num_rows;
+    const int32_t *token_ids;     // [num_tokens], the rows one after the other
+    const int32_t *starts;        // [num_rows + 1]: row b's tokens are [starts[b], starts[b + 1])
+    const int32_t *lengths;       // [num_rows]: tokens of the row after this step, those of the step being the last
+    const int32_t *tables;        // [num_rows][table_width]: the pages of each row
+    int64_t table_width;
+    const float *frequencies; // [num_tokens][head_dim / 2], or NULL: those of the model
+    void *pages;              // [layer][keys, values][page][kv head][slot][head_dim]
+    int64_t num_pages, page_size;
+    Format format; // of the pages
+    float *x;      // [num_tokens][hidden]: here goes the last layer's output
+    int64_t wrong; // the index of what was refused
+} Step;
+
+typedef enum {
+    DONE = 0,
+    NO_MEMORY = 1,
+    WRONG_TOKEN = 2,  // wrong: its index in token_ids
+    WRONG_ROW = 3,    // wrong: a row that has no tokens, or fewer than the step computes, or more than its table holds
+    WRONG_PAGE = 4,   // wrong: its row
+} Outcome;

@@ -1,0 +1,63 @@
+// The widest vector of floats that this variant has, and what a line of a panel becomes in it.
+#pragma once
+#include "gemm.h"
+
+#include <immintrin.h>
+
+#ifdef __AVX512F__
+
+#define LANES 16
+typedef __m512 Vector;
+typedef __m512i Integers;
+
+INLINE Vector load(const void *from) { return _mm512_loadu_ps(from); }
+INLINE void store(void *to, Vector a) { _mm512_storeu_ps(to, a); }
+INLINE Vector spread(float number) { return _mm512_set1_ps(number); }
+INLINE Integers spread_word(const void *word) { return _mm512_set1_epi32(*(const int32_t *)word); }
+INLINE Vector add(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+INLINE Vector multiplied(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+INLINE Vector from_halves(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(from)); }
+INLINE Vector from_even(const void *from) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(from), 16)); }
+INLINE Vector from_odd(const void *from) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi32((int)0xffff0000)));
+}
+INLINE Integers from_int8(const void *from) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(from)); }
+INLINE Vector to_floats(Integers a) { return _mm512_cvtepi32_ps(a); }
+INLINE Integers no_integers(void) { return _mm512_setzero_si512(); }
+
+#define MULTIPLY_ADD(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#define MULTIPLY_ADD_PAIRS(sum, a, b) __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+
+#else
+
+#define LANES 8
+typedef __m256 Vector;
+typedef __m256i Integers;
+
+INLINE Vector load(const void *from) { return _mm256_loadu_ps(from); }
+INLINE void store(void *to, Vector a) { _mm256_storeu_ps(to, a); }
+INLINE Vector spread(float number) { return _mm256_set1_ps(number); }
+INLINE Integers spread_word(const void *word) { return _mm256_set1_epi32(*(const int32_t *)word); }
+INLINE Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+INLINE Vector multiplied(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+INLINE Vector from_halves(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128(from)); }
+INLINE Vector from_even(const void *from) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(from), 16)); }
+INLINE Vector from_odd(const void *from) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(from), _mm256_set1_epi32((int)0xffff0000)));
+}
+INLINE Integers from_int8(const void *from) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(from)); }
+INLINE Vector to_floats(Integers a) { return _mm256_cvtepi32_ps(a); }
+INLINE Integers no_integers(void) { return _mm256_setzero_si256(); }
+
+// Assembly, because gcc 12 picks forms of the instruction that need more registers than there are.
+#define MULTIPLY_ADD(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b))
+#define MULTIPLY_ADD_PAIRS(sum, a, b) \
+    do { \
+        __m256i products_ = _mm256_madd_epi16(a, b); \
+        __asm__("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products_)); \
+    } while (0)
+
+#endif
+
+// Vectors of a panel.
+#define VECTORS (PANEL / LANES)

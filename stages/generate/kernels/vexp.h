@@ -1,0 +1,28 @@
+// exp without libm.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+// e^x to 2 units in the last place; compilers turn loops of it into vector instructions. exp(-inf) is 0, exp(NaN) is
+// NaN, results below the smallest normal number are 0. The polynomial is that of Cephes' expf (S. Moshier).
+static inline __attribute__((always_inline)) float exp_of(float x) {
+    float y = x < 88.3762626647949f ? x : 88.3762626647949f;
+    y = y > -87.3365447505f ? y : -87.3365447505f;
+    float n = __builtin_rintf(y * 1.44269504088896341f);
+    float r = __builtin_fmaf(n, -0.693359375f, y);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500E-4f;
+    p = __builtin_fmaf(p, r, 1.3981999507E-3f);
+    p = __builtin_fmaf(p, r, 8.3334519073E-3f);
+    p = __builtin_fmaf(p, r, 4.1665795894E-2f);
+    p = __builtin_fmaf(p, r, 1.6666665459E-1f);
+    p = __builtin_fmaf(p, r, 5.0000001201E-1f);
+    p = __builtin_fmaf(p, r * r, r + 1.0f);
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    p *= power;
+    p = x < -87.3365447505f ? 0.0f : p;
+    p = x > 88.3762626647949f ? __builtin_inff() : p;
+    return x != x ? x : p;
+}

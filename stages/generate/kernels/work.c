@@ -1,0 +1,309 @@
+#include "work.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "pool.h"
+#include "rows.h"
+
+#define ALIGNMENT 64
+#define LARGEST_TILE (64 * 1024) // floats of a product that wait in a thread's scratch memory
+
+static char *memory;
+static int64_t memory_bytes;
+
+// Take *bytes* of the memory; with no memory yet, only count them.
+static void *take(char *base, int64_t *taken, int64_t bytes) {
+    char *place = base ? base + *taken : 0;
+    *taken += parts(bytes, ALIGNMENT) * ALIGNMENT;
+    return place;
+}
+
+static int has_memory(int64_t bytes) {
+    if (bytes <= memory_bytes) return 1;
+    free(memory);
+    memory_bytes = 0;
+    memory = aligned_alloc(ALIGNMENT, (size_t)parts(bytes, ALIGNMENT) * ALIGNMENT);
+    if (!memory) return 0;
+    memory_bytes = bytes;
+    return 1;
+}
+
+static int64_t row_bytes(const Work *work, const Matrix *matrix) {
+    return matrix->inputs ? work->model->variant->activation_bytes(matrix->format, matrix->inputs) : 0;
+}
+
+static Pages pages_of(const Work *work) {
+    const Model *model = work->model;
+    const Step *step = work->step;
+    int64_t plane = step->num_pages * model->num_kv_heads * step->page_size * model->head_dim * bytes_of(step->format);
+    char *keys = (char *)step->pages + work->layer * 2 * plane;
+    float scale = 1.0f / __builtin_sqrtf((float)model->head_dim);
+    return (Pages){keys,          keys + plane,     model->num_heads, model->num_kv_heads, model->head_dim,
+                   step->page_size, model->window, step->format,     scale};
+}
+
+// ---- what attention computes in a step: the same in every layer
+
+static int64_t segment_tokens(const Step *step) { return most(SEGMENT, step->page_size); }
+
+static int64_t first_segment(const Work *work, int64_t position) {
+    int64_t window = work->model->window, begin = window ? most(0, position + 1 - window) : 0;
+    return begin / segment_tokens(work->step);
+}
+
+// List the chunks of all rows, or count them where there is no list yet. Later queries come first: they cost more.
+static void list_attention(Work *work, int64_t *num_parts) {
+    const Model *model = work->model;
+    const Step *step = work->step;
+    Pages pages = pages_of(work);
+    int64_t heads = model->num_kv_heads, group = model->num_heads / heads, at_once = model->variant->queries(&pages);
+    int64_t threads = pool_threads(), blocks = 0;
+    for (int64_t row = 0; row < step->num_rows; row++)
+        blocks += parts(step->starts[row + 1] - step->starts[row], at_once);
+    int64_t heads_at_once = blocks >= 8 * threads ? heads : 1;
+    int splits = threads > 1 && blocks * heads < 4 * threads;
+    work->num_attention = work->num_merges = *num_parts = 0;
+    for (int64_t row = 0; row < step->num_rows; row++) {
+        int32_t start = step->starts[row], count = step->starts[row + 1] - start;
+        int64_t position = step->lengths[row] - 1, first = first_segment(work, position);
+        int64_t segments = position / segment_tokens(step) - first + 1;
+        if (splits && count == 1 && segments > 1) {
+            for (int64_t head = 0; head < heads; head++) {
+                AttentionChunk merge = {(int32_t)row, start, 1, (int32_t)head, 1, (int32_t)segments,
+                                        *num_parts * group * work->part_floats};
+                if (work->merges) work->merges[work->num_merges] = merge;
+                work->num_merges++;
+                for (int64_t s = 0; s < segments; s++) {
+                    AttentionChunk chunk = {(int32_t)row, start, 1, (int32_t)head, 1, (int32_t)(first + s),
+                                            *num_parts * group * work->part_floats};
+                    if (work->attention) work->attention[work->num_attention] = chunk;
+                    work->num_attention++;
+                    ++*num_parts;
+                }
+            }
+            continue;
+        }
+        for (int64_t block = parts(count, at_once) - 1; block >= 0; block--)
+            for (int64_t head = 0; head < heads; head += heads_at_once) {
+                AttentionChunk chunk = {(int32_t)row, (int32_t)(start + block * at_once),
+                                        (int32_t)least(at_once, count - block * at_once), (int32_t)head,
+                                        (int32_t)least(heads_at_once, heads - head), -1, 0};
+                if (work->attention) work->attention[work->num_attention] = chunk;
+                work->num_attention++;
+            }
+    }
+}
+
+static void attention_chunk(void *job, int64_t index, int thread) {
+    const Work *work = job;
+    const Model *model = work->model;
+    const AttentionChunk *chunk = &work->attention[index];
+    Pages pages = pages_of(work);
+    int64_t group = model->num_heads / model->num_kv_heads, position = work->positions[chunk->token];
+    const int32_t *table = work->step->tables + chunk->row * work->step->table_width;
+    const float *q = work->qkv + chunk->token * work->qkv_stride;
+    float *o = work->attended + chunk->token * work->attended_stride, *scratch = scratch_of(work, thread);
+    for (int64_t head = chunk->first_head; head < chunk->first_head + chunk->num_heads; head++) {
+        int64_t offset = head * group * model->head_dim;
+        if (chunk->segment < 0)
+            model->variant->attend(&pages, table, position, chunk->count, head, q + offset, work->qkv_stride,
+                                   o + offset, work->attended_stride, scratch);
+        else
+            model->variant->attend_segment(&pages, table, position, head, chunk->segment, q + offset,
+                                           work->attention_parts + chunk->part, scratch);
+    }
+}
+
+static void merge_chunk(void *job, int64_t index, int thread) {
+    const Work *work = job;
+    const AttentionChunk *merge = &work->merges[index];
+    Pages pages = pages_of(work);
+    int64_t group = work->model->num_heads / work->model->num_kv_heads;
+    float *o = work->attended + merge->token * work->attended_stride + merge->first_head * group * work->model->head_dim;
+    (void)thread;
+    work->model->variant->merge(&pages, work->attention_parts + merge->part, merge->segment, o);
+}
+
+void attend(const Work *work) {
+    pool_run(attention_chunk, (void *)work, work->num_attention);
+    pool_run(merge_chunk, (void *)work, work->num_merges);
+}
+
+// ---- memory
+
+static int64_t lay_out_experts(Work *work, char *base, int64_t taken) {
+    const Model *model = work->model;
+    const Layer *layer = 0;
+    for (int64_t l = 0; l < model->num_layers; l++)
+        if (model->layers[l].experts) layer = &model->layers[l];
+    if (!layer) return taken;
+    const Mlp *expert = &layer->experts[0];
+    int64_t tokens = least(work->step->num_tokens, EXPERT_TOKENS), pairs = tokens * model->experts_per_token;
+    work->router_stride = padded(model->num_experts);
+    work->pair_inner_stride = padded(expert->down.inputs);
+    work->pair_out_stride = padded(model->hidden);
+    work->router = take(base, &taken, tokens * work->router_stride * 4);
+    work->shares = take(base, &taken, pairs * 4);
+    work->chosen = take(base, &taken, pairs * 4);
+    work->pair_of = take(base, &taken, pairs * 4);
+    work->pair_tokens = take(base, &taken, pairs * 4);
+    work->first_pair = take(base, &taken, (model->num_experts + 1) * 4);
+    work->products = take(base, &taken, model->num_experts * (int64_t)sizeof(Product));
+    work->pair_inner = take(base, &taken, pairs * work->pair_inner_stride * 4);
+    work->pair_out = take(base, &taken, pairs * work->pair_out_stride * 4);
+    work->pair_activations =
+        take(base, &taken, pairs * most(row_bytes(work, &expert->gate_up), row_bytes(work, &expert->down)));
+    return taken;
+}
+
+static int64_t lay_out(Work *work, char *base, int64_t num_parts) {
+    const Model *model = work->model;
+    int64_t taken = 0, tokens = work->step->num_tokens, half = model->head_dim / 2, inner = 0, bytes = 0;
+    int64_t widest = most(model->hidden, model->num_heads * model->head_dim);
+    for (int64_t l = 0; l < model->num_layers; l++) {
+        const Layer *layer = &model->layers[l];
+        const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->mlp.gate_up, &layer->mlp.down, &layer->router,
+                                    layer->experts ? &layer->experts->gate_up : &layer->qkv};
+        for (size_t i = 0; i < sizeof matrices / sizeof *matrices; i++)
+            bytes = most(bytes, row_bytes(work, matrices[i]));
+        inner = most(inner, layer->mlp.down.inputs);
+        widest = most(widest, layer->experts ? layer->experts->down.inputs : layer->mlp.down.inputs);
+    }
+    Pages pages = pages_of(work);
+    work->qkv_stride = padded((model->num_heads + 2 * model->num_kv_heads) * model->head_dim);
+    work->attended_stride = padded(model->num_heads * model->head_dim);
+    work->inner_stride = padded(inner);
+    work->positions = take(base, &taken, tokens * 4);
+    work->rows = take(base, &taken, tokens * 4);
+    work->cosines = take(base, &taken, tokens * half * 4);
+    work->sines = take(base, &taken, tokens * half * 4);
+    work->qkv = take(base, &taken, tokens * work->qkv_stride * 4);
+    work->attended = take(base, &taken, tokens * work->attended_stride * 4);
+    work->inner = take(base, &taken, tokens * work->inner_stride * 4);
+    work->activations = take(base, &taken, tokens * bytes);
+    work->attention = take(base, &taken, work->num_attention * (int64_t)sizeof(AttentionChunk));
+    work->merges = take(base, &taken, work->num_merges * (int64_t)sizeof(AttentionChunk));
+    work->attention_parts =
+        take(base, &taken, num_parts * model->num_heads / model->num_kv_heads * work->part_floats * 4);
+    taken = lay_out_experts(work, base, taken);
+    work->scratch_bytes = most(LARGEST_TILE * 4, model->variant->attend_scratch(&pages));
+    work->scratch_bytes = parts(most(work->scratch_bytes, padded(widest) * 4), 4096) * 4096;
+    work->scratch = take(base, &taken, work->scratch_bytes * pool_threads());
+    return taken;
+}
+
+Outcome begin_work(Work *work) {
+    const Step *step = work->step;
+    Pages pages = pages_of(work);
+    int64_t num_parts;
+    work->part_floats = work->model->variant->part_floats(&pages);
+    list_attention(work, &num_parts);
+    int64_t bytes = lay_out(work, 0, num_parts);
+    if (!has_memory(bytes)) return NO_MEMORY;
+    lay_out(work, memory, num_parts);
+    list_attention(work, &num_parts);
+    for (int64_t row = 0; row < step->num_rows; row++)
+        for (int32_t t = step->starts[row]; t < step->starts[row + 1]; t++) {
+            work->rows[t] = (int32_t)row;
+            work->positions[t] = step->lengths[row] - (step->starts[row + 1] - t);
+        }
+    return DONE;
+}
+
+Outcome begin_head(Work *work, int64_t num_rows, int64_t tiles, int64_t tile_floats) {
+    const Model *model = work->model;
+    work->scratch_bytes = parts(most(tile_floats, padded(model->hidden)) * 4, 4096) * 4096;
+    for (int pass = 0; pass < 2; pass++) {
+        int64_t taken = 0;
+        char *base = pass ? memory : 0;
+        work->activations = take(base, &taken, num_rows * row_bytes(work, &model->head));
+        work->best = take(base, &taken, num_rows * tiles * 4);
+        work->best_ids = take(base, &taken, num_rows * tiles * 4);
+        work->scratch = take(base, &taken, work->scratch_bytes * pool_threads());
+        if (!pass && !has_memory(taken)) return NO_MEMORY;
+    }
+    return DONE;
+}
+
+// ---- rows
+
+typedef struct {
+    const Work *work;
+    const float *in;
+    int64_t in_stride;
+    const int32_t *rows;
+    int64_t num_rows;
+    const float *norm;
+    const Matrix *matrix;
+    char *out;
+} Preparation;
+
+static void prepare_chunk(void *job, int64_t chunk, int thread) {
+    const Preparation *p = job;
+    const Variant *variant = p->work->model->variant;
+    int64_t inputs = p->matrix->inputs, bytes = row_bytes(p->work, p->matrix);
+    int64_t end = least((chunk + 1) * ROWS_AT_ONCE, p->num_rows);
+    float *row = scratch_of(p->work, thread);
+    memset(row + inputs, 0, (size_t)(padded(inputs) - inputs) * sizeof(float));
+    for (int64_t r = chunk * ROWS_AT_ONCE; r < end; r++) {
+        const float *in = p->in + (p->rows ? p->rows[r] : r) * p->in_stride;
+        if (p->norm) rms_norm(in, p->norm, inputs, p->work->model->eps, row);
+        else memcpy(row, in, (size_t)inputs * sizeof(float));
+        variant->prepare(p->matrix->format, row, inputs, p->out + r * bytes);
+    }
+}
+
+const char *prepare(const Work *work, const float *in, int64_t in_stride, const int32_t *rows, int64_t num_rows,
+                    const float *norm, const Matrix *matrix, char *out) {
+    Preparation job = {work, in, in_stride, rows, num_rows, norm, matrix, out};
+    pool_run(prepare_chunk, &job, parts(num_rows, ROWS_AT_ONCE));
+    return out;
+}
+
+// ---- products
+
+Product product_of(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
+                   int64_t stride) {
+    Product product = {work, matrix, rows, num_rows, .then = then, .out = out, .stride = stride};
+    work->model->variant->tile(matrix, num_rows, pool_threads(), &product.tile_rows, &product.tile_panels);
+    product.tile_rows = least(product.tile_rows, num_rows);
+    product.tile_panels = least(product.tile_panels, parts(matrix->outputs, PANEL));
+    while (product.tile_rows * product.tile_panels * PANEL > LARGEST_TILE && product.tile_panels > 2)
+        product.tile_panels = parts(product.tile_panels, 4) * 2;
+    while (product.tile_rows * product.tile_panels * PANEL > LARGEST_TILE) product.tile_rows = parts(product.tile_rows, 2);
+    product.row_tiles = parts(num_rows, product.tile_rows);
+    product.num_chunks = product.row_tiles * parts(parts(matrix->outputs, PANEL), product.tile_panels);
+    return product;
+}
+
+void product_chunk(void *job, int64_t chunk, int thread) {
+    const Product *p = job;
+    const Variant *variant = p->work->model->variant;
+    int64_t first = chunk % p->row_tiles * p->tile_rows, count = least(p->tile_rows, p->num_rows - first);
+    int64_t first_panel = chunk / p->row_tiles * p->tile_panels;
+    int64_t num_panels = least(p->tile_panels, parts(p->matrix->outputs, PANEL) - first_panel);
+    const char *rows = p->rows + first * row_bytes(p->work, p->matrix);
+    float *out = p->out + first * p->stride + first_panel * PANEL / (p->then == SWIGLU ? 2 : 1);
+    if (p->then == STORE) {
+        variant->multiply(p->matrix, rows, count, first_panel, num_panels, out, p->stride);
+        return;
+    }
+    int64_t tile_stride = num_panels * PANEL, outputs = least(tile_stride, p->matrix->outputs - first_panel * PANEL);
+    float *tile = scratch_of(p->work, thread);
+    variant->multiply(p->matrix, rows, count, first_panel, num_panels, tile, tile_stride);
+    for (int64_t r = 0; r < count; r++) {
+        const float *in = tile + r * tile_stride;
+        float *to = out + r * p->stride;
+        if (p->then == ADD) add(in, outputs, to);
+        else
+            for (int64_t panel = 0; panel < num_panels; panel += 2)
+                swiglu(in + panel * PANEL, in + (panel + 1) * PANEL, PANEL, to + panel / 2 * PANEL);
+    }
+}
+
+void multiply(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
+              int64_t stride) {
+    Product product = product_of(work, matrix, rows, num_rows, then, out, stride);
+    pool_run(product_chunk, &product, product.num_chunks);
+}

@@ -1,0 +1,81 @@
+// The memory of one step, and its jobs that several threads share.
+#pragma once
+#include "step.h"
+
+// What happens to a product: it is stored, added to what is there, or gate and up become one (SwiGLU).
+typedef enum { STORE, ADD, SWIGLU } Then;
+
+// One product that all threads share, as one job or, for experts, as one of several in a job.
+typedef struct {
+    const struct Work *work;
+    const Matrix *matrix;
+    const char *rows;
+    int64_t num_rows, tile_rows, tile_panels, row_tiles, num_chunks;
+    Then then;
+    float *out;
+    int64_t stride;
+} Product;
+
+typedef struct {
+    int32_t row, token, count, first_head, num_heads;
+    int32_t segment; // -1: all of them
+    int64_t part;    // where the parts of a segment go, in floats
+} AttentionChunk;
+
+typedef struct Work {
+    const Model *model;
+    const Step *step;
+    int64_t layer;
+    int32_t *positions, *rows; // [num_tokens]: of each token, in its row; and which row that is
+    float *cosines, *sines;    // [num_tokens][head_dim / 2]
+    float *qkv, *attended, *inner;
+    int64_t qkv_stride, attended_stride, inner_stride; // in floats, multiples of ROW_MULTIPLE; what is beyond is zero
+    char *activations; // prepared rows
+    AttentionChunk *attention, *merges;
+    int64_t num_attention, num_merges, part_floats;
+    float *attention_parts;
+    // experts: pairs of a token and one of its experts, those of an expert side by side
+    char *pair_activations;
+    float *router, *shares, *pair_inner, *pair_out;
+    int32_t *chosen, *pair_tokens, *pair_of, *first_pair;
+    Product *products; // one for each expert that has tokens
+    int64_t router_stride, pair_inner_stride, pair_out_stride;
+    float *best; // the head
+    int32_t *best_ids;
+    char *scratch;
+    int64_t scratch_bytes;
+} Work;
+
+// Tokens whose experts are computed at once; more need more memory.
+#define EXPERT_TOKENS 512
+
+#define ROWS_AT_ONCE 8 // of a chunk of what goes row by row
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+static inline int64_t padded(int64_t count) { return parts(count, ROW_MULTIPLE) * ROW_MULTIPLE; }
+static inline float *scratch_of(const Work *work, int thread) {
+    return (float *)(work->scratch + thread * work->scratch_bytes);
+}
+
+// Lay out the memory of a step, or of the head.
+Outcome begin_work(Work *work);
+Outcome begin_head(Work *work, int64_t num_rows, int64_t tiles, int64_t tile_floats);
+
+// Bring rows of *in*, or those that *rows* names, into the form that *matrix* multiplies, normalised if there is a *norm*.
+// Returns *out*.
+const char *prepare(const Work *work, const float *in, int64_t in_stride, const int32_t *rows, int64_t num_rows,
+                    const float *norm, const Matrix *matrix, char *out);
+
+Product product_of(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
+                   int64_t stride);
+void product_chunk(void *job, int64_t chunk, int thread);
+void multiply(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
+              int64_t stride);
+
+// All rows' attention of a layer: from `qkv` and the pages to `attended`.
+void attend(const Work *work);
+
+// A mixture of experts (https://arxiv.org/abs/1701.06538), added to x.
+void mix_experts(const Work *work, const Layer *layer);

@@ -1,0 +1,85 @@
+"""What this machine gives an engine: how many cores, and whether they multiply bfloat16 fast.
+
+Knows neither flags nor torch. Reads /proc and /sys below a root folder. What is not there, as on another system,
+limits nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Set
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path("/")
+FAST_BFLOAT16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Flags in /proc/cpuinfo of CPUs that multiply bfloat16; the last one is Arm's."""
+
+
+def usable_cpus() -> Set[int]:
+    """Return the logical CPUs that this thread may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset(range(os.cpu_count() or 1))
+
+
+def usable_cores(cpus: Set[int], root: Path = ROOT) -> int:
+    """Return how many threads can compute at full speed on *cpus*, at least 1.
+
+    These are the physical cores of one NUMA node, the one with the most of them: two threads of a core share its units,
+    and memory of another node is far. Of a cgroup's quota only whole CPUs count: when a quota is used up, all threads
+    stop until the next period.
+    """
+    cores = {_siblings(cpu, root) & cpus or frozenset({cpu}) for cpu in cpus}
+    nodes = [_cpu_list(path) for path in root.glob("sys/devices/system/node/node[0-9]*/cpulist")]
+    in_one_node = max((sum(1 for core in cores if core & node) for node in nodes), default=0)
+    return max(1, min([in_one_node or len(cores), *_quotas(root)]))
+
+
+def bfloat16_is_slow(root: Path = ROOT) -> bool:
+    """Return whether this CPU is known to lack instructions that multiply bfloat16."""
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return FAST_BFLOAT16.isdisjoint(flags.split())
+    return False
+
+
+def _siblings(cpu: int, root: Path) -> frozenset[int]:
+    """Return the logical CPUs of the core that *cpu* belongs to; empty where nothing says it."""
+    return _cpu_list(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+
+
+def _cpu_list(path: Path) -> frozenset[int]:
+    """Return the numbers in a file such as `0-3,8`; none if it cannot be read."""
+    try:
+        ranges = [part.partition("-")[::2] for part in path.read_text().strip().split(",") if part]
+        return frozenset(cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Yield the CPU time that each cgroup of this process grants, in whole CPUs: its own and those above it.
+
+    In a container the path may be one of the host. Then the top of what is mounted is the container's own cgroup.
+    """
+    cgroups = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2, alone or beside version 1
+            mounts, names = [cgroups, cgroups / "unified"], ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            mounts, names = [cgroups / controllers, cgroups / "cpu"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        below = Path(path.lstrip("/")) if ".." not in path else Path()
+        for folder in {mount / part for mount in mounts for part in (below, *below.parents)}:
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = " ".join((folder / name).read_text() for name in names).split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) // int(period)

@@ -1,0 +1,38 @@
+// Many short jobs on the threads of pool.c: each chunk is computed once, and no job is lost or waited for in vain.
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "pool.h"
+
+#define MOST 64
+
+typedef struct {
+    int64_t number, num_chunks;
+    _Atomic int64_t computed[MOST];
+} Job;
+
+static void chunk_of(void *argument, int64_t chunk, int thread) {
+    Job *job = argument;
+    if (chunk < 0 || chunk >= job->num_chunks || thread < 0 || thread >= pool_threads()) abort();
+    atomic_fetch_add(&job->computed[chunk], job->number);
+}
+
+int main(int count, char **arguments) {
+    int64_t jobs = count > 1 ? atoll(arguments[1]) : 100000;
+    int threads = count > 2 ? atoi(arguments[2]) : 6;
+    uint64_t random = 1;
+    for (int64_t number = 1; number <= jobs; number++) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        if (number % 1000 == 1) pool_use(1 + (int)(random >> 40) % threads);
+        Job job = {number, 1 + (int64_t)(random >> 33) % MOST, {0}};
+        pool_run(chunk_of, &job, job.num_chunks);
+        for (int64_t chunk = 0; chunk < job.num_chunks; chunk++)
+            if (job.computed[chunk] != number) {
+                printf("job %ld: chunk %ld of %ld was not computed once\n", number, chunk, job.num_chunks);
+                return 1;
+            }
+    }
+    printf("%ld jobs\n", jobs);
+    return 0;
+}

@@ -1,0 +1,292 @@
+"""Multiplication with packed weights: right against float64, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
+from kernel_variants import Functions
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stages.generate.kernels.library import Matrix
+
+# R = rows, I = inputs, O = outputs
+
+PANEL = 16
+GROUP = 64
+FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GUARD = 12345.0
+"""What lies beyond the arrays that a function may write to."""
+
+
+def padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Return an array that begins at a cache line."""
+    raw = np.full(num_bytes + 64, 0xA5, np.uint8)
+    return raw[-raw.ctypes.data % 64 :][:num_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed matrix and the arrays that it points to."""
+
+    matrix: Matrix
+    panels: NDArray[np.uint8]
+    bias_O: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """The functions of one variant."""
+
+    functions: Functions
+
+    @property
+    def variant(self) -> str:
+        return self.functions.variant
+
+    def call(self, name: str, *arguments: object) -> int:
+        return self.functions.call(name, *arguments)
+
+    def pack(self, format_name: str, weight_OI: Tensor, bias_O: Tensor | None = None) -> Packed:
+        """Pack a weight of any dtype."""
+        outputs, inputs = weight_OI.shape
+        source = next(name for name, dtype in DTYPES.items() if dtype == weight_OI.dtype)
+        panel_bytes = self.call("panel_bytes", FORMATS[format_name], inputs)
+        assert panel_bytes % 64 == 0
+        num_panels = padded(outputs, PANEL) // PANEL
+        panels = aligned(num_panels * panel_bytes + 64)
+        rows = [weight_OI[o].data_ptr() if o < outputs else None for o in range(num_panels * PANEL)]
+        for panel in range(num_panels):
+            pointers = (ctypes.c_void_p * PANEL)(*rows[panel * PANEL : (panel + 1) * PANEL])
+            at = ctypes.c_void_p(panels.ctypes.data + panel * panel_bytes)
+            self.call("pack", FORMATS[format_name], pointers, FORMATS[source], inputs, at)
+        assert (panels[-64:] == 0xA5).all()
+        bias = None
+        if bias_O is not None:
+            bias = np.zeros(num_panels * PANEL, np.float32)
+            bias[:outputs] = bias_O.numpy()
+        matrix = Matrix(panels.ctypes.data, None if bias is None else bias.ctypes.data, outputs, inputs)
+        matrix.format = FORMATS[format_name]
+        return Packed(matrix, panels, bias)
+
+    def prepare(self, packed: Packed, x_RI: Tensor) -> NDArray[np.uint8]:
+        """Return rows of activations as `multiply` reads them."""
+        inputs, format_ = packed.matrix.inputs, packed.matrix.format
+        row_bytes = self.call("activation_bytes", format_, inputs)
+        assert row_bytes % 64 == 0
+        rows = aligned(len(x_RI) * row_bytes + 64)
+        x = F.pad(x_RI, (0, padded(inputs, 64) - inputs)).contiguous()
+        for r in range(len(x)):
+            at = ctypes.c_void_p(rows.ctypes.data + r * row_bytes)
+            self.call("prepare", format_, ctypes.c_void_p(x[r].data_ptr()), inputs, at)
+        assert (rows[-64:] == 0xA5).all()
+        return rows[:-64].reshape(len(x_RI), row_bytes)
+
+    def multiply(self, packed: Packed, rows: NDArray[np.uint8], splits: Sequence[int] | None = None) -> Tensor:
+        """Return y_RO; each call gets the panels between two neighbours of *splits*."""
+        outputs = packed.matrix.outputs
+        num_panels = padded(outputs, PANEL) // PANEL
+        y = torch.full((len(rows), num_panels * PANEL + 3), GUARD)
+        for first, end in zip(s := splits or [0, num_panels], s[1:], strict=False):
+            out = ctypes.c_void_p(y.data_ptr() + first * PANEL * 4)
+            at = ctypes.c_void_p(rows.ctypes.data)
+            self.call("multiply", ctypes.byref(packed.matrix), at, len(rows), first, end - first, out, y.shape[1])
+        assert (y[:, -3:] == GUARD).all()
+        assert not y[:, outputs:-3].nan_to_num().any()
+        return y[:, :outputs]
+
+    def tile(self, matrix: Matrix, num_rows: int, threads: int) -> tuple[int, int]:
+        """Return how many rows and panels a call should get."""
+        rows, panels = ctypes.c_int64(), ctypes.c_int64()
+        self.call("tile", ctypes.byref(matrix), num_rows, threads, ctypes.byref(rows), ctypes.byref(panels))
+        return rows.value, panels.value
+
+    def __call__(self, packed: Packed, x_RI: Tensor) -> Tensor:
+        return self.multiply(packed, self.prepare(packed, x_RI))
+
+
+@pytest.fixture(scope="module")
+def gemm(functions: Functions) -> Gemm:
+    return Gemm(functions)
+
+
+SHAPES = [(17, 6), (40, 36), (16, 1), (1, 63), (33, 65), (80, 520), (130, 129), (64, 1030)]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def stored(format_name: str, outputs: int, inputs: int) -> Tensor:
+    """Return a weight as a checkpoint has it."""
+    return numbers(outputs, inputs, seed=1).to(DTYPES.get(format_name, torch.bfloat16))
+
+
+def dequantised(packed: Packed) -> Tensor:
+    """Return the weights that the panels of an INT8 matrix have: see gemm.h."""
+    inputs = padded(packed.matrix.inputs, 2)
+    num_panels = padded(packed.matrix.outputs, PANEL) // PANEL
+    panels = packed.panels[:-64].reshape(num_panels, -1)
+    units = panels[:, :64].copy().view(np.float32).astype(np.float64)
+    weights = []
+    at = 64
+    for first in range(0, inputs, GROUP):
+        count = min(GROUP, inputs - first)
+        scales = panels[:, at : at + 32].copy().view(np.float16).astype(np.float64)
+        lines = panels[:, at + 32 : at + 32 + 16 * count].view(np.int8).reshape(num_panels, count // 2, PANEL, 2)
+        values = lines.transpose(0, 2, 1, 3).reshape(num_panels, PANEL, count).astype(np.float64)
+        weights.append(values * (scales * units)[:, :, None])
+        at += 32 + 16 * count
+    whole = np.concatenate(weights, axis=2).reshape(num_panels * PANEL, inputs)
+    return torch.from_numpy(whole[: packed.matrix.outputs, : packed.matrix.inputs].copy())
+
+
+@pytest.mark.parametrize("format_name", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_products_are_those_of_float64(gemm: Gemm, format_name: str, outputs: int, inputs: int) -> None:
+    weight, bias, x = stored(format_name, outputs, inputs), numbers(outputs), numbers(50, inputs)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    error = (gemm(gemm.pack(format_name, weight, bias), x) - exact).abs()
+    if format_name == "bfloat16" and gemm.variant == "avx512":
+        torchs = (F.linear(x.bfloat16(), weight, bias.bfloat16()) - exact).abs()
+        assert error.norm() <= torchs.norm()
+    else:
+        size = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1) + bias.abs()
+        assert (error / size).max() <= 2**-24 * inputs**0.5 + 2**-24
+
+
+@pytest.mark.parametrize("format_name", ["float32", "bfloat16"])
+def test_weights_may_have_any_size(gemm: Gemm, format_name: str) -> None:
+    weight = numbers(16, 200) * torch.tensor([1e30, 1e-30, 1e36, 1e-34, 1.0, 0.0, 1e-7, 3e7] * 2)[:, None]
+    weight[9, 5] = 1e4  # one that is large among small ones
+    weight, x = weight.to(DTYPES[format_name]), numbers(7, 200)
+    exact = F.linear(x.double(), weight.double())
+    size = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+    rounding = 2**-8 if format_name == "bfloat16" and gemm.variant == "avx512" else 2**-20
+    assert ((gemm(gemm.pack(format_name, weight), x) - exact).abs() <= rounding * size).all()
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("format_name", DTYPES)
+def test_weights_of_any_dtype_are_rounded_once(gemm: Gemm, source: str, format_name: str) -> None:
+    weight = (numbers(20, 70) * 100).to(DTYPES[source])
+    rounded = weight.float().to(DTYPES[format_name])
+    assert (gemm.pack(format_name, weight).panels == gemm.pack(format_name, rounded).panels).all()
+    one_each = gemm(gemm.pack(format_name, weight), torch.eye(70))
+    assert torch.equal(one_each.T, rounded.float())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_int8_products_are_those_of_the_quantised_numbers(gemm: Gemm, outputs: int, inputs: int) -> None:
+    weight, bias, x = numbers(outputs, inputs), numbers(outputs), numbers(50, inputs)
+    packed = gemm.pack("int8", weight, bias)
+    weight_OI = dequantised(packed)
+    scales = x.abs().amax(1, keepdim=True).double() / 32767
+    x_RI = (x.double() / scales).round() * scales
+    exact = F.linear(x_RI, weight_OI, bias.double())
+    size = x_RI.norm(dim=1)[:, None] * weight_OI.norm(dim=1) + bias.abs()
+    assert ((gemm(packed, x) - exact).abs() <= 2**-14 * size).all()
+    assert_eight_bits(weight, weight_OI)
+
+
+def assert_eight_bits(weight: Tensor, weight_OI: Tensor) -> None:
+    """No weight is further from its quantised one than half a step, and 127 steps are the largest of its group."""
+    for first in range(0, weight.shape[1], GROUP):
+        group_OI = weight[:, first : first + GROUP].double()
+        step = group_OI.abs().amax(1, keepdim=True) / 127
+        assert ((weight_OI[:, first : first + GROUP] - group_OI).abs() <= 0.5011 * step).all()
+
+
+def test_int8_keeps_eight_bits_of_weights_of_any_size(gemm: Gemm) -> None:
+    weight = numbers(16, 200)
+    weight *= torch.tensor([1e30, 1e-30, 1e36, 1e-29, 1.0, 65504.0, 1e-7, 3e-5] * 2)[:, None]
+    weight[8:, 64:128] *= 1e-6  # a group that is small beside the others of its output
+    weight[3, 128:] = 0
+    weight[7] = 0
+    weight[9, 5] *= 50  # one that is large among small ones
+    packed = gemm.pack("int8", weight)
+    weight_OI = dequantised(packed)
+    assert_eight_bits(weight, weight_OI)
+    x = numbers(5, 200)
+    y = gemm(packed, x).double()
+    exact = F.linear(x.double(), weight_OI)
+    size = x.double().norm(dim=1)[:, None] * weight_OI.norm(dim=1)
+    assert ((y - exact).abs() <= 2**-14 * size).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-44, 1e-30, 1e29])
+def test_int8_takes_activations_of_any_size(gemm: Gemm, scale: float) -> None:
+    weight, x = numbers(16, 70), numbers(3, 70) * scale
+    packed = gemm.pack("int8", weight)
+    exact = F.linear(x.double(), dequantised(packed))
+    assert ((gemm(packed, x) - exact).abs() <= 1e-4 * exact.abs().max() + 1e-40).all()
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_stays_so_and_alone(gemm: Gemm, format_name: str, bad: float) -> None:
+    packed = gemm.pack(format_name, stored(format_name, 40, 70))
+    x = numbers(5, 70)
+    fine = gemm(packed, x)
+    x[2, 33] = bad
+    y = gemm(packed, x)
+    assert not y[2].isfinite().any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(y[others], fine[others])
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_an_infinite_weight_or_one_that_is_no_number_shows(gemm: Gemm, format_name: str) -> None:
+    weight = numbers(20, 70)
+    weight[3, 65], weight[17, 2] = float("nan"), float("inf")
+    y = gemm(gemm.pack(format_name, weight), numbers(2, 70))
+    assert not y[:, [3, 17]].isfinite().any()
+    assert y[:, [o for o in range(20) if o not in (3, 17)]].isfinite().all()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_the_bits_of_a_row_do_not_depend_on_the_others(gemm: Gemm, format_name: str) -> None:
+    packed = gemm.pack(format_name, stored(format_name, 100, 1100), numbers(100))
+    rows = gemm.prepare(packed, numbers(513, 1100))
+    alone = torch.cat([gemm.multiply(packed, rows[r : r + 1]) for r in range(513)])
+    for count in (*range(2, 65), 100, 513):
+        assert same_bits(gemm.multiply(packed, rows[:count]), alone[:count]), count
+        assert same_bits(gemm.multiply(packed, rows[513 - count :]), alone[513 - count :]), count
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 32, 100])
+def test_the_bits_do_not_depend_on_how_the_panels_are_split(gemm: Gemm, format_name: str, count: int) -> None:
+    packed = gemm.pack(format_name, stored(format_name, 200, 300), numbers(200))
+    rows = gemm.prepare(packed, numbers(count, 300))
+    whole = gemm.multiply(packed, rows)
+    splits: Iterable[list[int]] = ([0, 4, 8, 12, 13], list(range(14)), [0, 2, 3, 13], [0, 1, 6, 13], [0, 5, 12, 13])
+    for split in splits:
+        assert same_bits(gemm.multiply(packed, rows, split), whole), split
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_tile_is_even_or_whole_and_leaves_work_for_every_thread(gemm: Gemm, format_name: str) -> None:
+    for outputs, inputs in [(4608, 768), (768, 3072), (151936, 1024), (40, 36), (16, 1), (17, 100_000)]:
+        for num_rows, threads in [(1, 1), (1, 32), (7, 2), (32, 8), (100, 2), (2048, 1), (2048, 32)]:
+            rows, panels = gemm.tile(Matrix(None, None, outputs, inputs, FORMATS[format_name]), num_rows, threads)
+            num_panels = padded(outputs, PANEL) // PANEL
+            assert 1 <= rows <= padded(num_rows, 6)
+            assert panels == num_panels or (panels % 2 == 0 and 0 < panels < num_panels)
+            chunks = -(-num_rows // rows) * -(-num_panels // panels)
+            assert chunks >= min(threads, num_panels // 4)

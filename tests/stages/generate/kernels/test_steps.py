@@ -1,0 +1,63 @@
+"""A step of the kernels refuses what cannot be, and what is not a number fails alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from checkpoints import make_checkpoint, make_engine
+from kernel_variants import VARIANTS
+from plans import Request, plan, shuffled_pages
+from safetensors.torch import load_file, save_file
+
+from stages.generate.forward.engine import Engine
+
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels for this machine")
+
+VOCABULARY = 497
+TOKENS = random.Random(6).choices(range(4, 400), k=21)
+NOT_A_NUMBER = 401
+"""A token whose embedding is NaN."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = make_checkpoint(tmp_path_factory.mktemp("steps"), "qwen3", tie=False)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"][NOT_A_NUMBER] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    return make_engine(folder, kernels=VARIANTS[-1])
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(engine: Engine) -> None:
+    row = Request(0, list(TOKENS), shuffled_pages()).row(64)
+    for token, error in ((VOCABULARY, ValueError), (-1, ValueError), (2**40, OverflowError)):
+        with pytest.raises(error, match=r"vocabulary has 497|too large|out of bounds"):
+            engine.forward(plan(replace(row, token_ids=(*row.token_ids[:5], token))))
+
+
+def test_a_page_that_does_not_exist_is_refused(engine: Engine) -> None:
+    row = Request(0, list(TOKENS), shuffled_pages()).row(64)
+    for page in (128, -1):
+        with pytest.raises(ValueError, match=r"row 0 .* there are 128"):
+            engine.forward(plan(replace(row, new_pages=(*row.new_pages[:-1], page))))
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_row_that_is_not_a_number_fails_alone_and_leaves_no_trace(engine: Engine, greedy: bool) -> None:
+    pool = shuffled_pages()
+    sick, sound = Request(0, [*TOKENS, NOT_A_NUMBER], pool), Request(1, list(TOKENS), pool)
+    rows = [sick.row(64), sound.row(64)]
+    if not greedy:
+        how = rows[0].sample
+        assert how is not None
+        rows[0] = replace(rows[0], sample=replace(how, params=how.params.model_copy(update={"temperature": 1.0})))
+    with pytest.raises(ArithmeticError, match="not a number"):
+        engine.forward(plan(*rows))
+    with pytest.raises(ArithmeticError, match="not a number"):
+        engine.forward(plan(rows[0]))
+    alone = engine.forward(plan(rows[1])).token_ids
+    again = Request(0, list(TOKENS), list(sick.pages))
+    assert engine.forward(plan(again.row(64))).token_ids == alone, "pages that held NaN serve the next request"

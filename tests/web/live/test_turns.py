@@ -1,0 +1,50 @@
+"""Large bodies and the event loop: one step after the other, and others between the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from stand_in_stages import StandIn
+from web_site import chat, site
+
+from web.live.turns import LARGE_BODY
+from web.wire.openai.schemas import parse_chat
+from web.wire.submit import chat_events
+
+STEP_S = 0.005
+
+
+async def test_between_the_steps_with_large_bodies_others_have_as_long_and_a_small_body_never_waits(
+    redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[float, float]] = []
+    asked: list[int] = []
+
+    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(given: Any, **more: Any) -> Any:
+            began_s = time.monotonic()
+            result = step(given, **more)
+            if isinstance(given, bytes):
+                asked.append(len(given))
+            if len(str(given)) > LARGE_BODY:
+                time.sleep(STEP_S)
+                steps.append((began_s, time.monotonic()))
+            return result
+
+        return run
+
+    monkeypatch.setattr("web.routes.generations.parse_chat", watched(parse_chat))
+    monkeypatch.setattr("web.routes.generations.chat_events", watched(chat_events))
+    async with site(redis_url) as here:
+        words = "a" * LARGE_BODY
+        answers = await asyncio.gather(*(here.post(chat(f"hello {more}")) for more in (words, words, words, "")))
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert len(steps) == 6
+    for (began_s, ended_s), (next_s, _) in itertools.pairwise(steps):
+        assert next_s - ended_s >= ended_s - began_s
+    assert min(asked) in asked[:2]
