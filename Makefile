@@ -5,16 +5,11 @@ BIN := .venv/bin
 # a Redis that is there, because each test empties it.
 TESTERS ?= $(if $(MINISGL_TEST_REDIS_URL),1,3)
 
-# A change of these compiles the library of kernels again, and installs nothing.
-KERNELS := $(wildcard stages/generate/kernels/*.[ch]) stages/generate/kernels/build.py
-
 .PHONY: venv serve bench attack test night chaos recovery soak clients containers lint types format docs clean gpu-check gpu-wheels
 
-venv: .venv/.ready
-
-.venv/.ready: .venv/.installed $(KERNELS)
+# The library of kernels is compiled again when C changed, which installs nothing.
+venv: .venv/.installed
 	@$(BIN)/python -m stages.generate.kernels.build
-	@touch $@
 
 .venv/.installed: pyproject.toml hatch_build.py
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("MiniSGL needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run: make venv PYTHON=python3.12")'

@@ -17,7 +17,7 @@ from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES
 
-LONG = 400
+LONG = 1200
 """Tokens of an answer that is long enough to be disturbed."""
 PROMPTS = tuple(f"Tell me story number {number}." for number in range(4))
 

@@ -197,6 +197,7 @@ class _Request(Request):
     ) -> str | bytes:
         """As Quart's, which waits in `asyncio.wait_for`: in Python 3.11 that swallows the cancellation of a client that
         leaves as the last of its body comes, and the client would be answered for ever."""
+        assert not cache, "the body is given once: pass cache=False"
         try:
             async with asyncio.timeout(spread_s(BODY_TIMEOUT_S)):
                 return await super().get_data(cache, as_text, parse_form_data)

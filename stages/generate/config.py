@@ -67,8 +67,8 @@ class EngineConfig:
         default="auto",
         choices=("auto", "cpu", "fi", "reference"),
         help=(
-            "attention backend; auto: fi on CUDA if it can run there, on a CPU that of --kernels; "
-            "with another one torch computes instead of the kernels"
+            "attention backend; auto: fi on CUDA if it can run there, the kernels' own on a CPU; "
+            "any other makes torch compute on a CPU"
         ),
     )
     cache: str = flag(
@@ -91,7 +91,7 @@ class EngineConfig:
         parse=auto_or(1),
         help=(
             "maximum prompt tokens per step while streams run [512 on CUDA; on CPU measured, so that a step takes "
-            "1.8 times as long; where torch computes 16, or 2 per running request]"
+            "1.8 times as long, or up to 3.6 times with many prompts; where torch computes 16, or 2 per running request]"
         ),
     )
     max_running_requests: int = flag(

@@ -105,7 +105,7 @@ class GenerateWorker:
                 plan, marks = planned
                 self._meter.planned(marks)
                 number = plan.step
-                if self._resumed and self._take_over(plan, marks):
+                if self._resumed and self._take_over(plan, marks, budget):
                     marks, number = [], self._schedule.skip_step()
                 failpoint("generate.before_forward")
                 began_s = time.perf_counter()
@@ -230,7 +230,7 @@ class GenerateWorker:
         self._suspects.end()
         self._schedule.isolate(None)
 
-    def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow]) -> bool:
+    def _take_over(self, plan: BatchPlan, marks: Sequence[StepRow], budget: int | None) -> bool:
         """Commit that this engine took over those requests of a plan that others had begun; False: there are none.
 
         It is in the log before anything is computed for them, so an engine that dies of a request has left its mark.
@@ -244,7 +244,8 @@ class GenerateWorker:
                 event = TakenOver(engine=identity.engine, epoch=identity.epoch, numerics=identity.numerics, alone=alone)
                 rows.append(EventRow(uid=mark.uid, n=n, event=event))
         if rows:
-            self._commit(plan.step, [*rows, *marks], [], Figures(), settled=True)
+            figures = Figures(mixed_prefill_length=budget)
+            self._commit(plan.step, [*rows, *marks], [], figures, settled=True)
             failpoint("generate.after_takeover_committed")
             self._take_in()  # raises if it could not be committed because the slot has another owner
         return bool(rows)

@@ -32,8 +32,12 @@ def kill(server: Server, stage: str, streams: Sequence[Stream]) -> None:
     (worker,) = server.command.workers(stage)
     num_deaths = len(server.command.log_lines("worker_died"))
     worker.suspend()
-    with server.log() as log:
-        assert not [s.uid for s in streams if s.uid and isinstance(events_of(log, s.uid)[-1], Finished)]
+    try:
+        with server.log() as log:
+            assert not [s.uid for s in streams if s.uid and isinstance(events_of(log, s.uid)[-1], Finished)]
+    except AssertionError:
+        worker.resume()  # for the tests after this one
+        raise
     worker.kill()
     eventually(lambda: not is_alive(worker), f"{worker} ends")
     eventually(lambda: len(server.command.log_lines("worker_died")) > num_deaths, "the supervisor notices")

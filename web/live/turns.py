@@ -1,6 +1,6 @@
-"""When a large body is read: one after the other, so that several of them do not add up to a long wait for the others.
+"""Large bodies are parsed one after the other, so that several of them do not add up to a long wait for the others.
 
-Reading 4 MiB takes the event loop 20 ms, and a small request needs several turns of the loop. Knows no request.
+Parsing 4 MiB takes the event loop 20 ms, and a small request needs several turns of the loop. Knows no request.
 """
 
 from __future__ import annotations

@@ -141,6 +141,8 @@ class Engine:
 
     def _hidden(self, plan: BatchPlan) -> tuple[Tensor, Sequence[int], list[int], list[Sample]]:
         """Return x_TE, where each row begins in T, and of the rows that sample the last token's index in T and how."""
+        if isinstance(self._computer, KernelDecoder) and torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # another engine of this process has changed it
         self._tables.update(plan.rows)
         x_TE, starts = self._computer.forward(plan, self._tables, self.kv_L2PKSD)
         last = [(end - 1, row.sample) for row, end in zip(plan.rows, starts[1:], strict=True) if row.sample is not None]

@@ -6,6 +6,7 @@ The build hook of the wheel (`hatch_build.py`) runs it where nothing else is ins
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -28,6 +29,7 @@ NOTE: Final = "libminisgl.txt"
 """Lies in the library's place where it could not be built, and says why: pip hides what a build prints."""
 ZIGLANG: Final = "ziglang==0.17.*"
 """The compiler for machines that have none: clang, linker and headers in one wheel."""
+SWITCH: Final = "MINISGL_BUILD_KERNELS"
 LAST_LINES: Final = 20
 """Of what a compiler said, in an error."""
 
@@ -55,7 +57,11 @@ _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 VARIANTS: Final[Mapping[str, Mapping[str, Instructions]]] = {
     "x86_64": {
-        "avx2": Instructions(_AVX2, f"{_INTEL}__m256 probe(__m256 a) {{ return _mm256_fmadd_ps(a, a, a); }}"),
+        "avx2": Instructions(
+            _AVX2,
+            f"{_INTEL}__m256 probe(__m256 a) {{ return _mm256_fmadd_ps(a, a, a); }}\n"
+            "_Float16 half(float a) { return (_Float16)a; }",  # from gcc 12 and clang 15 on
+        ),
         "avx512": Instructions(
             (*_AVX2, *_AVX512), f"{_INTEL}__m512 probe(__m512 a, __m512bh b) {{ return _mm512_dpbf16_ps(a, b, b); }}"
         ),
@@ -167,7 +173,12 @@ def _zig(*program: str) -> Compiler:
 
 def requirements() -> list[str]:
     """Return the packages that a build of the library needs here and that are not installed."""
-    return [] if machine() not in VARIANTS or find_compiler() else [ZIGLANG]
+    return [] if machine() not in VARIANTS or not is_wanted() or find_compiler() else [ZIGLANG]
+
+
+def is_wanted() -> bool:
+    """Return whether the kernels are to be built: `MINISGL_BUILD_KERNELS=0` leaves them out, and torch computes."""
+    return os.environ.get(SWITCH) != "0"
 
 
 def hash_of(folder: Path = HERE) -> str:
@@ -252,6 +263,8 @@ def build_or_note(folder: Path) -> Compiler | None:
     library, note = folder / LIBRARY, folder / NOTE
     compiler = find_compiler()
     try:
+        if not is_wanted():
+            raise CannotBuild(f"{SWITCH}=0 was set")
         if compiler is None:
             raise CannotBuild("no C compiler: cc is not on PATH or does not work, and ziglang is not installed")
         if origin_of(HERE / LIBRARY) != (hash_of(), compiler.name):
@@ -259,11 +272,22 @@ def build_or_note(folder: Path) -> Compiler | None:
         elif folder != HERE:
             shutil.copy(HERE / LIBRARY, library)
     except CannotBuild as problem:
+        if origin_of(library)[0] == hash_of():  # another compiler made it, of these sources
+            return None
         library.unlink(missing_ok=True)
         note.write_text(f"{problem}\n\nsources {hash_of()}\n")
         return None
     note.unlink(missing_ok=True)
     return compiler
+
+
+def _can_load(library: Path) -> bool:
+    """Return whether this machine can load it: a checkout may be shared with one whose libc is newer."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True
 
 
 def main() -> None:
@@ -272,7 +296,7 @@ def main() -> None:
     Without any compiler zig is fetched by pip, used and removed. Errors are for developers: complete, and exit code 1.
     """
     library, note = HERE / LIBRARY, HERE / NOTE
-    if machine() not in VARIANTS or origin_of(library)[0] == hash_of():
+    if machine() not in VARIANTS or not is_wanted() or (origin_of(library)[0] == hash_of() and _can_load(library)):
         return
     if note.exists() and f"sources {hash_of()}" in note.read_text():
         sys.stderr.write(f"The kernels for CPUs could not be built, so torch computes: {note.read_text()}")

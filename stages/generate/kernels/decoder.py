@@ -194,12 +194,15 @@ class KernelDecoder:
         outcome = self._functions.kernels_head(
             ctypes.byref(self._model),
             x_TE.data_ptr(),
+            len(x_TE),
             rows.ctypes.data,
             len(rows),
             places.ctypes.data,
             logits_RV.data_ptr(),
             best.ctypes.data,
         )
+        if outcome == _WRONG_TOKEN:
+            raise ValueError(f"rows {rows.tolist()}: the step has {len(x_TE)} tokens")
         if outcome:
             raise MemoryError(f"there is no memory for the logits of {len(rows)} rows")
         return best.tolist(), logits_RV
@@ -285,7 +288,7 @@ class KernelDecoder:
         """Tell ctypes the arguments of the library's functions."""
         functions = self._functions
         functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
-        functions.kernels_head.argtypes = [POINTER(_Model), *[c_void_p] * 2, c_int64, *[c_void_p] * 3]
+        functions.kernels_head.argtypes = [POINTER(_Model), c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3]
         functions.kernels_packed_bytes.argtypes = [c_void_p, c_int, c_int64, c_int64, c_int]
         functions.kernels_packed_bytes.restype = c_int64
         functions.kernels_pack.argtypes = [

@@ -100,7 +100,7 @@ int pool_use(int threads) {
 int pool_threads(void) { return atomic_load_explicit(&pool.threads, memory_order_relaxed); }
 
 void pool_run(Chunk function, void *job, int64_t num_chunks) {
-    if (num_chunks <= 1 || pool_threads() == 1) {
+    if (num_chunks <= 1 || num_chunks > MOST_CHUNKS || pool_threads() == 1) {
         for (int64_t chunk = 0; chunk < num_chunks; chunk++) function(job, chunk, 0);
         return;
     }

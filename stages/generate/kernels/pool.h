@@ -8,6 +8,7 @@
 // Compute one chunk; *thread* is below the number of threads, and no two run with the same one at once.
 typedef void (*Chunk)(void *job, int64_t chunk, int thread);
 
+// Of a job that is shared; the caller computes a larger one alone.
 #define MOST_CHUNKS ((1 << 20) - 1)
 #define MOST_THREADS 256
 

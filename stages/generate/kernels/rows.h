@@ -25,5 +25,5 @@ void add_weighted(const float *in, float weight, int64_t count, float *out);
 // The index of the largest number, the first one of several, and itself in *best; -1 if any of them is NaN.
 int64_t largest(const float *x, int64_t count, float *best);
 // The *num_chosen* largest of *logits*, the first ones of equals, in falling order, and their shares of the softmax over
-// all; with *normalize* the shares are scaled to sum to 1. NaN is never chosen while a number is left.
+// all; with *normalize* the shares are scaled to sum to 1. With a NaN all shares are NaN.
 void choose(float *logits, int64_t count, int64_t num_chosen, int normalize, int32_t *chosen, float *shares);

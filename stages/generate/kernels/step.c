@@ -110,6 +110,8 @@ static void compute_layers(Work *work) {
 // ---- entries
 
 static Outcome check(const Model *model, Step *step) {
+    step->wrong = 0;
+    if (step->starts[0] != 0 || step->starts[step->num_rows] != step->num_tokens) return WRONG_ROW;
     for (int64_t t = 0; t < step->num_tokens; t++)
         if (step->token_ids[t] < 0 || step->token_ids[t] >= model->vocabulary) return step->wrong = t, WRONG_TOKEN;
     for (int64_t row = 0; row < step->num_rows; row++) {
@@ -169,12 +171,14 @@ static void head_chunk(void *job, int64_t chunk, int thread) {
     }
 }
 
-// Compute logits of some tokens of `x`, [.., hidden]: *rows* are their indices. best[r] is the token with the largest
+// Compute logits of some tokens of `x`, [num_tokens][hidden]: *rows* are their indices. best[r] is the token with the largest
 // logit of row r, the first one of several, or -1 if one is NaN. The logits of row r go to row logits_rows[r] of *logits*,
 // [.., vocabulary], in float32, or nowhere where that is -1.
-API int kernels_head(const Model *model, const float *x, const int32_t *rows, int64_t num_rows,
+API int kernels_head(const Model *model, const float *x, int64_t num_tokens, const int32_t *rows, int64_t num_rows,
                      const int32_t *logits_rows, float *logits, int32_t *best) {
     if (!num_rows) return DONE;
+    for (int64_t r = 0; r < num_rows; r++)
+        if (rows[r] < 0 || rows[r] >= num_tokens) return WRONG_TOKEN;
     uint32_t before = begin(model->threads);
     Work work = {.model = model};
     Head job = {.work = &work, .logits_rows = logits_rows, .logits = logits, .num_rows = num_rows};

@@ -3,8 +3,8 @@
 #include <stdint.h>
 #include <string.h>
 
-// e^x to 2 units in the last place; compilers turn loops of it into vector instructions. exp(-inf) is 0, exp(NaN) is
-// NaN, results below the smallest normal number are 0. The polynomial is that of Cephes' expf (S. Moshier).
+// e^x to 2 units in the last place; compilers turn loops of it into vector instructions. Above 88.376 it is infinite,
+// below the smallest normal number 0; NaN stays NaN. The polynomial is that of Cephes' expf (S. Moshier).
 static inline __attribute__((always_inline)) float exp_of(float x) {
     float y = x < 88.3762626647949f ? x : 88.3762626647949f;
     y = y > -87.3365447505f ? y : -87.3365447505f;

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_checkpoint, make_engine
 from kernel_variants import VARIANTS
 from plans import Request, plan, shuffled_pages
@@ -61,3 +63,17 @@ def test_a_row_that_is_not_a_number_fails_alone_and_leaves_no_trace(engine: Engi
     alone = engine.forward(plan(rows[1])).token_ids
     again = Request(0, list(TOKENS), list(sick.pages))
     assert engine.forward(plan(again.row(64))).token_ids == alone, "pages that held NaN serve the next request"
+
+
+def test_threads_share_a_decode_row_whose_pages_are_larger_than_a_segment(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama3", max_positions=4096)
+    prompt = random.Random(7).choices(range(4, 400), k=2600)
+    found = []
+    for threads in (1, 3):
+        sizes = {"num_pages": 4, "page_size": 2048, "max_seq_len": 4096}
+        engine = make_engine(folder, kernels=VARIANTS[-1], threads=threads, **sizes)
+        request = Request(0, list(prompt), [2, 0], page_size=2048)
+        for count in (len(prompt) - 1, 1):
+            logits_RV = engine.logits(plan(request.row(count)))
+        found.append(logits_RV)
+    assert torch.equal(*found)
