@@ -22,17 +22,17 @@ from stages.generate.past import TOKENS_IN_DOUBT
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 20
-NUM_TOKENS = 250
+NUM_TOKENS = 600
 NUM_KILLS = 3
 SHARED = "You are the log, and the log is the memory of the program. Whatever dies, you go on from where it was. " * 2
-FLAGS = ("--dtype", "float32", "--page-size", "16", "--lease", "1", "--max-seq-len", "512")
-CROWDED = ("--num-pages", "128")
+FLAGS = ("--dtype", "float32", "--page-size", "16", "--lease", "1", "--max-seq-len", "1024")
+CROWDED = ("--num-pages", "256")
 """So few pages that not all requests can run to their end at once."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", max_positions=1024)
 
 
 def fields_of(number: int) -> dict[str, Any]:
