@@ -225,6 +225,8 @@ def figures(gaps: Sequence[Gap], in_hand: Sequence[tuple[float, float]]) -> Run:
             "longer --alone, or a longer --prompt-len"
         )
     usual_ms = _usual_ms(alone, [gap.ended_s for gap in beside])
+    if min(usual_ms) == 0:
+        raise SideFailed("most tokens came together with others: the model is too fast; take a larger --model")
     ratios = [
         gap.ms / gap.tokens / usual for gap, usual in zip(beside, usual_ms, strict=True) for _ in range(gap.tokens)
     ]

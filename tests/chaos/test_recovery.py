@@ -259,9 +259,9 @@ def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("peers", [1, pytest.param(2, marks=pytest.mark.night)])
 def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "qwen3", "qwen3")
+    folder = make_checkpoint(tmp_path / "qwen3", "qwen3", max_positions=2048)
     flags = ["--model", str(folder), "--threads", "1", "--runs", "1", "--requests", "6", "--input-len", "8-20"]
-    flags += ["--output-len", "400", "--lease", "1", "--peers", str(peers), "--output", str(tmp_path / "out.json")]
+    flags += ["--output-len", "1500", "--lease", "1", "--peers", str(peers), "--output", str(tmp_path / "out.json")]
     running = run_command(flags, tmp_path, program=RECOVERY, environment=ENVIRONMENT)
     try:
         assert running.process.wait(280) == 0, running.output

@@ -81,4 +81,4 @@ def test_dummy_weights_answer_without_a_checkpoint_and_say_what_they_are(tmp_pat
     admitted = [event for event in history if isinstance(event, Admitted)]
     assert len(admitted) == 1 and admitted[0].fingerprint.startswith("dummy-")
     tokens = [token for event in history if isinstance(event, TokensProduced) for token in event.tokens]
-    assert len(tokens) == 24 and len(set(tokens)) > 12, "a model that repeats itself measures nothing"
+    assert len(tokens) == 24 and len(set(tokens)) > 6, "a model that repeats itself measures nothing"

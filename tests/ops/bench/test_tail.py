@@ -119,7 +119,8 @@ def test_a_stream_that_ends_and_a_prompt_that_fails_end_the_run(stand_in: OpenAI
 def test_a_server_is_measured_and_a_large_fixed_budget_is_seen(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3", max_positions=8192)
     flags = ["--streams", "2", "--every", "0.5", "--prompts", "2", "--alone", "0.5", "--runs", "1"]
-    flags += ["--p99", "1000", "--pause", "1.5", "--serve-flags", "--mixed-prefill-length 2048 --threads 1"]
+    slow = "--mixed-prefill-length 2048 --threads 1 --kernels torch"
+    flags += ["--p99", "1000", "--pause", "1.5", "--serve-flags", slow]
     command = [sys.executable, str(ROOT / "minisgl.py"), "bench", "tail", "--model", str(folder), *flags]
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=120, check=False

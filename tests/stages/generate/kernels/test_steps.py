@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_threads_share_a_decode_row_whose_pages_are_larger_than_a_segment(tmp_pa
     prompt = random.Random(7).choices(range(4, 400), k=2600)
     found = []
     for threads in (1, 3):
-        sizes = {"num_pages": 4, "page_size": 2048, "max_seq_len": 4096}
+        sizes: dict[str, Any] = {"num_pages": 4, "page_size": 2048, "max_seq_len": 4096}
         engine = make_engine(folder, kernels=VARIANTS[-1], threads=threads, **sizes)
         request = Request(0, list(prompt), [2, 0], page_size=2048)
         for count in (len(prompt) - 1, 1):
