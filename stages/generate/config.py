@@ -90,8 +90,8 @@ class EngineConfig:
         default=0,
         parse=auto_or(1),
         help=(
-            "maximum prompt tokens per step while streams run [512 on CUDA; on CPU measured, so that a step takes 1.8 "
-            "times as long, or up to 3.6 times with many prompts; where torch computes 16, or 2 per running request]"
+            "maximum prompt tokens per step while streams run [512 on CUDA; on CPU measured, so that a step takes 1.5 "
+            "times as long, or up to 3 times with many prompts; where torch computes 16, or 2 per running request]"
         ),
     )
     max_running_requests: int = flag(

@@ -17,11 +17,11 @@ from typing import Final
 
 from stages.generate.schedule.plan import BatchPlan, Work
 
-TARGET: Final = 1.8
+TARGET: Final = 1.5
 """Time of a step with prompts, as a multiple of its time without."""
 PROMPTS: Final = 2
 """With more prompts than this in hand, the part above 1 grows with their number: more clients gain from it .."""
-LARGEST_TARGET: Final = 3.6
+LARGEST_TARGET: Final = 3.0
 """.. up to this target."""
 FEWEST_TOKENS: Final = 4
 """Prompts get at least so many tokens, however long they take. So every prompt makes progress."""

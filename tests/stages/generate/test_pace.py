@@ -173,7 +173,7 @@ def test_noise_of_ten_per_cent_and_steps_that_are_held_up_change_little(machine:
     for _ in range(3):
         ratios += [step.ratio for step in engine.prompt()]
         engine.steps(30)
-    assert p99(ratios) < 2.3 and 1.4 < statistics.median(ratios) < TARGET
+    assert p99(ratios) < 2.3 and 1.25 < statistics.median(ratios) < TARGET
 
 
 @pytest.mark.parametrize("held_up", [1, 6])
@@ -275,11 +275,11 @@ def test_tokens_at_high_positions_are_learned_apart_from_those_at_low_ones() -> 
             pace.measured(a_plan(8, 100, *[(position, tokens)] * bool(tokens)), 0.010 + tokens * token_s)
         return pace.budget(work(position=position)) or 0
 
-    assert learn(100, 0.0004) in (19, 20)
-    assert learn(5000, 0.001) in (7, 8)
-    assert pace.budget(work(position=200)) in (19, 20)
-    assert pace.budget(work(position=6000)) in (7, 8)
-    assert pace.budget(work(position=100_000)) in (7, 8), "of those that are known, the most similar ones"
+    assert learn(100, 0.0004) in (12, 13)
+    assert learn(5000, 0.001) in (4, 5)
+    assert pace.budget(work(position=200)) in (12, 13)
+    assert pace.budget(work(position=6000)) in (4, 5)
+    assert pace.budget(work(position=100_000)) in (4, 5), "of those that are known, the most similar ones"
 
 
 def test_many_prompts_get_more_time_than_one_or_two_up_to_a_bound() -> None:
