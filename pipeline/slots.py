@@ -90,7 +90,7 @@ class Status(Value):
     batch_invariant: bool = False
     """Whether an engine gives a request the same tokens whatever it computes beside it."""
     why_torch: str = ""
-    """Why an engine computes with torch where nobody asked for it."""
+    """The reason why an engine computes with torch although no flag says so."""
     flushed: str = ""
     """Id of the last flush that the engine has done."""
     flushed_pages: int = 0

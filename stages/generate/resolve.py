@@ -39,7 +39,7 @@ class Settings:
     quantization: str
     """`none`, or `int8`."""
     why_torch: str = ""
-    """Why torch computes although flags and device leave it to the kernels."""
+    """The reason why no kernels can compute, where flags and device ask for them."""
     context_flag: str = "--max-seq-len"
     """The flag that bounds the served context."""
     mixed_prefill_is_auto: bool = False

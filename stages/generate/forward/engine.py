@@ -34,8 +34,10 @@ class Computer(Protocol):
         ...
 
     def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[list[int], Tensor]:
-        """Return the token with the largest logit of some tokens, -1 where one is NaN; and logits_RV, float32, whose
-        rows count where they are wanted."""
+        """Return, for some tokens of x_TE, the token id with the largest logit, or -1 if a logit is NaN.
+
+        Return also logits_RV, float32. Only the rows that are wanted may be read.
+        """
         ...
 
     def logits(self, x_NE: Tensor) -> Tensor:

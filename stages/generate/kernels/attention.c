@@ -50,20 +50,14 @@ typedef struct {
     State segment, total;       // of this segment, and of all before it
 } Work;
 
-INLINE int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 // Of a power of two.
 INLINE int64_t round_down(int64_t number, int64_t multiple) { return number & -multiple; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t within(int64_t number, int64_t low, int64_t high) { return least(most(number, low), high); }
 
 INLINE int64_t size_of(Format format) { return format == FLOAT32 ? 4 : 2; }
 INLINE bool in_pairs(const Pages *pages) { return PAIRS && pages->format == BFLOAT16; }
 INLINE int64_t group_of(const Pages *pages) { return pages->num_heads / pages->num_kv_heads; }
 INLINE int64_t width_of(const Pages *pages) { return round_up(pages->head_dim, LANES); }
-
-// Tokens of a segment.
-INLINE int64_t segment_tokens(const Pages *pages) { return most(SEGMENT, pages->page_size); }
 
 int64_t NAME(queries)(const Pages *pages) { return most(1, SHARED_ROWS / group_of(pages)); }
 
@@ -369,7 +363,7 @@ static void compute_segment(Work *work, int64_t segment) {
         state->most[row] = -INFINITY;
     memset(state->sums, 0, (size_t)(work->rows * LANES) * sizeof(float));
     memset(state->outputs, 0, (size_t)(work->rows * work->width) * sizeof(float));
-    int64_t tokens = segment_tokens(work->pages);
+    int64_t tokens = segment_tokens(work->pages->page_size);
     int64_t begin = most(segment * tokens, first_seen(work, 0) / TILE * TILE);
     int64_t end = least((segment + 1) * tokens, work->position + work->rows / work->group);
     for (int64_t tile = begin; tile < end; tile += TILE)
@@ -406,7 +400,7 @@ void NAME(attend)(const Pages *pages, const int32_t *table, int64_t position, in
     Work work;
     begin(&work, pages, table, position, count, kv_head, q, q_stride, scratch);
     const State *total = &work.total;
-    int64_t width = work.width, tokens = segment_tokens(pages);
+    int64_t width = work.width, tokens = segment_tokens(pages->page_size);
     for (int64_t segment = first_seen(&work, 0) / tokens; segment * tokens < position + count; segment++) {
         compute_segment(&work, segment);
         for (int64_t row = 0; row < work.rows; row++) {

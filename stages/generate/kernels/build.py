@@ -37,6 +37,7 @@ FLAGS: Final = (
     *("-std=gnu11", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fomit-frame-pointer", "-g0"),
     # The same bits from every compiler. CFLAGS of the environment are not heeded for the same reason.
     *("-ffp-contract=off", "-fno-math-errno"),
+    "-Werror=int-conversion",  # gcc passes a pointer for a number, with a warning that nobody sees
 )
 LINK: Final = ("-shared", "-pthread", "-Wl,-z,defs")
 """`defs`: a function that no file has is an error here and not at its first call. libm is not linked."""
@@ -70,7 +71,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, Instructions]]] = {
 }
 """The variants of each machine, the least first. Files that are compiled once may use the least one's instructions."""
 TAGS: Final = {"x86_64": "manylinux_2_17_x86_64"}
-"""The platform of a wheel whose library zig built: zig links to the functions that glibc 2.17 has."""
+"""The tag of a wheel with a library that zig built: it runs on every Linux with glibc 2.17 or newer."""
 _HEADERS: Final = "#include <pthread.h>\n#include <stdint.h>\n"
 """Of libc, which a compiler may lack."""
 

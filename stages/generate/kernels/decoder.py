@@ -183,10 +183,7 @@ class KernelDecoder:
         return x_TE, starts
 
     def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[list[int], Tensor]:
-        """Return the token with the largest logit of some tokens of x_TE, -1 where one is NaN; and logits_RV, float32.
-
-        Only the rows of logits that are wanted are filled in. The first one of several largest logits counts.
-        """
+        """See `Computer`. Of several largest logits the first one counts; only wanted rows of logits are filled in."""
         rows = np.array(rows_R, np.int32)
         places = np.where(wanted_R, np.arange(len(rows)), -1).astype(np.int32)
         best = np.empty(len(rows), np.int32)

@@ -38,12 +38,6 @@
 #define PAIRS_OF_BFLOAT16 0
 #endif
 
-INLINE int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // Bytes of an activation.
 INLINE int64_t activation_size(Format format) {
     return format == INT8 || (format == BFLOAT16 && PAIRS_OF_BFLOAT16) ? 2 : 4;

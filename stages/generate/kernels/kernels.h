@@ -14,6 +14,10 @@
 // Rows of activations lie this many numbers apart, rounded up. What lies beyond their end is zero.
 #define ROW_MULTIPLE 64
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t round_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
 typedef enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 } Format;
 
 // y = W x + b, packed by `Variant.pack`.
@@ -37,6 +41,8 @@ typedef struct {
 // Tokens of a row that are summed by themselves before they are merged, in order, with those before: a long row may be
 // computed by several threads, and the result is the same as by one. A larger page is a segment by itself.
 #define SEGMENT 1024
+
+static inline int64_t segment_tokens(int64_t page_size) { return most(SEGMENT, page_size); }
 
 // What depends on the instructions that a CPU has. One for each way that this library was compiled.
 typedef struct {

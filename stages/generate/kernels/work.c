@@ -15,7 +15,7 @@ static int64_t memory_bytes;
 // Take *bytes* of the memory; with no memory yet, only count them.
 static void *take(char *base, int64_t *taken, int64_t bytes) {
     char *place = base ? base + *taken : 0;
-    *taken += parts(bytes, ALIGNMENT) * ALIGNMENT;
+    *taken += round_up(bytes, ALIGNMENT);
     return place;
 }
 
@@ -23,7 +23,7 @@ static int has_memory(int64_t bytes) {
     if (bytes <= memory_bytes) return 1;
     free(memory);
     memory_bytes = 0;
-    memory = aligned_alloc(ALIGNMENT, (size_t)parts(bytes, ALIGNMENT) * ALIGNMENT);
+    memory = aligned_alloc(ALIGNMENT, (size_t)round_up(bytes, ALIGNMENT));
     if (!memory) return 0;
     memory_bytes = bytes;
     return 1;
@@ -45,11 +45,9 @@ static Pages pages_of(const Work *work) {
 
 // ---- what attention computes in a step: the same in every layer
 
-static int64_t segment_tokens(const Step *step) { return most(SEGMENT, step->page_size); }
-
 static int64_t first_segment(const Work *work, int64_t position) {
     int64_t window = work->model->window, begin = window ? most(0, position + 1 - window) : 0;
-    return begin / segment_tokens(work->step);
+    return begin / segment_tokens(work->step->page_size);
 }
 
 // List the chunks of all rows, or count them where there is no list yet. Later queries come first: they cost more.
@@ -67,7 +65,7 @@ static void list_attention(Work *work, int64_t *num_parts) {
     for (int64_t row = 0; row < step->num_rows; row++) {
         int32_t start = step->starts[row], count = step->starts[row + 1] - start;
         int64_t position = step->lengths[row] - 1, first = first_segment(work, position);
-        int64_t segments = position / segment_tokens(step) - first + 1;
+        int64_t segments = position / segment_tokens(step->page_size) - first + 1;
         if (splits && count == 1 && segments > 1) {
             for (int64_t head = 0; head < heads; head++) {
                 AttentionChunk merge = {(int32_t)row, start, 1, (int32_t)head, 1, (int32_t)segments,

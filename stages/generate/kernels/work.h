@@ -51,10 +51,8 @@ typedef struct Work {
 
 #define ROWS_AT_ONCE 8 // of a chunk of what goes row by row
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
-static inline int64_t padded(int64_t count) { return parts(count, ROW_MULTIPLE) * ROW_MULTIPLE; }
+static inline int64_t padded(int64_t count) { return round_up(count, ROW_MULTIPLE); }
 static inline float *scratch_of(const Work *work, int thread) {
     return (float *)(work->scratch + thread * work->scratch_bytes);
 }
