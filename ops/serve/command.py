@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ops.serve.config import ServerConfig, StageConfig, parse_command, stage_flags, stage_of
+from ops.serve.nodes import with_nodes
 from ops.serve.processes import Processes
+from ops.serve.shares import Share, shares_of
 from pipeline.errors import ConfigError
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
+from pipeline.flags import flags_for
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.detokenize.config import DetokenizeConfig
-from stages.generate.config import GenerateConfig
+from stages.generate.config import EngineConfig, GenerateConfig
 from stages.tokenize.config import TokenizeConfig
-from web.config import LEAST_LOG_BYTES, KeysConfig, WebStageConfig
+from web.config import LEAST_LOG_BYTES, ArchivedConfig, KeysConfig, WebStageConfig
 
 C = TypeVar("C", bound=ServerConfig | TokenizeConfig | GenerateConfig | DetokenizeConfig)
+W = TypeVar("W", bound=ServerConfig | WebStageConfig)
 
 DEMO_ANSWERS: Final = "No --model was given, so the demo model answers; ask it what it can do."
 READY_TIMEOUT_S: Final = 600.0
@@ -38,6 +43,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if isinstance(config, ServerConfig):
         return serve(config)
     stage = stage_of(arguments[1:])
+    if isinstance(config, ArchiveConfig) and config.files.leave:
+        return leave_archive(config)
     if config.worker.slot is not None:
         from ops.serve.worker import run_worker
 
@@ -59,22 +66,30 @@ def serve(config: ServerConfig) -> int:
         check_terminal()
     _check_keys(config.keys)
     _check_origins(config)
+    config = with_nodes(config)
     folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
-    config = _with_budget(config)
+    _check_ranks(config.engine, folder)
+    shares = shares_of(config.engine, config.serve.dp, "--dp")
+    config = _with_archive(_with_budget(config))
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(_with_redis(config))
         listener = stack.enter_context(open_listener(config.web.host, config.web.port))
         config = _with_model(config, folder)
-        processes.add(GENERATE, stage_flags(config, GENERATE))  # first, because it takes longest to be ready
+        # First, because it takes longest to be ready.
+        _add_engines(processes, config, shares)
         _add_web(processes, config, listener.fileno())
         for _ in range(max(config.serve.tokenizers, 1)):
             processes.add(TOKENIZE, stage_flags(config, TOKENIZE))
-        processes.add(DETOKENIZE, stage_flags(config, DETOKENIZE))
+        for _ in shares:
+            processes.add(DETOKENIZE, stage_flags(config, DETOKENIZE))
+        if config.archived.archive:
+            processes.add(ARCHIVE, flags_for([config.log, FilesConfig(to=config.archived.archive)]))
+        timeout_s = READY_TIMEOUT_S if config.nodes.nnodes == 1 else FOREVER_S
         if config.serve.shell:
             from ops.serve.with_shell import run_with_shell
 
-            return run_with_shell(processes, config, DEMO_ANSWERS if _is_demo(folder) else "", READY_TIMEOUT_S)
-        return processes.run(lambda: _banner(config, folder, time.monotonic() - began_s), READY_TIMEOUT_S)
+            return run_with_shell(processes, config, DEMO_ANSWERS if _is_demo(folder) else "", timeout_s)
+        return processes.run(lambda: _banner(config, folder, time.monotonic() - began_s), timeout_s)
 
 
 def run_stage(config: StageConfig, stage: str) -> int:
@@ -94,6 +109,11 @@ def run_stage(config: StageConfig, stage: str) -> int:
     if isinstance(config, WebStageConfig):
         _check_keys(config.keys)
         _check_origins(config)
+        config = _with_archive(config, make=False)
+    if isinstance(config, ArchiveConfig):
+        config = _with_files(config)
+    if isinstance(config, GenerateConfig):
+        config = with_nodes(config)
     check_server(config.log.redis_url, (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0)
     processes = Processes(config, config.log.redis_url)
     with contextlib.ExitStack() as stack:
@@ -101,17 +121,53 @@ def run_stage(config: StageConfig, stage: str) -> int:
             listener = stack.enter_context(open_listener(config.web.host, config.web.port))
             for _ in range(config.worker.replicas):
                 _add_web(processes, config, listener.fileno())
+        elif isinstance(config, ArchiveConfig):
+            for _ in range(config.worker.replicas):
+                processes.add(stage, stage_flags(config, stage))
         else:
             text_alone = stage != GENERATE
             dummy = isinstance(config, GenerateConfig) and config.engine.dummy_weight
             config = _with_model(config, model_folder(config.model.model, text_alone=text_alone, dummy=dummy))
-            for _ in range(config.worker.replicas):
-                processes.add(stage, stage_flags(config, stage))
+            if isinstance(config, GenerateConfig):
+                _check_ranks(config.engine, Path(config.model.model))
+                _add_engines(processes, config, shares_of(config.engine, config.worker.replicas, "--replicas"))
+            else:
+                for _ in range(config.worker.replicas):
+                    processes.add(stage, stage_flags(config, stage))
 
         def say_ready() -> None:
             structlog.get_logger().info("stage_ready", stage=stage, replicas=config.worker.replicas)
 
         return processes.run(say_ready, FOREVER_S)  # others may come later
+
+
+def leave_archive(config: ArchiveConfig) -> int:
+    """End the archiving of a namespace; return the exit code.
+
+    Raises:
+        ConfigError: An archiver runs, or there is no URL.
+    """
+    from pipeline.log.archivers import ended_inbox
+    from pipeline.log.redis import RedisLog
+
+    if not config.log.redis_url:
+        raise ConfigError("minisgl stage archive --leave: --redis-url is missing; pass the URL all stages share")
+    with contextlib.closing(RedisLog(config.log.redis_url, Names(config.log.namespace))) as log:
+        living = [slot for slot in log.statuses(ARCHIVE) if not log.lease(slot).is_free]
+        if living:
+            raise ConfigError(f"minisgl stage archive --leave: {', '.join(living)} runs; end every archiver first")
+        waiting = log.backlog(ended_inbox(log.names))
+        if not log.close_archive():
+            print(f"The namespace {config.log.namespace} has no archive.")
+            return 1
+    print(f"The namespace {config.log.namespace} is not archived any more; {waiting} requests were waiting for it.")
+    return 0
+
+
+def _add_engines(processes: Processes, config: ServerConfig | GenerateConfig, shares: Sequence[Share]) -> None:
+    for share in shares:
+        flags = [*stage_flags(config, GENERATE), *flags_for([share.config])]
+        processes.add(GENERATE, flags, num_ranks=config.engine.tp, nodes=config.nodes, variables=share.variables)
 
 
 def _add_web(processes: Processes, config: ServerConfig | WebStageConfig, fd: int) -> None:
@@ -139,12 +195,44 @@ def _with_budget(config: ServerConfig) -> ServerConfig:
     return dataclasses.replace(config, clients=dataclasses.replace(config.clients, max_log_bytes=max_log_bytes))
 
 
+def _with_archive(config: W, *, make: bool = True) -> W:
+    """Return *config* with the whole path of --archive, which this makes, or only checks. Raises ConfigError."""
+    if not config.archived.archive:
+        return config
+    from pipeline.archive.folder import archive_id, make_archive
+
+    folder = Path(config.archived.archive).expanduser().absolute()
+    if make:
+        make_archive(folder, config.log.namespace)
+    else:
+        archive_id(folder)
+    return dataclasses.replace(config, archived=ArchivedConfig(str(folder)))
+
+
+def _with_files(config: ArchiveConfig) -> ArchiveConfig:
+    """Return *config* with the whole path of --to, which this makes an archive. Raises ConfigError."""
+    from pipeline.archive.folder import make_archive
+
+    if not config.files.to:
+        raise ConfigError("minisgl stage archive: --to is missing; name the folder that all archivers share")
+    make_archive(config.files.folder, config.log.namespace)
+    return dataclasses.replace(config, files=dataclasses.replace(config.files, to=str(config.files.folder)))
+
+
 def _check_keys(config: KeysConfig) -> None:
     """Read the API keys and their limits as a frontend will, before anything starts. Raises ConfigError."""
     if config.api_key or config.limits or config.admin_key is not None:
         from web.keys import read_keys
 
         read_keys(config.api_key, config.limits, config.admin_key)
+
+
+def _check_ranks(config: EngineConfig, folder: Path) -> None:
+    """Check that --tp can divide the model in *folder*, before anything starts. Raises ConfigError."""
+    from stages.generate.model.spec import read_spec
+
+    if config.tp > 1:
+        read_spec(folder).sharded(0, config.tp)
 
 
 def _check_origins(config: ServerConfig | WebStageConfig) -> None:

@@ -23,12 +23,13 @@ from pipeline.flags import (
     yes_or_no,
 )
 from pipeline.log.config import LogConfig
-from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB
 from pipeline.process.config import DataConfig, ModelConfig, data_folder
+from stages.archive.config import ArchiveConfig
 from stages.detokenize.config import DetokenizeConfig
-from stages.generate.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig
+from stages.generate.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig, NodesConfig
 from stages.tokenize.config import PromptConfig, TokenizeConfig
-from web.config import ClientConfig, KeysConfig, OriginConfig, RequestConfig, WebConfig, WebStageConfig
+from web.config import ArchivedConfig, ClientConfig, KeysConfig, OriginConfig, RequestConfig, WebConfig, WebStageConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,17 @@ class ServeConfig:
         default=1,
         parse=at_least(0),
         help="number of tokenizer processes; 0 means 1",
+    )
+    dp: int = flag(
+        "--dp",
+        "--data-parallel-size",
+        "--dp-size",
+        default=1,
+        parse=at_least(1),
+        help=(
+            "number of engines, each with the whole model; they share the requests, and divide threads and memory, or "
+            "GPUs"
+        ),
     )
     shell: bool = flag(
         "--shell",
@@ -62,12 +74,14 @@ class ServerConfig:
     web: WebConfig
     serve: ServeConfig
     engine: EngineConfig
+    nodes: NodesConfig
     log: LogConfig
     prompts: PromptConfig
     requests: RequestConfig
     clients: ClientConfig
     origins: OriginConfig
     keys: KeysConfig
+    archived: ArchivedConfig
     data: DataConfig
 
     @property
@@ -76,19 +90,20 @@ class ServerConfig:
         return data_folder(self.data.data_dir, self.web.port)
 
 
-StageConfig: TypeAlias = TokenizeConfig | GenerateConfig | DetokenizeConfig | WebStageConfig
+StageConfig: TypeAlias = TokenizeConfig | GenerateConfig | DetokenizeConfig | WebStageConfig | ArchiveConfig
 
 STAGE_CONFIGS: Final[Mapping[str, type[StageConfig]]] = {
     TOKENIZE: TokenizeConfig,
     GENERATE: GenerateConfig,
     DETOKENIZE: DetokenizeConfig,
     WEB: WebStageConfig,
+    ARCHIVE: ArchiveConfig,
 }
 COMMANDS: Final[Mapping[str, type[Any]]] = {
     "serve": ServerConfig,
     **{f"stage {stage}": config for stage, config in STAGE_CONFIGS.items()},
 }
-OF_ONE_PROCESS: Final = ("worker", "listen")
+OF_ONE_PROCESS: Final = ("worker", "listen", "ranks", "share")
 """Config objects of a stage that are about one of its processes."""
 
 
@@ -98,9 +113,9 @@ def stage_of(arguments: Sequence[str]) -> str:
     Raises:
         ConfigError: There is no such stage.
     """
-    if not arguments or arguments[0] not in STAGES:
+    if not arguments or arguments[0] not in STAGE_CONFIGS:
         seen = arguments[0] if arguments else "nothing"
-        raise ConfigError(f"minisgl stage: {seen} given, expected one of {', '.join(STAGES)}")
+        raise ConfigError(f"minisgl stage: {seen} given, expected one of {', '.join(STAGE_CONFIGS)}")
     return arguments[0]
 
 

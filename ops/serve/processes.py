@@ -8,16 +8,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from ops.serve.config import ServerConfig, StageConfig, stage_secrets
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
+from stages.generate.config import NodesConfig
 
 if TYPE_CHECKING:
     from pipeline.log.redis import RedisLog
     from pipeline.process.supervisor import Job, Supervisor
 
 EXIT_CONFIG: Final = 2
+ONE_MACHINE: Final = NodesConfig()
 PROGRAM: Final = (sys.executable, str(Path(__file__).resolve().parents[2] / "minisgl.py"))
 """The command line of `minisgl`, for processes of ours."""
 
@@ -33,11 +36,28 @@ class Processes:
         self._secrets_of = partial(stage_secrets, config)
         self._environment = worker_environment(os.environ, url)
 
-    def add(self, stage: str, flags: Sequence[str], *, fds: tuple[int, ...] = (), drain_s: float = 10.0) -> None:
-        """Have one more worker of *stage* started, which inherits *fds* and has *drain_s* to end."""
+    def add(
+        self,
+        stage: str,
+        flags: Sequence[str],
+        *,
+        fds: tuple[int, ...] = (),
+        drain_s: float = 10.0,
+        num_ranks: int = 1,
+        nodes: NodesConfig = ONE_MACHINE,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Have one more worker of *stage* started, which inherits *fds* and has *drain_s* to end.
+
+        An engine may be several processes, its ranks. Those are started that *nodes* gives to this machine. *variables*
+        are added to their environment.
+        """
         from pipeline.process.supervisor import Job
 
-        self._jobs.append(Job(stage, tuple(flags), fds, drain_s, self._secrets_of(stage)))
+        group = str(len(self._jobs)) if num_ranks > 1 else ""
+        variables, spans = {**self._secrets_of(stage), **variables}, nodes != ONE_MACHINE
+        for rank in nodes.ranks_here(num_ranks):
+            self._jobs.append(Job(stage, tuple(flags), fds, drain_s, variables, rank, group, spans))
 
     def run(
         self,
@@ -75,8 +95,8 @@ class Processes:
             if supervisor.wait_until_ready(ready_timeout_s, show):
                 say_ready()
                 (stay or Supervisor.run)(supervisor)
-            # Web drains first; the others then leave what they have in hand in the log.
-            supervisor.stop([[WEB], [TOKENIZE, GENERATE, DETOKENIZE]])
+            # Web drains first; the others then leave what they have in hand in the log. Archivers see all that ended.
+            supervisor.stop([[WEB], [TOKENIZE, GENERATE, DETOKENIZE], [ARCHIVE]])
         except ChildFailed:
             return EXIT_CONFIG  # the child has said why
         finally:
@@ -93,5 +113,6 @@ def worker_environment(environment: Mapping[str, str], url: str) -> dict[str, st
 
     tests = (failpoints.VARIABLE, failpoints.FOLDER_VARIABLE)
     kept = {name: value for name, value in environment.items() if not name.startswith("MINISGL_") or name in tests}
-    # One thread of a worker does the work; with a heap for each, glibc keeps what another one could use.
-    return {"MALLOC_ARENA_MAX": "1"} | kept | {"MINISGL_REDIS_URL": url}
+    # One thread of a worker does the work; with a heap for each, glibc keeps what another one could use. Torch warns of
+    # addresses of ranks that have no name.
+    return {"MALLOC_ARENA_MAX": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | kept | {"MINISGL_REDIS_URL": url}

@@ -1,0 +1,1 @@
+"""How the ranks of one engine run the same steps: rank 0 broadcasts each plan, the others follow."""

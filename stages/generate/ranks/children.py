@@ -1,0 +1,145 @@
+"""An engine of several ranks where no supervisor is, as in `LLM`: this process is rank 0 and starts the others.
+
+They find each other by a file in its memory and need no log. They end with this process, however it ends. As a program,
+this file is one of the others: its arguments are the name of that file, and flags of `minisgl stage generate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from pipeline.errors import ConfigError, RankLost
+from pipeline.flags import flags_for, parse_config
+from pipeline.process.config import ModelConfig
+from pipeline.process.parent import SUPERVISOR_VARIABLE, die_with_supervisor
+from stages.generate.config import GenerateConfig, RankConfig
+from stages.generate.loading import load_engine
+from stages.generate.model.checkpoint import check_folder
+from stages.generate.ranks.channel import TIMEOUT_S, Follower, Leader, least
+from stages.generate.ranks.steps import FollowingEngine, leading_engine
+from stages.generate.ranks.stores import memory_store, reached_store
+from stages.generate.ranks.ways import connect_ways
+from stages.generate.resolve import resolve
+from stages.generate.worker import LOAD_TIMEOUT_S, Loaded
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+PROGRAM: Final = (sys.executable, "-P", "-m", "stages.generate.ranks.children")
+READY: Final = b"ready\n"
+"""What another rank prints when it has read its flags and the model's folder, and waits for the others."""
+LEAVE_S: Final = 5.0
+"""So long the other ranks have to end after they were told."""
+EXIT_CONFIG: Final = 2
+
+
+@contextlib.contextmanager
+def loaded_with_ranks(config: GenerateConfig, folder: Path, on_lost: Callable[[RankLost], object]) -> Iterator[Loaded]:
+    """Load the model with as many ranks as *config* says; those of other processes end with the block.
+
+    *on_lost* is called in another thread if a rank is found gone while nothing is computed.
+
+    Raises:
+        ConfigError: Folder, flags and machine do not fit together.
+        RankLost: Another rank has ended.
+    """
+    size = config.engine.tp
+    spec = check_folder(folder, dummy=config.engine.dummy_weight)
+    settings = resolve(config.engine, spec)
+    with _other_ranks(config, folder) as store:
+        ways = connect_ways(store, 0, size, device=settings.device)
+        settings = settings.with_pages(least(ways.frames, settings.num_pages, TIMEOUT_S))
+        collectives = ways.collectives()
+        engine = load_engine(config, spec, folder, settings, lambda progress: None, collectives)
+        least(ways.frames, 0, LOAD_TIMEOUT_S)  # all have loaded
+        leader = Leader(ways.frames, on_lost, bodies=ways.bodies)
+        leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
+        yield Loaded(leading, settings, tuple(spec.eos_ids))
+        with contextlib.suppress(RankLost):  # one that is gone needs not be told
+            leader.leave()
+
+
+@contextlib.contextmanager
+def _other_ranks(config: GenerateConfig, folder: Path) -> Iterator[Any]:
+    """Start the other ranks and give the store where they wait. At the end of the block they have been told to leave.
+
+    If the block fails, they are killed: they may wait for what rank 0 does not compute.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    name, store = memory_store(config.engine.tp)
+    try:
+        for rank in range(1, config.engine.tp):
+            ranks.append(_start(config, folder, name, rank))
+        for rank, process in enumerate(ranks, 1):
+            assert process.stdout is not None
+            if not any(line == READY for line in process.stdout):
+                raise RankLost(f"rank {rank} ended with {process.wait()} at its start; its own lines say why")
+        yield store
+        deadline_s = time.monotonic() + LEAVE_S
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+    finally:
+        for process in ranks:
+            with process:  # closes its pipe and waits
+                process.kill()
+
+
+def _start(config: GenerateConfig, folder: Path, store: str, rank: int) -> subprocess.Popen[bytes]:
+    flags = flags_for([ModelConfig(str(folder)), config.engine, RankConfig(rank)])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [*PROGRAM, store, *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=environment | {"PYTHONPATH": path, SUPERVISOR_VARIABLE: str(os.getpid())},
+        start_new_session=True,  # Ctrl-C is for rank 0, which may go on
+    )
+
+
+def main() -> int:
+    """Be another rank until rank 0 leaves; return the exit code."""
+    die_with_supervisor(os.environ)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    store, *flags = sys.argv[1:]
+    config = parse_config("stage generate", GenerateConfig, flags, {})
+    try:
+        _follow(config, store)
+    except ConfigError as error:
+        sys.stderr.write(f"minisgl: rank {config.ranks.rank}: {error}\n")
+        return EXIT_CONFIG
+    except RankLost:  # rank 0 knows why
+        return 1
+    return 0
+
+
+def _follow(config: GenerateConfig, store: str) -> None:
+    rank, size, folder = config.ranks.rank, config.engine.tp, Path(config.model.model)
+    spec = check_folder(folder, dummy=config.engine.dummy_weight)
+    settings = resolve(config.engine, spec, rank)
+    sys.stdout.buffer.write(READY)
+    sys.stdout.flush()
+    os.dup2(2, 1)  # nobody reads the pipe from now on, and what libraries print would fill it
+    ways = connect_ways(reached_store(store, size), rank, size, device=settings.device)
+    settings = settings.with_pages(least(ways.frames, settings.num_pages, TIMEOUT_S))
+    engine = load_engine(config, spec, folder, settings, lambda progress: None, ways.collectives())
+    least(ways.frames, 0, LOAD_TIMEOUT_S)
+    following = FollowingEngine(engine, Follower(ways.frames, bodies=ways.bodies))
+    while following.follow():
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Which ranks of a group are there before it forms, by their slots and statuses in the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from pipeline.errors import ConfigError, LogError
+from pipeline.log.protocol import Owner, StreamLog
+from pipeline.names import rank_stage, slot_index
+from pipeline.slots import Ends, Status, read_statuses
+
+logger = structlog.get_logger()
+
+LOOK_EVERY_S: Final = 0.05
+AGAIN_S: Final = 0.5
+"""Pause after an error of the log."""
+
+
+def start_of(group: str, nonce: str) -> str:
+    """Return how one start of *group* is called in the statuses of the ranks that have joined it."""
+    return f"{group}/{nonce}"
+
+
+class RankSlotLike(Protocol):
+    """`RankSlot`, as far as this module uses it."""
+
+    def owner(self, stop: Ends) -> Owner | None: ...
+
+    def say(self, **changes: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds a slot of a rank. If it is dead, it does until the lease runs out."""
+
+    status: Status
+    lives: bool
+    """It has renewed its lease since somebody looked first."""
+
+
+class Holders:
+    """The processes that are ranks of a group."""
+
+    def __init__(self, log: StreamLog, group: str) -> None:
+        self._log, self._group = log, group
+        self._least_ms: dict[str, int] = {}
+        """By owner: the least that was seen to be left of its lease."""
+
+    def of(self, rank: int) -> list[Holder]:
+        """Return those that are *rank*."""
+        found = []
+        for status in read_statuses(self._log, rank_stage(rank)):
+            lease = self._log.lease(status.slot)
+            if status.group.partition("/")[0] == self._group and lease.holder == status.owner:
+                before_ms = self._least_ms.get(status.owner, lease.ttl_ms)
+                self._least_ms[status.owner] = min(before_ms, lease.ttl_ms)
+                found.append(Holder(status, lease.ttl_ms > before_ms))
+        return found
+
+
+def wait_until_single(log: StreamLog, slot: RankSlotLike, group: str, rank: int, node: int, stop: Ends) -> None:
+    """Return when no other process is *rank* of *group*, or at *stop*. This one has said that it is `starting`.
+
+    Of two that start at the same time, the one in the lower slot stays.
+
+    Raises:
+        ConfigError: Another one lives.
+    """
+    holders = Holders(log, group)
+
+    def look(owner: Owner) -> bool:
+        there = holders.of(rank)
+        others = [holder for holder in there if holder.status.owner != str(owner)]
+        if len(others) == len(there):
+            return False  # others do not see this one yet
+        for other in (holder.status for holder in others if holder.lives):
+            if other.phase != "starting" or slot_index(other.slot) < slot_index(owner.slot):
+                raise ConfigError(
+                    f"--node-rank {node}: process {other.pid} of {other.host} is rank {rank} of the group {group} "
+                    "already; pass another --node-rank, or another --group for another engine"
+                )
+        return not others
+
+    _look_until(look, slot, stop)
+
+
+def wait_for_others(
+    log: StreamLog,
+    slot: RankSlotLike,
+    group: str,
+    size: int,
+    differs: Callable[[Status], bool],
+    stop: Ends,
+    *,
+    clock_s: Callable[[], float] = time.monotonic,
+) -> None:
+    """Return when all of the other *size* ranks wait for rank 0 and none of them *differs*, or at *stop*.
+
+    The status says which do not, and for how long.
+    """
+    holders = Holders(log, group)
+    since_s = dict.fromkeys(range(1, size), clock_s())
+    said = ""
+
+    def look(_: Owner) -> bool:
+        nonlocal said
+        now_s, late = clock_s(), []
+        for rank in since_s:
+            waiting = [holder.status for holder in holders.of(rank) if holder.status.phase == "waiting"]
+            if any(not differs(status) for status in waiting):
+                since_s[rank] = now_s
+            else:
+                what = "differs" if waiting else "missing"
+                late.append(f"rank-{rank} ({what} for {now_s - since_s[rank]:.0f} s)")
+        if (detail := ", ".join(late)) != said:
+            said = detail
+            slot.say(phase="waiting", detail=detail)
+        return not late
+
+    _look_until(look, slot, stop)
+
+
+def _look_until(look: Callable[[Owner], bool], slot: RankSlotLike, stop: Ends) -> None:
+    """Call *look* with who holds *slot* until it says yes, or *stop*."""
+    while (owner := slot.owner(stop)) is not None and not stop:
+        try:
+            if look(owner):
+                return
+        except LogError as error:
+            logger.warning("log_unavailable", error=str(error))
+            stop.wait(AGAIN_S)
+        stop.wait(LOOK_EVERY_S)

@@ -1,0 +1,127 @@
+"""On GPUs, headers go over gloo, bodies and sums over NCCL. A double of NCCL says in which order, where and how large.
+
+No machine of these tests has two GPUs. So nothing here says that NCCL itself agrees.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import gloo_groups
+import gloo_rank
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import make_checkpoint
+from nccl_double import Call, Nccl
+
+from pipeline.errors import RankLost
+from stages.generate.forward.collectives import ALONE, NcclCollectives
+from stages.generate.model.spec import read_spec
+from stages.generate.ranks.channel import Follower, Leader
+from stages.generate.ranks.frame import HEADER, LONG_LIST, NOTHING, SIZE, Kind
+from stages.generate.ranks.ways import Ways, connect_gpus, connect_nccl
+from stages.generate.schedule.plan import BatchPlan, PlanRow
+
+SUMS, BODIES = 0, 1
+CPU = torch.device("cpu")
+
+
+def plan_of(step: int, num_tokens: int, num_pages: int) -> BatchPlan:
+    return BatchPlan(step, (PlanRow(0, 0, tuple(range(num_tokens)), tuple(range(num_pages)), 0, None),), 0)
+
+
+PLANS = (plan_of(1, 1, 0), plan_of(2, 2 * SIZE, 3), plan_of(3, 1, 2 * LONG_LIST))
+BODY_SIZES = (6 + 1, 6 + 2 * SIZE + 3, 6 + 2 * LONG_LIST, 6 + 1)
+"""Ints of the frames but their headers. The long list goes ahead in a frame of its own."""
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    return Nccl(monkeypatch)
+
+
+class Doorbell:
+    """A gloo group that notes when a header is on its way, among the calls of NCCL."""
+
+    def __init__(self, group: Any, rank: int, nccl: Nccl) -> None:
+        self._group, self._rank, self._nccl = group, rank, nccl
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Any:
+        work = self._group.broadcast(tensors, options)
+        self._nccl.note(-1, self._rank, "header", tuple(tensors[0].shape))
+        return work
+
+
+def connected(size: int, nccl: Nccl) -> list[Ways]:
+    """Return the ways of all ranks."""
+    store, doorbells = gloo_groups.memory_store(), gloo_groups.connected(size)
+
+    def connect(rank: int) -> Ways:
+        return connect_gpus(store, rank, size, CPU, Doorbell(doorbells[rank], rank, nccl))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(connect, range(size)))
+
+
+def fail(error: RankLost) -> None:
+    raise error
+
+
+def test_a_body_follows_its_header_on_a_communicator_and_a_stream_of_its_own(nccl: Nccl) -> None:
+    first, second = connected(2, nccl)
+    sums, bodies = nccl.options
+    assert (bodies.config.max_ctas, bodies.is_high_priority_stream) == (1, True)
+    assert (sums.config.max_ctas, sums.is_high_priority_stream) == (None, False)
+    nccl.calls.clear()
+    follower = Follower(second.frames, bodies=second.bodies)
+    with ThreadPoolExecutor(1) as thread:
+        heard = thread.submit(lambda: [follower.receive() for _ in range(len(PLANS) + 1)])
+        leader = Leader(first.frames, fail, bodies=first.bodies)
+        for plan in PLANS:
+            with leader.computing(plan):
+                pass
+        leader.leave()
+        assert heard.result(20) == [*((Kind.STEP, plan) for plan in PLANS), (Kind.STOP, NOTHING)]
+    for rank in (0, 1):
+        calls = [call for call in nccl.calls if call.rank == rank]
+        (stream,) = {call.stream for call in calls if call.communicator == BODIES}
+        assert stream != 0, "not that of the forward pass"
+        header = Call(-1, rank, "header", (HEADER,), 0)
+        frames = ([header, Call(BODIES, rank, "broadcast", (size,), stream)] for size in BODY_SIZES)
+        assert calls == [*chain.from_iterable(frames), header], "the last one says that rank 0 leaves, and has no body"
+
+
+def test_engines_with_sums_over_nccl_compute_what_one_computes(nccl: Nccl, tmp_path: Path) -> None:
+    """On the stream of the forward pass: two sums a layer and one for the embeddings, and the logits of both."""
+    folder = make_checkpoint(tmp_path, "odd")
+    alone = gloo_rank.logits_of(ALONE, folder, "torch")
+    ways = connected(2, nccl)
+    nccl.calls.clear()
+
+    def compute(rank: int) -> list[torch.Tensor]:
+        return gloo_rank.logits_of(NcclCollectives(ways[rank].sums), folder, "torch")
+
+    with ThreadPoolExecutor(2) as threads:
+        together, _ = threads.map(compute, range(2))
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
+    assert {(call.communicator, call.stream) for call in nccl.calls} == {(SUMS, 0)}
+    shard = read_spec(folder).sharded(0, 2)
+    expected: list[tuple[str, tuple[int, ...]]] = []
+    for num_tokens, num_sampled in ((30, 0), (10, 1), (1, 1)):
+        expected += [("allreduce", (num_tokens, shard.hidden_size))] * (1 + 2 * shard.num_layers)
+        expected.append(("gather", (num_sampled, shard.vocab_rows)))
+    for rank in (0, 1):
+        assert [(call.what, call.shape) for call in nccl.calls if call.rank == rank] == expected
+
+
+def test_ranks_that_do_not_find_each_other_over_nccl_say_so(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("[/src/NCCLUtils.cpp:94] NCCL error: unhandled system error")
+
+    monkeypatch.setattr(Nccl, "__call__", refuse)
+    with pytest.raises(RankLost, match="rank 1 of 2 did not find the others over NCCL: NCCL error: unhandled system"):
+        connect_nccl(gloo_groups.memory_store(), 1, 2, CPU)
