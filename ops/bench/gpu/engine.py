@@ -72,7 +72,9 @@ def _measure_model(
     rates: tuple[float, float],
     report: Report,
 ) -> None:
-    """Report the steps with each attention backend of the device: all of them with the best, and some with the rest."""
+    """Report all steps with the best attention backend of the device, decode steps with its graphs, and a few with the
+    reference.
+    """
     spec = read_spec(folder)
     context, num_prefill = CONTEXT[scale.size], PREFILL_TOKENS[scale.size]
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, spec.window, dtype, device)
@@ -80,11 +82,14 @@ def _measure_model(
     rows_of = {f"decode of {rows} rows": ((context, 1),) * rows for rows in DECODE_ROWS[scale.size]}
     few = {step: rows for step, rows in rows_of.items() if len(rows) in REFERENCE_ROWS}
     rows_of[f"prefill of {num_prefill} tokens"] = ((0, num_prefill),)
-    steps_of = {best: rows_of} if best in ("cpu", "reference") else {best: rows_of, "reference": few}
-    for attention, steps in steps_of.items():
-        title = f"{name} {attention}"
+    decode = {step: rows for step, rows in rows_of.items() if step.startswith("decode")}
+    tries = [(best, 0, rows_of)]
+    if best == "fi":
+        tries += [(best, max(map(len, decode.values())), decode), ("reference", 0, few)]
+    for attention, graph, steps in tries:
+        title = f"{name} {attention}{' graphs' if graph else ''}"
         with attempt(report, f"{title} load"):
-            engine = _load(title, attention, spec, folder, device, dtype, list(steps.values()), report)
+            engine = _load(title, attention, graph, spec, folder, device, dtype, list(steps.values()), report)
             for step, rows in steps.items():
                 with attempt(report, f"{title} {step}"):
                     _measure_step(f"{title} {step}", spec, engine, rows, rates, report)
@@ -97,6 +102,7 @@ def _measure_model(
 def _load(
     title: str,
     attention: str,
+    graph: int,
     spec: ModelSpec,
     folder: Path,
     device: torch.device,
@@ -117,6 +123,7 @@ def _load(
         max_running_requests=max(map(len, all_rows)),
         max_seq_len=max(start + count for rows in all_rows for start, count in rows) + PAGE_SIZE,
         attention=attention,
+        graph=graph,
         dummy=True,
     )
     wait(device)

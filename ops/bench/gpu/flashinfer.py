@@ -32,9 +32,8 @@ from stages.generate.attention.flashinfer import (
     decode_wrapper,
     indices_of,
     load_library,
-    numbers,
-    options,
     plan_decode,
+    plan_decode_again,
     plan_prefill,
     prefill_wrapper,
     tools,
@@ -326,15 +325,7 @@ def _time_fast_plan(report: Report, item: str, timed: Timed, wrapper: Any, indic
     """Time the plan that leaves the buffers of a graph alone and takes what it needs from the host."""
 
     def plan() -> None:
-        timed.library.fast_decode_plan(
-            wrapper,
-            indices.indptr,
-            indices.indices,
-            indices.last_page_len,
-            *numbers(timed.shape),
-            **options(timed.shape),
-            global_override_indptr_cpu=indices.indptr,
-        )
+        plan_decode_again(timed.library, wrapper, timed.shape, indices)
 
     report(item, plan_ms=_plan_ms(plan, timed.device))
 

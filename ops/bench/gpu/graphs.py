@@ -21,15 +21,20 @@ from ops.bench.gpu.pages import make_plan
 from ops.bench.gpu.phase import Report, Scale, Skip, attempt, error_text
 from ops.bench.gpu.timing import median_s, wait
 from ops.bench.models import SHAPES, Shape, write_config
+from pipeline.events import SamplingParams
 from stages.generate.attention import Attend, AttentionShape
 from stages.generate.attention.base import places_of, write_pages
 from stages.generate.attention.flashinfer import indices_of, kernels_of, plan_decode, tools, why_not
 from stages.generate.attention.reference import ReferenceAttention
 from stages.generate.forward.batch import ForwardBatch, build_batch
+from stages.generate.forward.engine import Engine
 from stages.generate.forward.weights import dummy_weights
+from stages.generate.kvcache import make_cache
 from stages.generate.kvcache.pool import allocate
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.spec import ModelSpec, read_spec
+from stages.generate.schedule.request import NewRequest
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
 
 # B = decode rows, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, N = pages of a row,
 # C = slots of them, E = hidden size
@@ -48,6 +53,9 @@ WORST_RATIO: Final = 2.0
 FLOAT32_ERROR: Final = 1e-4
 """It may be as much in any case: where that dtype is float32, the reference has none."""
 ROUNDS: Final = 5
+ENGINE: Final = Shape(256, 2, 4, 2, 64, 512, 512, 10_000.0, 4096)
+ENGINE_DISTANCE: Final = 2e-2
+"""Of the logits in bfloat16: a padded step may be multiplied by another kernel."""
 
 
 class Steps(Protocol):
@@ -92,6 +100,8 @@ def run(scale: Scale, report: Report) -> None:
                 _try_reference(f"reference attention, {num_rows} rows", model, report)
             _try(f"static attention, {num_rows} rows", model, StaticAttention, report)
             _try(f"FlashInfer, {num_rows} rows", model, FlashInferSteps, report)
+    with attempt(report, "engine"):
+        _try_engine("engine", device, report)
 
 
 class StaticAttention:
@@ -149,6 +159,37 @@ class FlashInferSteps:
         write_pages(kv_2PKSD, k_BKD, v_BKD, places_of(self._slots_B, self._shape.page_size))
         o_BHD: Tensor = self._wrapper.run(q_BHD.contiguous(), (kv_2PKSD[0], kv_2PKSD[1]))
         return o_BHD
+
+
+def _try_engine(item: str, device: torch.device, report: Report) -> None:
+    """Compute the steps of some requests with an engine that records its decode steps, and with one that does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(ENGINE, Path(folder))
+        spec = read_spec(Path(folder))
+        if reason := why_not(AttentionShape(4, 2, spec.head_dim, PAGE_SIZE, 0, torch.bfloat16, device)):
+            raise Skip(reason)
+        sizes = {"num_pages": 64, "page_size": PAGE_SIZE, "max_running_requests": 3, "max_seq_len": 160}
+        how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "attention": "fi", "dummy": True, **sizes}
+        eager, recorded = (Engine(spec, Path(folder), graph=graph, **how) for graph in (0, 3))
+    limits = ScheduleLimits(160, 40, 8, 3, vocab_size=spec.vocab_size)
+    schedule = Schedule(make_cache("radix", 64, PAGE_SIZE), limits, [], Identity("generate-0", 1, "f"))
+    for number, length in enumerate((5, 61, 17, 33)):
+        prompt = tuple((7 * number + 3 * place) % spec.vocab_size for place in range(length))
+        params = SamplingParams(temperature=0, max_tokens=6 + number, ignore_eos=True)
+        assert schedule.add(NewRequest(str(number), prompt, (), params)) is None
+    farthest, steps, mixed = 0.0, 0, 0
+    while (planned := schedule.plan()) is not None:
+        plan = planned[0]
+        ours_RV, eager_RV = recorded.logits(plan), eager.logits(plan)
+        if len(eager_RV):
+            distance = float((ours_RV - eager_RV).norm() / eager_RV.norm())
+            farthest = distance if distance != distance else max(farthest, distance)
+        schedule.complete(eager_RV.argmax(-1).tolist())
+        steps, mixed = steps + 1, mixed + (0 < plan.num_decode_rows < len(plan.rows))
+        if farthest != farthest:
+            break
+    figures = {"steps": steps, "mixed_steps": mixed, "distance": farthest if farthest == farthest else None}
+    report(item, ok=farthest <= ENGINE_DISTANCE, **figures)
 
 
 def _library(shape: AttentionShape) -> Any:
@@ -238,7 +279,7 @@ def _distances(model: Model, batch: ForwardBatch, eager_BE: Tensor) -> tuple[flo
     """Return how far *eager_BE*, and a step with the reference attention, are from float32: of COMPARED_ROWS rows."""
     num = min(COMPARED_ROWS, len(batch.seq_lens))
     pages_X: Tensor = batch.page_table_BN[:num].unique().long()  # type: ignore[no-untyped-call]
-    pages_B, offsets_B = places_of(batch.slots_T[:num], PAGE_SIZE)
+    pages_B, offsets_B = places_of(batch.slots_T[:num].long(), PAGE_SIZE)
     few = replace(
         batch,
         token_ids_T=batch.token_ids_T[:num],

@@ -47,6 +47,8 @@ PREFIX_LENGTHS: Final = (5, 17, 24, 33, 40, 49, 56, 60)
 """Of a prompt: where logits in bfloat16 are compared."""
 FI_HEAD_DIM: Final = 64
 """The families have a smaller head_dim, which FlashInfer does not know."""
+PLANS: Final = 3
+"""From the third one on, FlashInfer's short plan is used for decode rows."""
 WORST_RATIO: Final = 2.0
 """Our error in bfloat16 may be so many times that of transformers."""
 TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -101,8 +103,8 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def _backends(device: torch.device) -> list[str]:
-    """Return the attention backends of this device."""
-    return [name for name in ATTENTION if name != ("fi" if device.type == "cpu" else "cpu")]
+    """Return the attention backends of this device, but for fa,fi: its kernels would have to be compiled, too."""
+    return [name for name in ATTENTION if name != "fa,fi" and (device.type != "cpu" or name != "fi")]
 
 
 def _require(name: str, shape: AttentionShape) -> None:
@@ -139,11 +141,12 @@ def check_attention(
         if name == "fi" and why_not(shape):
             continue  # a head_dim that it does not know
         case = make_case(shape, attended.rows, dtype, device, seed=100 * number)
-        with torch.inference_mode():
-            attend = ATTENTION[name](case.shape).plan(case.batch)
-            output = attend(case.q_THD, case.k_TKD, case.v_TKD, case.kv_2PKSD)
-        error = largest_error(output, case.expected())
-        worst = error if error != error else max(worst, error)
+        attention = ATTENTION[name](case.shape)
+        for _ in range(PLANS if name == "fi" else 1):
+            with torch.inference_mode():
+                output = attention.plan(case.batch)(case.q_THD, case.k_TKD, case.v_TKD, case.kv_2PKSD)
+            error = largest_error(output, case.expected())
+            worst = error if error != error else max(worst, error)
         stored = stored and bool(torch.equal(case.kv_2PKSD.nan_to_num(-99), case.filled_pages().nan_to_num(-99)))
         if worst != worst:
             break

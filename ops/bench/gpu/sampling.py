@@ -20,8 +20,12 @@ from stages.generate.schedule.plan import Sample
 # R = rows that sample, V = vocabulary
 
 VOCAB_SIZES: Final = {"toy": (1000,), "small": (1000, 151_936), "full": (1000, 151_936)}
-ROUNDS: Final = {"toy": 1, "small": 1, "full": 4}
-"""Times that all parameter sets are tried, with other logits and seeds."""
+ROUNDS: Final = {"toy": (1,), "small": (1, 1), "full": (14_800, 4)}
+"""Times that all parameter sets are tried with each vocabulary, with other logits and seeds: a million rows."""
+AT_ONCE: Final = 64
+"""So many rounds make one batch."""
+ALONE: Final = 4
+"""The rows of so many rounds are also drawn one by one."""
 TIMED_ROWS: Final = {"toy": (1, 4), "small": (1, 32), "full": (1, 32, 256)}
 SHOWN: Final = 3
 """Mismatches that are described."""
@@ -58,11 +62,11 @@ TIMED: Final[Mapping[str, Mapping[str, Any]]] = {
 def run(scale: Scale, report: Report) -> None:
     """Report mismatches of each kind of logits, then times."""
     device = torch.device(scale.device)
-    for vocab_size in VOCAB_SIZES[scale.size]:
+    for vocab_size, rounds in zip(VOCAB_SIZES[scale.size], ROUNDS[scale.size], strict=True):
         for kind in LOGITS:
             item = f"{kind} logits, vocabulary of {vocab_size}"
             with attempt(report, item):
-                _compare(report, item, kind, vocab_size, device, ROUNDS[scale.size])
+                _compare(report, item, kind, vocab_size, device, rounds)
         for name in TIMED:
             item = f"time of {name}, vocabulary of {vocab_size}"
             with attempt(report, item):
@@ -104,29 +108,37 @@ def _samples(names: Sequence[str], vocab_size: int, seed: int) -> list[Sample]:
 
 
 def _compare(report: Report, item: str, kind: str, vocab_size: int, device: torch.device, rounds: int) -> None:
-    """Compare all parameter sets: in a batch on the device, alone on it, with the CPU."""
-    names = list(PARAMS) * rounds
-    logits_RV = LOGITS[kind]((len(names), vocab_size), torch.Generator().manual_seed(vocab_size))
-    samples = _samples(names, vocab_size, seed=vocab_size)
-    expected = sample(logits_RV, samples)
-    there_RV = logits_RV.to(device)
-    found = {
-        "in a batch": sample(there_RV, samples),
-        "alone": [sample(there_RV[row : row + 1], samples[row : row + 1])[0] for row in range(len(names))],
-    }
-    mismatches = [
-        f"{names[row]} {way}: {token} instead of {expected[row]}"
-        for way, tokens in found.items()
-        for row, token in enumerate(tokens)
-        if token != expected[row]
-    ]
+    """Compare all parameter sets: in batches on the device, some alone on it, with the CPU."""
+    mismatches: list[str] = []
+    seen: set[int] = set()
+    generator = torch.Generator().manual_seed(vocab_size)
+    for first in range(0, rounds, AT_ONCE):
+        names = list(PARAMS) * min(AT_ONCE, rounds - first)
+        logits_RV = LOGITS[kind]((len(names), vocab_size), generator)
+        samples = _samples(names, vocab_size, seed=vocab_size + first)
+        expected = sample(logits_RV, samples)
+        seen.update(expected)
+        there_RV = logits_RV.to(device)
+        num_alone = len(PARAMS) * ALONE if first == 0 else 0
+        found = {
+            "in a batch": sample(there_RV, samples),
+            "alone": [
+                sample(there_RV[row : row + 1], samples[row : row + 1])[0] for row in range(len(names))[:num_alone]
+            ],
+        }
+        mismatches += [
+            f"{names[row]} {way}: {token} instead of {expected[row]}"
+            for way, tokens in found.items()
+            for row, token in enumerate(tokens)
+            if token != expected[row]
+        ]
     report(
         item,
         ok=not mismatches,
-        rows=len(names),
+        rows=rounds * len(PARAMS),
         mismatches=len(mismatches),
         shown="; ".join(mismatches[:SHOWN]),
-        distinct_tokens=len(set(expected)),
+        distinct_tokens=len(seen),
     )
 
 

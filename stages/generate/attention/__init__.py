@@ -1,19 +1,21 @@
-"""Attention over KV pages: one Protocol and several backends. `--attn` chooses one by name."""
+"""Attention over KV pages: one Protocol and several backends. `--attn` chooses one, or two: for prefill, decode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from stages.generate.attention.base import Attend, Attention, AttentionShape
-from stages.generate.attention.cpu import CpuAttention
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.reference import ReferenceAttention
+from stages.generate.attention.torch import TorchAttention
 
 __all__ = ["ATTENTION", "Attend", "Attention", "AttentionShape"]
 
 ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {
-    "cpu": CpuAttention,
+    "fa,fi": partial(FlashInferAttention, prefill="fa3"),
     "fi": FlashInferAttention,
     "reference": ReferenceAttention,
+    "torch": TorchAttention,
 }

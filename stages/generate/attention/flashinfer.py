@@ -12,70 +12,238 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import accumulate, count
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
+import numpy as np
 import structlog
 import torch
+import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from pipeline.errors import ConfigError
 from stages.generate.attention.base import Attend, AttentionShape, places_of, write_pages
 from stages.generate.forward.batch import ForwardBatch
 
-# T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, B = rows, N = pages
+# T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, B = rows,
+# N = pages of a row, R = rows with those that pad, X = several arrays, one after the other
 
 DTYPES: Final = (torch.bfloat16, torch.float16)
 HEAD_DIMS: Final = (64, 128, 256)
 LEAST_VERSION: Final = (0, 6, 13)
 LEAST_CAPABILITY: Final = (8, 0)
+FA3_CAPABILITY: Final = 9
 WORKSPACE_BYTES: Final = 256 * 2**20
+"""Parts of rows that were split, before they are combined. The workspace grows where that is too little."""
+DECODE_BYTES: Final = 2**20
+PREFILL_BYTES: Final = 8 * 2**20
+"""Of plans. They grow, too."""
+TOO_SMALL: Final = "Increase the workspace buffer size"
+"""FlashInfer's words, in `allocator.h`."""
+ALIGNMENT: Final = 64
+"""Numbers: 256 bytes, as torch aligns what it allocates."""
+PROGRESS_S: Final = 5.0
 ERROR_CHARS: Final = 800
 """Of the end of what a compiler printed."""
 
 logger = structlog.get_logger()
 
+Run: TypeAlias = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+"""(q_THD, keys and values of a layer's pages) -> o_THD"""
 
-@dataclass(frozen=True, slots=True)
-class Indices:
-    """The rows of a batch and their pages as FlashInfer wants them: int32 on the host."""
 
-    qo_indptr: Tensor
+class Indices(NamedTuple):
+    """The rows of a batch and their pages as FlashInfer wants them: int32. Its kernels read the first three."""
+
     indptr: Tensor
-    indices: Tensor
     last_page_len: Tensor
+    indices: Tensor
+    qo_indptr: Tensor
 
 
 class FlashInferAttention:
-    """See `Attention`. Its rounding depends on the batch: FlashInfer splits long rows over idle multiprocessors."""
+    """See `Attention`. Its rounding depends on the batch: FlashInfer splits long rows over idle multiprocessors.
 
-    def __init__(self, shape: AttentionShape) -> None:
-        """Compile the kernels, where that has not been done before.
+    A step of decode rows alone is padded to one of `padded_rows`, and its indices lie where those of the last step of
+    that size lay. So FlashInfer makes its long plan once for a size, and after that a short one for each step.
+    """
+
+    def __init__(self, shape: AttentionShape, prefill: str = "fa2") -> None:
+        """Compile the kernels, where that has not been done before. *prefill*: the kind of kernels for chunks.
 
         Raises:
             ConfigError: They cannot be compiled.
         """
         self._shape = shape
-        library = load_library()
-        compile_kernels(library, shape)
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
-        self._decode, self._prefill = decode_wrapper(library, workspace), prefill_wrapper(library, workspace)
+        self._library = library = load_library()
+        compile_kernels(library, shape, prefill)
+        self._workspaces = {
+            name: torch.zeros(size, dtype=torch.uint8, device=shape.device)
+            for name, size in (("float", WORKSPACE_BYTES), ("decode", DECODE_BYTES), ("prefill", PREFILL_BYTES))
+        }
+        self._indices_X = torch.empty(0, dtype=torch.int32, device=shape.device)
+        """What the kernels of decode rows read; `starts` says where."""
+        self._num_pages = 0
+        """How many fit into it beside the rows."""
+        chunks = [self._wrapper("prefill", prefill_wrapper, backend=prefill) for _ in range(2)]
+        self._turns = [Turn(wrapper, shape.device) for wrapper in chunks]
 
     def plan(self, batch: ForwardBatch) -> Attend:
-        """Let FlashInfer divide the work. A step with a chunk is one prefill, in which decode rows are short chunks."""
-        indices = indices_of(batch, self._shape.page_size)
+        """Let FlashInfer divide the work. A step with a chunk is one prefill, in which decode rows are short chunks.
+
+        Waits for nothing, unless the device has not begun the step before the last one.
+        """
+        return self.attending(self.prepare(batch), batch.slots_T)
+
+    def prepare(self, batch: ForwardBatch) -> Run:
+        """Do what `plan` does on the host; the result reads pages that are written."""
+        self._turns.reverse()
+        turn = self._turns[0]
+        turn.wait()
         only_decode = batch.num_decode_rows == len(batch.seq_lens)
-        wrapper = self._decode if only_decode else self._prefill
-        (plan_decode if only_decode else plan_prefill)(wrapper, self._shape, indices)
-        places = places_of(batch.slots_T, self._shape.page_size)
+        run = (self._plan_decode if only_decode else self._plan_prefill)(turn, batch)
+        turn.planned()
+        return run
+
+    def attending(self, run: Run, slots_T: Tensor) -> Attend:
+        """Return the function that the layers call, which writes to *slots_T*."""
+        places = places_of(slots_T, self._shape.page_size)
 
         def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
             write_pages(kv_2PKSD, k_TKD, v_TKD, places)
-            o_THD: Tensor = wrapper.run(q_THD.contiguous(), (kv_2PKSD[0], kv_2PKSD[1]))
-            return o_THD
+            return run(q_THD, (kv_2PKSD[0], kv_2PKSD[1]))
 
         return attend
+
+    def _plan_prefill(self, turn: Turn, batch: ForwardBatch) -> Run:
+        indices = turn.hold(indices_of(batch, self._shape.page_size))
+        wrapper = turn.prefill
+        self._grow_until("prefill", wrapper, lambda: plan_prefill(wrapper, self._shape, indices))
+        return lambda q_THD, kv: wrapper.run(q_THD.contiguous(), kv)
+
+    def _plan_decode(self, turn: Turn, batch: ForwardBatch) -> Run:
+        num_rows = padded_rows(len(batch.seq_lens))
+        indices = turn.hold(indices_of(batch, self._shape.page_size, num_rows))
+        self.reserve(num_rows, len(indices.indices))
+        wrapper = turn.decode.get(num_rows)
+        if wrapper is None:
+            wrapper = self._decode_wrapper(num_rows)
+            self._grow_until("decode", wrapper, lambda: plan_decode(wrapper, self._shape, indices))
+            turn.decode[num_rows] = wrapper
+        else:
+            send(turn.host_X, self._indices_X, starts(num_rows, len(indices.indices))[3])
+            plan_decode_again(self._library, wrapper, self._shape, indices)
+
+        def run(q_BHD: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+            more = num_rows - len(q_BHD)
+            q_RHD = F.pad(q_BHD, (0, 0, 0, 0, 0, more)) if more else q_BHD.contiguous()
+            o_RHD: Tensor = wrapper.run(q_RHD, kv)
+            return o_RHD[: len(q_BHD)]
+
+        return run
+
+    def reserve(self, num_rows: int, num_pages: int) -> None:
+        """Make room for the indices of so many decode rows and pages. Wrappers that know the old place are left."""
+        if num_pages <= self._num_pages and starts(num_rows, self._num_pages)[3] <= len(self._indices_X):
+            return
+        if num_pages > self._num_pages:
+            self._num_pages = max(num_pages, 2 * self._num_pages)
+        size = max(starts(num_rows, self._num_pages)[3], 2 * len(self._indices_X))
+        self._indices_X = torch.empty(size, dtype=torch.int32, device=self._shape.device)
+        for turn in self._turns:
+            turn.decode.clear()
+
+    def _decode_wrapper(self, num_rows: int) -> Any:
+        arrays = arrays_in(self._indices_X, num_rows, self._num_pages)
+        return self._wrapper(
+            "decode",
+            decode_wrapper,
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=arrays.indptr,
+            paged_kv_indices_buffer=arrays.indices,
+            paged_kv_last_page_len_buffer=arrays.last_page_len,
+        )
+
+    def _wrapper(self, kind: str, make: Callable[..., Any], **options: Any) -> Any:
+        """Return a wrapper whose plans go through pinned memory of its own into the workspace that all have."""
+        wrapper = make(self._library, self._workspaces["float"], **options)
+        wrapper.reset_workspace_buffer(self._workspaces["float"], self._workspaces[kind])
+        return wrapper
+
+    def _grow_until(self, kind: str, wrapper: Any, plan: Callable[[], None]) -> None:
+        """Plan; where FlashInfer finds the workspaces too small, with the present ones, then with twice as much."""
+        for attempt in count():
+            try:
+                plan()
+                return
+            except Exception as error:
+                if TOO_SMALL not in str(error):
+                    raise
+            if attempt:
+                for name in ("float", kind):
+                    self._workspaces[name] = self._workspaces[name].new_zeros(2 * len(self._workspaces[name]))
+                sizes = {f"{name}_mib": workspace.nbytes / 2**20 for name, workspace in self._workspaces.items()}
+                logger.info("attention_workspace_grows", **sizes)
+            wrapper.reset_workspace_buffer(self._workspaces["float"], self._workspaces[kind])
+
+
+class Turn:
+    """One of two sets of wrappers, and memory of the host from which the device copies what their plans say."""
+
+    def __init__(self, prefill: Any, device: torch.device) -> None:
+        self.prefill = prefill
+        self.decode: dict[int, Any] = {}
+        """By the number of rows."""
+        self.host_X = torch.empty(0, dtype=torch.int32)
+        self._device = device
+        self._copied: torch.cuda.Event | None = None
+
+    def hold(self, indices: Indices) -> Indices:
+        """Return *indices* in pinned memory, at their `starts`."""
+        num_rows, num_pages = len(indices.last_page_len), len(indices.indices)
+        if (size := starts(num_rows, num_pages)[-1]) > len(self.host_X):
+            self.host_X = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        held = arrays_in(self.host_X, num_rows, num_pages)
+        for place, array in zip(held, indices, strict=True):
+            place.copy_(array)
+        return held
+
+    def planned(self) -> None:
+        """Note that this set was used for a plan."""
+        if self._device.type == "cuda":
+            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Wait until the device has copied what the last plan of this set says."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return for how many rows a step of *num_rows* decode rows is planned: 1, 2, 4, 8, or a multiple of 16."""
+    return 1 << (num_rows - 1).bit_length() if num_rows <= 16 else -(-num_rows // 16) * 16
+
+
+def starts(num_rows: int, num_pages: int) -> list[int]:
+    """Return where each array of `Indices` begins in a flat tensor, and the end of the last one."""
+    sizes = (num_rows + 1, num_rows, num_pages, num_rows + 1)
+    return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+
+
+def arrays_in(flat_X: Tensor, num_rows: int, num_pages: int) -> Indices:
+    """Return the arrays of so many rows and pages as parts of *flat_X*, which may lack qo_indptr."""
+    sizes = (num_rows + 1, num_rows, num_pages, num_rows + 1)
+    begins = starts(num_rows, num_pages)
+    return Indices(*(flat_X[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)))
+
+
+def send(host_X: Tensor, device_X: Tensor, size: int) -> None:
+    """Copy the first numbers of *host_X* once the device has done what was launched before."""
+    device_X[:size].copy_(host_X[:size], non_blocking=True)
 
 
 # the calls of FlashInfer
@@ -88,27 +256,45 @@ def decode_wrapper(library: Any, workspace: Tensor, **graph: Any) -> Any:
     )
 
 
-def prefill_wrapper(library: Any, workspace: Tensor) -> Any:
+def prefill_wrapper(library: Any, workspace: Tensor, backend: str = "fa2") -> Any:
     """Return FlashInfer's object for chunks."""
-    return library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend="fa2")
+    return library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend=backend)
 
 
-def indices_of(batch: ForwardBatch, page_size: int) -> Indices:
-    """Return the rows of *batch* and their pages as FlashInfer wants them. Waits for the device, which is idle then."""
-    lengths_B = torch.tensor(batch.seq_lens, dtype=torch.int32)
-    counts_B = (lengths_B + page_size - 1) // page_size
-    table_BN = batch.page_table_BN.cpu()
-    return Indices(
-        torch.tensor(batch.query_starts, dtype=torch.int32),
-        torch.nn.functional.pad(counts_B.cumsum(0, dtype=torch.int32), (1, 0)),
-        table_BN[torch.arange(table_BN.shape[1]) < counts_B[:, None]],
-        (lengths_B - 1) % page_size + 1,
+def indices_of(batch: ForwardBatch, page_size: int, num_rows: int = 0) -> Indices:
+    """Return the rows of *batch* and their pages as FlashInfer wants them, on the host. Nothing waits for the device.
+
+    *num_rows*: with more rows than the batch has. They have one token each, and see the first token of the first row.
+    """
+    lengths_B, table_BN, end = np.array(batch.seq_lens), batch.host_table_BN, batch.query_starts[-1]
+    counts_B = -(-lengths_B // page_size)
+    ones = np.ones(max(0, num_rows - len(lengths_B)), np.int64)
+    pages_X = table_BN[np.arange(table_BN.shape[1]) < counts_B[:, None]]
+    arrays = (
+        np.append(0, np.append(counts_B, ones).cumsum()),
+        np.append((lengths_B - 1) % page_size + 1, ones),
+        np.append(pages_X, ones * table_BN[0, 0]),
+        np.append(batch.query_starts, end + ones.cumsum()),
     )
+    return Indices(*(torch.from_numpy(array.astype(np.int32)) for array in arrays))
 
 
 def plan_decode(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
     """Plan a step of decode rows."""
     wrapper.plan(indices.indptr, indices.indices, indices.last_page_len, *numbers(shape), **options(shape))
+
+
+def plan_decode_again(library: Any, wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
+    """Plan another step of as many decode rows, whose indices are on the device already: on the host alone."""
+    library.fast_decode_plan(
+        wrapper,
+        indices.indptr,
+        indices.indices,
+        indices.last_page_len,
+        *numbers(shape),
+        **options(shape),
+        global_override_indptr_cpu=indices.indptr,
+    )
 
 
 def plan_prefill(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
@@ -143,8 +329,11 @@ def options(shape: AttentionShape) -> dict[str, Any]:
 # what must be here
 
 
-def why_not(shape: AttentionShape) -> str:
-    """Return why FlashInfer cannot compute *shape* on this machine, and what it needs; nothing if it can."""
+def why_not(shape: AttentionShape, prefill: str = "fa2") -> str:
+    """Return why FlashInfer cannot compute *shape* on this machine, and what it needs; nothing if it can.
+
+    *prefill*: as `FlashInferAttention`.
+    """
     if shape.device.type != "cuda":
         return "it computes on CUDA devices only"
     if shape.dtype not in DTYPES:
@@ -153,6 +342,8 @@ def why_not(shape: AttentionShape) -> str:
         return f"the model's head_dim is {shape.head_dim}, and it supports {', '.join(map(str, HEAD_DIMS))}"
     if (capability := torch.cuda.get_device_capability(shape.device)) < LEAST_CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, and it needs 8.0 or newer"
+    if prefill == "fa3" and capability[0] != FA3_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, and fa needs 9.0; pass --attn fi"
     try:
         load_library()
     except ConfigError as error:
@@ -181,10 +372,10 @@ def load_library() -> Any:
     return library
 
 
-def kernels_of(library: Any, shape: AttentionShape) -> Any:
+def kernels_of(library: Any, shape: AttentionShape, backend: str = "fa2") -> Any:
     """Return FlashInfer's description of the kernels for *shape*, with which it compiles and finds them."""
     return library.jit.gen_batch_prefill_module(
-        "fa2",
+        backend,
         shape.dtype,
         shape.dtype,
         shape.dtype,
@@ -198,23 +389,36 @@ def kernels_of(library: Any, shape: AttentionShape) -> Any:
     )
 
 
-def compile_kernels(library: Any, shape: AttentionShape) -> None:
-    """Compile the kernels for *shape* unless they are in FlashInfer's cache, and load them.
+def compile_kernels(library: Any, shape: AttentionShape, prefill: str = "fa2") -> None:
+    """Compile the kernels for *shape* unless they are in FlashInfer's cache, all at once, and load them.
 
     Raises:
         ConfigError: They do not compile.
     """
     tools()
     try:
-        kernels = kernels_of(library, shape)
-        if not kernels.is_compiled:
-            logger.info("attention_kernels_compile", kernels=kernels.name, detail="takes about half a minute, once")
-        kernels.build_and_load()
+        kernels = [kernels_of(library, shape, backend) for backend in sorted({"fa2", prefill})]
+        if missing := [each for each in kernels if not each.is_compiled]:
+            _build(library, missing)
+        for each in kernels:
+            each.build_and_load()
     except Exception as error:
         raise ConfigError(
-            f"--attn fi: FlashInfer's kernels do not compile; mend the compiler, or pass --attn reference, which is "
-            f"slow. The compiler says: {str(error)[-ERROR_CHARS:].strip()}"
+            f"--attn fi: FlashInfer's kernels do not compile; mend the compiler, or pass --attn torch, which is "
+            f"slower. The compiler says: {str(error)[-ERROR_CHARS:].strip()}"
         ) from error
+
+
+def _build(library: Any, kernels: Sequence[Any]) -> None:
+    """Compile, and log how far it is."""
+    names = ", ".join(each.name for each in kernels)
+    logger.info("attention_kernels_compile", kernels=names, detail="takes about half a minute, once")
+    objects = [path for each in kernels for path in each.get_object_paths()]
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(library.jit.build_jit_specs, kernels)
+        while wait((building,), PROGRESS_S).not_done:
+            logger.info("attention_kernels_compile", done=sum(path.exists() for path in objects), of=len(objects))
+        building.result()
 
 
 def tools() -> dict[str, str | None]:

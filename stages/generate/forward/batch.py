@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stages.generate.forward.shaping import on_device
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
-# T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table
+# T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table, X = several of these in one
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The rows of one step, their tokens packed one after the other. Lengths are on the host, tensors on the device.
+    """The rows of one step, their tokens packed one after the other. Lengths are on the host, tensors, of int32, on the
+    device.
 
     Decode rows, of one token each, come first. A row is `seq_lens[b]` long after the step, and its last
     `query_starts[b + 1] - query_starts[b]` tokens are computed in it.
@@ -30,7 +34,9 @@ class ForwardBatch:
     """B + 1 numbers: row b's tokens are [query_starts[b], query_starts[b + 1]) of T."""
     seq_lens: tuple[int, ...]
     page_table_BN: Tensor
-    """int32. Row b's first ceil(seq_lens[b] / page_size) pages are its own. Ignore the rest."""
+    """Row b's first ceil(seq_lens[b] / page_size) pages are its own. Ignore the rest."""
+    host_table_BN: npt.NDArray[np.int32]
+    """The same on the host."""
     num_decode_rows: int
 
 
@@ -39,7 +45,7 @@ class PageTables:
 
     def __init__(self, max_running_requests: int, max_seq_len: int, page_size: int) -> None:
         self.page_size = page_size
-        self.pages_AN = torch.zeros(max_running_requests, -(-max_seq_len // page_size), dtype=torch.int32)
+        self.pages_AN = np.zeros((max_running_requests, -(-max_seq_len // page_size)), np.int32)
 
     def update(self, rows: Iterable[PlanRow]) -> None:
         """Append the new pages of *rows*."""
@@ -47,27 +53,57 @@ class PageTables:
             if row.new_pages:
                 end = row.first_page + len(row.new_pages)
                 assert end <= self.pages_AN.shape[1], f"{end} pages in a row of {self.pages_AN.shape[1]}"
-                self.pages_AN[row.table, row.first_page : end] = torch.tensor(row.new_pages, dtype=torch.int32)
+                self.pages_AN[row.table, row.first_page : end] = row.new_pages
 
 
 def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> ForwardBatch:
-    """Return *plan* as tensors on *device*; *tables* must have been updated with it."""
+    """Return *plan* as tensors on *device*; *tables* must have been updated with it.
+
+    All of them are parts of one, so there is one copy. Nothing waits for the device.
+    """
     rows, page_size = plan.rows, tables.page_size
-    lengths = [len(row.token_ids) for row in rows]
-    assert min(lengths) > 0, "a row without tokens"
-    starts = (0, *accumulate(lengths))
-    seq_lens = tuple(row.start + length for row, length in zip(rows, lengths, strict=True))
-    pages_BN = tables.pages_AN[[row.table for row in rows], : -(-max(seq_lens) // page_size)]
-    token_ids_T = torch.tensor([*chain.from_iterable(row.token_ids for row in rows)])
-    positions_T = torch.cat([torch.arange(seq - length, seq) for seq, length in zip(seq_lens, lengths, strict=True)])
-    rows_T = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-    slots_T = pages_BN[rows_T, positions_T // page_size].long() * page_size + positions_T % page_size
+    lengths_B = np.array([len(row.token_ids) for row in rows])
+    assert lengths_B.min() > 0, "a row without tokens"
+    seq_lens_B = np.array([row.start for row in rows]) + lengths_B
+    ends_B = lengths_B.cumsum()
+    rows_T = np.arange(len(rows)).repeat(lengths_B)
+    positions_T = np.arange(ends_B[-1]) + (seq_lens_B - ends_B)[rows_T]
+    pages_BN = tables.pages_AN[[row.table for row in rows], : -(-seq_lens_B.max() // page_size)]
+    slots_T = pages_BN[rows_T, positions_T // page_size] * page_size + positions_T % page_size
+    token_ids_T = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32, ends_B[-1])
+    arrays = (token_ids_T, positions_T, slots_T, pages_BN)
+    numbers_X = on_device(np.concatenate(arrays, axis=None, dtype=np.int32), device)
+    token_ids, positions, slots, pages = torch.split(numbers_X, [array.size for array in arrays])
     return ForwardBatch(
-        token_ids_T=token_ids_T.to(device),
-        positions_T=positions_T.to(device),
-        slots_T=slots_T.to(device),
-        query_starts=starts,
-        seq_lens=seq_lens,
-        page_table_BN=pages_BN.to(device),
+        token_ids_T=token_ids,
+        positions_T=positions,
+        slots_T=slots,
+        query_starts=(0, *ends_B.tolist()),
+        seq_lens=tuple(seq_lens_B.tolist()),
+        page_table_BN=pages.view(pages_BN.shape),
+        host_table_BN=pages_BN,
         num_decode_rows=plan.num_decode_rows,
     )
+
+
+def parted(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
+    """Return the decode rows of *batch*, and its chunks."""
+    num = batch.num_decode_rows
+    decode, chunks = (
+        replace(
+            batch,
+            token_ids_T=batch.token_ids_T[tokens],
+            positions_T=batch.positions_T[tokens],
+            slots_T=batch.slots_T[tokens],
+            query_starts=tuple(start - starts[0] for start in starts),
+            seq_lens=batch.seq_lens[rows],
+            page_table_BN=batch.page_table_BN[rows],
+            host_table_BN=batch.host_table_BN[rows],
+            num_decode_rows=num_decode_rows,
+        )
+        for tokens, rows, starts, num_decode_rows in (
+            (slice(num), slice(num), batch.query_starts[: num + 1], num),
+            (slice(num, None), slice(num, None), batch.query_starts[num:], 0),
+        )
+    )
+    return decode, chunks

@@ -1,23 +1,37 @@
-"""From a `BatchPlan` to token ids. Holds the weights, KV pages and page tables of one rank; no Redis, no schedule."""
+"""From a `BatchPlan` to token ids. Holds the weights, KV pages and page tables of one rank; no Redis, no schedule.
+
+A step begins with `launch` and ends with `wait`. Its tokens are drawn at the launch of the next step, or when somebody
+waits for them: only then are all tokens before them known, which penalties and bad words read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.errors import DeviceFull
 from stages.generate.attention import ATTENTION, Attention, AttentionShape
-from stages.generate.forward.batch import PageTables, build_batch
+from stages.generate.attention.flashinfer import FlashInferAttention
+from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
+from stages.generate.forward.collectives import ALONE, Collectives
+from stages.generate.forward.graphs import DecodeGraphs
 from stages.generate.forward.packing import pack_weights, packs
-from stages.generate.forward.sampler import sample
-from stages.generate.forward.scores import score
+from stages.generate.forward.room import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
+from stages.generate.forward.sampler import AGAIN, best, draw, draw_again, is_drawn_again
+from stages.generate.forward.scores import blocks_of, score
+from stages.generate.forward.shaping import on_device
 from stages.generate.forward.weights import Progress, dummy_weights, load_weights
 from stages.generate.kernels.decoder import KernelDecoder
-from stages.generate.kvcache.pool import allocate
+from stages.generate.kvcache.pool import allocate, page_bytes
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
@@ -28,13 +42,18 @@ from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 class Computer(Protocol):
     """What computes the layers: torch, or the kernels for CPUs."""
 
-    def forward(self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor) -> tuple[Tensor, Sequence[int]]:
+    def forward(
+        self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None
+    ) -> tuple[Tensor, Sequence[int]]:
         """Compute one step; return x_TE, the last layer's output for each token, and B + 1 numbers: where in T each
-        row begins."""
+        row begins.
+
+        *last_R*: the tokens that the step before sampled, for the placeholders of *plan*.
+        """
         ...
 
-    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[list[int], Tensor]:
-        """Return, for some tokens of x_TE, the token id with the largest logit, or -1 if a logit is NaN.
+    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """Return, for some tokens of x_TE, tokens_R, int64: the `best` ones, or NOT_A_NUMBER.
 
         Return also logits_RV, float32. Only the rows that are wanted may be read.
         """
@@ -48,22 +67,94 @@ class Computer(Protocol):
 class TorchComputer:
     """The decoder and the attention in torch."""
 
-    def __init__(self, decoder: Decoder, attention: Attention, device: torch.device) -> None:
-        self._decoder, self._attention, self._device = decoder, attention, device
+    def __init__(
+        self, decoder: Decoder, attention: Attention, device: torch.device, graphs: DecodeGraphs | None = None
+    ) -> None:
+        """*graphs*: of decode rows, which then are computed before the chunks of their step: a chunk may read a page
+        that a decode row fills in the same step.
+        """
+        self._decoder, self._attention, self._device, self._graphs = decoder, attention, device, graphs
 
-    def forward(self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor) -> tuple[Tensor, Sequence[int]]:
+    def forward(
+        self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None
+    ) -> tuple[Tensor, Sequence[int]]:
         """See `Computer`."""
         batch = build_batch(plan, tables, self._device)
-        return self._decoder.forward(batch, self._attention.plan(batch), kv_L2PKSD), batch.query_starts
+        if last_R is not None:
+            fill_in(batch.token_ids_T, last_R)
+        if self._graphs is None or not 0 < batch.num_decode_rows <= self._graphs.most_rows:
+            return self._layers(batch, kv_L2PKSD), batch.query_starts
+        if batch.num_decode_rows == len(batch.seq_lens):
+            return self._graphs.forward(batch), batch.query_starts
+        decode, chunks = parted(batch)
+        return torch.cat((self._graphs.forward(decode), self._layers(chunks, kv_L2PKSD))), batch.query_starts
 
-    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[list[int], Tensor]:
+    def _layers(self, batch: ForwardBatch, kv_L2PKSD: Tensor) -> Tensor:
+        return self._decoder.forward(batch, self._attention.plan(batch), kv_L2PKSD)
+
+    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[Tensor, Tensor]:
         """See `Computer`. All rows are filled in."""
-        logits_RV = self.logits(x_TE[torch.tensor(rows_R, dtype=torch.long, device=self._device)])
-        return logits_RV.argmax(-1).where(~logits_RV.isnan().any(-1), -1).tolist(), logits_RV
+        logits_RV = self.logits(x_TE[on_device(np.array(rows_R, np.int64), self._device)])
+        return best(logits_RV), logits_RV
 
     def logits(self, x_NE: Tensor) -> Tensor:
         """See `Computer`."""
         return self._decoder.logits(x_NE)
+
+
+class ToHost:
+    """Numbers on their way from the device. To read them waits for nothing that was launched after them."""
+
+    def __init__(self, numbers_R: Tensor) -> None:
+        self._numbers_R, self._event = numbers_R, None
+        if numbers_R.is_cuda:
+            pinned_R = torch.empty(numbers_R.shape, dtype=numbers_R.dtype, pin_memory=True)
+            self._numbers_R = pinned_R.copy_(numbers_R, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(numbers_R.device))
+
+    def tolist(self) -> list[int]:
+        """Return the numbers once they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._numbers_R.tolist()
+        return numbers
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A step that was launched."""
+
+    plan: BatchPlan
+    x_TE: Tensor
+    starts: Sequence[int]
+    """As `Computer.forward` returns them."""
+    tokens_R: Tensor | None = None
+    """Once they are drawn, on the device: those that the rows sampled, NOT_A_NUMBER, or AGAIN."""
+    logits_RV: Tensor | None = None
+    """Once they are drawn: the logits from which they were."""
+    told_R: ToHost | None = None
+    """Once they are drawn: the tokens."""
+    token_ids: list[int] | None = None
+    """Once somebody waited for them: the tokens, none of which is AGAIN."""
+    own_RV: Tensor | None = None
+    """The model's own logits, where scores are asked for and others were drawn from."""
+    following: Launched | None = None
+    """The step that was launched with its tokens."""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the head was computed, and the tokens are drawn from it."""
+        return self.told_R is not None
+
+
+@contextmanager
+def names_a_full_device() -> Iterator[None]:
+    """Raise DeviceFull where torch finds no memory on the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceFull(str(error).partition(" If reserved but")[0]) from error
 
 
 class Engine:
@@ -84,7 +175,10 @@ class Engine:
         kernels: str = "torch",
         quantization: str = "none",
         threads: int = 0,
+        graph: int = 0,
+        measure: Measure | None = None,
         dummy: bool = False,
+        collectives: Collectives = ALONE,
         progress: Progress = lambda done_bytes, total_bytes: None,
     ) -> None:
         """Load the weights of the checked *folder* and allocate the pages.
@@ -92,60 +186,212 @@ class Engine:
         *threads* 0 leaves torch's number. With *kernels*, a variant that this machine can use, *attention* does not
         count, *quantization* may be int8, and torch itself gets one thread: what it sums must not depend on their
         number. With *dummy* the weights are random, and only config.json of the folder is read.
+
+        *measure*: on a GPU, the largest steps are computed first, and there are only as many pages as fit beside them,
+        at most *num_pages*. `num_pages` says how many.
+
+        *graph*: decode steps of up to so many rows are recorded as CUDA graphs; *attention* must be FlashInfer's then.
+
+        With *collectives* of several ranks, this engine loads and computes a part of the model. When rank 0 calls
+        `forward`, or `logits` for a plan that scores no prompt, the others call `follow` with the same plan.
+
+        Raises:
+            ConfigError: The model cannot be divided among so many ranks, or no page fits.
         """
         if threads:
             torch.set_num_threads(threads)
-        threads = torch.get_num_threads()
+        self._threads = threads = torch.get_num_threads()
         self.device, self.dtype = device, dtype
+        self._collectives, self._vocab_size = collectives, spec.vocab_size
         packed = kernels != "torch" or packs(device, dtype)
         load_all = dummy_weights if dummy else partial(load_weights, folder=folder, map_tied=packed)
-        weights = load_all(spec, dtype=self.dtype, device=self.device, progress=progress)
+        shard = spec.sharded(collectives.rank, collectives.size, quantization)
+        weights = load_all(spec, dtype=self.dtype, device=self.device, shard=shard, progress=progress)
+        self._tables = PageTables(max_running_requests, max_seq_len, page_size)
+        self.num_pages = num_pages
         self._computer: Computer
         if kernels != "torch":
-            self._computer = KernelDecoder(spec, weights, variant=kernels, quantization=quantization, threads=threads)
+            self._computer = KernelDecoder(
+                shard, weights, variant=kernels, quantization=quantization, threads=threads, collectives=collectives
+            )
             torch.set_num_threads(1)
         else:
             if packed:
                 pack_weights(weights)
             shape = AttentionShape(
-                spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window, self.dtype, self.device
+                shard.num_heads, shard.num_kv_heads, spec.head_dim, page_size, spec.window, self.dtype, self.device
             )
-            self._computer = TorchComputer(Decoder(spec, weights), ATTENTION[attention](shape), device)
-        self._tables = PageTables(max_running_requests, max_seq_len, page_size)
+            decoder, backend = Decoder(shard, weights, collectives), ATTENTION[attention](shape)
+            self._computer = TorchComputer(decoder, backend, device)
+            if measure is not None:
+                self._measure(shard, measure, graphs=graph > 0)
+        self.kv_L2PKSD = allocate(shard, self.num_pages + (graph > 0), page_size, self.dtype, self.device)
+        if graph:
+            assert isinstance(backend, FlashInferAttention), f"attention {attention} cannot be recorded"
+            with torch.inference_mode():
+                graphs = DecodeGraphs(decoder, backend, self.kv_L2PKSD, self._tables, graph)
+            self._computer = TorchComputer(decoder, backend, device, graphs)
+
+    @torch.inference_mode()
+    def _measure(self, spec: ModelSpec, measure: Measure, *, graphs: bool) -> None:
+        """Compute the largest steps, and take only as many pages as fit beside them."""
+        num_rows, most_pages = self._tables.pages_AN.shape
+        page_size = self._tables.page_size
+        steps = [
+            largest_prefill(
+                min(measure.max_prefill_length, most_pages * page_size, self.num_pages * page_size), page_size
+            ),
+            largest_decode(num_rows),
+        ]
+        num_pages = len(steps[0].rows[0].new_pages)
         self.kv_L2PKSD = allocate(spec, num_pages, page_size, self.dtype, self.device)
+        prefill_bytes, decode_bytes = (
+            bytes_of_a_step(partial(self._computed_and_drawn, plan), self.device) for plan in steps
+        )
+        del self.kv_L2PKSD
+        fitting = fitting_pages(
+            measure,
+            page_bytes(spec, page_size, self.dtype),
+            prefill_bytes=prefill_bytes,
+            decode_bytes=decode_bytes,
+            graphs=graphs,
+            device=self.device,
+        )
+        self.num_pages = min(self.num_pages, fitting)
+
+    def _computed_and_drawn(self, plan: BatchPlan) -> None:
+        self._draw(self._begun(plan, None))
 
     @torch.inference_mode()
     def logits(self, plan: BatchPlan) -> Tensor:
         """Compute one step; return logits_RV, float32, for the rows that sample, in row order."""
-        x_TE, _, rows_R, samples = self._hidden(plan)
-        return self._computer.head(x_TE, rows_R, [True] * len(samples))[1]
+        launched = self._begun(plan, None)
+        rows_R, samples = _sampling(launched)
+        return self._computer.head(launched.x_TE, rows_R, [True] * len(samples))[1]
 
-    @torch.inference_mode()
     def forward(self, plan: BatchPlan) -> Computed:
-        """Compute one step.
+        """Compute one step, all tokens of which are known.
 
         Raises:
             ArithmeticError: A logit is not a number. Nobody knows which token should follow.
         """
-        x_TE, starts, rows_R, samples = self._hidden(plan)
-        drawn = [index for index, how in enumerate(samples) if how.changes_logits or how.params.temperature > 0]
-        wanted_R = [how.params.logprobs is not None for how in samples]
-        for index in drawn:
-            wanted_R[index] = True
-        token_ids, logits_RV = self._computer.head(x_TE, rows_R, wanted_R)
-        if -1 in token_ids:
-            raise ArithmeticError("the model's output is not a number (NaN)")
-        if drawn:
-            logits_DV = logits_RV if len(drawn) == len(samples) else logits_RV[drawn]
-            for index, token in zip(drawn, sample(logits_DV, [samples[index] for index in drawn]), strict=True):
-                token_ids[index] = token
-        return Computed(token_ids, score(plan, starts, x_TE, self._computer.logits, logits_RV, token_ids))
+        return self.wait(self.launch(plan, None)).checked()
 
-    def _hidden(self, plan: BatchPlan) -> tuple[Tensor, Sequence[int], list[int], list[Sample]]:
-        """Return x_TE, where each row begins in T, and of the rows that sample the last token's index in T and how."""
+    @torch.inference_mode()
+    @names_a_full_device()
+    def launch(self, plan: BatchPlan, before: Launched | None) -> Launched:
+        """Begin one step, after having drawn the tokens of the step *before*, which replace the placeholders.
+
+        Rank 0 of several calls `settle` first, because the others need the tokens, too.
+
+        Raises:
+            DeviceFull: The device has no memory left for it; so does `wait`.
+        """
+        if before is None:
+            return self._begun(plan, None)
+        assert before.is_drawn or self._collectives.size == 1, "the other ranks do not know what replaces placeholders"
+        self._draw(before)
+        if self._settles_first(before):
+            self._settle(before)
+        before.following = self._begun(plan, before.tokens_R)
+        return before.following
+
+    @torch.inference_mode()
+    @names_a_full_device()
+    def wait(self, launched: Launched) -> Computed:
+        """Return the result of a step. Call it before the step after the following one is launched."""
+        token_ids, logits_RV = self._settle(launched)
+        own_RV = logits_RV if launched.own_RV is None else launched.own_RV
+        plan, starts = launched.plan, launched.starts
+        return Computed(token_ids, score(plan, starts, launched.x_TE, self._computer.logits, own_RV, token_ids))
+
+    @torch.inference_mode()
+    def settle(self, launched: Launched) -> list[int]:
+        """Draw the tokens of a step, unless they are drawn, and return them; NOT_A_NUMBER is in place of one."""
+        return self._settle(launched)[0]
+
+    def follow(self, plan: BatchPlan) -> None:
+        """Compute this rank's part of a step of rank 0. Of a row's sample and scoring only the size counts."""
+        launched = self.follow_launch(plan)
+        self.follow_draw(launched)
+        self.follow_scores(launched)
+
+    @torch.inference_mode()
+    def follow_launch(self, plan: BatchPlan, token_ids: Sequence[int] = ()) -> Launched:
+        """Compute this rank's part of a forward pass. *token_ids*, of the step before, replace the placeholders."""
+        return self._begun(plan, torch.tensor(token_ids, device=self.device) if token_ids else None)
+
+    @torch.inference_mode()
+    def follow_draw(self, launched: Launched) -> None:
+        """Compute this rank's part of the logits from which rank 0 draws the tokens of a step."""
+        rows_R, _ = _sampling(launched)
+        self._computer.head(launched.x_TE, rows_R, [False] * len(rows_R))
+
+    @torch.inference_mode()
+    def follow_scores(self, launched: Launched, num_done: int = 0) -> None:
+        """Compute this rank's part of the scores of a step, after the first *num_done* blocks of them.
+
+        Rank 0 does it, too, when its own `wait` has failed among them.
+        """
+        rows = zip(launched.plan.rows, launched.starts, strict=False)
+        blocks = (x_NE for row, start in rows for x_NE, _ in blocks_of(row, start, launched.x_TE))
+        for x_NE in islice(blocks, num_done, None):
+            self._computer.logits(x_NE)
+
+    def _begun(self, plan: BatchPlan, last_R: Tensor | None) -> Launched:
         if isinstance(self._computer, KernelDecoder) and torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # another engine of this process has changed it
         self._tables.update(plan.rows)
-        x_TE, starts = self._computer.forward(plan, self._tables, self.kv_L2PKSD)
-        last = [(end - 1, row.sample) for row, end in zip(plan.rows, starts[1:], strict=True) if row.sample is not None]
-        return x_TE, starts, [index for index, _ in last], [how for _, how in last]
+        return Launched(plan, *self._computer.forward(plan, self._tables, self.kv_L2PKSD, last_R))
+
+    def _settles_first(self, launched: Launched) -> bool:
+        """Whether to wait for the tokens of a step before the next one begins, which might compute with others: on a
+        CPU they are here, and where some are sure to be AGAIN a wait costs less than a step that is computed twice.
+        """
+        if self.device.type == "cpu":
+            return True
+        samples = (row.sample for row in launched.plan.rows)
+        return any(how is not None and is_drawn_again(how.params, self._vocab_size) for how in samples)
+
+    def _settle(self, launched: Launched) -> tuple[list[int], Tensor]:
+        """Wait for the tokens of a step; return them, none of which is AGAIN, and logits_RV."""
+        told_R, logits_RV = self._draw(launched)
+        if launched.token_ids is None:
+            launched.token_ids = told_R.tolist()
+            if AGAIN in launched.token_ids:
+                launched.token_ids = draw_again(launched.token_ids, logits_RV, _sampling(launched)[1])
+                launched.tokens_R = torch.tensor(launched.token_ids, device=self.device)
+                if launched.following is not None:  # it has computed with other tokens
+                    launched.following.x_TE = self._begun(launched.following.plan, launched.tokens_R).x_TE
+        return launched.token_ids, logits_RV
+
+    def _draw(self, launched: Launched) -> tuple[ToHost, Tensor]:
+        """Draw the tokens of a step, unless they are drawn; return them, on their way to the host, and logits_RV."""
+        if launched.told_R is not None and launched.logits_RV is not None:
+            return launched.told_R, launched.logits_RV
+        rows_R, samples = _sampling(launched)
+        scored_R = [how.params.logprobs is not None for how in samples]
+        drawn_R = [how.changes_logits or how.params.temperature > 0 for how in samples]
+        wanted_R = [scored or drawn for scored, drawn in zip(scored_R, drawn_R, strict=True)]
+        tokens_R, logits_RV = self._computer.head(launched.x_TE, rows_R, wanted_R)
+        # Scores are of the model's own logits, and drawing changes those of some rows.
+        if any(scored_R) and any(how.changes_logits for how in samples):
+            launched.own_RV = logits_RV.clone()
+        if any(drawn_R):
+            draw(tokens_R, logits_RV, samples, threads=self._threads)
+        launched.tokens_R, launched.logits_RV, launched.told_R = tokens_R, logits_RV, ToHost(tokens_R)
+        return launched.told_R, logits_RV
+
+
+def _sampling(launched: Launched) -> tuple[list[int], list[Sample]]:
+    """Return of the rows that sample the last token's index in T, and how they do, now that it is known."""
+    rows = zip(launched.plan.rows, launched.starts[1:], strict=True)
+    last = [(end - 1, row.sample.settled()) for row, end in rows if row.sample is not None]
+    return [index for index, _ in last], [how for _, how in last]
+
+
+def fill_in(token_ids_T: Tensor, last_R: Tensor) -> None:
+    """Replace the placeholders in *token_ids_T* by tokens of *last_R*; by 0 for a token that is not one."""
+    if len(last_R):
+        places_T = (-1 - token_ids_T).clamp_(min=0)
+        token_ids_T.copy_(last_R.clamp(min=0)[places_T].where(token_ids_T < 0, token_ids_T))

@@ -5,14 +5,14 @@ vLLM returns the same by default (`raw_logprobs`). They do not depend on how a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from pipeline.events import Score
-from stages.generate.schedule.plan import BatchPlan, RowScores
+from stages.generate.schedule.plan import NOT_A_NUMBER, BatchPlan, PlanRow, RowScores
 
 # T = packed tokens, R = rows that sample, V = vocabulary, E = hidden size, N = tokens of a prompt, C = candidates
 
@@ -44,24 +44,26 @@ def score(
         if row.sample is not None:
             sample = next(sampled)
             params = row.sample.params
-            if params.logprobs is not None:
+            if params.logprobs is not None and token_ids[sample] != NOT_A_NUMBER:
                 drawn_1V, drawn = logits_RV[sample : sample + 1], token_ids[sample : sample + 1]
                 token = scores_of(drawn_1V, drawn, params.logprobs, params.logprob_token_ids)[0]
         if row.scoring is not None:
-            first = starts[index]
-            x_NE = x_TE[first : first + len(row.scoring.targets)]
             prompt = tuple(
                 one
-                for start in range(0, len(x_NE), AT_ONCE)
-                for one in scores_of(
-                    logits_of(x_NE[start : start + AT_ONCE]),
-                    row.scoring.targets[start : start + AT_ONCE],
-                    row.scoring.num_top,
-                )
+                for x_NE, targets in blocks_of(row, starts[index], x_TE)
+                for one in scores_of(logits_of(x_NE), targets, row.scoring.num_top)
             )
         if token is not None or prompt:
             found[row.table] = RowScores(token, prompt)
     return found
+
+
+def blocks_of(row: PlanRow, first: int, x_TE: Tensor) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Yield x_NE of the tokens of *row* that are scored, and their targets, some at a time. It begins at *first*."""
+    targets = row.scoring.targets if row.scoring is not None else ()
+    for start in range(0, len(targets), AT_ONCE):
+        block = targets[start : start + AT_ONCE]
+        yield x_TE[first + start : first + start + len(block)], block
 
 
 def scores_of(logits_NV: Tensor, token_ids: Sequence[int], num_top: int, others: Sequence[int] = ()) -> list[Score]:

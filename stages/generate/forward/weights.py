@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,11 @@ import torch
 from torch import Tensor
 
 from stages.generate.model.checkpoint import EMBEDDING, HEAD, TensorEntry, read_tensors
+from stages.generate.model.layers.experts import can_group
+from stages.generate.model.shard import Part, parts_of
 from stages.generate.model.spec import ModelSpec, tensor_shapes
+
+# R = rows, C = columns: of a tensor of a checkpoint; one of a single dimension has one column
 
 FUSED: Final = {
     "q_proj": "qkv_proj",
@@ -24,8 +29,9 @@ FUSED: Final = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
+EXPERT: Final = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-PIECE_BYTES: Final = 2**24
+PIECE_BYTES: Final = 2**22
 DUMMY_SEED: Final = 0
 
 Progress = Callable[[int, int], None]
@@ -38,30 +44,41 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    shard: ModelSpec | None = None,
     map_tied: bool = False,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> dict[str, Tensor]:
     """Return the weights by their names in the checkpoint; the fused ones are `qkv_proj` and `gate_up_proj`.
 
+    Experts that are multiplied together (`can_group`) are one weight, `experts.gate_up_proj` and `experts.down_proj`.
+
     Needs memory for the result and one piece of `PIECE_BYTES`. The files are read, not mapped, so their pages do not
     count as memory of this process. The folder must have been checked before.
+
+    *shard* is the part of the model that is wanted (`ModelSpec.sharded`), None: all. Of a matrix whose rows the ranks
+    divide, only the rank's are read. One whose columns they divide is read in pieces of whole rows.
 
     *map_tied* is for callers that pack the head. If the embeddings are tied to it and need no cast, the file is mapped
     under both names: rows are looked up in the file, and the head's pages are freed once it is packed.
     """
     entries = read_tensors(folder)
-    weights, places = _places(spec, dtype, device)
-    if map_tied and spec.tie_embeddings and _is_as_wanted(entries[EMBEDDING], places[EMBEDDING]):
+    shard = shard or spec
+    weights, places = _places(shard, dtype, device)
+    parts = parts_of(spec, shard)
+    embedding, rows = entries[EMBEDDING], parts[EMBEDDING].rows
+    can_map = _is_as_wanted(embedding, places[EMBEDDING]) and sum(map(len, rows)) == shard.vocab_rows
+    if map_tied and spec.tie_embeddings and can_map:
         del places[EMBEDDING]
-        weights |= {name: _mapped(entries[EMBEDDING]) for name in (EMBEDDING, HEAD)}
+        weights |= {name: _mapped(embedding, rows[0]) for name in (EMBEDDING, HEAD)}
     wanted = sorted(places, key=lambda name: (entries[name].file, entries[name].begin))  # as they lie on the disk
-    total_bytes, done_bytes = sum(entries[name].end - entries[name].begin for name in wanted), 0
-    piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    total_bytes = sum(len(rows) * entries[name].row_bytes for name in wanted for rows in parts[name].rows)
+    piece = torch.empty(max(PIECE_BYTES, *(entries[name].row_bytes for name in wanted)), dtype=torch.uint8)
+    done_bytes = 0
     with _seen(progress) as report:
         for path, names in groupby(wanted, key=lambda name: entries[name].file):
             with path.open("rb", buffering=0) as file:
                 for name in names:
-                    for num_bytes in _fill(places[name].flatten(), file, entries[name], piece):
+                    for num_bytes in _fill(places[name], file, entries[name], parts[name], piece):
                         done_bytes += num_bytes
                         report(done_bytes, total_bytes)
     return weights
@@ -72,25 +89,29 @@ def dummy_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    shard: ModelSpec | None = None,
     progress: Progress = lambda done_bytes, total_bytes: None,
 ) -> dict[str, Tensor]:
     """Return random weights of the same shapes as `load_weights`, always the same ones on one kind of device.
 
     Each matrix keeps the scale of its input, so that every layer matters and no token is certain. Embeddings are small:
     where the head is tied to them, large ones would make each token its own successor.
+
+    A *shard* gets its part of the whole model's weights: every rank draws all of them, a piece at a time.
     """
-    weights, _ = _places(spec, dtype, device)
+    shard = shard or spec
+    weights, places = _places(shard, dtype, device)
+    parts = parts_of(spec, shard)
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     total_bytes, done_bytes = sum(weight.nbytes for weight in weights.values()), 0
     with _seen(progress) as report:
-        for name, weight in weights.items():
-            if weight.dim() == 2:
-                bound = (3 / weight.shape[1]) ** 0.5  # a uniform distribution of variance 1 / inputs
-                bound *= 0.1 if name == EMBEDDING else 1.0
-                weight.uniform_(-bound, bound, generator=generator)
-            else:
-                weight.fill_(0.0 if name.endswith(".bias") else 1.0)
-            done_bytes += weight.nbytes
+        for name, shape in tensor_shapes(spec).items():
+            if len(shape) == 2:
+                bound = (3 / shape[1]) ** 0.5  # a uniform distribution of variance 1 / inputs
+                _draw(places[name], shape, parts[name], bound * (0.1 if name == EMBEDDING else 1.0), generator)
+            elif name in places:
+                places[name].fill_(0.0 if name.endswith(".bias") else 1.0)
+            done_bytes += places[name].nbytes if name in places else 0
             report(done_bytes, total_bytes)
     return weights
 
@@ -117,48 +138,92 @@ def _seen(progress: Progress) -> Iterator[Progress]:
 
 
 def _places(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the uninitialised weights, and for each tensor of the checkpoint its place in them."""
-    shapes = tensor_shapes(spec)
+    """Return the uninitialised weights, and for each tensor of the checkpoint its place in them.
+
+    Where torch can multiply all experts of a layer in one operation, each kind of their matrices is one weight.
+    """
+    shapes, experts = tensor_shapes(spec), spec.experts
+    grouped = experts.num_experts > 0 and can_group(dtype, device, spec.hidden_size, experts.intermediate_size)
     weights: dict[str, Tensor] = {}
     places: dict[str, Tensor] = {}
     for fused, parts in groupby(shapes, key=_fused_name):  # fused ones are neighbours
         names = list(parts)
         rows = [shapes[name][0] for name in names]
-        weights[fused] = torch.empty((sum(rows), *shapes[names[0]][1:]), dtype=dtype, device=device)
-        places |= zip(names, torch.split(weights[fused], rows), strict=True)
+        shape, expert = (sum(rows), *shapes[names[0]][1:]), EXPERT.fullmatch(fused) if grouped else None
+        if expert is None:
+            whole = weights[fused] = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            name = f"{expert[1]}.{expert[3]}"
+            if name not in weights:
+                weights[name] = torch.empty((experts.num_experts, *shape), dtype=dtype, device=device)
+            whole = weights[name][int(expert[2])]
+        places |= zip(names, torch.split(whole, rows), strict=True)
     return weights, places
 
 
-def _fill(place_N: Tensor, file: FileIO, entry: TensorEntry, piece: Tensor) -> Iterator[int]:
-    """Copy a tensor of the file to its place; yield the number of bytes of each step.
+def _fill(place: Tensor, file: FileIO, entry: TensorEntry, part: Part, piece: Tensor) -> Iterator[int]:
+    """Copy a part of a tensor of the file to its place; yield the number of bytes of each step.
 
-    It is read straight into its place if it needs no cast and no move to a device, and through *piece* otherwise.
+    It is read straight into its place if it needs no cast, no move to a device and no choice of columns, and through
+    *piece* otherwise.
     """
-    file.seek(entry.begin)
+    place_RC, columns = _clear_rest(place, part), slice(part.columns.start, part.columns.stop)
     source_dtype = DTYPES[entry.dtype]
-    direct = _is_as_wanted(entry, place_N)
-    num_elements = PIECE_BYTES // source_dtype.itemsize
-    for part_N in torch.split(place_N, num_elements):  # N = numbers of the tensor, in the order of the file
-        source_N = part_N if direct else piece.view(source_dtype)[: len(part_N)]
-        num_bytes = _read_into(source_N, file)
-        if not direct:
-            part_N.copy_(source_N)
-        yield num_bytes
+    direct = _is_as_wanted(entry, place)
+    done = 0
+    for rows in part.rows:
+        file.seek(entry.begin + rows.start * entry.row_bytes)
+        for part_RC in torch.split(place_RC[done : done + len(rows)], max(1, PIECE_BYTES // entry.row_bytes)):
+            room = piece[: len(part_RC) * entry.row_bytes].view(source_dtype)
+            source_RC = part_RC if direct else room.view(len(part_RC), -1)
+            num_bytes = _read_into(source_RC.flatten(), file)
+            if not direct:
+                part_RC[:, : len(part.columns)].copy_(source_RC[:, columns])
+            yield num_bytes
+        done += len(rows)
+
+
+def _draw(place: Tensor, shape: tuple[int, ...], part: Part, bound: float, generator: torch.Generator) -> None:
+    """Draw a matrix of *shape*, evenly from -bound to bound, and keep a part of it."""
+    place_RC, columns = _clear_rest(place, part), slice(part.columns.start, part.columns.stop)
+    num_rows, num_columns = shape
+    at_once = max(1, PIECE_BYTES // (num_columns * place.itemsize))
+    for begin in range(0, num_rows, at_once):
+        end = min(begin + at_once, num_rows)
+        piece_RC = place.new_empty(end - begin, num_columns).uniform_(-bound, bound, generator=generator)
+        done = 0
+        for rows in part.rows:
+            first, last = max(rows.start, begin), min(rows.stop, end)
+            if first < last:
+                wanted_RC = place_RC[done + first - rows.start : done + last - rows.start, : len(part.columns)]
+                wanted_RC.copy_(piece_RC[first - begin : last - begin, columns])
+            done += len(rows)
+
+
+def _clear_rest(place: Tensor, part: Part) -> Tensor:
+    """Return place_RC, with zeros where no part of the tensor comes."""
+    place_RC = place.view(len(place), -1)
+    place_RC[sum(map(len, part.rows)) :].zero_()
+    place_RC[:, len(part.columns) :].zero_()
+    return place_RC
 
 
 def _is_as_wanted(entry: TensorEntry, place: Tensor) -> bool:
-    """Return whether the bytes can be copied from the file as they are."""
-    return DTYPES[entry.dtype] == place.dtype and place.device.type == "cpu"
+    """Return whether the bytes of rows can be copied from the file as they are."""
+    return (
+        DTYPES[entry.dtype] == place.dtype and place.device.type == "cpu" and entry.shape[1:] == tuple(place.shape[1:])
+    )
 
 
-def _mapped(entry: TensorEntry) -> Tensor:
-    """Return a tensor whose memory is the file: the kernel reads pages on first use and may drop them at any time."""
+def _mapped(entry: TensorEntry, rows: range) -> Tensor:
+    """Return rows whose memory is the file: the kernel reads pages on first use and may drop them at any time."""
     page = mmap.ALLOCATIONGRANULARITY
-    begin = entry.begin // page * page
+    first, end = (entry.begin + row * entry.row_bytes for row in (rows.start, rows.stop))
+    begin = first // page * page
     with entry.file.open("rb") as file:
-        content = mmap.mmap(file.fileno(), entry.end - begin, offset=begin, access=mmap.ACCESS_COPY)
-    flat = torch.frombuffer(content, dtype=DTYPES[entry.dtype], offset=entry.begin - begin)
-    return flat.view(entry.shape)
+        content = mmap.mmap(file.fileno(), end - begin, offset=begin, access=mmap.ACCESS_COPY)
+    flat = torch.frombuffer(content, dtype=DTYPES[entry.dtype], offset=first - begin)
+    return flat.view(len(rows), -1)
 
 
 def _read_into(tensor_N: Tensor, file: FileIO) -> int:

@@ -230,8 +230,8 @@ def test_the_last_lines_name_what_is_bad() -> None:
 
 
 ALL = tuple(phase.name for phase in PHASES)
-UNTESTED = ("machine", "probes", "server", "collectives")
-"""The phases that no other test runs."""
+UNTESTED = ("machine", "probes", "collectives")
+"""The phases that no other test runs, but for the server, which another test interrupts."""
 
 
 @pytest.mark.slow
@@ -252,8 +252,8 @@ def test_every_phase_runs_or_is_skipped_by_name_on_a_cpu(size: str, phases: Sequ
     assert all(phase.items for phase in one.phases if phase.status == "ok")
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines())) <= show.WIDTH
-    (load,) = [item for phase in one.phases for item in phase.items if item.item == "32 requests at once"]
-    assert load.ok
+    load = [item for phase in one.phases for item in phase.items if item.item == "32 requests at once"]
+    assert [item.ok for item in load] == [True] * ("server" in phases)
 
 
 @pytest.mark.slow

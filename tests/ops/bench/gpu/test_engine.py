@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from flashinfer_double import Double, fake_record
 from reported import Reported
 
 from ops.bench.gpu import engine
 from ops.bench.gpu.phase import Scale
 from ops.bench.gpu.profiled import profiled, summary
 from ops.bench.models import SHAPE_8B, SHAPES, write_config
-from stages.generate.attention import ATTENTION
-from stages.generate.attention.cpu import CpuAttention
 from stages.generate.model.spec import read_spec
 
 TOY = Scale("cpu", "toy")
@@ -23,7 +23,7 @@ def test_every_step_is_timed_and_profiled() -> None:
     report = Reported()
     engine.run(TOY, report)
     assert not report.wrong and not report.skipped
-    steps = ("tiny cpu decode of 1 rows", "tiny cpu decode of 3 rows", "tiny cpu prefill of 64 tokens")
+    steps = ("tiny torch decode of 1 rows", "tiny torch decode of 3 rows", "tiny torch prefill of 64 tokens")
     for step in steps:
         assert report.items[step]["ok"] is True
         assert float(str(report.items[step]["tokens_per_s"])) > 0
@@ -32,9 +32,11 @@ def test_every_step_is_timed_and_profiled() -> None:
     assert "copy_bandwidth_share" in report.items[steps[0]] and "matmul_rate_share" in report.items[steps[2]]
 
 
-def test_the_reference_runs_beside_the_best_backend_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_and_the_reference_run_beside_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "resolve_attention", lambda name, shape: "fi")
-    monkeypatch.setattr("stages.generate.forward.engine.ATTENTION", {**ATTENTION, "fi": CpuAttention})
+    monkeypatch.setitem(sys.modules, "flashinfer", Double())
+    monkeypatch.setattr("stages.generate.attention.flashinfer.WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr("stages.generate.forward.graphs.record", fake_record)
     report = Reported()
     engine.run(TOY, report)
     assert not report.wrong
@@ -43,6 +45,8 @@ def test_the_reference_runs_beside_the_best_backend_with_few_rows(monkeypatch: p
         "tiny fi decode of 1 rows",
         "tiny fi decode of 3 rows",
         "tiny fi prefill of 64 tokens",
+        "tiny fi graphs decode of 1 rows",
+        "tiny fi graphs decode of 3 rows",
         "tiny reference decode of 1 rows",
     ]
 
@@ -51,7 +55,7 @@ def test_a_model_that_cannot_be_made_is_one_wrong_item(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "Engine", None)
     report = Reported()
     engine.run(TOY, report)
-    assert set(report.wrong) == {"tiny cpu load"}
+    assert set(report.wrong) == {"tiny torch load"}
 
 
 def test_gaps_are_where_nothing_ran() -> None:

@@ -38,7 +38,7 @@ def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_right_attention_passes_and_a_cpu_skips_the_graphs() -> None:
     report = Reported()
-    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    flashinfer.measure(flashinfer_double.Double(), flashinfer.BUILDS, TOY, report)
     assert not report.wrong
     assert set(report.skipped) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
     assert report.items["decode, head_dim 128, pages of 64"]["ok"] is True
@@ -47,7 +47,7 @@ def test_right_attention_passes_and_a_cpu_skips_the_graphs() -> None:
 def test_graphs_are_compared_with_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "capture", fake_capture)
     report = Reported()
-    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    flashinfer.measure(flashinfer_double.Double(), flashinfer.BUILDS, TOY, report)
     assert not report.wrong and not report.skipped
     assert report.items["graph of decode, 3 rows"]["replay_is_eager_at_other_lengths"] is True
 
@@ -60,7 +60,7 @@ def test_a_graph_that_keeps_the_first_lengths_is_found_out(monkeypatch: pytest.M
 
     monkeypatch.setattr(flashinfer, "capture", frozen)
     report = Reported()
-    flashinfer.measure(flashinfer_double, flashinfer.BUILDS, TOY, report)
+    flashinfer.measure(flashinfer_double.Double(), flashinfer.BUILDS, TOY, report)
     assert set(report.wrong) == {"graph of decode, 1 rows", "graph of decode, 3 rows"}
 
 
@@ -72,16 +72,16 @@ def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(flashinfer_double, "_attend", wide)
     report = Reported()
-    flashinfer.check_all(flashinfer_double, [(64, True), (64, False)], [(64, True), (64, False)], TOY, report)
+    flashinfer.check_all(flashinfer_double.Double(), [(64, True), (64, False)], [(64, True), (64, False)], TOY, report)
     assert report.wrong and all("windowed" in item for item in report.wrong)
 
 
 def test_what_was_not_compiled_is_skipped_by_name() -> None:
     report = Reported()
-    flashinfer.check_all(flashinfer_double, [(64, True)], [], TOY, report)
+    flashinfer.check_all(flashinfer_double.Double(), [(64, True)], [], TOY, report)
     assert set(report.skipped.values()) == {"the module for head_dim 64 with a window was not compiled"}
     report = Reported()
-    flashinfer.measure(flashinfer_double, [], TOY, report)
+    flashinfer.measure(flashinfer_double.Double(), [], TOY, report)
     assert not report.wrong and "prefill of 48 tokens" in report.skipped
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import flashinfer_double
 import pytest
@@ -15,6 +17,7 @@ from ops.bench.gpu import flashinfer, graphs
 from ops.bench.gpu.capture import Captured
 from ops.bench.gpu.phase import Scale
 from stages.generate.attention import Attend
+from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.attention.reference import ReferenceAttention
 from stages.generate.forward.batch import ForwardBatch
 
@@ -28,8 +31,12 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         return Captured(call)
 
     monkeypatch.setattr(graphs, "capture", fake_capture)
-    monkeypatch.setattr(graphs, "_library", lambda shape: flashinfer_double)
+    monkeypatch.setattr(graphs, "_library", lambda shape: flashinfer_double.Double())
     monkeypatch.setitem(flashinfer.WORKSPACE_BYTES, "full", 1024)
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_double.Double())
+    monkeypatch.setattr("stages.generate.attention.flashinfer.WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr("stages.generate.forward.graphs.record", flashinfer_double.fake_record)
+    monkeypatch.setattr(graphs, "why_not", lambda shape: "")
 
 
 def test_a_cpu_compares_attention_and_says_that_it_has_no_graphs() -> None:
@@ -49,6 +56,24 @@ def test_replays_are_compared_with_eager_steps_at_two_lengths() -> None:
     for item in ("float32 static attention", "static attention, 3 rows", "FlashInfer, 3 rows"):
         assert report.items[item]["replay_is_eager_at_other_lengths"] is True
     assert report.items["float32 reference attention"]["replay_is_eager"] is True
+    engine = report.items["engine"]
+    assert (engine["ok"], engine["distance"]) == (True, 0.0)
+    assert int(str(engine["steps"])) > int(str(engine["mixed_steps"])) > 2
+
+
+@pytest.mark.usefixtures("with_graphs")
+def test_an_engine_whose_graphs_write_to_the_wrong_place_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    attending = FlashInferAttention.attending
+
+    def wrong(attention: FlashInferAttention, run: Any, slots_T: Tensor) -> Attend:
+        return attending(attention, run, slots_T + (len(slots_T) == 2))
+
+    monkeypatch.setattr(FlashInferAttention, "attending", wrong)
+    monkeypatch.setattr("stages.generate.forward.graphs.padded_rows", lambda num_rows: num_rows)
+    monkeypatch.setattr("stages.generate.attention.flashinfer.padded_rows", lambda num_rows: num_rows)
+    report = Reported()
+    graphs._try_engine("engine", torch.device("cpu"), report)
+    assert "engine" in report.wrong
 
 
 @pytest.mark.usefixtures("with_graphs")

@@ -57,7 +57,7 @@ def test_flashinfer_is_compared_in_bfloat16_with_a_head_dim_that_it_supports(mon
 
     monkeypatch.setattr(parity, "why_not", why_not)
     monkeypatch.setattr(parity, "_backends", lambda device: ["fi"])
-    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_double)
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_double.Double())
     monkeypatch.setattr("stages.generate.attention.flashinfer.WORKSPACE_BYTES", 1024)
     report = Reported()
     parity.run(TOY, report)

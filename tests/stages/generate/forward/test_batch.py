@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pretend_cuda import CUDA, pretend_cuda
 
+from ops.bench.gpu.pages import make_plan
 from pipeline.events import SamplingParams
 from stages.generate.forward.batch import PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
@@ -44,3 +46,15 @@ def test_a_table_row_is_taken_over_by_the_next_request() -> None:
 def test_more_pages_than_a_row_has_are_our_bug() -> None:
     with pytest.raises(AssertionError, match="3 pages in a row of 2"):
         PageTables(1, 8, 4).update([PlanRow(0, 0, (1,), (1, 2, 3), 0, None)])
+
+
+def test_a_step_is_one_copy_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, tables, _ = make_plan([(5, 1), (0, 9)], 4)
+    tables.update(plan.rows)
+    on_cpu = build_batch(plan, tables, CPU)
+    with pretend_cuda(monkeypatch) as device:
+        batch = build_batch(plan, tables, CUDA)
+        assert device.num_copies == 1
+    for name in ("token_ids_T", "positions_T", "slots_T", "page_table_BN"):
+        there, here = getattr(batch, name), getattr(on_cpu, name)
+        assert there.dtype == torch.int32 and torch.equal(there.held, here)

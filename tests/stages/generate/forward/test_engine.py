@@ -12,12 +12,15 @@ import pytest
 import torch
 from checkpoints import FAMILIES, Family, make_checkpoint, make_engine, reference_model, reference_tokens
 from plans import NUM_PAGES, Request, plan, shuffled_pages
-from schedules import make_schedule, steps
+from schedules import make_schedule, steps, steps_ahead
 
 import stages.generate.forward.engine as engine_module
+from pipeline.errors import DeviceFull
 from pipeline.events import SamplingParams
+from stages.generate.forward import sampler
 from stages.generate.forward.batch import ForwardBatch, build_batch
 from stages.generate.forward.engine import Engine
+from stages.generate.kernels import sampling
 from stages.generate.schedule.request import NewRequest
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -187,6 +190,91 @@ def test_greedy_output_without_bad_words_is_that_of_transformers(tmp_path: Path)
     schedule = make_schedule("radix", num_pages=NUM_PAGES, running=4)
     schedule.add(NewRequest("a", tuple(PROMPT), (), params, bad_words=tuple(bad_words)))
     assert [row.token for _, _, rows in steps(schedule, make_engine(folder).forward) for row in rows] == expected
+
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+    {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+)
+
+
+@pytest.mark.parametrize("again", ["", "before the next step", "late"])
+def test_steps_that_are_launched_ahead_give_the_same_tokens_and_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """Also if tokens must be drawn again, and if the next step has computed with others by then."""
+    if again:
+        monkeypatch.setattr(sampling, "functions", lambda: None)
+        monkeypatch.setattr(sampler, "FEW", 2)
+    if again == "late":
+        monkeypatch.setattr(Engine, "_settles_first", lambda *_: False)
+    folder, found = make_checkpoint(tmp_path, "qwen3"), []
+    for run in (lambda schedule, engine: steps(schedule, engine.forward), steps_ahead):
+        schedule, engine = make_schedule("radix", num_pages=NUM_PAGES, running=4, mixed=24), make_engine(folder)
+        for number, asked in enumerate(ASKED):
+            params = SamplingParams(max_tokens=20 - number, seed=number, ignore_eos=True, min_tokens=3, **asked)
+            bad_words = ((7, 8), (9,)) if number == 1 else ()
+            prompt = (*PROMPT[:30], *OTHER[: 3 * number])
+            schedule.add(NewRequest(str(number), prompt, (), params, bad_words=bad_words))
+        rows = [row for _, _, made in run(schedule, engine) for row in made]
+        found.append([[row for row in rows if row.uid == str(number)] for number in range(len(ASKED))])
+    without, ahead = found
+    assert [len(rows) for rows in ahead] == [20, 19, 18, 17] and ahead[3][0].score and ahead[3][0].prompt_scores
+    assert ahead == without
+
+
+@pytest.mark.parametrize("params", [{"typical_p": 0.5}, {"top_k": 3}, {"top_p": 0.99}], ids=str)
+def test_a_step_is_not_computed_twice_for_a_row_that_is_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(sampling, "functions", lambda: None)
+    monkeypatch.setattr(sampler, "FEW", 2)
+    engine = make_engine(make_checkpoint(tmp_path, "qwen3"))
+    schedule = make_schedule("radix", num_pages=NUM_PAGES, running=4)
+    again, begun = list[Any](), list[Any]()
+    for noted, owner, name in ((again, engine_module, "draw_again"), (begun, engine, "_begun")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), noted))
+    sampling_params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, **params)
+    schedule.add(NewRequest("a", tuple(PROMPT[:20]), (), sampling_params))
+    made = list(steps_ahead(schedule, engine))
+    assert len(made) == len(begun) == 8 and again
+
+
+@pytest.mark.parametrize("name", ["launch", "wait"])
+def test_a_full_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    engine = make_engine(make_checkpoint(tmp_path, "qwen3"))
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+    def full(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError(f"{text} If reserved but unallocated memory is large try setting ..")
+
+    owner, part = (engine._tables, "update") if name == "launch" else (engine_module, "_sampling")
+    monkeypatch.setattr(owner, part, full)
+    with pytest.raises(DeviceFull) as told:
+        engine.forward(plan(Request(0, PROMPT, shuffled_pages()).row(64)))
+    assert str(told.value) == text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tokens_are_read_while_the_device_computes_what_came_after_them() -> None:
+    with torch.inference_mode():
+        told_R = engine_module.ToHost(torch.arange(5, device="cuda"))
+        torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
+        ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ended.record()
+        assert told_R.tolist() == [0, 1, 2, 3, 4]
+        assert not ended.query()  # type: ignore[no-untyped-call]
+        ended.synchronize()
+
+
+def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments)
+
+    return noted
 
 
 def test_bfloat16_computes_near_float32(folder: Path, theirs: Callable[[list[int]], torch.Tensor]) -> None:

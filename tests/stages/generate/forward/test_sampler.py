@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -17,8 +18,13 @@ from transformers import (
 )
 
 from pipeline.events import SamplingParams
-from stages.generate.forward.sampler import GOLDEN64, distribution, pick, sample, splitmix64, uniform
+from stages.generate.forward import draws
+from stages.generate.forward.draws import GOLDEN64, fractions, splitmix64, uniform
+from stages.generate.forward.sampler import AGAIN, best, draw, is_drawn_again, kept_weights, sample, share
+from stages.generate.kernels import sampling
 from stages.generate.schedule.plan import Sample
+
+NEVER = float("-inf")
 
 
 def how(position: int = 0, forbidden: tuple[int, ...] = (), **params: Any) -> Sample:
@@ -57,28 +63,64 @@ def test_the_position_and_the_seed_both_change_the_token() -> None:
     assert len({sample(logits, [how(0, seed=seed)])[0] for seed in range(-25, 25)}) > 40
 
 
+def words(*numbers: int) -> np.ndarray:
+    return np.array([number % 2**64 for number in numbers], np.uint64)
+
+
 def test_splitmix64_gives_the_published_sequence() -> None:
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [splitmix64(count * GOLDEN64) for count in range(3)] == expected
+    assert splitmix64(words(*(count * GOLDEN64 for count in range(3)))).tolist() == expected
 
 
 def test_two_seeds_are_not_shifts_of_one_sequence() -> None:
-    seeds = [*range(20), GOLDEN64 - 2**64]  # unmixed, the last would be the first, one position later
-    assert len({uniform(seed, position) for seed in seeds for position in range(100)}) == 100 * len(seeds)
+    seeds = np.array([*range(20), GOLDEN64 - 2**64])  # unmixed, the last would be the first, one position later
+    assert len({u for seed in seeds for u in uniform(seed.repeat(100), np.arange(100))}) == 100 * len(seeds)
 
 
-def test_the_ends_of_the_distribution_are_reached_and_not_passed() -> None:
-    p_V = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
-    assert [int(pick(p_V, u)) for u in (0.0, 0.25 - 2**-54, 0.25, 1 - 2**-53)] == [1, 1, 3, 3]
+def test_a_share_is_exact_up_to_the_largest_sum() -> None:
+    values = np.array([0.0, 2.0**-53, 1e-9, 0.1, 0.25, 0.9, 1 - 2**-53, 1.0])
+    halves_2X = torch.from_numpy(np.array(fractions(values)).astype(np.int64))
+    for total in (0, 1, 2**30 - 1, 2**40, 3 * 2**40 + 12345, 152_064 * 2**40, 2**60 - 1):
+        found = share(torch.tensor([total] * len(values)), halves_2X).tolist()
+        assert found == [total * int(value * 2**60) >> 60 for value in values.tolist()]
 
 
-def test_a_nucleus_larger_than_the_first_look_is_found_whole() -> None:
-    p_V = distribution(torch.linspace(0, 1e-3, 5000), SamplingParams(top_p=0.9))
-    assert int((p_V > 0).sum()) == pytest.approx(4500, abs=5)
+def test_the_ends_of_the_distribution_are_reached_and_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[NEVER, 0.0, NEVER, torch.tensor(3.0).log(), NEVER]])
+    seen = []
+    for u in (0.0, 0.25 - 2**-30, 0.25 + 2**-20, 1 - 2**-53):
+        monkeypatch.setattr(draws, "uniform", lambda seeds_R, positions_R, u=u: np.full(len(seeds_R), u))
+        seen += sample(logits, [how()])
+    assert seen == [1, 1, 3, 3]
+
+
+def test_a_nucleus_larger_than_the_first_look_is_found_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, params = torch.linspace(0, 1e-3, 5000), SamplingParams(top_p=0.9)
+    assert int((kept_weights(logits, Sample(params, 0, ())) > 0).sum()) == pytest.approx(4500, abs=5)
+    monkeypatch.setattr(sampling, "functions", lambda: None)  # the kernel looks at all tokens
+    tokens = best(logits[None])
+    draw(tokens, logits[None].clone(), [how(top_p=0.9)])
+    assert tokens.tolist() == [AGAIN]
+    assert 490 < min(drawn(logits.tolist(), 100, top_p=0.9)) < 800
+
+
+@pytest.mark.parametrize("top_k", [0, 50, 1024, 1025, 4999, 5000])
+@pytest.mark.parametrize("typical_p", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_is_known_before_which_rows_are_drawn_again(
+    top_k: int, typical_p: float, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "functions", lambda: None)
+    logits_RV = torch.linspace(0, 20, 5000)[None]
+    sample = how(temperature=temperature, top_k=top_k, typical_p=typical_p)
+    tokens = best(logits_RV)
+    draw(tokens, logits_RV.clone(), [sample])
+    assert (tokens.tolist() == [AGAIN]) is is_drawn_again(sample.params, 5000)
 
 
 def test_uniform_is_uniform_over_positions_and_seeds() -> None:
-    for values in ([uniform(7, p) for p in range(8000)], [uniform(s, 7) for s in range(8000)]):
+    sevens, others = np.full(8000, 7), np.arange(8000)
+    for values in (uniform(sevens, others), uniform(others, sevens)):
         counts = Counter(int(value * 16) for value in values)
         assert sum((counts[bin_] - 500) ** 2 / 500 for bin_ in range(16)) < 45  # 15 degrees of freedom, p = 1e-4
 
@@ -156,5 +198,5 @@ def test_the_distribution_is_that_of_transformers(vocab_size: int, seed: int) ->
     warpers.extend([MinPLogitsWarper(params.min_p)] if params.min_p else [])
     warpers.extend([TypicalLogitsWarper(params.typical_p)] if params.typical_p < 1 else [])
     theirs = warpers(torch.LongTensor(), logits.double()[None])[0].softmax(-1)
-    ours = distribution(logits, params)
-    torch.testing.assert_close(ours / ours.sum(), theirs)
+    ours = kept_weights(logits, Sample(params, 0, ())).double()
+    torch.testing.assert_close(ours / ours.sum(), theirs, rtol=2e-6, atol=1e-12)

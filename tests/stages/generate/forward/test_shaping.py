@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from pipeline.events import SamplingParams
 from stages.generate.forward.sampler import sample
-from stages.generate.forward.shaping import shaped
+from stages.generate.forward.shaping import shape
+from stages.generate.kernels import sampling
 from stages.generate.schedule.plan import Sample
 
 NEVER = float("-inf")
@@ -21,6 +24,12 @@ PROMPT, OUTPUT = [1, 2, 2, 5], [3, 3, 7, 2]
 def how(forbidden: tuple[int, ...] = (), **params: Any) -> Sample:
     tokens = [*PROMPT, *OUTPUT]
     return Sample(SamplingParams(**params), len(tokens), forbidden, tokens, len(PROMPT))
+
+
+def shaped(logits_RV: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
+    changed_RV = logits_RV.clone()
+    shape(changed_RV, range(len(samples)), samples)
+    return changed_RV
 
 
 def logits(rows: int = 1, vocab_size: int = 10, seed: int = 0) -> torch.Tensor:
@@ -77,19 +86,28 @@ def test_a_bias_for_a_token_that_the_vocabulary_lacks_changes_nothing() -> None:
     assert torch.equal(shaped(logits_RV, [how(logit_bias=((10, 100.0),))]), logits_RV)
 
 
-def test_rows_are_shaped_each_by_itself_and_the_logits_stay() -> None:
-    logits_RV = logits(3)
-    before_RV = logits_RV.clone()
-    rows = [how(), how(logit_bias=((4, 50.0),)), how(repetition_penalty=1.5)]
+def test_rows_are_shaped_each_by_itself_and_others_stay() -> None:
+    logits_RV = logits(6)
+    rows = [how((3,)), how(), how(logit_bias=((4, 50.0),)), how(repetition_penalty=1.5, presence_penalty=1.0)]
+    rows += [how((2, 2), frequency_penalty=0.5), how(tuple(range(10)), allowed_token_ids=(2, 4))]
     together = shaped(logits_RV, rows)
     for index, row in enumerate(rows):
-        assert torch.equal(together[index : index + 1], shaped(before_RV[index : index + 1], [row]))
-    assert torch.equal(logits_RV, before_RV) and shaped(logits_RV, [how()] * 3) is logits_RV
+        assert torch.equal(together[index : index + 1], shaped(logits_RV[index : index + 1], [row]))
+    some = logits_RV.clone()
+    shape(some, [2, 5], rows)
+    for index, expected in enumerate((logits_RV, logits_RV, together, logits_RV, logits_RV, together)):
+        assert torch.equal(some[index], expected[index])
+
+
+def test_a_penalty_that_divides_by_almost_nothing_leaves_numbers() -> None:
+    row = Sample(SamplingParams(repetition_penalty=1e-300), 2, (), [0, 1, 2], 1)
+    assert sample(torch.tensor([[-1.0, 2.0, 0.0, 1.0]]), [row]) == [1]
 
 
 def test_bfloat16_logits_are_shaped_in_float32() -> None:
-    logits_RV = torch.tensor([[100.0, 1.0]]).bfloat16()  # of which the next one is 100.5
-    assert shaped(logits_RV, [how(logit_bias=((0, 0.125),))])[0, 0] == 100.125
+    logits_RV = torch.tensor([[100.0, 99.5]]).bfloat16()  # of which the one after 100 is 100.5
+    samples = [how(temperature=0, logit_bias=((0, -0.25), (1, 0.125))), how(temperature=0, logit_bias=((1, 0.625),))]
+    assert sample(logits_RV.expand(2, -1), samples) == [0, 1]
 
 
 def test_a_greedy_row_is_shaped_too() -> None:
@@ -104,3 +122,41 @@ def test_a_greedy_row_is_shaped_too() -> None:
 def test_a_negative_token_is_no_token(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="greater than or equal to 0"):
         SamplingParams(**params)
+
+
+def bound(*allowed: int, forbidden: tuple[int, ...] = (), **params: Any) -> Sample:
+    """Return a row with a grammar that allows some tokens."""
+    return replace(how(forbidden, **params), allowed=np.isin(np.arange(10), allowed))
+
+
+@pytest.mark.parametrize(
+    ("sample", "left"),
+    [
+        (bound(1, 4), {1, 4}),
+        (bound(1, 4, logit_bias=((4, -100.0), (5, 100.0))), {1, 4}),
+        (bound(1, 4, allowed_token_ids=(4, 5, 99)), {4}),
+        (bound(1, 4, allowed_token_ids=(5, 6)), {1, 4}),
+        (bound(1, 4, forbidden=(4, 5, -1, 99)), {1}),
+        (bound(1, 4, forbidden=(1, 4)), {1, 4}),
+        (bound(1, 4, 5, forbidden=(4,), allowed_token_ids=(4,)), {4}),
+        (bound(1, 4, repetition_penalty=2.0, presence_penalty=2.0), {1, 4}),
+    ],
+)
+def test_what_a_grammar_does_not_allow_never_comes_out(sample: Sample, left: set[int]) -> None:
+    logits_RV = logits(rows=3)
+    free, other = how(logit_bias=((3, 1.0),)), how((7,), allowed_token_ids=(6, 7))
+    found = shaped(logits_RV, [free, sample, other])
+    assert {token for token, logit in enumerate(found[1].tolist()) if logit != NEVER} == left
+    torch.testing.assert_close(found[[0, 2]], shaped(logits_RV[[0, 2]], [free, other]))
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_a_token_that_a_grammar_allows_is_drawn_with_kernels_and_without(
+    has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(sampling, "functions", lambda: None)
+    for temperature, more in ((0, {}), (1, {}), (2, {"top_k": 3}), (1, {"top_p": 0.1}), (1, {"typical_p": 0.5})):
+        rows = [bound(2, 8, temperature=temperature, seed=seed, **more) for seed in range(20)]
+        tokens = sample(logits(rows=20), rows)
+        assert set(tokens) == {2, 8}, (temperature, more)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import stages.generate.forward.weights as weights_module
 from stages.generate.forward.weights import dummy_weights, load_weights
-from stages.generate.model.checkpoint import INDEX_FILE, WEIGHTS_FILE
+from stages.generate.model.checkpoint import EMBEDDING, HEAD, INDEX_FILE, WEIGHTS_FILE
 from stages.generate.model.spec import read_spec, tensor_shapes
 
 CPU = torch.device("cpu")
@@ -124,6 +128,103 @@ def test_dummy_weights_are_the_same_each_time_and_differ_among_themselves(folder
     assert 0.8 < float(q.float().std() * q.shape[1] ** 0.5) < 1.2
     assert not torch.equal(o, one["model.layers.1.self_attn.o_proj.weight"])
     assert torch.equal(one["model.norm.weight"], torch.ones(spec.hidden_size, dtype=torch.bfloat16))
+
+
+# A rank's part
+
+HEAD_DIM = 24
+HEADS: dict[tuple[Family, int], tuple[int, list[list[int]]]] = {
+    ("odd", 2): (6, [[0, 0, 1], [1, 2, 2]]),
+    ("odd", 3): (6, [[0], [1], [2]]),
+    ("qwen3moe", 2): (4, [[0], [1]]),
+    ("qwen3moe", 4): (4, [[0], [0], [1], [1]]),
+}
+"""(family, ranks) -> query heads, and the KV heads of each rank."""
+
+
+def places_of_nan(places: Callable[..., Any], *arguments: object) -> Any:
+    """Return what `_places` returns; memory that nothing is written to is found out."""
+    weights, found = places(*arguments)
+    for weight in weights.values():
+        weight.fill_(float("nan"))
+    return weights, found
+
+
+def assert_begins(together: torch.Tensor, whole: torch.Tensor) -> None:
+    """What is beyond the whole tensor is zeros."""
+    assert torch.equal(together[: len(whole)], whole)
+    assert not together[len(whole) :].any()
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize(("family", "num_ranks"), HEADS)
+def test_the_parts_of_ranks_are_those_of_one(
+    tmp_path: Path, family: Family, num_ranks: int, dummy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "PIECE_BYTES", 2000)  # a few rows
+    monkeypatch.setattr(weights_module, "_places", partial(places_of_nan, weights_module._places))
+    spec = read_spec(make_checkpoint(tmp_path, family, dtype="bfloat16", bias=True))
+    get = partial(dummy_weights, spec) if dummy else partial(load_weights, spec, tmp_path)
+    get = partial(get, dtype=torch.float32, device=CPU)
+    whole, shards = get(), [get(shard=spec.sharded(rank, num_ranks)) for rank in range(num_ranks)]
+    num_heads, kv_heads = HEADS[family, num_ranks]
+    for name, weight in whole.items():
+        have = [shard[name] for shard in shards if name in shard]
+        *_, module, kind = name.split(".")
+        if module == "qkv_proj":
+            each = [HEAD_DIM * heads for heads in (num_heads // num_ranks, len(kv_heads[0]), len(kv_heads[0]))]
+            q, k, v = zip(*(torch.split(part, each) for part in have), strict=True)
+            kv_size = (len(weight) - HEAD_DIM * num_heads) // 2
+            whole_q, *whole_kv = torch.split(weight, [HEAD_DIM * num_heads, kv_size, kv_size])
+            assert torch.equal(torch.cat(q), whole_q)
+            for mine, theirs in zip((k, v), whole_kv, strict=True):
+                heads = torch.split(theirs, HEAD_DIM)
+                assert torch.equal(torch.cat(mine), torch.cat([heads[one] for rank in kv_heads for one in rank]))
+        elif module == "gate_up_proj":
+            for mine, theirs in zip(zip(*(part.chunk(2) for part in have), strict=True), weight.chunk(2), strict=True):
+                assert_begins(torch.cat(mine), theirs)
+        elif module in ("embed_tokens", "lm_head"):
+            assert_begins(torch.cat(have), weight)
+        elif module in ("o_proj", "down_proj") and kind == "weight":
+            assert_begins(torch.cat(have, dim=1).t(), weight.t())
+        elif module in ("o_proj", "down_proj"):
+            assert name in shards[0] and len(have) == 1 and torch.equal(have[0], weight), "the ranks' sum has it once"
+        else:
+            assert len(have) == num_ranks and all(torch.equal(part, weight) for part in have)
+
+
+def test_a_rank_maps_its_rows_of_tied_embeddings_unless_zeros_follow_them(tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3", tie=True))
+    whole = load(tmp_path)[EMBEDDING]
+    for rank, mapped in ((0, True), (1, False)):
+        shard = load(tmp_path, map_tied=True, shard=spec.sharded(rank, 2))
+        assert (HEAD in shard) == mapped and spec.vocab_size == 497
+        assert_begins(shard[EMBEDDING], whole[249 * rank : 249 * rank + 249])
+        assert not mapped or torch.equal(shard[HEAD], shard[EMBEDDING])
+
+
+def test_the_peak_of_a_ranks_load_is_its_part(large: Path) -> None:
+    def memory(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    spec, seen = read_spec(large), [(0, 0)]
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # what other tests have freed would be used again
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    except (AttributeError, OSError) as error:
+        pytest.skip(f"the peak of a process needs glibc and Linux' /proc: {error}")
+    before = memory("VmRSS")
+    shard = load(
+        large, torch.float32, shard=spec.sharded(1, 2), progress=lambda done, total: seen.append((done, total))
+    )
+    peak, size = memory("VmHWM") - before, sum(weight.nbytes for weight in shard.values())
+    assert size > 180e6
+    assert 0.8 * size < peak < 1.1 * size
+    done_bytes, total_bytes = seen[-1]
+    file_bytes = sum(path.stat().st_size for path in large.glob("*.safetensors"))
+    assert done_bytes == total_bytes < 0.65 * file_bytes, "of most matrices it reads its rows alone"
 
 
 # In a process of its own

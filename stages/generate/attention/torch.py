@@ -1,4 +1,5 @@
-"""Attention on a CPU: all decode rows of a step in a few large operations on whole pages; chunks in torch's own kernel.
+"""Attention in torch's own operations, on any device, in any dtype and for any head dim: all decode rows of a step in a
+few large operations on whole pages; chunks in torch's own kernel. What a plan says is computed on the host.
 
 A decode row has one query, so its work is reading pages. Each page is used as it is stored, [kv head, slot, head dim]:
 the query heads of a kv head form one small matrix that is multiplied with it. The results of a row's pages are then
@@ -12,12 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from stages.generate.attention.base import Attend, AttentionShape
 from stages.generate.forward.batch import ForwardBatch
+from stages.generate.forward.shaping import on_device
 
 # B = decode rows, T = packed tokens, H = query heads, K = kv heads, G = query heads of one kv head, D = head dim,
 # P = pages, S = slots of a page, U = pages in use by decode rows, E = those with slots that are hidden from their row,
@@ -25,6 +28,8 @@ from stages.generate.forward.batch import ForwardBatch
 
 GATHER_BYTES: Final = 4 * 2**20
 """Bytes of pages that are gathered at a time. They are read again at once and should still be in a core's cache."""
+GATHER_BYTES_OF_DEVICE: Final = 256 * 2**20
+"""The same elsewhere, where a few large operations are faster than many."""
 FEW_ROWS: Final = 2
 """Up to this many decode rows are computed as chunks of one token: batching them gains nothing."""
 BLOCK: Final = 512
@@ -57,7 +62,7 @@ class _ChunkPlan:
     """C: tokens on these pages, the last Q of which are the queries."""
 
 
-class CpuAttention:
+class TorchAttention:
     """See `Attention`. With three or more decode rows, scores are rounded to the dtype of the pages before a softmax in
     float32. transformers' eager attention does the same, and it is a third faster than without rounding.
     """
@@ -91,32 +96,32 @@ class CpuAttention:
         """Return, for each token and kv head, the index among all [page, kv head, slot]."""
         page_size, num_kv_heads = self._shape.page_size, self._shape.num_kv_heads
         pages_T1, offsets_T1 = (slots_T // page_size)[:, None], (slots_T % page_size)[:, None]
-        places_TK = (pages_T1 * num_kv_heads + torch.arange(num_kv_heads)) * page_size + offsets_T1
-        return places_TK.flatten()
+        heads_K = torch.arange(num_kv_heads, device=slots_T.device)
+        return ((pages_T1 * num_kv_heads + heads_K) * page_size + offsets_T1).flatten()
 
     # decode rows
 
     def _plan_decode(self, batch: ForwardBatch) -> _DecodePlan:
-        page_size = self._shape.page_size
-        ends_B = torch.tensor(batch.seq_lens[: batch.num_decode_rows])
-        begins_B = (ends_B - self._shape.window).clamp(min=0) if self._shape.window else torch.zeros_like(ends_B)
+        page_size, device = self._shape.page_size, self._shape.device
+        ends_B = np.array(batch.seq_lens[: batch.num_decode_rows])
+        begins_B = np.maximum(ends_B - self._shape.window, 0) if self._shape.window else np.zeros_like(ends_B)
         first_pages_B = begins_B // page_size
         counts_B = (ends_B - 1) // page_size - first_pages_B + 1
-        rows_U = torch.arange(len(ends_B)).repeat_interleave(counts_B)
-        before_B = counts_B.cumsum(0) - counts_B
-        indices_U = first_pages_B[rows_U] + torch.arange(len(rows_U)) - before_B[rows_U]
-        positions_US = indices_U[:, None] * page_size + torch.arange(page_size)
+        rows_U = np.arange(len(ends_B)).repeat(counts_B)
+        before_B = counts_B.cumsum() - counts_B
+        indices_U = first_pages_B[rows_U] + np.arange(len(rows_U)) - before_B[rows_U]
+        positions_US = indices_U[:, None] * page_size + np.arange(page_size)
         hidden_US = (positions_US < begins_B[rows_U, None]) | (positions_US >= ends_B[rows_U, None])
         has_hidden_U = hidden_US.any(1)
-        order_U = has_hidden_U.argsort(stable=True)
+        order_U = has_hidden_U.argsort(kind="stable")
         num_whole = len(rows_U) - int(has_hidden_U.sum())
         rows_U, indices_U = rows_U[order_U], indices_U[order_U]
         return _DecodePlan(
-            batch.page_table_BN[rows_U, indices_U].long(),
-            rows_U,
+            on_device(batch.host_table_BN[rows_U, indices_U].astype(np.int64), device),
+            on_device(rows_U, device),
             batch.num_decode_rows,
             num_whole,
-            hidden_US[order_U[num_whole:], None],
+            on_device(hidden_US[order_U[num_whole:], None], device),
         )
 
     def _decode(self, plan: _DecodePlan, q_BHD: Tensor, kv_2PKSD: Tensor) -> Tensor:
@@ -155,7 +160,8 @@ class CpuAttention:
 
     def _gather(self, plan: _DecodePlan, pages_PKSD: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the pages of the plan, some at a time, copied into one tensor."""
-        at_once = max(1, GATHER_BYTES // pages_PKSD[0].nbytes)
+        gather_bytes = GATHER_BYTES if self._shape.device.type == "cpu" else GATHER_BYTES_OF_DEVICE
+        at_once = max(1, gather_bytes // pages_PKSD[0].nbytes)
         for begin in range(0, len(plan.pages_U), at_once):
             part = slice(begin, begin + at_once)
             yield part, pages_PKSD.index_select(0, plan.pages_U[part])
@@ -201,12 +207,13 @@ class CpuAttention:
     def _tokens(self, plan: _ChunkPlan, pages_PKSD: Tensor) -> Tensor:
         """Return the row's keys or values, [K, 1, C, D]: its pages, one kv head after the other."""
         num_kv_heads = self._shape.num_kv_heads
-        index_KN = plan.pages_N * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+        index_KN = plan.pages_N * num_kv_heads + torch.arange(num_kv_heads, device=self._shape.device)[:, None]
         chosen_XSD = pages_PKSD.flatten(0, 1).index_select(0, index_KN.flatten())
         return chosen_XSD.view(num_kv_heads, 1, -1, self._shape.head_dim)[:, :, : plan.length]
 
     def _visible(self, num_queries: int, length: int) -> Tensor:
         """Return which tokens the last *num_queries* of *length* see, [Q, C]."""
-        distance_QC = torch.arange(length - num_queries, length)[:, None] - torch.arange(length)
+        positions_C = torch.arange(length, device=self._shape.device)
+        distance_QC = positions_C[length - num_queries :, None] - positions_C
         visible_QC = distance_QC >= 0
         return visible_QC & (distance_QC < self._shape.window) if self._shape.window else visible_QC

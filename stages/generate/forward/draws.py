@@ -1,0 +1,76 @@
+"""How each row of a step is drawn, as flat arrays for the sampler and its kernel. Knows no logits and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.generate.schedule.plan import Sample
+
+# R = rows
+
+GOLDEN64: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
+LN2: Final = 0.6931471805599453
+SMALLEST: Final = float(np.finfo(np.float32).tiny)
+MOST_WEIGHT: Final = 2**40
+"""The weight of the most probable token; `sampler.weights` says more."""
+HALF_BITS: Final = 30
+"""A fraction is two numbers of so many bits, so that no product of it and a sum of weights needs more than 64."""
+
+Words = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One number for each row. A fraction, such as top_p, is high / 2**30 + low / 2**60."""
+
+    divisors_R: npt.NDArray[np.float32]
+    """Temperature times ln 2: logits further from the largest by so much weigh half."""
+    numbers_FR: npt.NDArray[np.int64]
+    """top_k (0: off), top_p in two parts, the smallest weight that min_p leaves, and in two parts which share of the
+    weights lies before the token that is drawn: `Draw` of sample.h.
+    """
+
+
+def make_draws(samples: Sequence[Sample]) -> Draws:
+    """Return the arrays of some rows that are drawn (their temperature is not 0)."""
+    params = [how.params for how in samples]
+    numbers_FR = np.empty((6, len(samples)), np.int64)
+    numbers_FR[0] = [min(each.top_k, 2**31) for each in params]
+    numbers_FR[3] = np.ceil(np.array([each.min_p for each in params]) * MOST_WEIGHT)
+    seeds_R = np.array([each.seed for each in params], np.int64)
+    shares_R = uniform(seeds_R, np.array([how.position for how in samples]))
+    numbers_FR[1::3], numbers_FR[2::3] = fractions(np.array([[each.top_p for each in params], shares_R]))
+    divisors_R = np.maximum(np.array([each.temperature for each in params]) * LN2, SMALLEST)
+    return Draws(divisors_R.astype(np.float32), numbers_FR)
+
+
+def fractions(values_R: Floats) -> tuple[Floats, Floats]:
+    """Return numbers in [0, 1] as two whole numbers each, of 30 bits: exactly, but for bits below 2**-60."""
+    scaled_R = values_R * 2.0**HALF_BITS
+    high_R = np.floor(scaled_R)
+    return high_R, np.floor((scaled_R - high_R) * 2.0**HALF_BITS)
+
+
+def uniform(seeds_R: npt.NDArray[np.int64], positions_R: npt.NDArray[np.int64]) -> Floats:
+    """Return numbers in [0, 1) with 53 random bits, a pure function of seed and position.
+
+    SplitMix64 as a counter-based generator (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA
+    2014): its state after `position` steps is known without taking them. The seed is mixed first, so that no two
+    seeds that a person would choose are shifts of one sequence.
+    """
+    states_R = splitmix64(seeds_R.view(np.uint64)) + positions_R.astype(np.uint64) * np.uint64(GOLDEN64)
+    return (splitmix64(states_R) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def splitmix64(states_R: Words) -> Words:
+    """Return the outputs of SplitMix64 that follow *states_R*."""
+    z_R = states_R + np.uint64(GOLDEN64)
+    z_R = (z_R ^ (z_R >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z_R = (z_R ^ (z_R >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z_R ^ (z_R >> np.uint64(31))

@@ -1,0 +1,231 @@
+"""A whole engine on a device that is pretended: nothing waits for it, and graphs of decode steps change no token."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_engine
+from flashinfer_double import Double
+from plans import Request, plan, shuffled_pages
+from pretend_cuda import CUDA, OnDevice, Pretended, Waited, pretend_cuda
+from schedules import make_schedule, steps_ahead
+from torch import Tensor
+
+from pipeline.errors import ConfigError
+from pipeline.events import SamplingParams, TokenRow
+from stages.generate.attention import flashinfer
+from stages.generate.attention.base import Attend, places_of, write_pages
+from stages.generate.attention.flashinfer import FlashInferAttention, Run
+from stages.generate.forward import graphs
+from stages.generate.forward.batch import PageTables
+from stages.generate.forward.engine import Engine
+from stages.generate.forward.room import REMEDY, Measure
+from stages.generate.forward.shaping import on_device
+from stages.generate.schedule.plan import PlanRow
+from stages.generate.schedule.request import NewRequest
+
+NUM_PAGES, PAGE_SIZE = 128, 4
+SIZES: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_running_requests": 5, "max_seq_len": 160}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in ("qwen3", "qwen3moe")}
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Double:
+    double = Double()
+    monkeypatch.setitem(sys.modules, "flashinfer", double)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(flashinfer, "DECODE_BYTES", 1024)
+    return double
+
+
+@pytest.fixture
+def device(library: Double, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    with pretend_cuda(monkeypatch) as pretended:
+        monkeypatch.setattr(library.stream, "launch", pretended.launch)
+        monkeypatch.setattr(graphs, "record", pretended.record)
+        yield pretended
+
+
+def engine_on(
+    device: Pretended, folder: Path, attention: str, graph: int = 0, measure: Measure | None = None
+) -> Engine:
+    device.may_wait = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.generate.forward.weights.can_group", lambda *_: True)
+        engine = make_engine(
+            folder, device=CUDA, kernels="torch", attention=attention, graph=graph, measure=measure, **SIZES
+        )
+    device.may_wait = False
+    return engine
+
+
+def tokens_of(engine: Engine) -> dict[str, list[int]]:
+    """Return what four requests get, up to three at a time; two have the same prompt."""
+    schedule = make_schedule("radix", num_pages=NUM_PAGES, running=3)
+    draw, found = random.Random(0), dict[str, list[int]]()
+    prompts = [tuple(draw.choices(range(4, 480), k=3 + 9 * index)) for index in range(3)]
+    for index, prompt in enumerate((*prompts, prompts[2])):
+        params = SamplingParams(max_tokens=1 + index, temperature=index % 2, seed=index, ignore_eos=True)
+        schedule.add(NewRequest(f"{index}", prompt, (), params))
+    for _, _, rows in steps_ahead(schedule, engine):
+        for row in rows:
+            if isinstance(row, TokenRow):
+                found.setdefault(row.uid, []).append(row.token)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "graph"),
+    [
+        ("qwen3", "torch", 0),
+        ("qwen3moe", "fi", 2),
+        pytest.param("qwen3moe", "fi", 0, marks=pytest.mark.night),
+        pytest.param("qwen3moe", "fi", 3, marks=pytest.mark.night),
+        pytest.param("qwen3", "fa,fi", 2, marks=pytest.mark.night),
+    ],
+)
+def test_nothing_waits_for_the_device_and_the_tokens_are_those_of_a_cpu(
+    folders: dict[str, Path], device: Pretended, family: str, attention: str, graph: int
+) -> None:
+    on_cpu = tokens_of(make_engine(folders[family], kernels="torch", attention="reference", **SIZES))
+    assert tokens_of(engine_on(device, folders[family], attention, graph)) == on_cpu
+    assert device.num_replays > 0 if graph else device.num_replays == 0
+
+
+def places_outside(attention: FlashInferAttention, run: Run, slots_T: Tensor) -> Attend:
+    """Write to places that were computed before the recording."""
+    outside = attention.__dict__.setdefault(f"places of {len(slots_T)}", places_of(slots_T, PAGE_SIZE))
+
+    def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
+        write_pages(kv_2PKSD, k_TKD, v_TKD, outside)
+        return run(q_THD, (kv_2PKSD[0], kv_2PKSD[1]))
+
+    return attend
+
+
+def read_inside(attention: FlashInferAttention, run: Run, slots_T: Tensor) -> Attend:
+    assert int(slots_T.max()) >= 0
+    return right(attention, run, slots_T)
+
+
+def pinned_inside(attention: FlashInferAttention, run: Run, slots_T: Tensor) -> Attend:
+    torch.empty(3, pin_memory=True)
+    return right(attention, run, slots_T)
+
+
+def copied_inside(attention: FlashInferAttention, run: Run, slots_T: Tensor) -> Attend:
+    return right(attention, run, slots_T + on_device(np.zeros(1, np.int32), CUDA))
+
+
+right = FlashInferAttention.attending
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [(read_inside, "waits for the device"), (pinned_inside, "allocated in"), (copied_inside, "allocated in")],
+)
+def test_a_wait_and_memory_of_the_host_are_noticed_in_a_recording(
+    folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch, wrong: Any, reason: str
+) -> None:
+    monkeypatch.setattr(FlashInferAttention, "attending", wrong)
+    with pytest.raises((Waited, RuntimeError), match=reason):
+        engine_on(device, folders["qwen3"], "fi", 2)
+
+
+def test_a_tensor_from_outside_of_a_recording_changes_the_tokens(
+    folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(device, folders["qwen3"], "fi", 2)
+    expected = logits_of(engine)
+    monkeypatch.setattr(FlashInferAttention, "attending", places_outside)
+    assert not torch.allclose(logits_of(engine_on(device, folders["qwen3"], "fi", 2)), expected, equal_nan=True)
+
+
+@torch.inference_mode()
+def logits_of(engine: Engine) -> Tensor:
+    """Return x_BE of the second decode step of a request."""
+    request = Request(0, [5, 6, 7, 8, 9, 10, 11], shuffled_pages(), page_size=PAGE_SIZE)
+    for token in (20, 21, 22):
+        x_TE = engine.launch(plan(request.row(64)), None).x_TE
+        request.tokens.append(token)
+    assert isinstance(x_TE, OnDevice)
+    return x_TE.held
+
+
+# memory
+
+PAGE_BYTES = 2 * 2 * 2 * PAGE_SIZE * 24 * 4  # 2 layers, keys and values, 2 kv heads, page, head dim, float32
+
+
+class Memory:
+    """What the driver and torch say of a GPU: the steps take *steps_bytes*, the first the first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int, steps_bytes: tuple[int, ...]) -> None:
+        peaks = iter(steps_bytes)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + next(peaks))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 2 * free_bytes))
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "graph", "num_pages"),
+    [
+        (900_000 + 20 * PAGE_BYTES, 0, 10),
+        (900_000 + 2000 + 20 * PAGE_BYTES, 2, 10),  # recordings take what a decode step takes
+        (900_000 + 1999 + 20 * PAGE_BYTES, 2, 9),
+        (10**9, 0, NUM_PAGES),
+    ],
+)
+def test_the_pages_are_what_fits_beside_the_largest_steps(
+    folders: dict[str, Path],
+    device: Pretended,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+    graph: int,
+    num_pages: int,
+) -> None:
+    Memory(monkeypatch, free_bytes, (900_000, 2000))
+    begun: list[tuple[PlanRow, ...]] = []
+    update = PageTables.update
+
+    def noting(tables: PageTables, rows: tuple[PlanRow, ...]) -> None:
+        begun.append(rows)
+        update(tables, rows)
+
+    monkeypatch.setattr(PageTables, "update", noting)
+    engine = engine_on(device, folders["qwen3"], "fi", graph, measure=Measure(50, 0.5))
+    assert engine.num_pages == num_pages and engine.kv_L2PKSD.shape[2] == num_pages + (graph > 0)
+    assert [[len(row.token_ids) for row in rows] for rows in begun] == [[50], [1] * SIZES["max_running_requests"]]
+
+
+def test_too_little_memory_is_told_with_the_numbers_and_what_to_do(
+    folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Memory(monkeypatch, 3 * 2**20, (2 * 2**20, 2**20))
+    with pytest.raises(ConfigError) as refused:
+        engine_on(device, folders["qwen3"], "fi", 2, measure=Measure(50, 0.5))
+    assert str(refused.value) == (
+        "of 6 MiB of GPU memory 3.0 are free beside the weights; the largest step takes 2.0, CUDA graphs 1.0 and a "
+        f"page 0.0: no page fits; {REMEDY}"
+    )
+    monkeypatch.setattr(Engine, "_draw", no_memory)
+    with pytest.raises(ConfigError, match=r"the largest step does not fit beside the weights \(CUDA out"):
+        engine_on(device, folders["qwen3"], "fi", 2, measure=Measure(50, 0.5))
+
+
+def no_memory(engine: Engine, launched: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated ..")
