@@ -37,6 +37,7 @@ FLAGS: Final = (
     *("-std=gnu11", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fomit-frame-pointer", "-g0"),
     # The same bits from every compiler. CFLAGS of the environment are not heeded for the same reason.
     *("-ffp-contract=off", "-fno-math-errno"),
+    "-fno-trapping-math",  # no exception of a number is ever looked at; else gcc makes no vectors of loops that compare
     "-Werror=int-conversion",  # gcc passes a pointer for a number, with a warning that nobody sees
 )
 LINK: Final = ("-shared", "-pthread", "-Wl,-z,defs")
@@ -54,24 +55,24 @@ class Instructions:
 
 
 _INTEL: Final = "#include <immintrin.h>\n"
+_ARM: Final = "#include <arm_neon.h>\n"
+_HALF: Final = "_Float16 half(float a) { return (_Float16)a; }"
+"""On x86-64 from gcc 12 and clang 15 on."""
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 VARIANTS: Final[Mapping[str, Mapping[str, Instructions]]] = {
     "x86_64": {
-        "avx2": Instructions(
-            _AVX2,
-            f"{_INTEL}__m256 probe(__m256 a) {{ return _mm256_fmadd_ps(a, a, a); }}\n"
-            "_Float16 half(float a) { return (_Float16)a; }",  # from gcc 12 and clang 15 on
-        ),
+        "avx2": Instructions(_AVX2, f"{_INTEL}__m256 probe(__m256 a) {{ return _mm256_fmadd_ps(a, a, a); }}\n{_HALF}"),
         "avx512": Instructions(
             (*_AVX2, *_AVX512), f"{_INTEL}__m512 probe(__m512 a, __m512bh b) {{ return _mm512_dpbf16_ps(a, b, b); }}"
         ),
     },
-    # aarch64: NEON goes here, and its tag into TAGS.
+    # Every such CPU has NEON, so compilers need no flag for it.
+    "aarch64": {
+        "neon": Instructions((), f"{_ARM}float32x4_t probe(float32x4_t a) {{ return vfmaq_f32(a, a, a); }}\n{_HALF}")
+    },
 }
 """The variants of each machine, the least first. Files that are compiled once may use the least one's instructions."""
-TAGS: Final = {"x86_64": "manylinux_2_17_x86_64"}
-"""The tag of a wheel with a library that zig built: it runs on every Linux with glibc 2.17 or newer."""
 _HEADERS: Final = "#include <pthread.h>\n#include <stdint.h>\n"
 """Of libc, which a compiler may lack."""
 
@@ -82,7 +83,7 @@ class Files:
 
     baseline: tuple[str, ...] = ("cpu.c",)
     """Once, for every CPU of this kind of machine."""
-    once: tuple[str, ...] = ("pool.c", "rows.c", "work.c", "experts.c", "step.c")
+    once: tuple[str, ...] = ("pool.c", "rows.c", "work.c", "experts.c", "sample.c", "step.c")
     """Once, with the instructions of the least variant."""
     each: tuple[str, ...] = ("pack.c", "gemm.c", "attention.c", "variant.c")
     """Once for each variant, with -DVARIANT=<name>."""
@@ -169,7 +170,8 @@ def fetch_zig(folder: Path) -> Compiler:
 
 def _zig(*program: str) -> Compiler:
     """Return *program* as a compiler for every Linux with glibc 2.17 or newer."""
-    return Compiler("zig cc", (*program, "cc", "-target", f"{machine()}-linux-gnu.2.17"), TAGS[machine()], LINK_ZIG)
+    command = (*program, "cc", "-target", f"{machine()}-linux-gnu.2.17")
+    return Compiler("zig cc", command, f"manylinux_2_17_{machine()}", LINK_ZIG)
 
 
 def requirements() -> list[str]:

@@ -22,6 +22,9 @@ static const Variant *const compiled[] = {
 #if HAS_AVX2
     &variant_avx2,
 #endif
+#if HAS_NEON
+    &variant_neon,
+#endif
     NULL,
 };
 
@@ -63,4 +66,6 @@ EXPORT const char *cpu_variants(void) {
     if (!is_wide || eax < 1 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) || !has(eax, AVX512_BF16)) return "avx2";
     return "avx512 avx2";
 }
+#elif defined(__aarch64__)
+EXPORT const char *cpu_variants(void) { return "neon"; } // every such CPU
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from itertools import accumulate, chain
@@ -14,6 +15,8 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from stages.generate.forward.batch import PageTables
+from stages.generate.forward.collectives import ALONE, Collectives
+from stages.generate.forward.sampler import best as best_of
 from stages.generate.kernels.library import Format, Library, Matrix, library
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
@@ -50,7 +53,7 @@ class _Model(ctypes.Structure):
     _fields_: ClassVar = [
         ("variant", c_void_p),
         *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "vocabulary")),
-        *((name, c_int64) for name in ("window", "num_experts", "experts_per_token")),
+        *((name, c_int64) for name in ("window", "num_experts", "experts_per_token", "first_token", "num_embeddings")),
         ("normalize", c_int32),
         ("eps", c_float),
         ("embedding_format", c_int),
@@ -80,7 +83,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-_NO_MEMORY, _WRONG_TOKEN, _WRONG_ROW, _WRONG_PAGE = 1, 2, 3, 4  # Outcome of step.h
+_DONE, _NO_MEMORY, _WRONG_TOKEN, _WRONG_ROW, _WRONG_PAGE = range(5)  # Outcome of step.h
 
 
 class KernelDecoder:
@@ -94,14 +97,15 @@ class KernelDecoder:
         variant: str,
         quantization: str,
         threads: int,
+        collectives: Collectives = ALONE,
     ) -> None:
         """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is empty then.
 
-        Each matrix is freed as soon as it is packed.
+        Each matrix is freed as soon as it is packed. With several ranks the weights are a rank's part.
         """
         found = library()
         assert isinstance(found, Library), found
-        self._spec, self._functions = spec, found.functions
+        self._spec, self._functions, self._collectives = spec, found.functions, collectives
         self._variant = ctypes.addressof(found.variant(variant))
         self._quantized, self._threads = quantization == "int8", threads
         self._kept: list[object] = []
@@ -122,6 +126,8 @@ class KernelDecoder:
             window=spec.window,
             num_experts=spec.experts.num_experts,
             experts_per_token=spec.experts.experts_per_token,
+            first_token=spec.rank * spec.vocab_rows,
+            num_embeddings=spec.vocab_rows,
             normalize=int(spec.experts.normalize),
             eps=spec.norm_eps,
             embedding_format=FORMATS[embedding_VE.dtype],
@@ -133,10 +139,13 @@ class KernelDecoder:
             rope_factor=spec.rope.attention_factor,
             threads=threads,
         )
+        self._no_logits_0V = torch.empty(0, spec.vocab_rows)
         assert not weights, f"unused weights: {', '.join(weights)}"
 
-    def forward(self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Compute one step and write the keys and values of its tokens.
+    def forward(
+        self, plan: BatchPlan, tables: PageTables, kv_L2PKSD: Tensor, last_R: Tensor | None = None
+    ) -> tuple[Tensor, tuple[int, ...]]:
+        """Compute one step and write the keys and values of its tokens. *last_R*: as in `Computer`.
 
         Returns:
             x_TE in float32, the last layer's output for each token; and B + 1 numbers, where each row begins in T.
@@ -148,19 +157,23 @@ class KernelDecoder:
         """
         rows = plan.rows
         starts = (0, *accumulate(len(row.token_ids) for row in rows))
-        starts_B = np.array(starts, np.int32)
-        lengths_B = np.array([row.start + len(row.token_ids) for row in rows], np.int32)
-        token_ids_T = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32, starts[-1])
-        width = -(-int(lengths_B.max()) // tables.page_size)
-        pages_BN = np.ascontiguousarray(tables.pages_AN.numpy()[[row.table for row in rows], :width])
-        frequencies_TF = self._frequencies(starts_B, lengths_B)
+        lengths = [row.start + len(row.token_ids) for row in rows]
+        token_ids_T = array("i", chain.from_iterable(row.token_ids for row in rows))
+        if last_R is not None:
+            known_T = np.frombuffer(token_ids_T, np.int32)
+            unknown_T = known_T < 0
+            known_T[unknown_T] = last_R.clamp(min=0).numpy()[-1 - known_T[unknown_T]]
+        width = -(-max(lengths) // tables.page_size)
+        pages_BN = np.ascontiguousarray(tables.pages_AN[[row.table for row in rows], :width])
+        frequencies_TF = self._frequencies(starts, lengths)
         x_TE = torch.empty(starts[-1], self._spec.hidden_size)
+        starts_B, lengths_B = array("i", starts), array("i", lengths)
         step = _Step(
             num_tokens=starts[-1],
             num_rows=len(rows),
-            token_ids=token_ids_T.ctypes.data,
-            starts=starts_B.ctypes.data,
-            lengths=lengths_B.ctypes.data,
+            token_ids=_address(token_ids_T),
+            starts=_address(starts_B),
+            lengths=_address(lengths_B),
             tables=pages_BN.ctypes.data,
             table_width=pages_BN.shape[1],
             frequencies=None if frequencies_TF is None else frequencies_TF.ctypes.data,
@@ -170,7 +183,7 @@ class KernelDecoder:
             format=FORMATS[kv_L2PKSD.dtype],
             x=x_TE.data_ptr(),
         )
-        outcome = self._functions.kernels_forward(ctypes.byref(self._model), ctypes.byref(step))
+        outcome = self._compute(step, x_TE)
         if outcome == _NO_MEMORY:
             raise MemoryError(f"there is no memory for a step of {starts[-1]} tokens")
         if outcome == _WRONG_TOKEN:
@@ -182,39 +195,64 @@ class KernelDecoder:
             raise ValueError(f"row {step.wrong} of the step has pages {pages}; there are {kv_L2PKSD.shape[2]}")
         return x_TE, starts
 
-    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[list[int], Tensor]:
-        """See `Computer`. Of several largest logits the first one counts; only wanted rows of logits are filled in."""
-        rows = np.array(rows_R, np.int32)
-        places = np.where(wanted_R, np.arange(len(rows)), -1).astype(np.int32)
-        best = np.empty(len(rows), np.int32)
-        logits_RV = torch.empty(len(rows) if any(wanted_R) else 0, self._spec.vocab_size)
+    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[Tensor, Tensor]:
+        """See `Computer`. Of several largest logits the first one counts; only wanted rows of logits are filled in.
+
+        Several ranks compute all rows, because a rank knows the largest logit of its own part only.
+        """
+        together = self._collectives.size > 1
+        if together:
+            wanted_R = [True] * len(rows_R)
+        places_R = array("i", [row if wanted else -1 for row, wanted in enumerate(wanted_R)])
+        logits_RV = torch.empty(len(places_R), self._spec.vocab_rows) if any(wanted_R) else self._no_logits_0V
+        rows, best_R = array("i", rows_R), array("i", places_R)
         outcome = self._functions.kernels_head(
             ctypes.byref(self._model),
             x_TE.data_ptr(),
             len(x_TE),
-            rows.ctypes.data,
+            _address(rows),
             len(rows),
-            places.ctypes.data,
+            _address(places_R),
             logits_RV.data_ptr(),
-            best.ctypes.data,
+            _address(best_R),
         )
         if outcome == _WRONG_TOKEN:
             raise ValueError(f"rows {rows.tolist()}: the step has {len(x_TE)} tokens")
         if outcome:
             raise MemoryError(f"there is no memory for the logits of {len(rows)} rows")
-        return best.tolist(), logits_RV
+        if together:
+            logits_RV = self._collectives.gather_to_0(logits_RV)[:, : self._spec.vocab_size].contiguous()
+            return best_of(logits_RV), logits_RV
+        if not best_R:
+            return torch.empty(0, dtype=torch.int64), logits_RV
+        return torch.frombuffer(array("q", best_R), dtype=torch.int64), logits_RV
 
     def logits(self, x_NE: Tensor) -> Tensor:
         """Return logits_NV, float32, of some tokens that `forward` returned."""
         return self.head(x_NE.contiguous(), range(len(x_NE)), [True] * len(x_NE))[1]
 
-    def _frequencies(self, starts_B: np.ndarray, lengths_B: np.ndarray) -> np.ndarray | None:
+    def _compute(self, step: _Step, x_TE: Tensor) -> int:
+        """Compute the layers of *step* into its x_TE; return the outcome.
+
+        Several ranks compute one part after the other, and add up what each of them adds to x_TE.
+        """
+        model = ctypes.byref(self._model)
+        if self._collectives.size == 1:
+            return int(self._functions.kernels_forward(model, ctypes.byref(step)))
+        x_TE.zero_()
+        for part in range(1 + 2 * self._spec.num_layers):
+            added_TE = torch.zeros_like(x_TE)
+            if outcome := self._functions.kernels_part(model, ctypes.byref(step), part, added_TE.data_ptr()):
+                return int(outcome)
+            x_TE += self._collectives.all_reduce(added_TE)
+        return _DONE
+
+    def _frequencies(self, starts: Sequence[int], lengths: Sequence[int]) -> np.ndarray | None:
         """Return freq_TF where a token has its own frequencies: a dynamic rope beyond the context of the training."""
-        if self._spec.rope.kind != "dynamic" or lengths_B.max() <= self._spec.rope.original_max_positions:
+        if self._spec.rope.kind != "dynamic" or max(lengths) <= self._spec.rope.original_max_positions:
             return None
-        counts_B = np.diff(starts_B)
-        ends_T = np.repeat(lengths_B - starts_B[1:], counts_B)
-        return dynamic_frequencies(self._rope, torch.from_numpy(np.arange(starts_B[-1]) + ends_T)).numpy()
+        ends_T = np.repeat(np.subtract(lengths, starts[1:]), np.diff(starts))
+        return dynamic_frequencies(self._rope, torch.from_numpy(np.arange(starts[-1]) + ends_T)).numpy()
 
     def _layer(self, index: int, weights: dict[str, Tensor]) -> _Layer:
         spec, prefix = self._spec, f"model.layers.{index}"
@@ -285,6 +323,7 @@ class KernelDecoder:
         """Tell ctypes the arguments of the library's functions."""
         functions = self._functions
         functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
+        functions.kernels_part.argtypes = [POINTER(_Model), POINTER(_Step), c_int64, c_void_p]
         functions.kernels_head.argtypes = [POINTER(_Model), c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3]
         functions.kernels_packed_bytes.argtypes = [c_void_p, c_int, c_int64, c_int64, c_int]
         functions.kernels_packed_bytes.restype = c_int64
@@ -300,3 +339,9 @@ class KernelDecoder:
             c_void_p,
         ]
         functions.kernels_pack.restype = None
+
+
+def _address(numbers: array[int]) -> int:
+    """Return where *numbers* are. NumPy takes many times as long to make an array and to say its address, above all
+    after the weights were read: nothing else is left in the caches then."""
+    return numbers.buffer_info()[0]

@@ -5,7 +5,7 @@
 typedef struct {
     const Work *work;
     int64_t num_tokens; // of these
-    float *x;           // their rows
+    float *sums;        // their rows
     Product *products;
     int64_t num_products;
 } Mixture;
@@ -73,7 +73,7 @@ static void sum_chunk(void *job, int64_t chunk, int thread) {
         for (int64_t i = 0; i < hidden; i++) sum[i] = 0;
         for (int64_t pair = t * each; pair < (t + 1) * each; pair++)
             add_weighted(work->pair_out + work->pair_of[pair] * work->pair_out_stride, work->shares[pair], hidden, sum);
-        add(sum, hidden, m->x + t * hidden);
+        add(sum, hidden, m->sums + t * hidden);
     }
 }
 
@@ -82,8 +82,8 @@ void mix_experts(const Work *work, const Layer *layer) {
     for (int64_t begin = 0; begin < work->step->num_tokens; begin += EXPERT_TOKENS) {
         int64_t count = least(EXPERT_TOKENS, work->step->num_tokens - begin), chunks = parts(count, ROWS_AT_ONCE);
         int64_t num_pairs = count * model->experts_per_token;
-        float *x = work->step->x + begin * model->hidden;
-        Mixture mixture = {work, count, x, work->products, 0};
+        const float *x = work->step->x + begin * model->hidden;
+        Mixture mixture = {work, count, work->sums + begin * model->hidden, work->products, 0};
         const char *rows = prepare(work, x, model->hidden, 0, count, layer->mlp_norm, &layer->router, work->activations);
         multiply(work, &layer->router, rows, count, STORE, work->router, work->router_stride);
         pool_run(choose_chunk, &mixture, chunks);

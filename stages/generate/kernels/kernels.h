@@ -46,7 +46,7 @@ static inline int64_t segment_tokens(int64_t page_size) { return most(SEGMENT, p
 
 // What depends on the instructions that a CPU has. One for each way that this library was compiled.
 typedef struct {
-    const char *name; // "avx2", "avx512"
+    const char *name; // "avx2", "avx512", "neon"
 
     // ---- matrices (gemm.c)
 
@@ -88,4 +88,4 @@ typedef struct {
     void (*merge)(const Pages *pages, const float *parts, int64_t num_parts, float *o);
 } Variant;
 
-extern const Variant variant_avx2, variant_avx512;
+extern const Variant variant_avx2, variant_avx512, variant_neon;

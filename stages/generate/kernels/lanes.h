@@ -1,6 +1,5 @@
 // One vector register of floats, and what attention does with it, for each variant.
 #pragma once
-#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 
@@ -9,7 +8,13 @@
 #define NAME(function) JOIN(function, VARIANT)
 #define INLINE static inline __attribute__((always_inline))
 
-#ifdef __AVX512F__
+#ifdef __aarch64__
+#include "neon.h"
+#else
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 
 #define LANES 16
 typedef __m512 Lanes;
@@ -61,7 +66,7 @@ INLINE Lanes load_float16(const uint16_t *source) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)source));
 }
 
-#else
+#elif defined(__AVX2__)
 
 #define LANES 8
 typedef __m256 Lanes;
@@ -108,6 +113,8 @@ INLINE Lanes load_float16(const uint16_t *source) { return _mm256_cvtph_ps(_mm_l
 
 #endif
 
+#ifdef __AVX2__
+
 INLINE float greatest_of(Lanes x) {
     __m256 eight = fold_max(x);
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -121,6 +128,43 @@ INLINE float sum_of(Lanes x) {
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
+
+// 8 words, which may be pairs of bfloat16.
+typedef __m256 Words;
+
+INLINE Words load_words(const void *source) { return _mm256_loadu_ps(source); }
+INLINE Words load_halves(const void *source) { return _mm256_cvtph_ps(_mm_loadu_si128(source)); }
+INLINE void store_words(float *target, Words x) { _mm256_storeu_ps(target, x); }
+
+// The first and the second bfloat16 of each pair.
+INLINE Words even_of(Words x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 16)); }
+INLINE Words odd_of(Words x) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32((int32_t)0xffff0000)));
+}
+
+// Exchange rows and columns of 8 x 8 words.
+INLINE void exchange(Words x[8]) {
+    Words y[8], z[8];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+        y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        z[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+        z[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+        z[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+        z[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x20);
+        x[i + 4] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x31);
+    }
+}
+
+#endif
 
 INLINE float first_lane(Lanes x) {
     float numbers[LANES];

@@ -139,7 +139,7 @@ def load(path: Path = build.HERE / build.LIBRARY) -> Library | str:
     """
     kind = build.machine()
     if kind not in build.VARIANTS:
-        return f"there are no kernels for {kind}, only for Linux on {', '.join(build.VARIANTS)}"
+        return f"there are no kernels for {kind}, only for Linux on {' and '.join(build.VARIANTS)}"
     if not path.exists():
         note = path.with_name(build.NOTE)
         if note.exists():

@@ -1,8 +1,12 @@
 // Brings weights and activations into the form that multiply (gemm.c) reads; gemm.h describes it.
 #include "gemm.h"
 
-#include <immintrin.h>
 #include <string.h>
+#ifdef __aarch64__
+#include "neon.h"
+#else
+#include <immintrin.h>
+#endif
 
 // Inputs that are packed at a time.
 #define CHUNK GROUP
@@ -45,6 +49,10 @@ INLINE uint16_t float_to_bfloat16(float number) {
 }
 
 // The 8 halves at *from*.
+#ifdef __aarch64__
+INLINE void halves_to_floats(const uint16_t *from, float *to) { store(to, load_float16(from)); }
+INLINE void floats_to_halves(const float *from, uint16_t *to) { store_float16(to, load(from)); }
+#else
 INLINE void halves_to_floats(const uint16_t *from, float *to) {
     _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)));
 }
@@ -52,6 +60,7 @@ INLINE void halves_to_floats(const uint16_t *from, float *to) {
 INLINE void floats_to_halves(const float *from, uint16_t *to) {
     _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
 }
+#endif
 
 // Read *count* weights of every row from *input* on, and zeros up to CHUNK.
 static void read_chunk(const void *const rows[PANEL], Format source, int64_t input, int64_t count, Chunk chunk) {

@@ -4,9 +4,11 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "entry.h"
@@ -33,6 +35,81 @@ static struct {
     int started;         // that exist, the caller among them
 } pool = {.threads = 1, .started = 1};
 
+// ---- a core for each thread
+//
+// Where other processes need the cores now and then, Linux lets a thread and the caller share one. That another core is
+// free again it sees some ticks later, after 8 to 12 ms: for longer than many steps take. So the caller sends a thread
+// that is on its own core to another one. If that is busy, the thread does not begin the jobs that follow. Then it is
+// brought back, and the next try comes later.
+
+#define FIRST_PAUSE_NS 500000
+#define LONGEST_PAUSE_NS 2000000
+#define PATIENCE_NS 100000
+
+static struct {
+    _Alignas(64) _Atomic int id; // of Linux; 0: it has not begun
+    _Atomic int core;            // where it began its last job
+    _Atomic uint32_t jobs;       // that it has begun
+} threads[MOST_THREADS];
+
+// For the caller alone.
+static struct {
+    int thread;    // that was sent to another core; 0: none
+    uint32_t jobs; // that it had begun before
+    int64_t sent_ns, next_ns, pause_ns;
+} sent = {.pause_ns = FIRST_PAUSE_NS};
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+// Move a thread to *core*, or away from it. Later it may run on the same cores as before. Returns whether there is such a
+// core.
+static int move(int thread, int core, int away) {
+    cpu_set_t allowed, wanted;
+    int id = atomic_load(&threads[thread].id);
+    if (sched_getaffinity(id, sizeof allowed, &allowed)) return 0;
+    wanted = allowed;
+    if (away) CPU_CLR(core, &wanted);
+    else {
+        CPU_ZERO(&wanted);
+        CPU_SET(core, &wanted);
+    }
+    if (!CPU_COUNT(&wanted) || sched_setaffinity(id, sizeof wanted, &wanted)) return 0;
+    sched_setaffinity(id, sizeof allowed, &allowed);
+    return 1;
+}
+
+// Called with each job, once the threads are awake.
+static void spread(void) {
+    int core = sched_getcpu(), used = atomic_load_explicit(&pool.threads, memory_order_relaxed);
+    int64_t now = now_ns();
+    if (sent.thread) {
+        if (atomic_load_explicit(&threads[sent.thread].jobs, memory_order_relaxed) != sent.jobs) {
+            sent.thread = 0;
+            sent.pause_ns = FIRST_PAUSE_NS;
+        } else if (now - sent.sent_ns > PATIENCE_NS) {
+            move(sent.thread, core, 0);
+            sent.thread = 0;
+            sent.pause_ns = 2 * sent.pause_ns < LONGEST_PAUSE_NS ? 2 * sent.pause_ns : LONGEST_PAUSE_NS;
+        }
+    } else if (now >= sent.next_ns) {
+        sent.next_ns = now + sent.pause_ns;
+        for (int thread = 1; thread < used && !sent.thread; thread++) {
+            uint32_t jobs = atomic_load_explicit(&threads[thread].jobs, memory_order_relaxed);
+            if (!jobs || atomic_load_explicit(&threads[thread].core, memory_order_relaxed) != core) continue;
+            if (!move(thread, core, 1)) continue;
+            sent.thread = thread;
+            sent.jobs = jobs;
+            sent.sent_ns = now;
+        }
+    }
+}
+
+// ---- jobs
+
 static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, 0, 0, 0);
 }
@@ -58,6 +135,7 @@ static void work(uint32_t generation, int thread) {
 
 static void *run_thread(void *argument) {
     int thread = (int)(intptr_t)argument;
+    atomic_store(&threads[thread].id, (int)syscall(SYS_gettid));
     uint32_t seen = generation_of(atomic_load(&pool.ticket));
     enter(); // for the life of the thread
     for (;;) {
@@ -75,6 +153,8 @@ static void *run_thread(void *argument) {
             spins = 0;
         }
         seen = generation;
+        atomic_store_explicit(&threads[thread].core, sched_getcpu(), memory_order_relaxed);
+        atomic_fetch_add_explicit(&threads[thread].jobs, 1, memory_order_relaxed);
         if (thread < atomic_load_explicit(&pool.threads, memory_order_relaxed)) work(generation, thread);
     }
     return 0;
@@ -111,6 +191,7 @@ void pool_run(Chunk function, void *job, int64_t num_chunks) {
     atomic_store(&pool.ticket, (uint64_t)generation << (2 * COUNT_BITS) | (uint64_t)num_chunks << COUNT_BITS);
     atomic_fetch_add(&pool.jobs, 1);
     if (atomic_load(&pool.sleepers)) wake(&pool.jobs, INT_MAX);
+    spread();
     work(generation, 0);
     int spins = 0;
     uint32_t done;

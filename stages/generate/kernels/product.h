@@ -89,6 +89,9 @@ INLINE void blocks(const int kind, const int rows, const int columns, int64_t ve
 #if LANES == 16
 #define ALL_ROWS(kind)                                                                                                \
     ROWS(kind, 1, 8) ROWS(kind, 2, 8) ROWS(kind, 3, 4) ROWS(kind, 4, 4) ROWS(kind, 5, 4) ROWS(kind, 6, 4)
+#elif defined(__aarch64__) // which cannot multiply with numbers in memory, so it needs registers for b, too
+#define ALL_ROWS(kind)                                                                                                \
+    ROWS(kind, 1, 4) ROWS(kind, 2, 4) ROWS(kind, 3, 2) ROWS(kind, 4, 2) ROWS(kind, 5, 2) ROWS(kind, 6, 2)
 #else
 #define ALL_ROWS(kind)                                                                                                \
     ROWS(kind, 1, 8) ROWS(kind, 2, 4) ROWS(kind, 3, 4) ROWS(kind, 4, 2) ROWS(kind, 5, 2) ROWS(kind, 6, 2)
@@ -158,47 +161,23 @@ INLINE void expand(const Format format, const char *source, int64_t count, float
     }
 }
 
-// Exchange rows and columns of 8 x 8 words.
-INLINE void exchange(__m256 x[8]) {
-    __m256 y[8], z[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
-        y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        z[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
-        z[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
-        z[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
-        z[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        x[i] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x20);
-        x[i + 4] = _mm256_permute2f128_ps(z[i], z[i + 4], 0x31);
-    }
-}
-
 // 32 bytes of 8 keys become 8 columns of 8 words, or 16 of bfloat16 that are expanded.
 INLINE void turn_words(const Format format, const char *const keys[8], int64_t offset, int64_t columns, float *target,
                        int64_t stride) {
-    __m256 x[8];
+    Words x[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
-        x[i] = format == FLOAT16 ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(keys[i] + offset)))
-                                 : _mm256_loadu_ps((const float *)(keys[i] + offset));
+        x[i] = format == FLOAT16 ? load_halves(keys[i] + offset) : load_words(keys[i] + offset);
     exchange(x);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         if (i >= columns)
             break;
         if (format == BFLOAT16 && !PAIRS) {
-            __m256i pair = _mm256_castps_si256(x[i]), odd = _mm256_set1_epi32((int32_t)0xffff0000);
-            _mm256_storeu_ps(target + 2 * i * stride, _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)));
-            _mm256_storeu_ps(target + (2 * i + 1) * stride, _mm256_castsi256_ps(_mm256_and_si256(pair, odd)));
+            store_words(target + 2 * i * stride, even_of(x[i]));
+            store_words(target + (2 * i + 1) * stride, odd_of(x[i]));
         } else {
-            _mm256_storeu_ps(target + i * stride, x[i]);
+            store_words(target + i * stride, x[i]);
         }
     }
 }

@@ -116,30 +116,33 @@ void add_weighted(const float *in, float weight, int64_t count, float *out) {
     for (int64_t i = 0; i < count; i++) out[i] = __builtin_fmaf(weight, in[i], out[i]);
 }
 
-int64_t largest(const float *x, int64_t count, float *best) {
+float maximum(const float *x, int64_t count) {
     float lanes[LANES];
     int nan[LANES] = {0};
     for (int lane = 0; lane < LANES; lane++) lanes[lane] = -__builtin_inff();
-    int64_t i = 0, is_nan = 0;
+    int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
         for (int lane = 0; lane < LANES; lane++) {
             float value = x[i + lane];
             nan[lane] |= value != value;
             lanes[lane] = value > lanes[lane] ? value : lanes[lane];
         }
-    for (; i < count; i++) {
-        is_nan |= x[i] != x[i];
-        lanes[0] = x[i] > lanes[0] ? x[i] : lanes[0];
+    for (int lane = 0; i + lane < count; lane++) {
+        nan[lane] |= x[i + lane] != x[i + lane];
+        lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
     }
-    float most = lanes[0];
-    for (int lane = 0; lane < LANES; lane++) {
-        is_nan |= nan[lane];
-        most = lanes[lane] > most ? lanes[lane] : most;
+    for (int lane = 1; lane < LANES; lane++) {
+        nan[0] |= nan[lane];
+        lanes[0] = lanes[lane] > lanes[0] ? lanes[lane] : lanes[0];
     }
-    *best = most;
-    if (is_nan) return -1;
-    for (i = 0; i < count; i++)
-        if (x[i] == most) return i;
+    return nan[0] ? __builtin_nanf("") : lanes[0];
+}
+
+int64_t largest(const float *x, int64_t count, float *best) {
+    *best = maximum(x, count);
+    if (*best != *best) return -1;
+    for (int64_t i = 0; i < count; i++)
+        if (x[i] == *best) return i;
     return 0;
 }
 

@@ -22,6 +22,8 @@ void swiglu(const float *gate, const float *up, int64_t count, float *out);
 void add(const float *in, int64_t count, float *out);
 // out += weight * in
 void add_weighted(const float *in, float weight, int64_t count, float *out);
+// The largest number, or NaN if any of them is.
+float maximum(const float *x, int64_t count);
 // The index of the largest number, the first one of several, and itself in *best; -1 if any of them is NaN.
 int64_t largest(const float *x, int64_t count, float *best);
 // The *num_chosen* largest of *logits*, the first ones of equals, in falling order, and their shares of the softmax over

@@ -1,4 +1,4 @@
-// The layers of one step: the parts are in gemm.c, attention.c and rows.c, the threads in pool.c.
+// The layers of one step: what they consist of is in gemm.c, attention.c and rows.c, the threads in pool.c.
 #include "step.h"
 
 #include <pthread.h>
@@ -8,6 +8,7 @@
 #include "entry.h"
 #include "pool.h"
 #include "rows.h"
+#include "sample.h"
 #include "work.h"
 
 #define API __attribute__((visibility("default")))
@@ -28,20 +29,33 @@ static void end(uint32_t before) {
 
 // ---- embedding, rope
 
-static void embed_chunk(void *job, int64_t chunk, int thread) {
+static void angles_chunk(void *job, int64_t chunk, int thread) {
     const Work *work = job;
     const Model *model = work->model;
     const Step *step = work->step;
-    int64_t bytes = model->hidden * bytes_of(model->embedding_format), half = model->head_dim / 2;
-    int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
+    int64_t half = model->head_dim / 2, end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
     (void)thread;
     for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
-        expand(model->embedding_format, (const char *)model->embedding + step->token_ids[t] * bytes, model->hidden,
-               step->x + t * model->hidden);
         const float *frequencies = step->frequencies ? step->frequencies + t * half : model->frequencies;
         angles(work->positions[t], frequencies, half, model->rope_factor, work->cosines + t * half,
                work->sines + t * half);
     }
+}
+
+static void embed_chunk(void *job, int64_t chunk, int thread) {
+    const Work *work = job;
+    const Model *model = work->model;
+    const Step *step = work->step;
+    int64_t hidden = model->hidden, bytes = hidden * bytes_of(model->embedding_format);
+    int64_t end = least((chunk + 1) * ROWS_AT_ONCE, step->num_tokens);
+    for (int64_t t = chunk * ROWS_AT_ONCE; t < end; t++) {
+        int64_t row = step->token_ids[t] - model->first_token;
+        if (row >= 0 && row < model->num_embeddings)
+            expand(model->embedding_format, (const char *)model->embedding + row * bytes, hidden, work->sums + t * hidden);
+        else
+            memset(work->sums + t * hidden, 0, (size_t)hidden * sizeof(float)); // another rank has it
+    }
+    angles_chunk(job, chunk, thread);
 }
 
 static void *slot_of(const Work *work, int64_t token, int64_t kv_head, int values) {
@@ -81,30 +95,31 @@ static void rope_chunk(void *job, int64_t chunk, int thread) {
 
 static void dense(const Work *work, const Layer *layer) {
     const Model *model = work->model;
-    float *x = work->step->x;
     int64_t num_tokens = work->step->num_tokens;
-    const char *rows = prepare(work, x, model->hidden, 0, num_tokens, layer->mlp_norm, &layer->mlp.gate_up, work->activations);
+    const char *rows = prepare(work, work->step->x, model->hidden, 0, num_tokens, layer->mlp_norm, &layer->mlp.gate_up,
+                               work->activations);
     multiply(work, &layer->mlp.gate_up, rows, num_tokens, SWIGLU, work->inner, work->inner_stride);
     rows = prepare(work, work->inner, work->inner_stride, 0, num_tokens, 0, &layer->mlp.down, work->activations);
-    multiply(work, &layer->mlp.down, rows, num_tokens, ADD, x, model->hidden);
+    multiply(work, &layer->mlp.down, rows, num_tokens, ADD, work->sums, model->hidden);
 }
 
-static void compute_layers(Work *work) {
+static void compute_attention(const Work *work) {
     const Model *model = work->model;
-    const Step *step = work->step;
-    int64_t num_tokens = step->num_tokens, chunks = parts(num_tokens, ROWS_AT_ONCE);
-    pool_run(embed_chunk, work, chunks);
-    for (work->layer = 0; work->layer < model->num_layers; work->layer++) {
-        const Layer *layer = &model->layers[work->layer];
-        const char *rows = prepare(work, step->x, model->hidden, 0, num_tokens, layer->input_norm, &layer->qkv, work->activations);
-        multiply(work, &layer->qkv, rows, num_tokens, STORE, work->qkv, work->qkv_stride);
-        pool_run(rope_chunk, work, chunks);
-        attend(work);
-        rows = prepare(work, work->attended, work->attended_stride, 0, num_tokens, 0, &layer->output, work->activations);
-        multiply(work, &layer->output, rows, num_tokens, ADD, step->x, model->hidden);
-        if (layer->experts) mix_experts(work, layer);
-        else dense(work, layer);
-    }
+    const Layer *layer = &model->layers[work->layer];
+    int64_t num_tokens = work->step->num_tokens;
+    const char *rows = prepare(work, work->step->x, model->hidden, 0, num_tokens, layer->input_norm, &layer->qkv,
+                               work->activations);
+    multiply(work, &layer->qkv, rows, num_tokens, STORE, work->qkv, work->qkv_stride);
+    pool_run(rope_chunk, (void *)work, parts(num_tokens, ROWS_AT_ONCE));
+    attend(work);
+    rows = prepare(work, work->attended, work->attended_stride, 0, num_tokens, 0, &layer->output, work->activations);
+    multiply(work, &layer->output, rows, num_tokens, ADD, work->sums, model->hidden);
+}
+
+static void compute_mlp(const Work *work) {
+    const Layer *layer = &work->model->layers[work->layer];
+    if (layer->experts) mix_experts(work, layer);
+    else dense(work, layer);
 }
 
 // ---- entries
@@ -133,9 +148,37 @@ API int kernels_forward(const Model *model, Step *step) {
     Outcome outcome = check(model, step);
     if (outcome || !step->num_tokens) return outcome;
     uint32_t before = begin(model->threads);
-    Work work = {.model = model, .step = step};
+    Work work = {.model = model, .step = step, .sums = step->x};
     outcome = begin_work(&work);
-    if (!outcome) compute_layers(&work);
+    if (!outcome) {
+        pool_run(embed_chunk, &work, parts(step->num_tokens, ROWS_AT_ONCE));
+        for (; work.layer < model->num_layers; work.layer++) {
+            compute_attention(&work);
+            compute_mlp(&work);
+        }
+    }
+    end(before);
+    return outcome;
+}
+
+// Compute one part of a step, for a rank of several. *sums*, [num_tokens][hidden], are zeros before, and are then what the
+// rank adds to `x`, which the caller does when it has those of all ranks. Part 0 is the embedding, which checks the step.
+// The parts after it are each layer's attention and MLP.
+API int kernels_part(const Model *model, Step *step, int64_t part, float *sums) {
+    Outcome outcome = part ? DONE : check(model, step);
+    if (outcome || !step->num_tokens) return outcome;
+    uint32_t before = begin(model->threads);
+    Work work = {.model = model, .step = step, .layer = (part - 1) / 2, .sums = sums};
+    int64_t chunks = parts(step->num_tokens, ROWS_AT_ONCE);
+    outcome = begin_work(&work); // nothing stays from the part before: another model may have used the memory
+    if (!outcome) {
+        if (part == 0) pool_run(embed_chunk, &work, chunks);
+        else if (part % 2 == 0) compute_mlp(&work);
+        else {
+            pool_run(angles_chunk, &work, chunks);
+            compute_attention(&work);
+        }
+    }
     end(before);
     return outcome;
 }
@@ -172,7 +215,7 @@ static void head_chunk(void *job, int64_t chunk, int thread) {
 }
 
 // Compute logits of some tokens of `x`, [num_tokens][hidden]: *rows* are their indices. best[r] is the token with the largest
-// logit of row r, the first one of several, or -1 if one is NaN. The logits of row r go to row logits_rows[r] of *logits*,
+// logit of row r, the first one of several, or -1 if one is NaN or the largest is infinite. The logits of row r go to row logits_rows[r] of *logits*,
 // [.., vocabulary], in float32, or nowhere where that is -1.
 API int kernels_head(const Model *model, const float *x, int64_t num_tokens, const int32_t *rows, int64_t num_rows,
                      const int32_t *logits_rows, float *logits, int32_t *best) {
@@ -197,11 +240,41 @@ API int kernels_head(const Model *model, const float *x, int64_t num_tokens, con
             int64_t tile = 0;
             for (int64_t other = 1; other < job.tiles; other++)
                 if (ids[tile] >= 0 && (ids[other] < 0 || bests[other] > bests[tile])) tile = other;
-            best[row] = ids[tile];
+            best[row] = bests[tile] - bests[tile] == 0 ? ids[tile] : -1;
         }
     }
     end(before);
     return outcome;
+}
+
+// ---- tokens
+
+typedef struct {
+    const float *logits, *divisors;
+    const int64_t *rows, *numbers;
+    int64_t vocabulary, num_rows, *tokens;
+    char *scratch;
+    int64_t scratch_bytes;
+} Sampling;
+
+static void sample_chunk(void *job, int64_t i, int thread) {
+    const Sampling *s = job;
+    const int64_t *n = s->numbers + i, count = s->num_rows;
+    Draw draw = {n[0], n[count], n[2 * count], n[3 * count], n[4 * count], n[5 * count]};
+    s->tokens[s->rows[i]] = draw_token(s->logits + s->rows[i] * s->vocabulary, s->vocabulary, s->divisors[i], &draw,
+                                       s->scratch + thread * s->scratch_bytes);
+}
+
+// Draw a token for some rows of *logits*, [..][vocabulary]: that of row rows[i] goes to tokens[rows[i]]. *numbers* are
+// those of `Draw`, [6][num_rows].
+API int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *rows, int64_t num_rows,
+                       const float *divisors, const int64_t *numbers, int threads, int64_t *tokens) {
+    uint32_t before = begin(threads);
+    Sampling job = {logits, divisors, rows, numbers, vocabulary, num_rows, tokens, .scratch_bytes = draw_scratch(vocabulary)};
+    job.scratch = lend(job.scratch_bytes * pool_threads());
+    if (job.scratch) pool_run(sample_chunk, &job, num_rows);
+    end(before);
+    return job.scratch ? DONE : NO_MEMORY;
 }
 
 // ---- packing

@@ -22,10 +22,13 @@ typedef struct {
     const Variant *variant;
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary, window;
     int64_t num_experts, experts_per_token;
+    // The embeddings that are here: those of the tokens from *first_token* on. Ranks that compute a model together each
+    // have a part of them, of every head, MLP and expert, and of the head's outputs.
+    int64_t first_token, num_embeddings;
     int32_t normalize; // the shares of a token's experts sum to 1
     float eps;
     Format embedding_format;
-    const void *embedding; // [vocabulary][hidden]
+    const void *embedding; // [num_embeddings][hidden]
     const Layer *layers;
     const float *norm; // [hidden]
     Matrix head;

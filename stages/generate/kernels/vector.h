@@ -2,9 +2,13 @@
 #pragma once
 #include "gemm.h"
 
+#ifdef __aarch64__
+#include "neon.h"
+#else
 #include <immintrin.h>
+#endif
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 
 #define LANES 16
 typedef __m512 Vector;
@@ -28,7 +32,7 @@ INLINE Integers no_integers(void) { return _mm512_setzero_si512(); }
 #define MULTIPLY_ADD(sum, a, b) __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
 #define MULTIPLY_ADD_PAIRS(sum, a, b) __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
 
-#else
+#elif defined(__AVX2__)
 
 #define LANES 8
 typedef __m256 Vector;

@@ -29,6 +29,8 @@ static int has_memory(int64_t bytes) {
     return 1;
 }
 
+void *lend(int64_t bytes) { return has_memory(bytes) ? memory : 0; }
+
 static int64_t row_bytes(const Work *work, const Matrix *matrix) {
     return matrix->inputs ? work->model->variant->activation_bytes(matrix->format, matrix->inputs) : 0;
 }

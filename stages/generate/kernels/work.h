@@ -26,6 +26,7 @@ typedef struct Work {
     const Model *model;
     const Step *step;
     int64_t layer;
+    float *sums; // [num_tokens][hidden]: the embedding, and each layer's attention and MLP, are added here; x, or a rank's part
     int32_t *positions, *rows; // [num_tokens]: of each token, in its row; and which row that is
     float *cosines, *sines;    // [num_tokens][head_dim / 2]
     float *qkv, *attended, *inner;
@@ -60,6 +61,8 @@ static inline float *scratch_of(const Work *work, int thread) {
 // Lay out the memory of a step, or of the head.
 Outcome begin_work(Work *work);
 Outcome begin_head(Work *work, int64_t num_rows, int64_t tiles, int64_t tile_floats);
+// Memory for the rest of this call; NULL: there is none.
+void *lend(int64_t bytes);
 
 // Bring rows of *in*, or those that *rows* names, into the form that *matrix* multiplies, normalised if there is a *norm*.
 // Returns *out*.
@@ -75,5 +78,5 @@ void multiply(const Work *work, const Matrix *matrix, const char *rows, int64_t 
 // All rows' attention of a layer: from `qkv` and the pages to `attended`.
 void attend(const Work *work);
 
-// A mixture of experts (https://arxiv.org/abs/1701.06538), added to x.
+// A mixture of experts (https://arxiv.org/abs/1701.06538) of x, added to the sums.
 void mix_experts(const Work *work, const Layer *layer);

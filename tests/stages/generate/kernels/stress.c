@@ -1,4 +1,8 @@
-// Many short jobs on the threads of pool.c: each chunk is computed once, and no job is lost or waited for in vain.
+// Many short jobs on the threads of pool.c: each chunk is computed once, and no job is lost or waited for in vain. Threads
+// that were moved may still run on every core.
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,6 +22,17 @@ static void chunk_of(void *argument, int64_t chunk, int thread) {
     atomic_fetch_add(&job->computed[chunk], job->number);
 }
 
+static int num_bound(void) { // threads that may not run wherever the first one may
+    cpu_set_t first, other;
+    int found = sched_getaffinity(0, sizeof first, &first);
+    DIR *folder = opendir("/proc/self/task");
+    for (struct dirent *entry; folder && (entry = readdir(folder));)
+        if (atoi(entry->d_name) && !sched_getaffinity(atoi(entry->d_name), sizeof other, &other))
+            found += !CPU_EQUAL(&first, &other);
+    if (folder) closedir(folder);
+    return found;
+}
+
 int main(int count, char **arguments) {
     int64_t jobs = count > 1 ? atoll(arguments[1]) : 100000;
     int threads = count > 2 ? atoi(arguments[2]) : 6;
@@ -32,6 +47,10 @@ int main(int count, char **arguments) {
                 printf("job %ld: chunk %ld of %ld was not computed once\n", number, chunk, job.num_chunks);
                 return 1;
             }
+    }
+    if (num_bound()) {
+        printf("%d threads may not run on every core\n", num_bound());
+        return 1;
     }
     printf("%ld jobs\n", jobs);
     return 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -136,15 +137,17 @@ def test_a_library_that_was_built_from_other_sources_is_not_used(sources: Path, 
     assert "was built from other sources" in said and "run `make venv`" in said
 
 
-def test_without_a_compiler_zig_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_without_a_compiler_zig_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert (build.find_compiler(), build.requirements()) == (None, [build.ZIGLANG])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     found = build.find_compiler()
     assert found is not None
-    assert found.command[1:] == ("-m", "ziglang", "cc", "-target", "x86_64-linux-gnu.2.17")
-    assert (found.tag, build.requirements()) == ("manylinux_2_17_x86_64", [])
+    assert found.command[1:] == ("-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.2.17")
+    assert (found.tag, build.requirements()) == (f"manylinux_2_17_{machine}", [])
 
 
 @pytest.mark.parametrize("chosen", ["zig", "no-such-compiler", "broken"])
@@ -153,6 +156,24 @@ def test_a_compiler_that_does_not_work_is_none(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("CC", wrapper(tmp_path, "exit 1") if chosen == "broken" else chosen)
     assert build.requirements() == [build.ZIGLANG]
+
+
+def test_a_cc_without_half_floats_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as gcc 11. It compiles all else, so only its probe finds out."""
+    real = shutil.which("cc")
+    if real is None:
+        pytest.skip("no cc here")
+    (tmp_path / "cc").write_text(f'#!/bin/sh\ngrep -qs _Float16 *.c && exit 1\nexec {real} "$@"\n')
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    old = build.Compiler("cc", ("cc",), "")
+    assert old.can(build.Instructions((), "int works;"))
+    assert (build.find_compiler(), build.requirements()) == (None, [build.ZIGLANG])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    found = build.find_compiler()
+    assert found is not None and found.name == "zig cc"
 
 
 # the hook
@@ -204,7 +225,7 @@ def test_a_machine_without_kernels_gets_a_pure_wheel(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert run_hook() == ({"force_include": {}, "pure_python": True, "tag": None}, {})
     assert build.requirements() == []
-    assert library.load() == "there are no kernels for riscv64, only for Linux on x86_64"
+    assert library.load() == "there are no kernels for riscv64, only for Linux on x86_64 and aarch64"
 
 
 @pytest.mark.slow

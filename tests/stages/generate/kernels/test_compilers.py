@@ -56,9 +56,11 @@ def expected(cc: build.Compiler, hashes: Hashes, tmp_path_factory: pytest.TempPa
     return found
 
 
-def test_zig_makes_the_same_bits_as_cc(expected: list[str], hashes: Hashes, tmp_path: Path) -> None:
+def test_zig_makes_the_same_bits_as_cc(
+    zig: build.Compiler, expected: list[str], hashes: Hashes, tmp_path: Path
+) -> None:
     library = tmp_path / build.LIBRARY
-    build.build(library, build.fetch_zig(tmp_path))
+    build.build(library, zig)
     assert hashes(library, {}) == expected
 
 

@@ -94,7 +94,7 @@ def open_engine(mode: Mode, tmp_path_factory: pytest.TempPathFactory) -> Open:
     """Return a function that makes an engine with so many threads."""
     folder = make_checkpoint(tmp_path_factory.mktemp(str(mode)), mode.family, max_positions=LONG)
     options: dict[str, Any] = {"quantization": "int8"} if mode.dtype == "int8" else {}
-    options |= {"attention": "cpu"} if mode.kernels == "torch" else {}
+    options |= {"attention": "torch"} if mode.kernels == "torch" else {}
     sizes: dict[str, Any] = {
         "num_pages": NUM_PAGES,
         "page_size": PAGE_SIZE,

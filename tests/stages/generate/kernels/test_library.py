@@ -36,7 +36,7 @@ def test_formats_have_the_numbers_of_the_header() -> None:
     assert re.findall(r"(\w+) = (\d)", HEADER) == [(one.name, str(one.value)) for one in library.Format]
 
 
-@pytest.mark.skipif(build.machine() not in build.VARIANTS, reason="no kernels for this kind of machine")
+@pytest.mark.skipif(build.machine() != "x86_64", reason="on other kinds of machines, all CPUs have the same variants")
 def test_a_cpu_runs_the_variants_whose_instructions_it_has() -> None:
     """Linux writes down those that it has and whose registers it saves."""
     found = re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

@@ -14,7 +14,9 @@ from kernel_variants import VARIANTS
 from plans import Request, plan, shuffled_pages
 from safetensors.torch import load_file, save_file
 
+from pipeline.events import SamplingParams
 from stages.generate.forward.engine import Engine
+from stages.generate.schedule.plan import PlanRow
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels for this machine")
 
@@ -37,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def test_a_token_beyond_the_vocabulary_is_refused(engine: Engine) -> None:
     row = Request(0, list(TOKENS), shuffled_pages()).row(64)
     for token, error in ((VOCABULARY, ValueError), (-1, ValueError), (2**40, OverflowError)):
-        with pytest.raises(error, match=r"vocabulary has 497|too large|out of bounds"):
+        with pytest.raises(error, match=r"vocabulary has 497|greater than maximum"):
             engine.forward(plan(replace(row, token_ids=(*row.token_ids[:5], token))))
 
 
@@ -59,11 +61,35 @@ def test_a_row_that_is_not_a_number_fails_alone_and_leaves_no_trace(engine: Engi
         rows[0] = replace(rows[0], sample=replace(how, params=how.params.model_copy(update={"temperature": 1.0})))
     with pytest.raises(ArithmeticError, match="not a number"):
         engine.forward(plan(*rows))
+    assert how_many_tokens(engine, *rows) == 1, "whoever waits sees which row it is"
     with pytest.raises(ArithmeticError, match="not a number"):
         engine.forward(plan(rows[0]))
     alone = engine.forward(plan(rows[1])).token_ids
     again = Request(0, list(TOKENS), list(sick.pages))
     assert engine.forward(plan(again.row(64))).token_ids == alone, "pages that held NaN serve the next request"
+
+
+def how_many_tokens(engine: Engine, *rows: PlanRow) -> int:
+    """Return how many rows get a token, and a score, which is asked for here."""
+    scored = [replace(row, sample=replace(row.sample, params=SamplingParams(logprobs=1))) for row in rows if row.sample]
+    computed = engine.wait(engine.launch(plan(*scored), None))
+    tokens = [token for token in computed.token_ids if token != -1]
+    assert len(computed.token_ids) == len(rows) and len(computed.scores) == len(tokens)
+    return len(tokens)
+
+
+@pytest.mark.parametrize("kernels", ["torch", VARIANTS[-1] if VARIANTS else ""])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_largest_logit_is_infinite_fails(tmp_path: Path, kernels: str, temperature: float) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", tie=False)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][[402, 403]] = 0
+    weights["lm_head.weight"][[402, 403], 0] = torch.tensor([float("inf"), float("-inf")])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    params = SamplingParams(temperature=temperature, allowed_token_ids=(7,))
+    row = Request(0, list(TOKENS), shuffled_pages(), params=params).row(64)
+    with pytest.raises(ArithmeticError, match="not a number"):
+        make_engine(folder, kernels=kernels).forward(plan(row))
 
 
 def test_threads_share_a_decode_row_whose_pages_are_larger_than_a_segment(tmp_path: Path) -> None:

@@ -1,0 +1,257 @@
+// Computes products, attention and steps of one variant from fixed numbers, and prints a hash of the bits of each.
+// The argument is the variant.
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "entry.h"
+#include "rows.h"
+#include "step.h"
+
+// cpu.c and step.c
+const char *cpu_variants(void);
+const Variant *kernels_variant(const char *name);
+int64_t kernels_packed_bytes(const Variant *variant, Format format, int64_t outputs, int64_t inputs, int pair);
+void kernels_pack(const Variant *variant, Format format, Format source, const void *first, const void *second,
+                  int64_t outputs, int64_t inputs, int threads, void *out);
+int kernels_forward(const Model *model, Step *step);
+int kernels_head(const Model *model, const float *x, int64_t num_tokens, const int32_t *rows, int64_t num_rows,
+                 const int32_t *logits_rows, float *logits, int32_t *best);
+int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *rows, int64_t num_rows,
+                   const float *divisors, const int64_t *numbers, int threads, int64_t *tokens);
+
+// A way to round that no call may use and each must leave as it was: towards zero, denormals are zero.
+#ifdef __aarch64__
+#define STRANGE (1u << 24 | 3u << 22)
+#else
+#define STRANGE (0x1f80u | 0x8040u | 0x6000u)
+#endif
+
+#define COUNT(array) ((int64_t)(sizeof(array) / sizeof(*(array))))
+static const char *const names[] = {"float32", "bfloat16", "float16", "int8"};
+static const Variant *variant;
+
+static void *memory(int64_t bytes, int filling) {
+    void *new = aligned_alloc(64, (size_t)round_up(bytes + 1, 64));
+    if (!new) abort();
+    return memset(new, filling, (size_t)round_up(bytes + 1, 64));
+}
+
+static float number(void) { // in [-1, 1)
+    static uint64_t state = 1;
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (float)((int32_t)(state >> 32) >> 8) * 0x1p-23f;
+}
+
+static void fill(Format format, void *to, int64_t count, float scale) {
+    for (int64_t i = 0; i < count; i++) {
+        float x = number() * scale;
+        shrink(format, &x, 1, (char *)to + i * bytes_of(format));
+    }
+}
+
+static void *numbers(Format format, int64_t count, float scale) {
+    void *new = memory(count * bytes_of(format), 0);
+    fill(format, new, count, scale);
+    return new;
+}
+
+static void report(const void *bytes, int64_t count, const char *what, ...) {
+    uint64_t hash = 14695981039346656037u; // FNV-1a
+    for (int64_t i = 0; i < count; i++) hash = (hash ^ ((const unsigned char *)bytes)[i]) * 1099511628211u;
+    va_list arguments;
+    va_start(arguments, what);
+    vprintf(what, arguments);
+    va_end(arguments);
+    printf(": %016llx\n", (unsigned long long)hash);
+}
+
+static Matrix matrix_of(Format format, int64_t outputs, int64_t inputs, int pair, float scale) {
+    const Format source = format == INT8 ? BFLOAT16 : format;
+    const int64_t all = round_up(outputs, PANEL) * (pair + 1);
+    char *weights = numbers(source, outputs * inputs * (pair + 1), scale);
+    char *panels = memory(kernels_packed_bytes(variant, format, outputs, inputs, pair), 0xff);
+    const void *second = pair ? weights + outputs * inputs * bytes_of(source) : NULL;
+    kernels_pack(variant, format, source, weights, second, outputs, inputs, 2, panels);
+    float *bias = memory(all * 4, 0);
+    for (int64_t i = 0; i < all; i++)
+        if ((pair ? i / PANEL / 2 * PANEL + i % PANEL : i) < outputs) bias[i] = number() * scale;
+    return (Matrix){panels, bias, pair ? all : outputs, inputs, format};
+}
+
+static void multiply_all(void) {
+    static const int64_t shapes[][2] = {{17, 6}, {16, 1}, {40, 36}, {33, 65}, {80, 520}, {64, 1030}, {200, 300}};
+    static const int64_t counts[] = {1, 2, 3, 4, 5, 6, 7, 70};
+    static const float scales[] = {1, 0x1p-130f, 0x1p100f};
+    for (int s = 0; s < 3 * COUNT(shapes); s++)
+        for (Format format = FLOAT32; format <= INT8; format++) {
+            const int64_t outputs = shapes[s / 3][0], inputs = shapes[s / 3][1], stride = round_up(outputs, PANEL);
+            const Matrix matrix = matrix_of(format, outputs, inputs, 0, format == FLOAT16 ? 0.5f : scales[s % 3]);
+            const int64_t bytes = variant->activation_bytes(format, inputs);
+            report(matrix.panels, kernels_packed_bytes(variant, format, outputs, inputs, 0), "%s panels %ld x %ld",
+                   names[format], (long)outputs, (long)inputs);
+            for (int64_t c = 0; c < COUNT(counts); c++) {
+                char *rows = memory(counts[c] * bytes, 0);
+                for (int64_t row = 0; row < counts[c]; row++) {
+                    float *x = memory(round_up(inputs, ROW_MULTIPLE) * 4, 0);
+                    fill(FLOAT32, x, inputs, s % 3 && row % 2 ? 0x1p-20f : 1);
+                    variant->prepare(format, x, inputs, rows + row * bytes);
+                    free(x);
+                }
+                float *out = memory(counts[c] * stride * 4, 0xff);
+                variant->multiply(&matrix, rows, counts[c], 0, stride / PANEL, out, stride);
+                report(out, counts[c] * stride * 4, "%s %ld x %ld, scale %d, rows %ld", names[format], (long)outputs,
+                       (long)inputs, s % 3, (long)counts[c]);
+                free(rows), free(out);
+            }
+        }
+}
+
+// Tokens of a row that attends to what is before it; all that no token sees is NaN.
+static void attend_all(void) {
+    static const int64_t shapes[][5] = {// group, head_dim, page_size, window, length
+                                        {1, 64, 64, 0, 200},  {2, 128, 64, 0, 130}, {3, 64, 16, 100, 230},
+                                        {4, 2, 1, 5, 70},     {5, 20, 2, 1, 40},    {6, 6, 2048, 64, 150},
+                                        {7, 80, 256, 300, 90}, {12, 32, 64, 65, 140}, {1, 6, 16, 1500, 2600}};
+    for (int64_t s = 0; s < COUNT(shapes); s++)
+        for (Format format = FLOAT32; format <= FLOAT16; format++) {
+            const int64_t group = shapes[s][0], head_dim = shapes[s][1], page_size = shapes[s][2];
+            const int64_t window = shapes[s][3], length = shapes[s][4], num_pages = length / page_size + 1;
+            const int64_t stride = 2 * group * head_dim, line = head_dim * bytes_of(format);
+            char *planes[2];
+            for (int i = 0; i < 2; i++) planes[i] = memory(num_pages * 2 * page_size * line, 0xff);
+            int32_t *table = memory(num_pages * 4, 0);
+            for (int64_t page = 0; page < num_pages; page++) table[page] = (int32_t)(num_pages - 1 - page);
+            for (int64_t slot = 0; slot < 2 * length; slot++) { // of both heads
+                int64_t page = table[slot / 2 / page_size];
+                int64_t place = (page * 2 + slot % 2) * page_size + slot / 2 % page_size;
+                for (int i = 0; i < 2; i++) fill(format, planes[i] + place * line, head_dim, 2);
+            }
+            const Pages pages = {planes[0], planes[1], 2 * group, 2, head_dim, page_size, window, format, 0.25f};
+            float *q = numbers(FLOAT32, length * stride, 4), *o = memory(length * stride * 4, 0xff);
+            char *scratch = memory(variant->attend_scratch(&pages), 0xff);
+            for (int64_t head = 0; head < 2; head++)
+                for (int64_t first = 0, count; first < length; first += count) {
+                    const int64_t at = first * stride + head * group * head_dim;
+                    count = least(variant->queries(&pages), length - first);
+                    variant->attend(&pages, table, first, count, head, q + at, stride, o + at, stride, scratch);
+                }
+            report(o, length * stride * 4, "attention %s, shape %ld", names[format], (long)s);
+            const int64_t last = length - 1, tokens = segment_tokens(page_size), end = last / tokens + 1;
+            const int64_t first = window ? most(0, length - window) / tokens : 0;
+            const int64_t part = group * variant->part_floats(&pages);
+            float *parts = memory((end - first) * part * 4, 0xff);
+            for (int64_t i = first; i < end; i++)
+                variant->attend_segment(&pages, table, last, 1, i, q + last * stride + group * head_dim,
+                                        parts + (i - first) * part, scratch);
+            variant->merge(&pages, parts, end - first, o);
+            if (memcmp(o, o + last * stride + group * head_dim, (size_t)(group * head_dim) * 4))
+                printf("attention %s, shape %ld: merged parts are something else\n", names[format], (long)s);
+        }
+}
+
+#define HIDDEN 96
+#define HEADS 6
+#define KV_HEADS 2
+#define HEAD_DIM 20
+#define INNER 50
+#define EXPERTS 5
+#define VOCABULARY 300
+#define LAYERS 2
+#define PAGE_SIZE 64
+#define WIDTH 24
+
+static Mlp mlp_of(Format format) {
+    return (Mlp){matrix_of(format, INNER, HIDDEN, 1, 0.25f), matrix_of(format, HIDDEN, INNER, 0, 0.25f)};
+}
+
+// A layer with experts and one without, tokens of four rows: whole and parts of prompts, and decode rows, of which one
+// is long.
+static void compute_steps(void) {
+    static const int32_t starts[] = {0, 37, 38, 43, 44}, lengths[] = {37, 1500, 130, 1};
+    enum { TOKENS = 44, ROWS = 4, PAGES = ROWS * WIDTH };
+    for (Format format = FLOAT32; format <= INT8; format++) {
+        const Format plain = format == INT8 ? BFLOAT16 : format;
+        Mlp experts[EXPERTS];
+        Layer layers[LAYERS] = {0};
+        for (int i = 0; i < EXPERTS; i++) experts[i] = mlp_of(format);
+        for (int i = 0; i < LAYERS; i++)
+            layers[i] = (Layer){
+                .input_norm = numbers(FLOAT32, HIDDEN, 2), .mlp_norm = numbers(FLOAT32, HIDDEN, 2),
+                .q_norm = i ? NULL : numbers(FLOAT32, HEAD_DIM, 2), .k_norm = i ? NULL : numbers(FLOAT32, HEAD_DIM, 2),
+                .qkv = matrix_of(format, (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, 0, 0.5f),
+                .output = matrix_of(format, HIDDEN, HEADS * HEAD_DIM, 0, 0.25f), .mlp = mlp_of(format),
+                .router = matrix_of(plain, EXPERTS, HIDDEN, 0, 0.25f), .experts = i ? experts : NULL};
+        Model model = {.variant = variant, .num_layers = LAYERS, .hidden = HIDDEN, .num_heads = HEADS,
+                       .num_kv_heads = KV_HEADS, .head_dim = HEAD_DIM, .vocabulary = VOCABULARY,
+                       .num_embeddings = VOCABULARY, .num_experts = EXPERTS, .experts_per_token = 2, .normalize = 1,
+                       .eps = 0x1p-20f, .embedding_format = plain,
+                       .embedding = numbers(plain, VOCABULARY * HIDDEN, 1), .layers = layers,
+                       .norm = numbers(FLOAT32, HIDDEN, 2), .head = matrix_of(format, VOCABULARY, HIDDEN, 0, 0.5f),
+                       .frequencies = numbers(FLOAT32, HEAD_DIM / 2, 1), .rope_factor = 1.25f};
+        const int64_t num_numbers = LAYERS * 2 * PAGES * KV_HEADS * PAGE_SIZE * HEAD_DIM;
+        void *before = numbers(plain, num_numbers, 2);
+        int32_t token_ids[TOKENS], tables[PAGES], rows[TOKENS], places[TOKENS], best[TOKENS];
+        for (int i = 0; i < TOKENS; i++) token_ids[i] = i * 37 % VOCABULARY, rows[i] = i, places[i] = TOKENS - 1 - i;
+        for (int i = 0; i < PAGES; i++) tables[i] = i * 5 % PAGES;
+        for (int way = 0; way < 3; way++) {
+            void *pages = memory(num_numbers * bytes_of(plain), 0);
+            float *x = memory(TOKENS * HIDDEN * 4, 0xff), *logits = memory(TOKENS * VOCABULARY * 4, 0xff);
+            memcpy(pages, before, (size_t)(num_numbers * bytes_of(plain)));
+            model.threads = way == 0 ? 1 : 3;
+            model.window = way == 2 ? 100 : 0;
+            Step step = {TOKENS, ROWS, token_ids, starts, lengths, tables, WIDTH,
+                         .pages = pages, .num_pages = PAGES, .page_size = PAGE_SIZE, .format = plain, .x = x};
+            const uint32_t usual = enter();
+            leave(STRANGE);
+            int outcome = kernels_forward(&model, &step);
+            outcome |= kernels_head(&model, x, TOKENS, rows, TOKENS, places, logits, best);
+            if (enter() != STRANGE || outcome) printf("outcome %d, or the way to round has changed\n", outcome);
+            leave(usual);
+            report(x, TOKENS * HIDDEN * 4, "step %s %d, outputs", names[format], way);
+            report(pages, num_numbers * bytes_of(plain), "step %s %d, pages", names[format], way);
+            report(logits, TOKENS * VOCABULARY * 4, "step %s %d, logits", names[format], way);
+            report(best, TOKENS * 4, "step %s %d, best", names[format], way);
+            for (int i = 0; i < TOKENS * VOCABULARY; i++)
+                if (!(logits[i] > -1e30f && logits[i] < 1e30f)) return (void)puts("a logit is not a number");
+            free(pages), free(x), free(logits);
+        }
+    }
+}
+
+// Rows of the same logits, each drawn with another share of the weights before its token.
+static void draw_all(void) {
+    enum { ROWS = 64, FRACTION = 1 << 30 };
+    static const int64_t sizes[] = {11, 1000, 5003};
+    static const int64_t ways[][3] = {{0, FRACTION, 0}, {50, FRACTION / 10 * 9, 0}, {0, FRACTION / 2, 0}, {0, FRACTION, 1 << 30}};
+    for (int64_t s = 0; s < COUNT(sizes); s++)
+        for (int64_t way = 0; way < COUNT(ways); way++) {
+            float *logits = numbers(FLOAT32, ROWS * sizes[s], 8), divisors[ROWS];
+            int64_t rows[ROWS], draws[6][ROWS], tokens[ROWS];
+            for (int64_t row = 0; row < ROWS; row++) {
+                const int64_t draw[] = {ways[way][0], ways[way][1], 0, ways[way][2], row * (FRACTION / ROWS), row};
+                for (int i = 0; i < 6; i++) draws[i][row] = draw[i];
+                rows[row] = ROWS - 1 - row, divisors[row] = 0.01f * (float)(row + 1);
+            }
+            const uint32_t usual = enter();
+            leave(STRANGE);
+            int outcome = kernels_sample(logits, sizes[s], rows, ROWS, divisors, draws[0], 2, tokens);
+            if (enter() != STRANGE || outcome) printf("outcome %d, or the way to round has changed\n", outcome);
+            leave(usual);
+            for (int64_t row = 0; row < ROWS; row++)
+                if (tokens[row] < 0 || tokens[row] >= sizes[s]) return (void)puts("a token is not of the vocabulary");
+            report(tokens, sizeof tokens, "tokens of %ld, way %ld", (long)sizes[s], (long)way);
+            free(logits);
+        }
+}
+
+int main(int count, char **arguments) {
+    variant = count == 2 ? kernels_variant(arguments[1]) : NULL;
+    if (!variant || !strstr(cpu_variants(), arguments[1])) return fprintf(stderr, "which variant?\n"), 2;
+    multiply_all();
+    attend_all();
+    compute_steps();
+    draw_all();
+    return 0;
+}
