@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
+import ipaddress
+import re
 from dataclasses import dataclass
 
-from pipeline.flags import at_least, auto_or, flag, page_size, share, yes_or_no
+from pipeline.flags import at_least, auto_or, flag, one_of, page_size, share, yes_or_no
 from pipeline.log.config import LogConfig
 from pipeline.process.config import ModelConfig, WorkerConfig
+
+
+def group_name(text: str) -> str:
+    """Parse the name of a group of ranks, which is part of a key in Redis; empty: none."""
+    if text and not re.fullmatch(r"[\w.-]{1,100}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be 1 to 100 letters, digits, dots, dashes and underscores")
+    return text
+
+
+def own_address(text: str) -> str:
+    """Parse the IP address of an interface; empty: none."""
+    try:
+        if not text or not ipaddress.ip_address(text).is_unspecified:
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r}: must be one IP address of this machine, such as 10.0.0.5")
+
+
+def graph_size(text: str) -> int:
+    """Parse a number of requests; `auto` is -1."""
+    return -1 if text == "auto" else at_least(0)(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +59,10 @@ class EngineConfig:
         "--tp-size",
         default=1,
         parse=at_least(1),
-        choices=(1,),
-        help="number of devices that share one model",
+        help=(
+            "number of ranks: processes that compute one model together, on one machine or several (--nnodes); they "
+            "divide its query heads; each has a GPU, or a part of the threads and memory of its machine"
+        ),
     )
     dummy_weight: bool = flag(
         "--dummy-weight",
@@ -53,22 +80,25 @@ class EngineConfig:
         "--threads",
         default=0,
         parse=auto_or(1),
-        help="CPU threads of an engine [OMP_NUM_THREADS, or the physical cores of one NUMA node minus one in four]",
+        help=(
+            "CPU threads of an engine, or of each of its ranks [OMP_NUM_THREADS, or the physical cores of one NUMA "
+            "node minus one in four; ranks divide them]"
+        ),
     )
     kernels: str = flag(
         "--kernels",
         default="auto",
-        choices=("auto", "avx512", "avx2", "torch"),
+        choices=("auto", "avx512", "avx2", "neon", "torch"),
         help="what computes the model on a CPU; auto: the fastest kernels that this CPU has, else torch",
     )
     attention: str = flag(
         "--attn",
         "--attention-backend",
         default="auto",
-        choices=("auto", "cpu", "fi", "reference"),
+        parse=one_of(("auto", "fi", "fa,fi", "torch", "cpu", "reference"), str),
         help=(
-            "attention backend; auto: fi on CUDA if it can run there, the kernels' own on a CPU; "
-            "any other makes torch compute on a CPU"
+            "attention backend: auto, fi, fa,fi (prefill by fa), torch (old name: cpu) or reference; auto: fi on CUDA "
+            "if it can run there, else torch; the kernels' own on a CPU, where any other makes torch compute"
         ),
     )
     cache: str = flag(
@@ -100,6 +130,25 @@ class EngineConfig:
         parse=at_least(1),
         help="maximum requests that an engine computes at once",
     )
+    overlap: str = flag(
+        "--overlap",
+        default="auto",
+        choices=("auto", "on", "off"),
+        help=(
+            "on: plan the next step and pass tokens on while the device computes; auto: on for one GPU, off for "
+            "ranks (--tp), and off for a CPU, where each token would come a step later"
+        ),
+    )
+    graph: int = flag(
+        "--graph",
+        "--cuda-graph-max-bs",
+        default=-1,
+        parse=graph_size,
+        help=(
+            "decode steps of up to so many requests are recorded as CUDA graphs; 0: none [with --attn fi or fa,fi as "
+            "many as --max-running-requests, at most 256]"
+        ),
+    )
     page_size: int = flag(
         "--page-size",
         default=0,
@@ -113,7 +162,10 @@ class EngineConfig:
         "--memory-ratio",
         default=0.9,
         parse=share,
-        help=("share of the free memory for weights and cache; on a CPU the cache takes 4 GiB at most"),
+        help=(
+            "share of the free memory for weights and cache; on a GPU the cache's share of what weights and the "
+            "largest step leave (with --tp, the weights alone); on a CPU the cache takes 4 GiB at most"
+        ),
     )
     max_seq_len: int = flag(
         "--max-seq-len",
@@ -149,6 +201,69 @@ class DefaultsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NodesConfig:
+    """The machines that share the ranks of an engine."""
+
+    nnodes: int = flag(
+        "--nnodes",
+        default=1,
+        parse=at_least(1),
+        help="number of machines that share the ranks of an engine (--tp); it needs --group and --redis-url",
+    )
+    node_rank: int = flag(
+        "--node-rank",
+        default=0,
+        parse=at_least(0),
+        help="which of the --nnodes machines this is; 0 is the head, which plans and samples",
+    )
+    group: str = flag(
+        "--group",
+        default="",
+        parse=group_name,
+        help="with --nnodes: the name under which the machines of an engine find each other, the same on all",
+    )
+    rank_address: str = flag(
+        "--rank-address",
+        default="",
+        parse=own_address,
+        help="with --nnodes: IP address of this machine at which its ranks listen [the one that reaches Redis]",
+    )
+
+    def ranks_here(self, num_ranks: int) -> range:
+        """Return those of an engine's ranks that are on this machine."""
+        here = num_ranks // self.nnodes
+        return range(self.node_rank * here, (self.node_rank + 1) * here)
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """Which rank of an engine one process is. The supervisor says it."""
+
+    rank: int = flag("--rank", default=0, parse=at_least(0), help="with --slot: which of the ranks this process is")
+
+
+@dataclass(frozen=True, slots=True)
+class ShareConfig:
+    """Which part of its machine an engine has. The supervisor says it, where it starts several engines."""
+
+    engine: int = flag(
+        "--engine", default=0, parse=at_least(0), help="with --slot: which of the engines of this machine this one is"
+    )
+    num_engines: int = flag(
+        "--engines",
+        default=1,
+        parse=at_least(1),
+        help="with --slot: number of engines that divide threads and memory of this machine",
+    )
+    free_bytes: int = flag(
+        "--free-bytes",
+        default=0,
+        parse=at_least(0),
+        help="with --slot: free memory that the engines divide [what is free when this one starts]",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateConfig:
     """The flags of `minisgl stage generate`."""
 
@@ -158,3 +273,6 @@ class GenerateConfig:
     worker: WorkerConfig
     engine: EngineConfig
     log: LogConfig
+    nodes: NodesConfig = NodesConfig()
+    ranks: RankConfig = RankConfig()
+    share: ShareConfig = ShareConfig()

@@ -25,8 +25,12 @@ from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.slots import acquire_guest
 from pipeline.unreadable import UnreadableEntries, uids_of
+from stages.generate.news import Arrived as Arrived
+from stages.generate.news import Ended as Ended
+from stages.generate.news import Flush as Flush
+from stages.generate.news import Lost as Lost
+from stages.generate.news import News as News
 from stages.generate.past import Past, past_of
-from stages.generate.schedule.request import NewRequest
 
 logger = structlog.get_logger()
 
@@ -48,42 +52,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """A request for the schedule."""
-
-    request: NewRequest
-    resumed: bool
-    """Another engine, or a former owner of the slot, had it before."""
-    suspect: bool = False
-    """An engine took it over and died without progress: it must run alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that ended elsewhere, or could never begin."""
-
-    uid: str
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
-    """A client asks to empty the prefix cache."""
-
-    id: str
-    """Its entry in `control`. The status names it once it is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The thread has ended: the slot has another owner, or trying again would not help."""
-
-    error: Exception
-
-
-News = Arrived | Ended | Flush | Lost
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     number: int
     event: StepCompleted
@@ -98,6 +66,8 @@ class _Idle:
     room: int
     heard: int
     """How many news the engine has read. When the thread has told more, the engine is no longer idle."""
+    brief: bool
+    """The engine has something else to wait for, so one look is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +149,8 @@ class LogThread:
         self._serving = serving or Serving()
         self._inbox = Inbox.tokenized(log.names)
         self._unreadable = UnreadableEntries(log, self._inbox, self._measures, owner)
-        self._jobs: queue.Queue[_Step | _Idle] = queue.Queue(maxsize=1)
+        self._jobs: queue.SimpleQueue[_Step | _Idle] = queue.SimpleQueue()
+        self._place = threading.Lock()  # held while a job waits: queue.Queue, with its size, is slow Python code
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
         self._prompt_ids: tuple[int, ...] = ()
@@ -216,7 +187,11 @@ class LogThread:
 
     def idle(self, room: int) -> None:
         """Say that there is nothing to compute, so that the thread waits for news."""
-        self._put(_Idle(room, self._num_heard))
+        self._put(_Idle(room, self._num_heard, brief=False))
+
+    def look(self, room: int) -> None:
+        """Say that there is nothing to compute yet, so that the thread looks once for news."""
+        self._put(_Idle(room, self._num_heard, brief=True))
 
     def hear(self, timeout_s: float = 0.0) -> News | None:
         """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
@@ -234,11 +209,10 @@ class LogThread:
 
     def _put(self, job: _Step | _Idle) -> None:
         while self._thread.is_alive():
-            try:
-                self._jobs.put(job, timeout=0.5)
+            if self._place.acquire(timeout=0.5):
+                self._jobs.put(job)
                 return
-            except queue.Full:
-                self._came_round()  # Redis is slow or away: no reason for the watchdog to end the process
+            self._came_round()  # Redis is slow or away: no reason for the watchdog to end the process
 
     def _run(self) -> None:
         try:
@@ -251,7 +225,7 @@ class LogThread:
                     if self._stopped.is_set():
                         return
                     continue
-                self._keep_trying(self._advance_takeover)
+                self._place.release()
                 if isinstance(job, _Step):
                     newest = self._keep_trying(lambda job=job: self._commit(job))  # type: ignore[misc]  # bound at once
                     job.done.set()
@@ -259,6 +233,7 @@ class LogThread:
                         self._keep_trying(lambda job=job: self._take(job.room))  # type: ignore[misc]
                 else:
                     self._wait_for_news(job)
+                self._keep_trying(self._advance_takeover)  # after the step, for which clients wait
         except Exception as error:  # the engine must hear of it, whatever it is
             self._tell(Lost(error))
 
@@ -355,6 +330,8 @@ class LogThread:
             self._keep_trying(lambda: self._take(job.room))
             self._keep_trying(self._check_live)
             self._keep_trying(self._advance_takeover)
+            if job.brief:
+                return
             if self._num_told == job.heard and (isinstance(self._takeover, _Guest) or self._detokenizer == "absent"):
                 self._stopped.wait(POLL_S)
             elif self._num_told == job.heard:

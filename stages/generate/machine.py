@@ -1,4 +1,4 @@
-"""What this machine gives an engine: how many cores, and whether they multiply bfloat16 fast.
+"""What this machine gives an engine: which cores, how much memory, and whether the cores multiply bfloat16 fast.
 
 Knows neither flags nor torch. Reads /proc and /sys below a root folder. What is not there, as on another system,
 limits nothing.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,39 @@ def usable_cores(cpus: Set[int], root: Path = ROOT) -> int:
     nodes = [_cpu_list(path) for path in root.glob("sys/devices/system/node/node[0-9]*/cpulist")]
     in_one_node = max((sum(1 for core in cores if core & node) for node in nodes), default=0)
     return max(1, min([in_one_node or len(cores), *_quotas(root)]))
+
+
+def cpus_of(engine: int, num_engines: int, cpus: Set[int], root: Path = ROOT) -> tuple[Set[int], int]:
+    """Return which of *cpus* an engine of several uses, and how many of the engines share these.
+
+    Where there are several NUMA nodes, engines take them in turn, the largest first.
+    """
+    folder = root / "sys/devices/system/node"
+    nodes = [_cpu_list(path) & cpus for path in sorted(folder.glob("node[0-9]*/cpulist"))]
+    nodes = sorted((node for node in nodes if node), key=len, reverse=True)
+    if num_engines == 1 or len(nodes) < 2:
+        return cpus, num_engines
+    turn = engine % len(nodes)
+    return nodes[turn], len(range(turn, num_engines, len(nodes)))
+
+
+def quota_cores(root: Path = ROOT) -> int:
+    """Return how many whole CPUs the quotas of this process' cgroups allow; a very large number without a quota."""
+    return min(_quotas(root), default=sys.maxsize)
+
+
+def free_memory_bytes() -> int:
+    """Return the memory that is free now, in this machine and container (cgroup v2)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: guess half of the memory
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
 
 
 def bfloat16_is_slow(root: Path = ROOT) -> bool:

@@ -69,8 +69,9 @@ class Pace:
         self._budget = 0 if self._needs_plain(work) else self._most_tokens(work)
         return self._budget
 
-    def measured(self, plan: BatchPlan, seconds: float) -> None:
-        """Learn from a step that took *seconds*."""
+    def measured(self, plan: BatchPlan, seconds: float, budget: int | None = None) -> None:
+        """Learn from a step that took *seconds*. *budget*: the one it was planned with; None: the last one."""
+        budget = self._budget if budget is None else budget
         streams = plan.num_decode_rows
         if not streams:
             return
@@ -82,12 +83,12 @@ class Pace:
             return
         self._num_mixed += 1
         tokens = sum(len(row.token_ids) for row in chunks)
-        if not self._plain or tokens > self._budget:
+        if not self._plain or tokens > budget:
             return  # the schedule had reasons of its own
         plain_s, place = self._plain_s(streams, context), _place(chunks[0].start)
         token_s = self._token_s_at(place, plain_s)
         surprise = seconds / (plain_s + tokens * token_s)
-        if surprise < 1 and tokens < self._budget:
+        if surprise < 1 and tokens < budget:
             return  # a few tokens may cost nothing where more would
         self._token_s[place] = token_s * min(max(surprise, 1 / SURPRISE), SURPRISE) ** BELIEVED
 

@@ -12,9 +12,10 @@ from pipeline.serving import Serving
 from pipeline.walk import NOT_COMPUTED, walk
 from stages.generate.schedule.request import NewRequest
 
-TOKENS_IN_DOUBT = 3
-"""An engine that dies may have computed two steps that are not in the log: one was on its way, one waited behind it.
-It dies in the third. A successor has come further than that only when it has made this many tokens.
+TOKENS_IN_DOUBT = 4
+"""An engine that dies may have computed three steps that are not in the log: one was on its way, one waited behind it,
+and with overlap one had not landed. It dies in the fourth. A successor has come further than that only when it has made
+this many tokens.
 """
 MOST_DEATHS_ALONE = 3
 """A request fails for good when so many engines died while they computed nothing else."""
@@ -76,14 +77,40 @@ def past_of(uid: str, history: Sequence[Entry]) -> Past | None:
                     weights = event.fingerprint
     if submitted is None or tokenized is None:
         return None
-    request = NewRequest(
+    request = _request(uid, submitted, tokenized, output)
+    in_vain = [alone for n, alone in takeovers if len(output) - n < TOKENS_IN_DOUBT]
+    served_by = Serving(weights=weights, tokenizer=tokenized.fingerprint)
+    return Past(request, had_begun, len(in_vain), sum(in_vain), served_by)
+
+
+def recorded_request(uid: str, history: Sequence[Entry]) -> NewRequest | None:
+    """Return the request of a history with all its output, ended or not; None: the history has no prompt.
+
+    Raises:
+        UndecodableEvent: An event does not decode.
+    """
+    submitted: Submitted | None = None
+    tokenized: Tokenized | None = None
+    output: list[int] = []
+    for _, _, event, _ in walk(history, without=NOT_COMPUTED):
+        match event:
+            case Submitted():
+                submitted = event
+            case Tokenized():
+                tokenized = event
+            case TokensProduced():
+                output += event.tokens
+    return None if submitted is None or tokenized is None else _request(uid, submitted, tokenized, output)
+
+
+def _request(uid: str, submitted: Submitted, tokenized: Tokenized, output: Sequence[int]) -> NewRequest:
+    return NewRequest(
         uid,
         tokenized.token_ids,
         tuple(output),
         submitted.sampling,
         priority=submitted.priority,
         bad_words=tokenized.bad_words,
+        grammar=tokenized.grammar,
+        reads_cache=submitted.replay is None or submitted.replay.cached,
     )
-    in_vain = [alone for n, alone in takeovers if len(output) - n < TOKENS_IN_DOUBT]
-    served_by = Serving(weights=weights, tokenizer=tokenized.fingerprint)
-    return Past(request, had_begun, len(in_vain), sum(in_vain), served_by)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Final
 
 import structlog
 import torch
@@ -11,14 +13,23 @@ import torch
 from pipeline.errors import ConfigError
 from stages.generate.attention import AttentionShape
 from stages.generate.attention.flashinfer import why_not
-from stages.generate.config import EngineConfig
-from stages.generate.kernels import VERSION, library
-from stages.generate.kvcache.pool import available_memory_bytes, num_pages_for
-from stages.generate.machine import bfloat16_is_slow, usable_cores, usable_cpus
+from stages.generate.config import EngineConfig, ShareConfig
+from stages.generate.forward import sampler
+from stages.generate.kernels import MOST_THREADS, VERSION, library
+from stages.generate.kernels.memory import step_bytes
+from stages.generate.kvcache.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
+from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
+from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits
 
+MOST_GRAPH_ROWS: Final = 256
+"""Where no flag says it. A larger step keeps the device busy without a graph."""
+
 logger = structlog.get_logger()
+
+WHOLE: Final = ShareConfig()
+"""The share of a single engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,14 @@ class Settings:
     context_flag: str = "--max-seq-len"
     """The flag that bounds the served context."""
     mixed_prefill_is_auto: bool = False
+    overlap: bool = False
+    """Whether the next step is planned and launched before the tokens of the last one are known."""
+    num_ranks: int = 1
+    """How many processes compute the model together."""
+    cpus: Set[int] = frozenset()
+    """The CPUs that the engine keeps to; empty: any."""
+    graph: int = 0
+    """Decode steps of up to so many rows are recorded as CUDA graphs."""
 
     @property
     def paced(self) -> bool:
@@ -60,8 +79,9 @@ class Settings:
     def numerics(self) -> str:
         """Name everything that may change a token although the weights are the same.
 
-        With kernels: dtype/quantization/variant/version/page size/torch, which samples. Engines with equal ones compute
-        equal bits. With torch alone: dtype/quantization/torch/attention, which is no promise.
+        With kernels: dtype/quantization/variant/version/page size/torch/sampler. Engines with equal ones compute equal
+        bits. With torch alone: dtype/quantization/torch/attention/sampler, which is no promise. Several ranks add their
+        number at the end.
         """
         cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
         by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
@@ -69,34 +89,62 @@ class Settings:
             by = f"{self.kernels}/{VERSION}/{self.page_size}/{by_torch}"
         else:
             by = f"{by_torch}/{self.attention}"
-        return f"{str(self.dtype).removeprefix('torch.')}/{self.quantization}/{by}"
+        ranks = f"/ranks-{self.num_ranks}" if self.num_ranks > 1 else ""
+        return f"{str(self.dtype).removeprefix('torch.')}/{self.quantization}/{by}/sampler-{sampler.VERSION}{ranks}"
+
+    @property
+    def of_all_ranks(self) -> str:
+        """Name what must be the same on all ranks. The number of pages is not in it: ranks agree on that."""
+        limits = self.limits
+        return f"{self.numerics} page size {self.page_size} requests {limits.max_running_requests}"
+
+    def with_pages(self, num_pages: int) -> Settings:
+        """Return the settings of an engine with *num_pages* pages, which are not more than these."""
+        context = min(self.limits.context, num_pages * self.page_size)
+        flag = "--num-pages" if context < self.limits.context else self.context_flag
+        limits = replace(self.limits, context=context)
+        return replace(self, num_pages=num_pages, limits=limits, context_flag=flag)
 
 
-def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
-    """Return the settings of an engine on this machine.
+def resolve(
+    config: EngineConfig, spec: ModelSpec, rank: int = 0, *, ranks_here: int = 0, share: ShareConfig = WHOLE
+) -> Settings:
+    """Return the settings of an engine on this machine, or of one of its ranks.
+
+    *ranks_here* of them are on this machine and divide its threads and memory; 0: all are. *share*: the engine's part
+    of what is free here.
 
     Raises:
         ConfigError: Flags, model and machine do not fit together.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here; install its CUDA build, or pass --device cpu")
+    ranks_here = ranks_here or config.tp
     device = resolve_device(config.device)
     cuda = device.type == "cuda"
+    if cuda and config.tp > 1:
+        device = _device_of(rank % ranks_here, ranks_here)
+    _check_flags(config, spec, cuda=cuda)
+    spec = spec.sharded(rank, config.tp, config.quantization)
     kernels, why_torch = resolve_kernels(config, device)
+    threads = resolve_threads(config, kernels, ranks_here, share)
     dtype = resolve_dtype(spec, config.dtype, slow_bfloat16=kernels == "torch" and not cuda and bfloat16_is_slow())
-    if config.max_seq_len > spec.max_positions:
-        raise ConfigError(
-            f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
-        )
-    if config.num_pages and config.memory_ratio != EngineConfig().memory_ratio:
-        raise ConfigError(
-            f"--num-pages {config.num_pages} and --memory-ratio {config.memory_ratio} both say how large the cache is; "
-            "pass one of them"
-        )
     page_size = config.page_size or (16 if cuda else 64)
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, spec.window, dtype, device)
     attention = resolve_attention(config.attention, shape) if kernels == "torch" else "kernels"
     wanted = config.max_seq_len or spec.max_positions
+    max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
+    largest_step_bytes = 0
+    if kernels != "torch":
+        largest_step_bytes = step_bytes(
+            spec,
+            bfloat16=dtype == torch.bfloat16,
+            quantization=config.quantization,
+            variant=kernels,
+            threads=threads,
+            page_size=page_size,
+            num_tokens=max_prefill_length + config.max_running_requests,
+            num_rows=config.max_running_requests,
+            max_seq_len=wanted,
+        )
     num_pages = config.num_pages or num_pages_for(
         spec,
         page_size=page_size,
@@ -106,9 +154,10 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         dtype=dtype,
         device=device,
         quantization=config.quantization,
-        available_bytes=available_memory_bytes(device),
+        available_bytes=_available_bytes(device, share) // (1 if cuda else ranks_here),
+        limit_bytes=CPU_LIMIT_BYTES // share.num_engines // ranks_here,
+        step_bytes=largest_step_bytes,
     )
-    max_prefill_length = config.max_prefill_length or (8192 if cuda else 2048)
     limits = ScheduleLimits(
         context=min(wanted, num_pages * page_size),
         max_prefill_length=max_prefill_length,
@@ -122,7 +171,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         dtype=dtype,
         attention=attention,
         cache=config.cache,
-        threads=config.threads or default_threads(),
+        threads=threads,
         page_size=page_size,
         num_pages=num_pages,
         limits=limits,
@@ -131,23 +180,91 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> Settings:
         why_torch=why_torch,
         context_flag="--num-pages" if num_pages * page_size < wanted else "--max-seq-len",
         mixed_prefill_is_auto=not config.mixed_prefill_length,
+        overlap=cuda and config.tp == 1 if config.overlap == "auto" else config.overlap == "on",
+        num_ranks=config.tp,
+        cpus=frozenset() if cuda else _cpus(share),
+        graph=resolve_graph(config, spec, attention, dtype, device),
     )
 
 
-def default_threads() -> int:
-    """Return how many threads an engine uses: OMP_NUM_THREADS, or all cores but one of every four.
+def _device_of(local_rank: int, ranks_here: int) -> torch.device:
+    """Return the GPU of a rank. Raises ConfigError if this machine has too few for its ranks."""
+    if (count := torch.cuda.device_count()) < ranks_here:
+        raise ConfigError(
+            f"--tp: {ranks_here} ranks on this machine need {ranks_here} GPUs, but torch sees {count}; pass a smaller "
+            "--tp, more machines (--nnodes), or --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _check_flags(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> None:
+    """Raise ConfigError if flags contradict each other, the model or the device."""
+    if config.max_seq_len > spec.max_positions:
+        raise ConfigError(
+            f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
+        )
+    if config.num_pages and config.memory_ratio != EngineConfig().memory_ratio:
+        raise ConfigError(
+            f"--num-pages {config.num_pages} and --memory-ratio {config.memory_ratio} both say how large the cache is; "
+            "pass one of them"
+        )
+
+
+def _available_bytes(device: torch.device, share: ShareConfig) -> int:
+    """Return the memory for an engine: its part of what was free before any engine started, or what is left of that."""
+    free = available_memory_bytes(device)
+    return min(free, (share.free_bytes or free) // share.num_engines)
+
+
+def _cpus(share: ShareConfig) -> Set[int]:
+    """Return the CPUs of a NUMA node that an engine keeps to; empty if it may use all."""
+    every = usable_cpus()
+    cpus, _ = cpus_of(share.engine, share.num_engines, every)
+    return cpus if cpus != every else frozenset()
+
+
+def resolve_threads(config: EngineConfig, kernels: str, ranks_here: int = 1, share: ShareConfig = WHOLE) -> int:
+    """Return the number of threads that `--threads` means for each of the ranks on this machine.
+
+    Raises:
+        ConfigError: The kernels cannot use so many.
+    """
+    if kernels == "torch":
+        return config.threads or default_threads(ranks_here, share)
+    if config.threads > MOST_THREADS:
+        raise ConfigError(
+            f"--threads {config.threads}: the CPU kernels use at most {MOST_THREADS}; pass at most that, "
+            "or --kernels torch"
+        )
+    return config.threads or min(default_threads(ranks_here, share), MOST_THREADS)
+
+
+def default_threads(num_ranks: int = 1, share: ShareConfig = WHOLE) -> int:
+    """Return how many threads a rank uses: its part of OMP_NUM_THREADS, or of all cores but one of every four.
+
+    Several engines divide them, too. If there are several NUMA nodes, each divides those of its node.
 
     Of two cores it uses both: the engine would lose more without the second one than the other processes need of it.
     """
     if "OMP_NUM_THREADS" in os.environ:
         first = os.environ["OMP_NUM_THREADS"].partition(",")[0].strip()
-        return int(first) if first.isdecimal() and int(first) else torch.get_num_threads()
-    cores = usable_cores(usable_cpus())
+        threads = int(first) if first.isdecimal() and int(first) else torch.get_num_threads()
+        return max(1, threads // share.num_engines // num_ranks)
+    cpus, num_sharing = cpus_of(share.engine, share.num_engines, usable_cpus())
+    threads = _three_of_four(usable_cores(cpus)) // num_sharing
+    if num_sharing < share.num_engines:  # a quota is for all nodes together
+        threads = min(threads, _three_of_four(quota_cores()) // share.num_engines)
+    return max(1, threads // num_ranks)
+
+
+def _three_of_four(cores: int) -> int:
     return cores - cores // 4
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `--device` means."""
+    """Return the device that `--device` means. Raises ConfigError if torch sees none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; install its CUDA build, or pass --device cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
@@ -193,16 +310,37 @@ def resolve_attention(name: str, shape: AttentionShape) -> str:
     Raises:
         ConfigError: The backend cannot compute *shape* on this machine.
     """
-    cuda = shape.device.type == "cuda"
-    if name == "cpu" and cuda:
-        raise ConfigError("--attn cpu computes on a CPU; leave it out, or pass --device cpu")
-    if name == "auto" and not cuda:
-        return "cpu"
-    if name not in ("auto", "fi"):
+    if name == "cpu" or (name == "auto" and shape.device.type == "cpu"):
+        return "torch"
+    if name not in ("auto", "fi", "fa,fi"):
         return name
-    if not (reason := why_not(shape)):
-        return "fi"
-    if name == "fi":
-        raise ConfigError(f"--attn fi: FlashInfer cannot be used here: {reason}. Or pass --attn auto")
-    logger.warning("attention_is_slow", attention="reference", reason=f"FlashInfer cannot be used here: {reason}")
-    return "reference"
+    if not (reason := why_not(shape, "fa3" if name == "fa,fi" else "fa2")):
+        return "fi" if name == "auto" else name
+    if name != "auto":
+        raise ConfigError(f"--attn {name}: FlashInfer cannot be used here: {reason}. Or pass --attn auto")
+    logger.warning("attention_is_slow", attention="torch", reason=f"FlashInfer cannot be used here: {reason}")
+    return "torch"
+
+
+def resolve_graph(
+    config: EngineConfig, spec: ModelSpec, attention: str, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Return up to how many rows decode steps are recorded as CUDA graphs, 0: none.
+
+    Raises:
+        ConfigError: `--graph` asks for more than can be.
+    """
+    reason = ""
+    if attention not in ("fi", "fa,fi"):
+        reason = "only --attn fi and fa,fi on CUDA can be recorded"
+    elif config.tp > 1:
+        reason = "several ranks (--tp) compute without graphs"
+    elif spec.experts.layers and not can_group(dtype, device, spec.hidden_size, spec.experts.intermediate_size):
+        reason = f"experts in {str(dtype).removeprefix('torch.')} wait for the device here, which cannot be recorded"
+    elif config.graph > config.max_running_requests:
+        reason = f"only {config.max_running_requests} requests run at once (--max-running-requests)"
+    if config.graph <= 0:
+        return 0 if reason or config.graph == 0 else min(config.max_running_requests, MOST_GRAPH_ROWS)
+    if reason:
+        raise ConfigError(f"--graph {config.graph}: {reason}; leave it out, or pass --graph 0")
+    return config.graph

@@ -40,6 +40,10 @@ class Suspects:
         self.trial: Trial | None = None
         """The trial that is on, if one is."""
 
+    def __bool__(self) -> bool:
+        """Whether a suspect waits or runs alone."""
+        return bool(self._waiting) or self.trial is not None
+
     def add(self, request: NewRequest) -> None:
         """Let a request wait for its trial."""
         self._waiting.append(request)

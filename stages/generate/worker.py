@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import structlog
 
+from pipeline import VERSION
 from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
@@ -23,12 +24,15 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import CACHE_CONFIG
 from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
+from pipeline.process.priority import give_way
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, progress_reporter, wait_until_it_fits
 from pipeline.worker import Stop, WorkerProcess
 from stages.generate.config import DefaultsConfig, GenerateConfig
-from stages.generate.forward.engine import Engine
+from stages.generate.flights import Flight, Flights, Forward
+from stages.generate.grammars import Grammars
 from stages.generate.kvcache import make_cache
+from stages.generate.loading import load_engine
 from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
 from stages.generate.meter import EngineMeter
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
@@ -36,7 +40,8 @@ from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
 from stages.generate.pace import Pace
 from stages.generate.resolve import Settings, resolve
-from stages.generate.schedule.plan import BatchPlan, Computed
+from stages.generate.schedule.noted import SNAPSHOT_EVERY, SNAPSHOT_EVERY_S, NotedSchedule
+from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule
 from stages.generate.suspects import Suspects
@@ -46,20 +51,16 @@ logger = structlog.get_logger()
 STEP_TIMEOUT_S = 60.0
 """A forward pass that takes longer is stuck, and the watchdog ends the process."""
 LOAD_TIMEOUT_S = 3600.0
+GIVES_WAY = 8
+"""Steps of niceness on a CPU, whose cores the engine shares with the processes that pass its tokens on."""
 SWITCH_INTERVAL_S = 0.0005
 """How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
+GRAMMAR_POLL_S = 0.005
+"""An idle engine looks so often for news while it waits for a grammar."""
 FEWEST_STEPS_BETWEEN_CHECKS = 100
 """An idle engine checks its books of pages after so many steps, or after as many as it has pages if those are more: the
 cost of a check grows with them.
 """
-
-
-class Forward(Protocol):
-    """What the loop needs of an engine."""
-
-    def forward(self, plan: BatchPlan) -> Computed:
-        """Compute one step."""
-        ...
 
 
 class GenerateWorker:
@@ -73,13 +74,21 @@ class GenerateWorker:
         slot_lease: SlotLease,
         measures: Measures | None = None,
         pace: Pace | None = None,
+        grammars: Grammars | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
-        """*pace*: decides how many prompt tokens come beside streams, in place of the limits of *schedule*."""
-        self._engine = engine
+        """*pace*: decides how many prompt tokens come beside streams, in place of the limits of *schedule*.
+
+        *grammars*: of the engine's tokenizer; without, a request with a grammar ends this worker. *overlap*: the next
+        step is planned and launched before somebody waits for the tokens of the last one.
+        """
         self._schedule = schedule
         self._log_thread = log_thread
         self._slot_lease = slot_lease
         self._pace = pace
+        self._grammars = grammars
+        self._overlap = overlap
         self._let_go: list[str] = []
         """Uids that ended elsewhere. The next step says so."""
         self._rows: list[StepRow] = []
@@ -92,80 +101,85 @@ class GenerateWorker:
         self._next_check = 0
         """Number of the step from which on the books are checked again."""
         self._meter = EngineMeter(measures or Measures(), schedule)
+        self._flights = Flights(engine, schedule, self._meter, pace)
+        self._snapshot = schedule.snapshot() if isinstance(schedule, NotedSchedule) else ""
+        """The schedule as it is before the next step, if that shall say it."""
+        self._snapshot_from = SNAPSHOT_EVERY
+        """The next one is taken after the step of this number .."""
+        self._snapshot_s = time.monotonic() + SNAPSHOT_EVERY_S
+        """.. or after the first step that ends later than this."""
+        self._snapshot_is_due = False
+        """It is taken as soon as no step is in flight."""
 
     def run(self, stop: Stop) -> None:
         """Work until *stop* is set or the slot is lost."""
         while not stop and not self._slot_lease.lost.is_set():
             self._slot_lease.came_round(patience_s=STEP_TIMEOUT_S)
             self._take_in()
+            takes_over = self._resumed and self._schedule.may_admit
+            ahead = self._overlap and not takes_over and not self._suspects
+            if not ahead or self._snapshot_is_due or self._flights.have_failed:
+                self._land_until(0)
             self._try_suspects()
-            budget = None if self._pace is None else self._pace.budget(self._schedule.work)
-            planned = self._schedule.plan(budget)
-            if planned is not None:
-                plan, marks = planned
-                self._meter.planned(marks)
-                number = plan.step
-                if self._resumed and self._take_over(plan, marks, budget):
-                    marks, number = [], self._schedule.skip_step()
-                failpoint("generate.before_forward")
-                began_s = time.perf_counter()
-                rows = self._forward(plan)
-                forward_s = time.perf_counter() - began_s
-                failpoint("generate.after_forward")
-                ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
-                if ended:
-                    failpoint("generate.with_end_row")
-                self._commit(number, [*marks, *rows], ended, _figures(plan, budget, forward_s))
+            if self._launch():
+                self._land_until(1 if ahead else 0)
+            elif self._flights:
+                self._land_until(0)
             elif self._let_go or self._rows:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
             else:
-                self._log_thread.idle(self._schedule.room)
+                (self._log_thread.look if self._grammars else self._log_thread.idle)(self._room)
                 self._check_books()
                 self._wait_for_news(stop)
+        self._land_until(0)
         if self._schedule.num_running:
             failpoint("generate.during_drain")
 
-    def _forward(self, plan: BatchPlan) -> Sequence[StepRow]:
-        """Compute a step and return its rows.
+    def _launch(self) -> bool:
+        """Plan and launch the next step; False: there is nothing to compute, or a step must land first."""
+        budget = None if self._pace is None else self._pace.budget(self._schedule.work)
+        planned = self._schedule.plan(budget)
+        if planned is None:
+            return False
+        plan, marks = planned
+        self._meter.planned(marks)
+        number = plan.step
+        if self._resumed and self._take_over(plan, marks, budget):
+            marks, number = [], self._schedule.skip_step()
+        failpoint("generate.before_forward")
+        self._flights.launch(Flight(plan, marks, number, budget))
+        return True
 
-        When the step raises, each of its rows is tried alone. A request whose row raises again fails. The others start
-        over, because the step may have written anything to the pages that they share. When all of several rows raise,
-        the engine is broken and its process ends.
-        """
-        began_s = time.perf_counter()
-        try:
-            computed = self._engine.forward(plan)
-            forward_s = time.perf_counter() - began_s
-            rows = self._schedule.complete(computed.token_ids, computed.scores)
-        except Exception:
-            logger.exception("step_failed", step=plan.step, rows=len(plan.rows))
-        else:
-            self._meter.computed(plan)
-            if self._pace is not None:
-                self._pace.measured(plan, forward_s)
-            return rows
-        errors: dict[str, tuple[int, Exception]] = {}
-        for index, row in enumerate(plan.rows):
-            try:
-                self._engine.forward(BatchPlan(plan.step, (row,), int(index < plan.num_decode_rows)))
-            except Exception as error:
-                uid, n = self._schedule.holder(row.table)
-                errors[uid] = n, error
-        if len(errors) == len(plan.rows) > 1:
-            raise next(iter(errors.values()))[1]
-        failed: list[StepRow] = []
-        for uid, (n, reason) in errors.items():
-            event = Failed(status=500, code="engine_error", message=f"The engine failed on this request: {reason}")
-            failed.append(EventRow(uid=uid, n=n, event=event))
-            self._schedule.drop(uid)
-            self._refused.append(uid)
-        return [*self._schedule.start_over(), *failed]
+    def _land_until(self, most: int) -> None:
+        """Wait for steps in flight and commit them, oldest first, until at most *most* are left."""
+        while len(self._flights) > most:
+            flight, rows, failed = self._flights.land()
+            failpoint("generate.after_forward")
+            self._refused += failed
+            ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
+            if ended:
+                failpoint("generate.with_end_row")
+            self._commit(flight.number, [*flight.marks, *rows], ended, _figures(flight))
 
     def _take_in(self) -> None:
         while (news := self._log_thread.hear()) is not None:
             self._fold(news)
+        for arrived, result in self._grammars.ready() if self._grammars else ():
+            if isinstance(result, Failed):
+                self._refuse(arrived.request, result)
+            else:
+                request = dataclasses.replace(arrived.request, matcher=result)
+                self._enter(dataclasses.replace(arrived, request=request))
+
+    @property
+    def _room(self) -> int:
+        """How many new requests may be taken from the log now."""
+        return max(self._schedule.room - (len(self._grammars) if self._grammars else 0), 0)
 
     def _wait_for_news(self, stop: Stop) -> None:
+        if self._grammars:
+            self._grammars.wait(GRAMMAR_POLL_S)
+            return
         while not stop and not self._slot_lease.lost.is_set():
             self._slot_lease.came_round()
             news = self._log_thread.hear(timeout_s=0.2)
@@ -192,15 +206,16 @@ class GenerateWorker:
 
     def _fold(self, news: News) -> None:
         match news:
-            case Arrived(request, resumed, suspect):
-                if resumed:
-                    self._resumed[request.uid] = len(request.output_ids)
-                if suspect:
-                    self._suspects.add(request)
+            case Arrived(request) as arrived:
+                if request.grammar:
+                    assert self._grammars is not None, "an engine without grammars got a request with one"
+                    self._grammars.begin(arrived)
                 else:
-                    self._add(request)
+                    self._enter(arrived)
             case Ended(uid):
                 self._schedule.drop(uid)
+                if self._grammars is not None:
+                    self._grammars.drop(uid)
                 self._resumed.pop(uid, None)
                 self._suspects.drop(uid)
                 self._let_go.append(uid)
@@ -210,6 +225,16 @@ class GenerateWorker:
                 self._slot_lease.say(flushed=control_id, flushed_pages=self._slot_lease.status.flushed_pages + pages)
             case Lost(error):
                 raise error
+
+    def _enter(self, arrived: Arrived) -> None:
+        """Let a request run, or wait for its trial. Its grammar is compiled."""
+        request = arrived.request
+        if arrived.resumed:
+            self._resumed[request.uid] = len(request.output_ids)
+        if arrived.suspect:
+            self._suspects.add(request)
+        else:
+            self._add(request)
 
     def _try_suspects(self) -> None:
         """Let the next suspect run alone, once the trial of the one before is over."""
@@ -254,18 +279,25 @@ class GenerateWorker:
         """Queue a request; False when it can never run here: the next step says so."""
         failed = self._schedule.add(request)
         if failed is not None:
-            self._resumed.pop(request.uid, None)
-            self._rows.append(EventRow(uid=request.uid, n=len(request.output_ids), event=failed))
-            self._refused.append(request.uid)
+            self._refuse(request, failed)
         return failed is None
+
+    def _refuse(self, request: NewRequest, failed: Failed) -> None:
+        self._resumed.pop(request.uid, None)
+        self._rows.append(EventRow(uid=request.uid, n=len(request.output_ids), event=failed))
+        self._refused.append(request.uid)
 
     def _commit(
         self, number: int, rows: Sequence[StepRow], ended: Sequence[str], figures: Figures, *, settled: bool = False
     ) -> None:
         schedule = self._schedule
-        event = StepCompleted(
+        given, chunks = schedule.note() if isinstance(schedule, NotedSchedule) else ((), ())
+        event = StepCompleted.model_construct(  # without looking at each row again
             rows=(*self._rows, *rows),
             let_go=tuple(self._let_go),
+            given=given,
+            chunks=chunks,
+            schedule=self._snapshot,
             figures=figures.model_copy(
                 update={
                     "running": schedule.num_running,
@@ -275,18 +307,27 @@ class GenerateWorker:
             ),
         )
         self._meter.committed(event)
-        self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], schedule.room, settled=settled)
+        self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], self._room, settled=settled)
         self._rows, self._let_go, self._refused = [], [], []
+        self._snapshot = ""
+        due = number >= self._snapshot_from or time.monotonic() >= self._snapshot_s
+        if not isinstance(schedule, NotedSchedule) or not due or settled:
+            return
+        self._snapshot_is_due = bool(self._flights)
+        if not self._flights:
+            self._snapshot, self._snapshot_from = schedule.snapshot(), number + SNAPSHOT_EVERY
+            self._snapshot_s = time.monotonic() + SNAPSHOT_EVERY_S
 
 
-def _figures(plan: BatchPlan, budget: int | None, forward_s: float) -> Figures:
+def _figures(flight: Flight) -> Figures:
+    plan = flight.plan
     prefills = plan.rows[plan.num_decode_rows :]
     return Figures(
         decode_rows=plan.num_decode_rows,
         prefill_rows=len(prefills),
         prefill_tokens=sum(len(row.token_ids) for row in prefills),
-        mixed_prefill_length=budget,
-        forward_ms=round(forward_s * 1000, 3),
+        mixed_prefill_length=flight.budget,
+        forward_ms=round(flight.seconds * 1000, 3),
     )
 
 
@@ -315,14 +356,21 @@ class Loaded:
             "why_torch": settings.why_torch,
         }
 
-    def schedule(self, owner: Owner, serving: Serving) -> Schedule:
-        """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context."""
+    def grammars(self, folder: Path) -> Grammars:
+        """Return the grammars of an engine with the tokenizer of *folder*."""
+        return Grammars(folder / "tokenizer.json", self.eos_ids, self.settings.limits.vocab_size)
+
+    def schedule(self, owner: Owner, serving: Serving, *, noted: bool = False) -> Schedule:
+        """Return an empty schedule with an empty cache for the engine *owner*. *serving* has the served context.
+
+        *noted*: the steps say what it was given.
+        """
         settings = self.settings
-        return Schedule(
+        return (NotedSchedule if noted else Schedule)(
             make_cache(settings.cache, settings.num_pages, settings.page_size),
             dataclasses.replace(settings.limits, context=serving.context),
             self.eos_ids,
-            Identity(owner.slot, owner.epoch, serving.weights, settings.numerics),
+            Identity(owner.slot, owner.epoch, serving.weights, settings.numerics, VERSION),
         )
 
 
@@ -332,7 +380,14 @@ Load: TypeAlias = Callable[[GenerateConfig, Path, Callable[[float], None]], Load
 
 def run(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one engine until SIGTERM; return the exit code."""
-    return run_engine(config, open_log, folder, load)
+
+    def load_and_give_way(config: GenerateConfig, folder: Path, say: Callable[[float], None]) -> Loaded:
+        loaded = load(config, folder, say)
+        if loaded.settings.device.type == "cpu":
+            give_way(GIVES_WAY)
+        return loaded
+
+    return run_engine(config, open_log, folder, load_and_give_way)
 
 
 def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Path, load: Load) -> int:
@@ -372,13 +427,19 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
             fingerprint=serving.weights,
             **loaded.said(),
         )
-        schedule = loaded.schedule(slot_lease.owner, serving)
+        schedule = loaded.schedule(slot_lease.owner, serving, noted=config.log.journal_bytes > 0)
+        grammars = loaded.grammars(folder)
         try:
-            GenerateWorker(loaded.engine, schedule, log_thread, slot_lease, measures, pace).run(process.stop)
+            overlap = loaded.settings.overlap
+            worker = GenerateWorker(
+                loaded.engine, schedule, log_thread, slot_lease, measures, pace, grammars, overlap=overlap
+            )
+            worker.run(process.stop)
         except Fenced as error:
             logger.warning("fenced", error=str(error))
             slot_lease.lost.set()
         finally:
+            grammars.close()
             log_thread.stop()
     return 0
 
@@ -409,47 +470,12 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
     Raises:
         ConfigError: Folder, flags and machine do not fit together.
     """
+    assert config.engine.tp == 1, "ranks are loaded together"
     spec = check_folder(folder, dummy=config.engine.dummy_weight)
-    settings = resolve(config.engine, spec)
-    dtype = str(settings.dtype).removeprefix("torch.")
-    if settings.why_torch:
-        logger.info("kernels_unavailable", reason=settings.why_torch)
-    if config.engine.dtype == "auto" and dtype != spec.dtype:
-        reason = f"torch multiplies {spec.dtype} slowly on this CPU; --dtype {spec.dtype} takes half the memory"
-        logger.info("dtype_is_float32", reason=reason)
-    began_s = time.monotonic()
-    engine = Engine(
-        spec,
-        folder,
-        device=settings.device,
-        dtype=settings.dtype,
-        num_pages=settings.num_pages,
-        page_size=settings.page_size,
-        max_running_requests=settings.limits.max_running_requests,
-        max_seq_len=settings.limits.context,
-        attention=settings.attention,
-        kernels=settings.kernels,
-        quantization=settings.quantization,
-        threads=settings.threads,
-        dummy=config.engine.dummy_weight,
-        progress=lambda done_bytes, total_bytes: report(done_bytes / max(total_bytes, 1)),
-    )
-    logger.info(
-        "engine_loaded",
-        seconds=round(time.monotonic() - began_s, 2),
-        architecture=spec.architecture,
-        device=settings.device,
-        dtype=dtype,
-        quantization=settings.quantization,
-        kernels=settings.kernels,
-        attention=settings.attention,
-        cache=settings.cache,
-        pages=settings.num_pages,
-        page_size=settings.page_size,
-        context=settings.limits.context,
-        threads=settings.threads,
-        numerics=settings.numerics,
-    )
+    settings = resolve(config.engine, spec, share=config.share)
+    engine = load_engine(config, spec, folder, settings, report)
+    if settings.device.type == "cuda":
+        settings = settings.with_pages(engine.num_pages)
     return Loaded(engine, settings, tuple(spec.eos_ids))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from stages.generate.kvcache.base import PrefixCache
+from stages.generate.kvcache.base import Books, Holding, PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
-from stages.generate.kvcache.radix import RadixCache
+from stages.generate.kvcache.radix import DigestCache, RadixCache
 
 CACHES: Mapping[str, Callable[[int, int], PrefixCache]] = {"radix": RadixCache, "naive": NaiveCache}
 """--cache -> class, called with the number of pages and their size."""
@@ -15,3 +15,20 @@ CACHES: Mapping[str, Callable[[int, int], PrefixCache]] = {"radix": RadixCache, 
 def make_cache(name: str, num_pages: int, page_size: int) -> PrefixCache:
     """Return an empty cache of the kind *name*."""
     return CACHES[name](num_pages, page_size)
+
+
+def cache_name(cache: PrefixCache) -> str:
+    """Return the kind of *cache*."""
+    return next(name for name, kind in CACHES.items() if isinstance(kind, type) and isinstance(cache, kind))
+
+
+def remade(name: str, num_pages: int, page_size: int, books: Books) -> tuple[PrefixCache, Sequence[Holding]]:
+    """Return a copy of a cache of the kind *name* and its holdings, from its books. Page numbers may differ."""
+    if name == "radix":
+        copy = DigestCache(num_pages, page_size, books)
+        return copy, copy.holdings
+    cache = make_cache(name, num_pages, page_size)
+    holdings = [cache.begin(()) for _ in books.held]
+    for holding, held in zip(holdings, books.held, strict=True):
+        cache.grow(holding, held.num_pages)
+    return cache, holdings

@@ -24,6 +24,31 @@ class Holding:
     """How many tokens of the prompt were in `pages` when it began."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A holding, as the books name it."""
+
+    node: int
+    """Index of the last shared page on its way, in the books' order; -1: it shares none."""
+    num_pages: int
+    is_private: bool
+    """Its next pages will not be shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Which tokens the shared pages hold and who holds them: enough to hand out as many pages again.
+
+    Page numbers are left out. Shared pages come in the order of their last use, the earliest first.
+    """
+
+    held: tuple[Held, ...]
+    parents: bytes = b""
+    """For each shared page the index of the one before it, or -1: 4 bytes, little-endian."""
+    digests: bytes = b""
+    """For each shared page 8 bytes, from its tokens."""
+
+
 class PrefixCache(Protocol):
     """Hands out pages; tests/stages/generate/kvcache/test_prefix_cache.py is the contract."""
 
@@ -57,4 +82,8 @@ class PrefixCache(Protocol):
 
     def problems(self, holdings: Sequence[Holding]) -> list[str]:
         """Return what is wrong with the books if *holdings* are all that exist; an empty list: nothing is."""
+        ...
+
+    def books(self, holdings: Sequence[Holding]) -> Books:
+        """Return what a copy of this cache needs, with *holdings*, which are all that exist."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.generate.kvcache.base import Holding
+from stages.generate.kvcache.base import Books, Held, Holding
 from stages.generate.kvcache.pages import PagePool
 
 
@@ -48,3 +48,6 @@ class NaiveCache:
         if len(held) + self._pool.num_free != self.num_pages:
             found.append(f"{len(held)} pages held and {self._pool.num_free} free of {self.num_pages}")
         return found
+
+    def books(self, holdings: Sequence[Holding]) -> Books:
+        return Books(tuple(Held(-1, len(holding.pages), is_private=False) for holding in holdings))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
+from stages.generate.machine import free_memory_bytes
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.spec import ModelSpec, tensor_shapes
 
@@ -53,38 +52,31 @@ def num_pages_for(
     available_bytes: int,
     device: torch.device,
     quantization: str = "none",
+    step_bytes: int = 0,
+    limit_bytes: int = CPU_LIMIT_BYTES,
 ) -> int:
     """Return enough pages for all requests at full length, or as many as fit into memory beside the weights.
 
-    *available_bytes* is the memory that is free before the weights are loaded (`available_memory_bytes`).
+    *available_bytes* is the memory that is free before the weights are loaded (`available_memory_bytes`), *step_bytes*
+    what the largest step needs of it, and *limit_bytes* the most that the pages may take on a CPU.
 
     Raises:
         ConfigError: Not one page fits.
     """
     weight_bytes = weights_bytes(spec, dtype, quantization)
-    budget_bytes = int(available_bytes * memory_ratio) - weight_bytes
+    budget_bytes = int(available_bytes * memory_ratio) - weight_bytes - step_bytes
     if device.type == "cpu":
-        budget_bytes = min(budget_bytes, CPU_LIMIT_BYTES)
+        budget_bytes = min(budget_bytes, limit_bytes)
     one_page_bytes = page_bytes(spec, page_size, dtype)
     if budget_bytes < one_page_bytes:
         raise ConfigError(
-            f"{available_bytes / GIB:.2f} GiB of memory is free, the weights take {weight_bytes / GIB:.2f} and a page"
-            f" {one_page_bytes / GIB:.4f}: no page fits; free memory, raise --memory-ratio or take a smaller model"
+            f"{available_bytes / GIB:.2f} GiB of memory is free, the weights take {weight_bytes / GIB:.2f}, a step"
+            f" {step_bytes / GIB:.2f} and a page {one_page_bytes / GIB:.4f}: no page fits; free memory, raise"
+            " --memory-ratio, lower --max-prefill-length or take a smaller model"
         )
     return min(max_running_requests * -(-max_seq_len // page_size), budget_bytes // one_page_bytes)
 
 
 def available_memory_bytes(device: torch.device) -> int:
-    """Return the memory that is free now: on the GPU, or in this machine and container (cgroup v2)."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: guess half of the memory
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    try:
-        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
+    """Return the memory that is free now: on the GPU, or in this machine and container."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()

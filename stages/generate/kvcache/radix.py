@@ -13,12 +13,19 @@ A holding locks only pages that it uses. So alone it can always grow to the size
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
 
-from stages.generate.kvcache.base import Holding
+from stages.generate.kvcache.base import Books, Held, Holding
 from stages.generate.kvcache.pages import PagePool
+
+DIGEST_BYTES: Final = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +38,8 @@ class _Node:
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
     num_locks: int = 0
     used: int = 0
+    digest: bytes = b""
+    """Of its tokens, once somebody asked for it."""
 
 
 @dataclass(slots=True)
@@ -136,8 +145,25 @@ class RadixCache:
             found.append("the count of pages that may be evicted is wrong")
         return found
 
+    def books(self, holdings: Sequence[Holding]) -> Books:
+        nodes = sorted(self._nodes(), key=attrgetter("used"))
+        index = {id(node): at for at, node in enumerate(nodes)}
+        index[id(self._root)] = -1
+        for node in nodes:
+            node.digest = node.digest or self._digest(node.tokens)
+        held = []
+        for holding in holdings:
+            assert isinstance(holding, RadixHolding)
+            last = index[id(holding.path[-1])] if holding.path else -1
+            held.append(Held(last, len(holding.pages), holding.is_private))
+        parents = array("i", [index[id(node.parent)] for node in nodes])
+        return Books(tuple(held), _little(parents).tobytes(), b"".join([node.digest for node in nodes]))
+
     def _page_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])
+
+    def _digest(self, tokens: tuple[int, ...]) -> bytes:
+        return digest_of(tokens)
 
     def _lock(self, node: _Node) -> None:
         self._counter += 1
@@ -188,3 +214,54 @@ class RadixCache:
             nodes += children
             todo += children
         return nodes
+
+
+class DigestCache(RadixCache):
+    """A copy of a RadixCache from its books. It knows pages by the digests of their tokens, not by the tokens."""
+
+    def __init__(self, num_pages: int, page_size: int, books: Books) -> None:
+        super().__init__(num_pages, page_size)
+        self.holdings: list[Holding] = []
+        """Those of the books, in their order."""
+        parents = array("i", books.parents)
+        nodes = [_Node((), page, None) for page in self._pool.allocate(len(parents))]
+        for at, (node, parent) in enumerate(zip(nodes, _little(parents), strict=True)):
+            digest = books.digests[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)]
+            node.tokens = (int.from_bytes(digest),)
+            node.parent = nodes[parent] if parent >= 0 else self._root
+            node.parent.children[node.tokens] = node
+            node.used = at + 1
+        self._counter = len(nodes)
+        self._num_unlocked = len(nodes)
+        for held in books.held:
+            holding = RadixHolding(is_private=held.is_private)
+            node = nodes[held.node] if held.node >= 0 else self._root
+            while node.parent is not None:
+                holding.path.insert(0, node)
+                self._num_unlocked -= node.num_locks == 0
+                node.num_locks += 1
+                node = node.parent
+            holding.pages = [node.page for node in holding.path]
+            holding.pages += self._pool.allocate(held.num_pages - len(holding.pages))
+            self.holdings.append(holding)
+        for node in nodes:
+            if node.num_locks == 0:
+                self._offer(node)
+
+    def _page_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        return (int.from_bytes(digest_of(super()._page_tokens(token_ids, index))),)
+
+    def _digest(self, tokens: tuple[int, ...]) -> bytes:
+        return tokens[0].to_bytes(DIGEST_BYTES)
+
+
+def digest_of(tokens: Sequence[int]) -> bytes:
+    """Return 8 bytes that stand for the tokens of a page. Different tokens practically never have the same."""
+    return hashlib.blake2b(_little(array("i", tokens)).tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def _little(numbers: array[int]) -> array[int]:
+    """Return numbers of this machine as little-endian ones, or the other way round."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

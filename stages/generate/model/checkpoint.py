@@ -35,6 +35,11 @@ class TensorEntry:
     begin: int
     end: int
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one index of the first dimension."""
+        return (self.end - self.begin) // self.shape[0]
+
 
 def check_folder(folder: Path, *, dummy: bool = False) -> ModelSpec:
     """Return the spec of the model in *folder* if its files are complete and consistent; *dummy* needs no weights.

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from stages.generate.attention.base import Attend
 from stages.generate.forward.batch import ForwardBatch
-from stages.generate.model.layers.experts import Experts
+from stages.generate.forward.collectives import ALONE, Collectives
+from stages.generate.model.layers.experts import Experts, GroupedExperts
 from stages.generate.model.layers.linear import Linear
 from stages.generate.model.layers.mlp import FeedForward, Mlp
 from stages.generate.model.layers.norm import rms_norm
@@ -35,9 +36,9 @@ class Layer:
 
 
 class Decoder:
-    """A spec and its weights."""
+    """A spec and its weights. With several ranks they are a rank's part, and all ranks compute the same steps."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], collectives: Collectives = ALONE) -> None:
         """Move the weights, under their fused names (`forward/weights.py`), out of *weights*, which is empty then."""
 
         def linear(name: str) -> Linear:
@@ -46,15 +47,19 @@ class Decoder:
         def mlp(name: str) -> Mlp:
             return Mlp(linear(f"{name}.gate_up_proj"), linear(f"{name}.down_proj"))
 
-        def experts(name: str) -> Experts:
+        def experts(name: str) -> Experts | GroupedExperts:
+            how = (spec.experts.experts_per_token, spec.experts.normalize)
+            if f"{name}.experts.down_proj.weight" in weights:
+                gate_up, down = (weights.pop(f"{name}.experts.{kind}_proj.weight") for kind in ("gate_up", "down"))
+                return GroupedExperts(linear(f"{name}.gate"), gate_up, down, *how)
             each = [mlp(f"{name}.experts.{expert}") for expert in range(spec.experts.num_experts)]
-            return Experts(linear(f"{name}.gate"), each, spec.experts.experts_per_token, spec.experts.normalize)
+            return Experts(linear(f"{name}.gate"), each, *how)
 
         def qk_norm(name: str) -> Tensor:
             q_norm_D, k_norm_D = (weights.pop(f"{name}.{kind}_norm.weight") for kind in "qk")
             return torch.cat((q_norm_D.expand(spec.num_heads, -1), k_norm_D.expand(spec.num_kv_heads, -1)))
 
-        self._spec = spec
+        self._spec, self._collectives = spec, collectives
         self._embedding_VE = weights.pop("model.embed_tokens.weight")
         self._layers = [
             Layer(
@@ -74,18 +79,27 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, attend: Attend, kv_L2PKSD: Tensor) -> Tensor:
         """Return x_TE, the last layer's output for each token; write the keys and values of all rows."""
-        eps = self._spec.norm_eps
-        x_TE = F.embedding(batch.token_ids_T, self._embedding_VE)
+        eps, sum_of_ranks = self._spec.norm_eps, self._collectives.all_reduce
+        x_TE = sum_of_ranks(self._embed(batch.token_ids_T))
         cos_sin = rope_tables(self._rope, batch.positions_T, x_TE.dtype)
         for layer, kv_2PKSD in zip(self._layers, kv_L2PKSD, strict=True):
             q_THD, k_TKD, v_TKD = self._project(layer, rms_norm(x_TE, layer.input_norm_E, eps), cos_sin)
-            x_TE = x_TE + layer.output(attend(q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1))
-            x_TE = x_TE + layer.mlp(rms_norm(x_TE, layer.mlp_norm_E, eps))
+            x_TE = x_TE + sum_of_ranks(layer.output(attend(q_THD, k_TKD, v_TKD, kv_2PKSD).flatten(1)))
+            x_TE = x_TE + sum_of_ranks(layer.mlp(rms_norm(x_TE, layer.mlp_norm_E, eps)))
         return x_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
-        """Return logits_RV in float32 for some of the tokens that `forward` returned."""
-        return self._head(rms_norm(x_RE, self._norm_E, self._spec.norm_eps)).float()
+        """Return logits_RV in float32 for some of the tokens that `forward` returned; only those of rank 0 count."""
+        logits_RV = self._head(rms_norm(x_RE, self._norm_E, self._spec.norm_eps)).float()
+        return self._collectives.gather_to_0(logits_RV)[:, : self._spec.vocab_size].contiguous()
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        """Return x_TE; where another rank has the token, zeros."""
+        if self._spec.num_ranks == 1:
+            return F.embedding(token_ids_T, self._embedding_VE)
+        rows_T = token_ids_T - self._spec.rank * self._spec.vocab_rows
+        others_T = (rows_T < 0) | (rows_T >= self._spec.vocab_rows)
+        return F.embedding(rows_T.masked_fill(others_T, 0), self._embedding_VE).masked_fill_(others_T[:, None], 0)
 
     def _project(self, layer: Layer, x_TE: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         spec = self._spec

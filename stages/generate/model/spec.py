@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 
@@ -87,6 +87,49 @@ class ModelSpec:
     dtype: DTypeName
     """The dtype in the config; float32 if it has none."""
     experts: ExpertsSpec = NO_EXPERTS
+    rank: int = 0
+    """Which part of a model this is, where several ranks compute one together."""
+    num_ranks: int = 1
+
+    @property
+    def vocab_rows(self) -> int:
+        """The rows of the embeddings, and of the head. With ranks, rows beyond the vocabulary are zeros."""
+        return -(-self.vocab_size // self.num_ranks)
+
+    def sharded(self, rank: int, num_ranks: int, quantization: str = "none") -> ModelSpec:
+        """Return the part of this model that one of *num_ranks* ranks has: a smaller model.
+
+        Heads and intermediate sizes are those of the rank, the vocabulary stays whole. Query heads are divided. A rank
+        has a copy of each KV head that its query heads need. Each of its KV heads serves the same number of them, so a
+        KV head may be there twice. Intermediate sizes are rounded up to a multiple of *num_ranks*, and the additional
+        weights are zeros. With int8 the multiple is 64 times that: the weights that share a scale stay together.
+
+        Raises:
+            ConfigError: The query heads cannot be divided.
+        """
+        if self.num_heads % num_ranks:
+            possible = (str(size) for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
+            raise ConfigError(
+                f"--tp {num_ranks}: the model has {self.num_heads} query heads, which {num_ranks} ranks cannot divide; "
+                f"pass one of {', '.join(possible)}"
+            )
+        if num_ranks == 1:
+            return self
+        multiple = 64 if quantization == "int8" else 1
+
+        def part(size: int) -> int:
+            return -(-size // (num_ranks * multiple)) * multiple
+
+        num_heads = self.num_heads // num_ranks
+        return replace(
+            self,
+            num_heads=num_heads,
+            num_kv_heads=num_heads // math.gcd(num_heads, self.num_heads // self.num_kv_heads),
+            intermediate_size=part(self.intermediate_size),
+            experts=replace(self.experts, intermediate_size=part(self.experts.intermediate_size)),
+            rank=rank,
+            num_ranks=num_ranks,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +208,25 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of a checkpoint. Fused ones are neighbours: q, k, v and gate, up."""
+    """Return name -> shape of every tensor of a checkpoint, or of a rank's part of them.
+
+    Fused ones are neighbours: q, k, v and gate, up.
+    """
     hidden, q_size, kv_size = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention: _Linears = {
         "self_attn.q_proj": (q_size, hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv_size, hidden, spec.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, spec.qkv_bias),
-        "self_attn.o_proj": (hidden, q_size, spec.output_bias),
+        "self_attn.o_proj": (hidden, q_size, spec.output_bias and not spec.rank),  # added once to the ranks' sum
     }
-    dense = _mlp_shapes("mlp", hidden, spec.intermediate_size, spec.mlp_bias)
+    dense = _mlp_shapes("mlp", hidden, spec.intermediate_size, spec.mlp_bias, spec.mlp_bias and not spec.rank)
     experts: _Linears = {"mlp.gate": (spec.experts.num_experts, hidden, False)}
     for expert in range(spec.experts.num_experts):
-        experts |= _mlp_shapes(f"mlp.experts.{expert}", hidden, spec.experts.intermediate_size, False)
+        experts |= _mlp_shapes(f"mlp.experts.{expert}", hidden, spec.experts.intermediate_size, False, False)
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     if spec.qk_norm:
         norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_rows, hidden)}
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         linears = attention | (experts if layer in spec.experts.layers else dense)
@@ -189,7 +235,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{prefix}{name}.bias": (rows,) for name, (rows, _, bias) in linears.items() if bias}
     shapes["model.norm.weight"] = (hidden,)
     if not spec.tie_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+        shapes["lm_head.weight"] = (spec.vocab_rows, hidden)
     return shapes
 
 
@@ -197,11 +243,11 @@ _Linears: TypeAlias = dict[str, tuple[int, int, bool]]
 """name -> outputs, inputs, has a bias"""
 
 
-def _mlp_shapes(prefix: str, hidden_size: int, intermediate_size: int, bias: bool) -> _Linears:
+def _mlp_shapes(prefix: str, hidden_size: int, intermediate_size: int, bias: bool, down_bias: bool) -> _Linears:
     return {
         f"{prefix}.gate_proj": (intermediate_size, hidden_size, bias),
         f"{prefix}.up_proj": (intermediate_size, hidden_size, bias),
-        f"{prefix}.down_proj": (hidden_size, intermediate_size, bias),
+        f"{prefix}.down_proj": (hidden_size, intermediate_size, down_bias),
     }
 
 

@@ -1,21 +1,50 @@
 """The interface between the schedule and `forward`: the rows, tokens and pages of one step, and its result.
 
 Knows no tensors. A plan carries only what is new: every rank keeps the page tables, and a row adds pages to its own.
+Nobody changes a row or a sample. They are not frozen because every step makes hundreds: frozen ones take twice as long.
+
+A plan may be made before the tokens of the step before are known. Then a row has a placeholder in the place of such a
+token: -1 minus the index of the token among those that the step before samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline.events import SamplingParams, Score
+from stages.generate.schedule.bad_words import BadWords
+
+NOT_A_NUMBER: Final = -1
+"""In place of a token: a logit is NaN, or the largest is infinite, so no token can follow."""
 
 
-@dataclass(frozen=True, slots=True)
+class Matcher(Protocol):
+    """Follows the output of one request through its grammar."""
+
+    @property
+    def error(self) -> str:
+        """Why it gave up; empty: it did not. It is known once `allowed` has returned."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Take in the next token of the output, after which it goes on."""
+        ...
+
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """Return for each token whether it may come next. Wait until that is known. None: it gave up."""
+        ...
+
+
+@dataclass(slots=True)
 class Sample:
     """How the token after a row's last one is drawn: a function of the logits, (seed, position) and the tokens so far.
 
-    Only rank 0 uses it, and only before the next token is known, because `token_ids` is the schedule's own list.
+    Only rank 0 uses it.
     """
 
     params: SamplingParams
@@ -24,13 +53,30 @@ class Sample:
     forbidden: tuple[int, ...]
     """Token ids that must not come out: end-of-sequence and stop ids before `min_tokens`, and ends of bad words."""
     token_ids: Sequence[int] = ()
-    """Prompt + output; empty when no penalty needs them."""
+    """Prompt + output; empty when nothing needs them. In a plan it is the schedule's own list, and goes on."""
     prompt_length: int = 0
+    bad_words: BadWords | None = None
+    """What `settled` adds the ends of."""
+    matcher: Matcher | None = None
+    """What `settled` asks for `allowed`."""
+    allowed: npt.NDArray[np.bool_] | None = None
+    """Which tokens the grammar allows; None: all."""
+
+    def settled(self) -> Sample:
+        """Return the sample as it is once all tokens before `position` are known."""
+        if not self.token_ids and self.matcher is None:
+            return self
+        seen, forbidden = self.token_ids[: self.position], self.forbidden
+        if self.bad_words is not None:
+            forbidden += self.bad_words.completed_by(seen, self.position - self.prompt_length)
+        shown = seen if self.params.penalizes else ()
+        allowed = None if self.matcher is None else self.matcher.allowed()
+        return Sample(self.params, self.position, forbidden, shown, self.prompt_length, allowed=allowed)
 
     @property
     def changes_logits(self) -> bool:
         """Whether the token is chosen from other logits than the model's own."""
-        return bool(self.forbidden) or self.params.shapes
+        return bool(self.forbidden) or self.allowed is not None or self.params.shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +88,7 @@ class Scoring:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlanRow:
     """One request in one step: a decode row has one token, a prefill chunk one or more."""
 
@@ -51,6 +97,7 @@ class PlanRow:
     start: int
     """Position of the first token of `token_ids`; the keys and values of all positions before it are in the pages."""
     token_ids: tuple[int, ...]
+    """The only one of a decode row may be a placeholder."""
     new_pages: tuple[int, ...]
     """Pages appended to this table row before the step. When `start` is 0 they are the whole row."""
     first_page: int
@@ -99,6 +146,27 @@ class Computed:
     """The result of a plan."""
 
     token_ids: Sequence[int]
-    """One for each row that samples, in row order."""
+    """One for each row that samples, in row order; or NOT_A_NUMBER, which matters only if its request is still here."""
     scores: Mapping[int, RowScores] = field(default_factory=dict)
     """By `PlanRow.table`, for the rows that ask for them."""
+
+    def checked(self) -> Computed:
+        """Return this result, which has a token for each row.
+
+        Raises:
+            ArithmeticError: It has not. Nobody knows which token should follow.
+        """
+        if NOT_A_NUMBER in self.token_ids:
+            raise ArithmeticError("the model's output is not a number (NaN)")
+        return self
+
+
+def filled(plan: BatchPlan, token_ids: Sequence[int]) -> BatchPlan:
+    """Return *plan* with its placeholders replaced by *token_ids*, which the step before has sampled; by 0 for a token
+    that is not one.
+    """
+    rows = [
+        replace(row, token_ids=(max(token_ids[-1 - row.token_ids[0]], 0),)) if row.token_ids[0] < 0 else row
+        for row in plan.rows
+    ]
+    return replace(plan, rows=tuple(rows))

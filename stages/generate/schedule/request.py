@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pipeline.events import FinishReason, SamplingParams, Score
 from stages.generate.kvcache.base import Holding
 from stages.generate.schedule.bad_words import BadWords
-from stages.generate.schedule.plan import Sample, Scoring
+from stages.generate.schedule.plan import Matcher, Sample, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,13 @@ class NewRequest:
     """Lower runs earlier; equal ones run in the order of their arrival."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that must not come out."""
+    reads_cache: bool = True
+    """Whether its prompt may come from the prefix cache."""
+    grammar: str = ""
+    """What its output must be, as in Tokenized; empty: anything."""
+    matcher: Matcher | None = None
+    """Follows the output through the grammar, and has taken in `output_ids`. None where nothing is computed: its tokens
+    are known, or it has no grammar."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +45,17 @@ class Request:
     """Counts up."""
     prompt_length: int
     token_ids: list[int]
-    """Prompt + output."""
+    """Prompt + output. Tokens that steps in flight sample are placeholders, as in a plan."""
     limit: int
     """Length at which it ends."""
     sampling: SamplingParams
     bad_words: BadWords
+    reads_cache: bool = True
+    """As in NewRequest."""
+    is_constrained: bool = False
+    """It has a grammar, so an end-of-sequence token comes only where the grammar is complete."""
+    matcher: Matcher | None = None
+    """As in NewRequest."""
     table: int = -1
     """Its row of the page table; -1 while it waits."""
     holding: Holding = field(default_factory=Holding)
@@ -54,6 +67,17 @@ class Request:
     """Of the prompt's tokens computed so far. They are told with the first token."""
     stands_still: bool = False
     """It came with tokens of another engine: a client sees its stream stand still until it is computed."""
+    last_plan: int = 0
+    """Ordinal of the last plan that has a row of it."""
+    num_known: int = field(init=False)
+    """How many of `token_ids` are known. The others are placeholders."""
+    is_plain: bool = field(init=False)
+    """No token before the next one says how that is sampled."""
+
+    def __post_init__(self) -> None:
+        self.num_known = len(self.token_ids)
+        shaped = self.sampling.min_tokens or self.sampling.penalizes or self.bad_words
+        self.is_plain = not shaped and self.matcher is None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -62,16 +86,23 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - self.prompt_length
+        """How many tokens of output are known."""
+        return self.num_known - self.prompt_length
 
     @property
     def scores_prompt(self) -> bool:
         """Whether the logits of the prompt are wanted, so that none of it may come from the cache."""
-        return self.sampling.prompt_logprobs is not None and self.num_output == 0
+        return self.sampling.prompt_logprobs is not None and len(self.token_ids) == self.prompt_length
+
+    @property
+    def may_read_cache(self) -> bool:
+        return self.reads_cache and not self.scores_prompt
 
     @property
     def decodes(self) -> bool:
-        return self.chunks == 0 and self.num_computed == len(self.token_ids) - 1
+        """Whether its next row has one token. A request that ends by length with the step in flight has no next row."""
+        length = len(self.token_ids)
+        return not self.chunks and self.num_computed == length - 1 and length < self.limit
 
     def scoring(self, start: int, end: int) -> Scoring | None:
         """Return how the prompt tokens that follow positions *start* to *end* are scored; None: they are not."""
@@ -82,18 +113,27 @@ class Request:
 
     def sample(self, eos_ids: tuple[int, ...]) -> Sample:
         """Return how the next token is sampled."""
-        sampling = self.sampling
+        sampling, position = self.sampling, len(self.token_ids)
+        if self.is_plain:
+            return Sample(sampling, position, (), (), self.prompt_length)
         forbidden: tuple[int, ...] = ()
-        if self.num_output < sampling.min_tokens:
+        if position - self.prompt_length < sampling.min_tokens:
             forbidden = sampling.stop_token_ids if sampling.ignore_eos else eos_ids + sampling.stop_token_ids
-        if self.bad_words:
-            forbidden += self.bad_words.completed_by(self.token_ids, self.num_output)
-        seen = self.token_ids if sampling.penalizes else ()
-        return Sample(sampling, len(self.token_ids), forbidden, seen, self.prompt_length)
+        seen = self.token_ids if sampling.penalizes or self.bad_words else ()
+        bad_words = self.bad_words or None
+        return Sample(sampling, position, forbidden, seen, self.prompt_length, bad_words, self.matcher)
 
-    def end_of(self, token: int, eos_ids: Sequence[int]) -> FinishReason | None:
-        """Return why the request ends with *token*, its last one; None: it goes on."""
+    def learn(self, position: int, token: int, eos_ids: Sequence[int]) -> FinishReason | None:
+        """Replace the placeholder at *position*. Return why the request ends with this token; None: it goes on."""
+        self.token_ids[position] = token
+        self.num_known = position + 1
         sampling = self.sampling
-        if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
+        if token in sampling.stop_token_ids:
             return "stop"
-        return "length" if len(self.token_ids) >= self.limit else None
+        if token in eos_ids and (self.is_constrained or not sampling.ignore_eos):
+            return "stop"
+        if self.num_known >= self.limit:
+            return "length"
+        if self.matcher is not None:
+            self.matcher.advance(token)
+        return None

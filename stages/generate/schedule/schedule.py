@@ -7,6 +7,11 @@ small one may be an argument of the plan, and is then decided by somebody who ha
 Requests are ordered by priority, then by arrival. Waiting requests are admitted and prompts are computed in this order.
 When pages run out, the last running request gives its pages back; a waiting request never displaces a running one. The
 first request waits only for those that run already, and is then computed in every step until it ends.
+
+A plan may be made while the step before is in flight: its tokens are not known yet. Each token that it samples has a
+placeholder then, which `complete` replaces. So calls come as `plan`, `complete`, `plan`, .. or as `plan`, `plan`,
+`complete`, `plan`, `complete`, .. A request that leaves while a step in flight has a row of it keeps its pages and its
+row of the page table until that step has landed: nothing else is written there before.
 """
 
 from __future__ import annotations
@@ -14,51 +19,20 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from pipeline.events import Admitted, EventRow, Failed, Preempted, StepRow, TokenRow
 from stages.generate.kvcache.base import Holding, PrefixCache
 from stages.generate.schedule.bad_words import BadWords
+from stages.generate.schedule.limits import Identity as Identity
+from stages.generate.schedule.limits import ScheduleLimits as ScheduleLimits
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores, Work
 from stages.generate.schedule.request import NewRequest, Request
 
 by_order = attrgetter("order")
 MOST_TAKEN = 8
 """The most new requests that an engine takes at a step, so that many engines share a burst."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleLimits:
-    """What bounds a plan; lengths are in tokens."""
-
-    context: int
-    """The served context: prompt + output of one request. At most what the cache holds."""
-    max_prefill_length: int
-    mixed_prefill_length: int
-    max_running_requests: int
-    vocab_size: int
-    mixed_prefill_per_request: int = 0
-    """Raises `mixed_prefill_length` to this much for each request in hand: with many running a step is long anyway, and
-    with many waiting more gain from it."""
-
-    def prefill_budget(self, num_streams: int, num_requests: int) -> int:
-        """Return the most prompt tokens of a step in which *num_streams* of *num_requests* decode."""
-        if not num_streams:
-            return self.max_prefill_length
-        for_all = min(self.mixed_prefill_per_request * num_requests, self.max_prefill_length)
-        return max(self.mixed_prefill_length, for_all)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The engine that computes, as the marks in the histories name it."""
-
-    engine: str
-    epoch: int
-    fingerprint: str
-    """Of the weights."""
-    numerics: str = ""
 
 
 class Schedule:
@@ -77,7 +51,14 @@ class Schedule:
         self._tables = deque(range(limits.max_running_requests))
         self._num_arrived = 0
         self._step = 0
-        self._planned: list[tuple[Request, int]] = []
+        self._flights: deque[list[tuple[Request, int, int]]] = deque()
+        """What each step in flight samples, oldest first: requests, their chunks, and the positions of the tokens."""
+        self._sampled: list[tuple[Request, int, int]] = []
+        """The same of the plan that is being made."""
+        self._num_plans = self._num_landed = 0
+        """How many plans were made, and how many of them are no longer in flight."""
+        self._leaving: list[Request] = []
+        """Requests that have left, and whose pages and tables a step in flight still uses."""
         self._alone: str | None = None
         """The only request that may run."""
 
@@ -120,6 +101,9 @@ class Schedule:
             limit=limit,
             sampling=new.sampling,
             bad_words=BadWords(new.bad_words),
+            is_constrained=bool(new.grammar),
+            matcher=new.matcher,
+            reads_cache=new.reads_cache,
             stands_still=bool(new.output_ids),
         )
         self._num_arrived += 1
@@ -128,10 +112,14 @@ class Schedule:
         return None
 
     def drop(self, uid: str) -> bool:
-        """Forget a request that ended elsewhere and free its pages; False when the schedule does not have it."""
+        """Forget a request that ended elsewhere, and free its pages once no step in flight uses them.
+
+        Return False when the schedule does not have it.
+        """
         request = self._by_uid.pop(uid, None)
         if request is None:
             return False
+        request.matcher = None  # what comes next does not matter any more
         if request.table >= 0:
             self._leave(request)
         else:
@@ -142,10 +130,18 @@ class Schedule:
         """Forget the prefixes that no running request holds; return how many pages that freed."""
         return self._cache.flush()
 
+    def misfits(self) -> list[tuple[str, int, str]]:
+        """Return the requests of the oldest step in flight whose matchers gave up before their token was drawn: uids,
+        numbers of output tokens, reasons. They must leave before the step is complete: their tokens are not meant.
+        """
+        gave_up = [one for one, *_ in self._flights[0] if one.matcher is not None and one.matcher.error]
+        here = [one for one in gave_up if self._by_uid.get(one.uid) is one]
+        return [(one.uid, one.num_output, one.matcher.error) for one in here if one.matcher is not None]
+
     def isolate(self, uid: str | None) -> list[StepRow]:
         """Run only the request *uid*, which is here or comes next, until this is called with None.
 
-        Return the marks of the requests that were preempted for it.
+        Return the marks of the requests that were preempted for it. No step is in flight.
         """
         self._alone = uid
         marks: list[StepRow] = []
@@ -160,11 +156,18 @@ class Schedule:
 
     def num_tokens(self, uid: str) -> int:
         """Return how many tokens, prompt and output, a request of this schedule has."""
-        return len(self._by_uid[uid].token_ids)
+        return self._by_uid[uid].num_known
 
     def holder(self, table: int) -> tuple[str, int]:
-        """Return the uid and the number of output tokens of the request that holds a row of the page table."""
-        return next((request.uid, request.num_output) for request in self._running if request.table == table)
+        """Return the uid and the number of output tokens of the request that holds a row of the page table.
+
+        Raises:
+            KeyError: No request holds it.
+        """
+        for request in self._running:
+            if request.table == table:
+                return request.uid, request.num_output
+        raise KeyError(table)
 
     @property
     def room(self) -> int:
@@ -172,6 +175,11 @@ class Schedule:
         if self._waiting:
             return 0
         return min(MOST_TAKEN, self._limits.max_running_requests - len(self._running))
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the next plan may admit a request."""
+        return bool(self._waiting and self._tables)
 
     @property
     def num_running(self) -> int:
@@ -191,9 +199,12 @@ class Schedule:
 
     def problems(self) -> list[str]:
         """Return what is wrong with the books; empty when all is well."""
-        found = self._cache.problems([request.holding for request in self._running])
-        if len(self._tables) + len(self._running) != self._limits.max_running_requests:
-            found.append(f"{len(self._tables)} tables free with {len(self._running)} requests running")
+        holders = [*self._running, *self._leaving]
+        found = self._cache.problems([request.holding for request in holders])
+        if len(self._tables) + len(holders) != self._limits.max_running_requests:
+            found.append(f"{len(self._tables)} tables free with {len(holders)} requests running or leaving")
+        if self._leaving and not self._flights:
+            found.append(f"{len(self._leaving)} requests are leaving with no step in flight")
         if len(self._by_uid) != len(self._running) + len(self._waiting):
             found.append(f"{len(self._by_uid)} uids, {len(self._running)} running, {len(self._waiting)} waiting")
         return found
@@ -204,21 +215,27 @@ class Schedule:
     def work(self) -> Work:
         """What is there to compute, before the next plan is made."""
         decoding = [request for request in self._running if request.decodes]
-        begun = next((request for request in self._running if request.chunks > 0), None)
+        begun = [request for request in self._running if request.chunks > 0]
         return Work(
             streams=len(decoding),
             context=sum(request.num_computed + 1 for request in decoding),
-            prompts=len(self._running) - len(decoding) + len(self._waiting),
-            position=begun.num_computed if begun else 0,
+            prompts=len(begun) + len(self._waiting),
+            position=begun[0].num_computed if begun else 0,
         )
 
     def plan(self, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, list[StepRow]] | None:
         """Return the next step and its marks (Admitted, Preempted); None when there is nothing to compute.
 
+        While a step is in flight, None also says that it must land first: every request waits for it, or there are too
+        few pages. A request is preempted only once all its tokens are known.
+
         *mixed_prefill_length*: the most prompt tokens beside streams, in place of what the limits say.
         """
+        assert len(self._flights) < 2, "a placeholder names a row of the step right before"
+        if self._flights and self._is_short:
+            return None
         marks: list[StepRow] = []
-        self._planned = []
+        self._sampled = []
         rows = self._plan_decodes(marks)
         num_decode_rows = len(rows)
         budget = self._limits.prefill_budget(num_decode_rows, len(self._running) + len(self._waiting))
@@ -229,25 +246,34 @@ class Schedule:
         rows += self._plan_prefills(budget, marks)
         if not rows:
             may_run = self._by_uid if self._alone is None else {self._alone} & self._by_uid.keys()
-            assert not may_run, "requests are here, but no row could be planned"
+            assert not may_run or self._flights, "requests are here, but no row could be planned"
             return None
+        self._flights.append(self._sampled)
+        self._num_plans += 1
         self._step += 1
         return BatchPlan(self._step, tuple(rows), num_decode_rows), marks
 
     def start_over(self) -> list[StepRow]:
-        """Undo the last plan, which failed: preempt every running request and return their marks.
+        """Undo the plan of the oldest step in flight, which failed, and the one after it: preempt every running request
+        and return their marks. The next plan has the number that follows the one that failed.
 
-        Also forget all prefixes, because the plan may not have filled them.
+        Also forget all prefixes, because the plans may not have filled them.
         """
         marks: list[StepRow] = []
-        self._planned = []
+        self._step -= len(self._flights) - 1
+        for request, *_ in chain.from_iterable(self._flights):
+            del request.token_ids[request.num_known :]
+        self._flights.clear()
+        self._num_landed = self._num_plans
+        self._let_leave()
         for request in reversed(self._running[:]):
             self._preempt(request, marks, self._step)
         self._cache.flush()
         return marks
 
     def complete(self, token_ids: Sequence[int], scores: Mapping[int, RowScores] | None = None) -> list[TokenRow]:
-        """Fold the tokens sampled by the last plan, one for each row with a Sample; return them as rows of the log.
+        """Fold the tokens sampled by the oldest step in flight, one for each row with a Sample; return them as rows of
+        the log.
 
         *scores*: as `Computed.scores`.
         """
@@ -256,23 +282,26 @@ class Schedule:
         for request in self._running if scores else ():
             if request.table in scores:
                 request.prompt_scores += scores[request.table].prompt
-        sampled = iter(token_ids)
-        for request, chunks in self._planned:
-            token = next(sampled)
-            if request.uid not in self._by_uid:
-                continue  # it ended elsewhere while the step ran
-            request.token_ids.append(token)
-            end = request.end_of(token, self._eos_ids)
+        page_size = self._cache.page_size
+        self._num_landed += 1
+        for (request, chunks, position), token in zip(self._flights[0], token_ids, strict=True):
+            end = request.learn(position, token, self._eos_ids)
+            if self._by_uid.get(request.uid) is not request:
+                continue  # it ended while the step ran; its uid may have come again
+            if request.num_computed > position and request.num_known % page_size == 0:
+                self._cache.fill(request.holding, request.token_ids, request.num_known)  # by the step in flight
             row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
-            if request.table in scores:
-                told = {"score": scores[request.table].token, "prompt_scores": tuple(request.prompt_scores) or None}
+            if request.table in scores or request.prompt_scores:  # its last chunk may have had no token to score
+                score = scores[request.table].token if request.table in scores else None
+                told = {"score": score, "prompt_scores": tuple(request.prompt_scores) or None}
                 request.prompt_scores.clear()
                 row = row.model_copy(update=told)
             rows.append(row)
             if end is not None:
                 del self._by_uid[request.uid]
                 self._leave(request)
-        self._planned = []
+        self._flights.popleft()
+        self._let_leave()
         return rows
 
     @property
@@ -289,14 +318,34 @@ class Schedule:
 
     def _plan_decodes(self, marks: list[StepRow]) -> list[PlanRow]:
         rows: list[PlanRow] = []
+        page_size = self._cache.page_size
         for request in list(self._running):
             if request.table < 0 or not request.decodes:
                 continue  # an earlier one preempted it just now, or its prompt is not done
-            first_page = len(request.holding.pages)
-            pages = self._pages_for(request, marks)
-            if pages is not None:
-                rows.append(self._row(request, 1, pages, first_page))
+            start, pages = request.num_computed, request.holding.pages
+            if start < len(pages) * page_size and (start + 1) % page_size:  # its page has room, and is not full then
+                rows.append(self._decode_row(request))
+                continue
+            first_page = len(pages)
+            new_pages = self._pages_for(request, marks)
+            if new_pages is not None:
+                rows.append(self._row(request, 1, new_pages, first_page))
         return rows
+
+    def _decode_row(self, request: Request) -> PlanRow:
+        """As `_row`, for a token that changes nothing in the cache: nearly every row of an engine is one."""
+        start, token_ids = request.num_computed, request.token_ids
+        request.stands_still = False
+        request.num_computed = start + 1
+        request.last_plan = self._num_plans + 1
+        sample = request.sample(self._eos_ids)
+        self._expect(request, 0)
+        return PlanRow(request.table, start, (token_ids[start],), (), len(request.holding.pages), sample)
+
+    def _expect(self, request: Request, chunks: int) -> None:
+        """Give a request a placeholder for the token that the plan being made samples."""
+        self._sampled.append((request, chunks, len(request.token_ids)))
+        request.token_ids.append(-len(self._sampled))
 
     def _pages_for(self, request: Request, marks: list[StepRow]) -> list[int] | None:
         """Return the pages that the next token needs beyond those held; None when *request* itself was preempted.
@@ -314,16 +363,13 @@ class Schedule:
     def _plan_prefills(self, budget: int, marks: list[StepRow]) -> list[PlanRow]:
         rows: list[PlanRow] = []
         # A request that was just preempted for a running one would only take back the pages that one needs.
-        crowded = (
-            any(isinstance(mark, EventRow) and isinstance(mark.event, Preempted) for mark in marks) and self._running
-        )
+        crowded = self._running and any(isinstance(one, EventRow) and isinstance(one.event, Preempted) for one in marks)
         begun = deque(request for request in self._running if request.chunks > 0)
-        admits = not crowded
         while budget > 0:
-            following = self._next_waiting() if admits and self._tables else None
+            following = self._next_waiting() if not crowded and self._tables else None
             if following is not None and (not begun or following.priority < begun[0].priority):
-                admits = self._admit(following, marks)
-                if not admits:
+                crowded = not self._admit(following, marks)
+                if crowded:
                     continue  # with those that have their pages
                 rows.append(self._chunk(following, budget, list(following.holding.pages), 0))
             elif begun:
@@ -336,7 +382,7 @@ class Schedule:
 
     def _admit(self, request: Request, marks: list[StepRow]) -> bool:
         """Give a waiting request pages for all its tokens; False when there are not enough."""
-        holding = self._cache.begin(() if request.scores_prompt else request.token_ids)
+        holding = self._cache.begin(request.token_ids if request.may_read_cache else ())
         request.holding = holding
         if self._cache.grow(holding, self._pages_missing(request, len(request.token_ids))) is None:
             self._cache.end(holding)
@@ -361,13 +407,10 @@ class Schedule:
     def _row(self, request: Request, count: int, pages: list[int], first_page: int) -> PlanRow:
         start, end = request.num_computed, request.num_computed + count
         last = end == len(request.token_ids)
-        if last:
-            self._planned.append((request, request.chunks))
-            request.chunks = 0
-            request.stands_still = False
         request.num_computed = end
-        self._cache.fill(request.holding, request.token_ids, end)
-        return PlanRow(
+        request.last_plan = self._num_plans + 1
+        self._cache.fill(request.holding, request.token_ids, min(end, request.num_known))
+        row = PlanRow(
             table=request.table,
             start=start,
             token_ids=tuple(request.token_ids[start:end]),
@@ -376,11 +419,25 @@ class Schedule:
             sample=request.sample(self._eos_ids) if last else None,
             scoring=request.scoring(start, end),
         )
+        if last:
+            self._expect(request, request.chunks)
+            request.chunks = 0
+            request.stands_still = False
+        return row
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether there are too few pages for the next tokens of those that decode."""
+        free = self._cache.num_available
+        if free >= len(self._running):
+            return False
+        return sum(self._pages_missing(one, one.num_computed + 1) for one in self._running if one.decodes) > free
 
     def _pages_missing(self, request: Request, length: int) -> int:
         return -(-length // self._cache.page_size) - len(request.holding.pages)
 
     def _preempt(self, request: Request, marks: list[StepRow], step: int) -> None:
+        assert request.last_plan <= self._num_landed, "its tokens are known, and its pages are free now"
         self._leave(request)
         request.num_computed = request.chunks = 0
         request.prompt_scores.clear()
@@ -390,11 +447,19 @@ class Schedule:
         marks.append(self._mark(request, event))
 
     def _leave(self, request: Request) -> None:
-        """Give back what a running request holds."""
+        """Stop running a request, and give back what it holds once no step in flight has a row of it."""
         self._running.remove(request)
-        self._cache.end(request.holding)
-        self._tables.append(request.table)
-        request.table = -1
+        self._leaving.append(request)
+        if request.last_plan <= self._num_landed:
+            self._let_leave()
+
+    def _let_leave(self) -> None:
+        """Give back what those hold that have left, and of which no step in flight has a row."""
+        for request in [request for request in self._leaving if request.last_plan <= self._num_landed]:
+            self._leaving.remove(request)
+            self._cache.end(request.holding)
+            self._tables.append(request.table)
+            request.table = -1
 
     def _admitted(self, holding: Holding) -> Admitted:
         identity = self.identity
@@ -404,6 +469,7 @@ class Schedule:
             step=self.next_step,
             fingerprint=identity.fingerprint,
             numerics=identity.numerics,
+            version=identity.version,
             cached_tokens=holding.cached_tokens,
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.generate.machine import bfloat16_is_slow, usable_cores, usable_cpus
+from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
 
 CPU = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 NODE = "sys/devices/system/node/node{}/cpulist"
@@ -83,6 +83,32 @@ def test_of_the_smallest_quota_of_all_cgroups_whole_cpus_count(
     cgroup: str, files: Mapping[str, str], cores: int, tmp_path: Path
 ) -> None:
     assert usable_cores(EIGHT, machine(tmp_path, files, {"proc/self/cgroup": cgroup})) == cores
+
+
+THREE_NODES = {NODE.format(0): "0-1", NODE.format(1): "2-4", NODE.format(2): "8-9"}
+
+
+@pytest.mark.parametrize(
+    ("files", "num_engines", "found"),
+    [
+        ({}, 2, [(EIGHT, 2), (EIGHT, 2)]),
+        ({NODE.format(0): "0-7", NODE.format(1): ""}, 2, [(EIGHT, 2), (EIGHT, 2)]),
+        (THREE_NODES, 1, [(EIGHT, 1)]),
+        (THREE_NODES, 2, [({2, 3, 4}, 1), ({0, 1}, 1)]),
+        (THREE_NODES, 3, [({2, 3, 4}, 2), ({0, 1}, 1), ({2, 3, 4}, 2)]),
+    ],
+)
+def test_engines_take_numa_nodes_in_turn_the_largest_first(
+    files: Mapping[str, str], num_engines: int, found: list[tuple[set[int], int]], tmp_path: Path
+) -> None:
+    root = machine(tmp_path, files)
+    assert [cpus_of(engine, num_engines, EIGHT, root) for engine in range(num_engines)] == found
+
+
+def test_without_a_quota_there_are_cores_without_end(tmp_path: Path) -> None:
+    assert quota_cores(tmp_path) > 1_000_000
+    files = {V2.format(""): "350000 100000", "proc/self/cgroup": "0::/"}
+    assert quota_cores(machine(tmp_path, files)) == 3
 
 
 def test_this_machine_has_a_core_and_no_more_cores_than_cpus() -> None:

@@ -14,12 +14,14 @@ from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError
 from pipeline.flags import parse_config
+from stages.generate import loading, worker
 from stages.generate import resolve as resolve_module
-from stages.generate import worker
-from stages.generate.config import EngineConfig, GenerateConfig
-from stages.generate.kernels import VERSION, library
-from stages.generate.model.spec import ModelSpec, read_spec
-from stages.generate.resolve import Settings, default_threads, resolve, resolve_dtype
+from stages.generate.config import EngineConfig, GenerateConfig, ShareConfig
+from stages.generate.forward.sampler import VERSION as SAMPLER
+from stages.generate.kernels import MOST_THREADS, VERSION, build, library
+from stages.generate.kvcache.pool import page_bytes
+from stages.generate.model.spec import ExpertsSpec, ModelSpec, read_spec
+from stages.generate.resolve import WHOLE, Settings, default_threads, resolve, resolve_dtype
 from stages.generate.schedule.schedule import ScheduleLimits
 
 CPU = EngineConfig(device="cpu")
@@ -52,10 +54,23 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return read_spec(make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", max_positions=512))
 
 
+@pytest.mark.parametrize(
+    ("device", "overlap", "expected"),
+    [("cpu", "auto", False), ("cpu", "on", True), ("cuda", "auto", True), ("cuda", "off", False)],
+)
+def test_steps_overlap_on_a_gpu_unless_a_flag_says_otherwise(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, device: str, overlap: str, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**30)
+    config = replace(CPU, device=device, overlap=overlap, attention="reference")
+    assert resolve(config, spec).overlap == expected
+
+
 def test_auto_on_a_cpu(spec: ModelSpec) -> None:
     settings = resolve(CPU, spec)
     found = (settings.device.type, settings.dtype, settings.attention, settings.page_size)
-    assert found == ("cpu", torch.float32, "cpu", 64)
+    assert found == ("cpu", torch.float32, "torch", 64)
     assert settings.limits == ScheduleLimits(512, 2048, 16, 256, spec.vocab_size, mixed_prefill_per_request=2)
 
 
@@ -95,16 +110,19 @@ def test_the_flag_that_bounds_the_served_context_is_known(spec: ModelSpec) -> No
 @pytest.mark.parametrize(
     ("variants", "options", "chosen", "attention"),
     [
-        ((), {}, "torch", "cpu"),
+        ((), {}, "torch", "torch"),
         (("avx2",), {}, "avx2", "kernels"),
         (BOTH, {}, "avx512", "kernels"),
         (BOTH, {"kernels": "avx512"}, "avx512", "kernels"),
         (BOTH, {"kernels": "avx2"}, "avx2", "kernels"),
         (BOTH, {"kernels": "avx2", "quantization": "int8"}, "avx2", "kernels"),
         (BOTH, {"quantization": "int8"}, "avx512", "kernels"),
-        (BOTH, {"kernels": "torch"}, "torch", "cpu"),
+        (("neon",), {}, "neon", "kernels"),
+        (("neon",), {"kernels": "neon", "quantization": "int8"}, "neon", "kernels"),
+        (BOTH, {"kernels": "torch"}, "torch", "torch"),
         (BOTH, {"kernels": "torch", "attention": "reference"}, "torch", "reference"),
-        (BOTH, {"attention": "cpu"}, "torch", "cpu"),
+        (BOTH, {"attention": "cpu"}, "torch", "torch"),
+        (BOTH, {"attention": "torch"}, "torch", "torch"),
         (BOTH, {"attention": "reference"}, "torch", "reference"),
     ],
     ids=str,
@@ -203,24 +221,44 @@ def test_where_torch_is_slow_with_the_dtype_of_the_checkpoint_auto_is_float32(
 def test_the_numerics_of_kernels_are_what_their_bits_depend_on(spec: ModelSpec, kernels: Kernels) -> None:
     kernels(BOTH)
     wide = resolve(CPU, spec)
-    assert (wide.batch_invariant, wide.numerics) == (True, f"float32/none/avx512/{VERSION}/64/{TORCH}")
+    assert wide.numerics == f"float32/none/avx512/{VERSION}/64/{TORCH}/sampler-{SAMPLER}" and wide.batch_invariant
     other = resolve(replace(CPU, dtype="bfloat16", quantization="int8", kernels="avx2", page_size=16), spec)
-    assert other.numerics == f"bfloat16/int8/avx2/{VERSION}/16/{TORCH}"
+    assert other.numerics == f"bfloat16/int8/avx2/{VERSION}/16/{TORCH}/sampler-{SAMPLER}"
 
 
 def test_the_numerics_of_torch_name_its_version_and_attention(spec: ModelSpec) -> None:
-    assert resolve(CPU, spec).numerics == f"float32/none/{TORCH}/cpu"
+    assert resolve(CPU, spec).numerics == f"float32/none/{TORCH}/torch/sampler-{SAMPLER}"
     other = resolve(replace(CPU, dtype="bfloat16", attention="reference"), spec)
-    assert (other.batch_invariant, other.numerics) == (False, f"bfloat16/none/{TORCH}/reference")
+    assert (other.batch_invariant, other.numerics) == (False, f"bfloat16/none/{TORCH}/reference/sampler-{SAMPLER}")
 
 
 def test_int8_leaves_more_memory_to_the_cache(
     spec: ModelSpec, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels(BOTH)
-    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**20)
-    wide, narrow = (resolve(replace(CPU, quantization=name, page_size=1), spec).num_pages for name in ("none", "int8"))
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**22)
+    small = replace(CPU, page_size=1, max_prefill_length=100, max_running_requests=100, threads=1)
+    wide, narrow = (resolve(replace(small, quantization=name), spec).num_pages for name in ("none", "int8"))
     assert narrow > wide
+
+
+def test_the_memory_of_a_step_is_not_given_to_the_cache(
+    spec: ModelSpec, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**24)
+
+    def cache_bytes(**more: Any) -> int:
+        settings = resolve(replace(CPU, threads=1, max_running_requests=1000, **more), spec)
+        return settings.num_pages * page_bytes(spec, settings.page_size, settings.dtype)
+
+    by_torch = cache_bytes()
+    kernels(BOTH)
+    short, long = cache_bytes(max_prefill_length=100), cache_bytes(max_prefill_length=1100)
+    assert by_torch > short > long
+    of_token = 4 * spec.hidden_size  # as much of the hidden states alone
+    assert short - long > 1000 * of_token
+    with pytest.raises(ConfigError, match=r"a step 0\.0[1-9] and a page .* lower --max-prefill-length"):
+        cache_bytes(max_prefill_length=20_000)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +267,6 @@ def test_int8_leaves_more_memory_to_the_cache(
         (replace(CPU, max_seq_len=513), False, "the model knows 512 positions"),
         (replace(CPU, num_pages=4, memory_ratio=0.5), False, "pass one of them"),
         (EngineConfig(device="cuda"), False, "torch sees no CUDA device"),
-        (EngineConfig(device="cuda", attention="cpu", num_pages=4), True, "--attn cpu computes on a CPU"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -256,6 +293,20 @@ def test_the_usual_variable_says_how_many_threads(text: str, threads: int, monke
     assert default_threads() == threads
 
 
+def test_more_threads_than_the_kernels_can_use_are_refused(
+    spec: ModelSpec, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"#define MOST_THREADS {MOST_THREADS}\n" in (build.HERE / "pool.h").read_text()
+    many = replace(CPU, threads=MOST_THREADS + 1)
+    assert resolve(many, spec).threads == MOST_THREADS + 1
+    kernels(BOTH)
+    assert resolve(replace(CPU, threads=MOST_THREADS), spec).threads == MOST_THREADS
+    with pytest.raises(ConfigError, match="--threads 257: the CPU kernels use at most 256; pass at most that, or"):
+        resolve(many, spec)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1000")
+    assert resolve(CPU, spec).threads == MOST_THREADS
+
+
 @pytest.mark.parametrize("text", ["as torch understood it", "", "0"])
 def test_torch_knows_what_else_the_usual_variable_means(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
@@ -265,7 +316,7 @@ def test_torch_knows_what_else_the_usual_variable_means(text: str, monkeypatch: 
 def test_an_engine_says_why_torch_computes_and_in_another_dtype(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "Engine", lambda *arguments, **options: None)
+    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: None)
     folder = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
 
     def said(*flags: str) -> list[tuple[str, str]]:
@@ -282,3 +333,163 @@ def test_an_engine_says_why_torch_computes_and_in_another_dtype(
     kernels(BOTH, slow=True)
     assert said() == []
     assert said("--kernels", "torch") == [("dtype_is_float32", slow)]
+
+
+def test_ranks_divide_the_threads_and_the_memory_of_a_machine(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, kernels: Kernels
+) -> None:
+    kernels(BOTH)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 256 << 20)
+    many = replace(CPU, max_running_requests=10_000)
+    alone, rank = resolve(many, spec), resolve(replace(many, tp=2), spec, 1)
+    assert (alone.threads, rank.threads) == (5, 2)
+    assert resolve(replace(many, tp=2, threads=3), spec).threads == 3
+    sizes = [spec.sharded(0, each.num_ranks) for each in (alone, rank)]
+    taken = [
+        page_bytes(size, each.page_size, each.dtype) * each.num_pages
+        for size, each in zip(sizes, (alone, rank), strict=True)
+    ]
+    assert 0.3 * taken[0] < taken[1] < 0.6 * taken[0]
+    half_here, all_here = (resolve(replace(many, tp=2), spec, 1, ranks_here=number) for number in (1, 2))
+    assert (half_here.threads, all_here) == (5, rank)
+    assert 1.5 * rank.num_pages < half_here.num_pages < 3 * rank.num_pages
+
+
+def test_engines_divide_the_threads_of_their_numa_node_and_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine has a node of 16 cores for the engines 0 and 2, and one of 8 for engine 1."""
+    nodes = {0: (set(range(8, 24)), 2), 1: (set(range(8)), 1)}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(resolve_module, "cpus_of", lambda engine, num_engines, cpus: nodes[engine % 2])
+    monkeypatch.setattr(resolve_module, "usable_cores", len)
+
+    def threads(quota: int, num_ranks: int = 1) -> list[int]:
+        monkeypatch.setattr(resolve_module, "quota_cores", lambda: quota)
+        return [default_threads(num_ranks, ShareConfig(engine, 3)) for engine in range(3)]
+
+    assert threads(1000) == [6, 6, 6]
+    assert threads(1000, num_ranks=2) == [3, 3, 3]
+    assert threads(12) == [3, 3, 3]
+    assert threads(1) == [1, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads(1000) == [2, 2, 2]
+
+
+def test_an_engine_that_starts_again_has_as_many_pages_as_before(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have their part of the memory then. The rest is not divided once more."""
+    many, share = replace(CPU, max_running_requests=10**6, threads=1), ShareConfig(1, 4, 400 << 20)
+
+    def num_pages(free_mib: int, share: ShareConfig = WHOLE, **more: Any) -> int:
+        monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: free_mib << 20)
+        return resolve(replace(many, **more), spec, share=share).num_pages
+
+    assert num_pages(400, share) == num_pages(120, share) == num_pages(100)
+    assert num_pages(60, share) == num_pages(60) < num_pages(100)
+    assert num_pages(400, share, tp=2) < num_pages(400, tp=2)
+    large = ShareConfig(0, 4, 400 << 30)
+    assert num_pages(400 << 10, large) == pytest.approx(num_pages(400 << 10) / 4, abs=1), "of 4 GiB in all"
+
+
+def test_an_engine_keeps_to_its_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: None)
+    monkeypatch.setattr("os.sched_setaffinity", lambda *arguments: kept.append(arguments))
+    monkeypatch.setattr(resolve_module, "cpus_of", lambda engine, *_: (frozenset({engine, 99}), 1))
+    folder = make_checkpoint(tmp_path, "qwen3")
+
+    def keeps_to(*flags: str) -> list[Any]:
+        kept.clear()
+        worker.load(parse_config("stage generate", GenerateConfig, flags, {}), folder, lambda progress: None)
+        return kept[:]
+
+    assert keeps_to("--engine", "1", "--engines", "2") == [(0, {1, 99})]
+    monkeypatch.setattr(resolve_module, "cpus_of", lambda engine, num_engines, cpus: (cpus, num_engines))
+    assert keeps_to("--engine", "1", "--engines", "2") == keeps_to() == []
+
+
+def test_the_number_of_ranks_is_part_of_the_numerics(spec: ModelSpec, kernels: Kernels) -> None:
+    kernels(BOTH)
+    alone, rank = resolve(CPU, spec), resolve(replace(CPU, tp=2), spec)
+    assert rank.numerics == f"{alone.numerics}/ranks-2"
+    assert rank.numerics in rank.of_all_ranks
+
+
+def test_ranks_take_the_fewest_pages_of_all(spec: ModelSpec) -> None:
+    settings = resolve(replace(CPU, page_size=16, num_pages=40), spec)
+    fewer = settings.with_pages(3)
+    assert (fewer.num_pages, fewer.limits.context, fewer.context_flag) == (3, 48, "--num-pages")
+    assert settings.with_pages(40) == settings
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp": 3}, "--tp 3: the model has .* query heads"),
+        ({"tp": 2, "device": "cuda"}, "--tp: 2 ranks on this machine need 2 GPUs, but torch sees 1; pass .*--nnodes"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_in_one_line(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=reason):
+        resolve(replace(CPU, **options), spec)
+
+
+FI = EngineConfig(device="cuda", attention="fi", num_pages=4)
+LOOP = ExpertsSpec((0,), 4, 2, 40, True)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "expected"),
+    [
+        (FI, None, 256),
+        (replace(FI, max_running_requests=20), None, 20),
+        (replace(FI, max_running_requests=1000), None, 256),
+        (replace(FI, graph=0), None, 0),
+        (replace(FI, graph=256), None, 256),
+        (replace(FI, graph=300, max_running_requests=300), None, 300),
+        (replace(FI, graph=257), None, "only 256 requests run at once (--max-running-requests)"),
+        (replace(FI, attention="torch"), None, 0),
+        (replace(FI, attention="torch", graph=8), None, "only --attn fi and fa,fi on CUDA can be recorded"),
+        (replace(FI, tp=2), None, 0),
+        (replace(FI, tp=2, graph=8), None, "several ranks (--tp) compute without graphs"),
+        (CPU, None, 0),
+        (replace(CPU, graph=8), None, "only --attn fi and fa,fi on CUDA can be recorded"),
+        (FI, LOOP, 0),
+        (replace(FI, graph=8), LOOP, "experts in float32 wait for the device here, which cannot be recorded"),
+    ],
+)
+def test_decode_steps_are_recorded_where_they_can_be(
+    spec: ModelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig,
+    experts: ExpertsSpec | None,
+    expected: int | str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(resolve_module, "why_not", lambda shape, prefill: "")
+    spec = spec if experts is None else replace(spec, experts=experts)
+    if isinstance(expected, int):
+        assert resolve(config, spec).graph == expected
+        return
+    with pytest.raises(ConfigError) as refused:
+        resolve(config, spec)
+    assert str(refused.value) == f"--graph {config.graph}: {expected}; leave it out, or pass --graph 0"
+
+
+def test_each_rank_of_a_machine_has_a_gpu_of_its_own(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {torch.device("cuda", 0): 1 << 30, torch.device("cuda", 1): 1 << 28}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: free[device])
+    config = EngineConfig(device="cuda", attention="reference", tp=2, max_running_requests=100_000)
+    here = [resolve(config, spec, rank) for rank in (0, 1)]
+    far = resolve(replace(config, tp=4), spec, 3, ranks_here=2)
+    assert [settings.device.index for settings in (*here, far)] == [0, 1, 1]
+    assert 3.5 < here[0].num_pages / here[1].num_pages < 4.5, "a rank has the memory of its GPU"
+    assert here[0].of_all_ranks == here[1].of_all_ranks and not here[0].overlap

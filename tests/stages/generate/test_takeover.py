@@ -609,12 +609,12 @@ def test_who_waits_behind_requests_that_kill_engines_ends_well(scene: Scene) -> 
 def test_the_count_of_deaths_begins_again_when_a_request_has_come_past_where_it_can_have_been(scene: Scene) -> None:
     lives = Lives(scene, 10, max_tokens=9)
     said = []
-    for deadly in (10, 10, 12, 13, 13, 16):
+    for deadly in (10, 10, 12, 14, 14, 18):
         lives.until_death(deadly)
         past = lives.past(10)
         assert past is not None
         said.append((len(past.request.output_ids), past.num_taken_over, past.num_alone))
-    assert said == [(0, 0, 0), (0, 1, 0), (2, 2, 1), (3, 1, 1), (3, 2, 2), (6, 0, 0)]
+    assert said == [(0, 0, 0), (0, 1, 0), (2, 2, 1), (4, 1, 1), (4, 2, 2), (8, 0, 0)]
     lives.until_ended(CountingEngine())
     assert lives.tokens(10) == list(range(11, 20)) and scene.log.dead_letters(9) == []
 

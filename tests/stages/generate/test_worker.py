@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipeline.events import (
     EventRow,
     Failed,
     Mark,
+    Replay,
     SamplingParams,
     StepCompleted,
     Submitted,
@@ -152,6 +154,21 @@ def test_requests_that_arrive_together_share_steps(scene: Scene, steps: Steps) -
         assert max(len(plan.rows) for plan in engine.engine.plans) == 6
 
 
+def test_engines_share_a_burst_that_one_of_them_has_room_for(scene: Scene) -> None:
+    """Each takes a few requests at a time, and computes a step before it takes more."""
+    limits = replace(LIMITS, max_running_requests=64)
+    options: dict[str, Any] = {"limits": limits, "num_pages": 1024, "pace_s": 0.002}
+    with scene.running(slot=0, **options) as first, scene.running(slot=1, **options) as second:
+        for engine in (first, second):
+            engine.engine.gate.clear()
+        for _ in range(64):
+            scene.send(1, max_tokens=40)
+        for engine in (first, second):
+            engine.engine.gate.set()
+        until(lambda: len(scene.in_hand("generate-0")) + len(scene.in_hand("generate-1")) == 64)
+        assert min(len(scene.in_hand(slot)) for slot in ("generate-0", "generate-1")) >= 16
+
+
 def test_a_step_says_what_it_was_made_of(scene: Scene, steps: Steps) -> None:
     with scene.running():
         uid = scene.send(1, 2, 3, max_tokens=2)
@@ -185,6 +202,32 @@ def test_the_log_has_what_the_plans_of_measured_budgets_can_be_made_from_again(s
         plans.append(planned[0])
         again.complete([row.token for row in step.rows if isinstance(row, TokenRow)])
     assert plans == engine.plans
+
+
+@pytest.mark.parametrize(("overlap", "known"), [(False, 2), (True, 1)])
+def test_with_overlap_a_step_is_computed_before_the_tokens_of_the_last_one_are_known(
+    scene: Scene, steps: Steps, overlap: bool, known: int
+) -> None:
+    engine = CountingEngine()
+    engine.closes_after = 2
+    with scene.running(engine=engine, overlap=overlap) as running:
+        uid = scene.send(10, max_tokens=4)
+        until(lambda: not engine.gate.is_set())
+        until(lambda: len(steps.rows(uid)) == known)
+        assert running.schedule.num_output(uid) == known
+        engine.gate.set()
+        until(lambda: len(steps.rows(uid)) == 4 and scene.is_consumed)
+    assert steps.tokens(uid) == counted(11, 4) and len(engine.plans) == 4
+
+
+def test_an_engine_that_is_stopped_commits_the_step_in_flight(scene: Scene, steps: Steps) -> None:
+    engine = CountingEngine()
+    engine.closes_after = 3
+    with scene.running(engine=engine, overlap=True) as running:
+        uid = scene.send(10, max_tokens=30)
+        until(lambda: not engine.gate.is_set())
+        running.stop.set()
+    assert len(steps.rows(uid)) == len(engine.plans) >= 4
 
 
 def test_a_restarted_engine_goes_on_where_the_log_ends(scene: Scene, steps: Steps) -> None:
@@ -336,6 +379,14 @@ def test_priority_and_bad_words_are_those_of_the_history() -> None:
     assert past.request == NewRequest("a", (1, 2), (), SamplingParams(seed=3), -2, ((5,), (6, 7)))
 
 
+@pytest.mark.parametrize("replay", [None, Replay(of="b"), Replay(of="b", cached=True)])
+def test_a_replay_reads_the_prefix_cache_only_where_it_was_asked_to(replay: Replay | None) -> None:
+    submitted = Submitted(endpoint="chat", frontend="", sampling=SamplingParams(), replay=replay)
+    tokenized = Tokenized(token_ids=(1, 2), fingerprint="f", by="tokenize-0")
+    past = past_of("a", [Entry("0-1", encode(submitted)), Entry("0-2", encode(tokenized))])
+    assert past is not None and past.request.reads_cache is (replay is None or replay.cached)
+
+
 # the cache
 
 
@@ -407,6 +458,31 @@ def test_requests_with_the_same_prompt_share_its_tokens(scene: Scene, monkeypatc
     first, second, third = (news.request for news in told if isinstance(news, Arrived))
     assert first.prompt_ids == (1000, 1001) and first.prompt_ids is second.prompt_ids
     assert third.prompt_ids == (1000,) and first.uid != second.uid
+
+
+def test_a_step_is_committed_before_the_log_is_asked_for_anything_else(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients wait for the tokens, and nobody for news of other engines."""
+    monkeypatch.setattr("stages.generate.log_thread.LOOK_EVERY_S", 0.0)
+    log, asked = scene.another_log(), list[str]()
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: Any, **more: Any) -> Any:
+            asked.append(name)
+            return method(*arguments, **more)
+
+        return ask
+
+    owner = log.acquire("generate-0", "n", LEASE_MS)
+    assert owner is not None
+    log_thread = LogThread(log, owner, lease_ms=LEASE_MS, came_round=lambda: None)
+    for name in ("step", "forsaken"):
+        monkeypatch.setattr(log, name, noted(name, getattr(log, name)))
+    log_thread.start()
+    log_thread.commit(1, StepCompleted(rows=()), [], 8)
+    log_thread.stop()
+    assert asked[0] == "step" and "forsaken" in asked
 
 
 # the books

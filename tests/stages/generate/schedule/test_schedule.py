@@ -6,6 +6,7 @@ What must hold in every story (order, budgets, pages, ends, who runs alone) is i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import marked, request, step, steps
 
-from pipeline.events import Admitted, EventRow, TokenRow
-from stages.generate.schedule.plan import BatchPlan, Sample
+from pipeline.events import Admitted, EventRow, Score, TokenRow
+from stages.generate.schedule.plan import BatchPlan, RowScores, Sample
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Schedule
 
@@ -30,7 +31,7 @@ def sampled(schedule: Schedule, token: int = 7) -> Sample:
     """Make a step and return how its first row is sampled."""
     sample = step(schedule, token)[0].rows[0].sample
     assert sample is not None
-    return sample
+    return sample.settled()
 
 
 def test_a_prompt_is_computed_whole_and_then_one_token_at_a_time() -> None:
@@ -118,7 +119,7 @@ def test_a_penalty_sees_prompt_and_output_also_those_that_another_engine_made(pe
         assert planned is not None
         sample = planned[0].rows[0].sample
         assert sample is not None and sample.prompt_length == 3
-        assert list(sample.token_ids) == ([] if is_none else [0, 1, 2, 9, 8, *made])
+        assert list(sample.settled().token_ids) == ([] if is_none else [0, 1, 2, 9, 8, *made])
         schedule.complete([7])
 
 
@@ -177,6 +178,21 @@ def test_a_preempted_request_finds_its_own_pages_again() -> None:
     marks = [mark for _, marks, _ in steps(schedule) for mark in marks if isinstance(mark, EventRow)]
     found = [mark.event.cached_tokens for mark in marks if mark.uid == "new" and isinstance(mark.event, Admitted)]
     assert len(found) == 2 and found[1] > 0
+
+
+def test_a_request_that_does_not_read_the_cache_is_computed_whole_also_after_a_preemption() -> None:
+    def cached_tokens(schedule: Schedule) -> list[int]:
+        marks = [mark for _, marks, _ in steps(schedule) for mark in marks if isinstance(mark, EventRow)]
+        return [mark.event.cached_tokens for mark in marks if mark.uid == "new" and isinstance(mark.event, Admitted)]
+
+    schedule = make_schedule("radix")
+    for reads_cache, found in ((False, [0]), (True, [8]), (False, [0])):
+        schedule.add(replace(request("new", length=9, max_tokens=1), reads_cache=reads_cache))
+        assert cached_tokens(schedule) == found
+    schedule = make_schedule("radix", num_pages=6, context=24)
+    schedule.add(request("old", length=7, max_tokens=6))
+    schedule.add(replace(request("new", length=15, first=100, max_tokens=6), reads_cache=False))
+    assert cached_tokens(schedule) == [0, 0]
 
 
 @pytest.mark.parametrize("cache", ["naive", "radix"])
@@ -254,6 +270,16 @@ def test_while_a_more_important_prompt_finds_no_pages_those_that_have_theirs_are
     schedule.add(request("small", length=1, max_tokens=1, priority=1))
     assert [prefilled(schedule) for _ in range(3)] == [{"runs": 8}, {"runs": 8}, {"waits": 8}]
     assert prefilled(schedule) == {"waits": 4, "small": 1}, "the small one would have fitted, and was not let past"
+
+
+def test_scores_of_a_prompt_are_told_although_its_last_chunk_has_none() -> None:
+    schedule = make_schedule(prefill=4)
+    schedule.add(request("a", length=5, prompt_logprobs=0))
+    of_prompt = tuple(Score(logprob=-float(number), top=()) for number in range(4))
+    assert schedule.plan() is not None and schedule.complete([], {0: RowScores(prompt=of_prompt)}) == []
+    plan, _, (row,) = step(schedule)
+    assert plan.rows[0].scoring is not None and plan.rows[0].scoring.targets == ()
+    assert row.prompt_scores == of_prompt
 
 
 # words that must not come out
@@ -358,3 +384,43 @@ def test_while_an_isolated_request_is_gone_nobody_runs_until_that_is_said() -> N
     assert schedule.num_output("a") is None and schedule.plan() is None
     schedule.isolate(None)
     assert [row.uid for _, _, rows in steps(schedule) for row in rows] == ["b", "b"]
+
+
+def test_an_end_of_sequence_token_ends_what_has_a_grammar_whatever_ignore_eos_says() -> None:
+    """A grammar allows it only where it is complete. No matcher is needed to know the end, so steps are planned again
+    from their tokens."""
+    schedule = make_schedule()
+    bound = replace(request("bound", ignore_eos=True), grammar="g")
+    for new in (bound, request("free", ignore_eos=True)):
+        assert schedule.add(new) is None
+    _, _, rows = step(schedule, EOS)
+    assert [(row.uid, row.end) for row in rows] == [("bound", "stop"), ("free", None)]
+
+
+class Noting:
+    """A matcher that notes what it takes in."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def advance(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def allowed(self) -> None:
+        return None
+
+
+def test_a_matcher_takes_in_each_token_once_it_is_known_but_not_the_last_one() -> None:
+    schedule, matcher = make_schedule(), Noting()
+    assert schedule.add(replace(request("a", max_tokens=4), grammar="g", matcher=matcher)) is None
+    seen = []
+    for number in range(4):
+        planned = schedule.plan()
+        assert planned is not None
+        sample = planned[0].rows[0].sample
+        assert sample is not None and sample.matcher is matcher
+        seen.append(len(matcher.tokens))
+        schedule.complete([10 + number])
+    assert seen == [0, 1, 2, 3] and matcher.tokens == [10, 11, 12]

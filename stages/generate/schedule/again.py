@@ -1,0 +1,181 @@
+"""Steps of the journal, planned again: a pure fold that says where a plan is another one than the engine's."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+import orjson
+
+from pipeline.errors import MiniSGLError, UndecodableEvent
+from pipeline.events import Admitted, Chunk, EventRow, Preempted, StepRow
+from pipeline.journal import Step
+from pipeline.log.entries import clipped
+from stages.generate.schedule.noted import LANDED, LITERAL, USUAL, NotedSchedule
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.request import NewRequest
+
+NOTHING: Final = BatchPlan(0, (), 0)
+
+
+class StepsMissing(MiniSGLError):
+    """A step is not in the journal."""
+
+
+class Again:
+    """Plans the steps of an engine again, from one with a snapshot on.
+
+    The tokens come from the journal, the prompts from *request_of*, which gives a request with n tokens of output.
+    """
+
+    def __init__(self, first: Step, request_of: Callable[[str, int], NewRequest]) -> None:
+        """*first* has a snapshot.
+
+        Raises:
+            UndecodableEvent: The snapshot does not decode.
+        """
+        self._request_of = request_of
+        self.schedule = NotedSchedule.restored(first.schedule, first.number, request_of)
+        self._next = first.epoch, first.number
+        self.plan = NOTHING
+        """That of the last step that has landed."""
+        self._in_flight: deque[tuple[BatchPlan, list[StepRow]]] = deque()
+        """The plans that have not landed, and the marks of each that no step has told yet."""
+
+    def difference(self, step: Step) -> str:
+        """Plan *step*, which follows the one before; return the first thing that comes out differently, or "".
+
+        Raises:
+            StepsMissing: It does not follow.
+        """
+        if (step.epoch, step.number) != self._next:
+            raise StepsMissing(f"the journal lacks the step {self._next[0]}-{self._next[1]}")
+        self._next = step.epoch, step.number + 1
+        for what, mine, its in self._checks(step):
+            if mine != its:
+                return f"{what}: {clipped(told(mine))} is planned, {clipped(told(its))} was"
+        return ""
+
+    def _checks(self, step: Step) -> Iterator[tuple[str, object, object]]:
+        """Yield pairs that must be equal: what is planned now, and what the journal says."""
+        if step.schedule:
+            mine, its = orjson.loads(self.schedule.snapshot()), orjson.loads(step.schedule)
+            for name in its:
+                yield f"the {name} of the snapshot", mine.get(name), its[name]
+        marks: list[StepRow] = []
+        figures = step.figures
+        said = step.given if not LITERAL.isdisjoint(step.given) else (*step.given, *USUAL)
+        landed = not LANDED.isdisjoint(said)
+        for word in said:
+            match word.split():
+                case ["add", n, _, uid]:
+                    self.schedule.add(self._request_of(uid, int(n)))
+                case ["drop", uid]:
+                    self.schedule.drop(uid)
+                case ["flush"]:
+                    self.schedule.flush()
+                case ["alone", uid]:
+                    marks += self.schedule.isolate(uid)
+                case ["all"]:
+                    marks += self.schedule.isolate(None)
+                case ["skip"]:
+                    self.schedule.skip_step()
+                case ["start", "over"]:
+                    marks += self._land(len(self._in_flight))
+                    marks += self.schedule.start_over()
+                    yield from self._counts(step)
+                case ["plan", *budget] | ["no", "plan", *budget]:
+                    planned = self.schedule.plan(self._budget(step, budget))
+                    yield "a plan", planned is not None, word.startswith("plan")
+                    if planned is not None:
+                        self._in_flight.append(planned)
+                case ["complete"]:
+                    sampled = self.schedule.sampled
+                    yield "the rows", [uid for uid, is_here in sampled if is_here], [row.uid for row in step.rows]
+                    tokens = {row.uid: row.token for row in step.rows}
+                    made = self.schedule.complete([tokens.get(uid, 0) for uid, _ in sampled])
+                    its = [(row.uid, row.n, row.end, row.chunks) for row in step.rows]
+                    yield "the tokens", [(row.uid, row.n, row.end, row.chunks) for row in made], its
+                    marks += self._land(1)
+                    yield from self._counts(step)
+                case _:
+                    raise UndecodableEvent(f"the step {step.id} was given {word!r}, which this MiniSGL does not know")
+        if not landed:  # the engine told that it took requests over, and their marks, before it computed anything
+            for _, of_plan in self._in_flight:
+                marks += of_plan
+                of_plan.clear()
+        _, chunks = self.schedule.note()
+        yield "the chunks of prompts", chunks, step.chunks
+        yield "what happened", _said(marks), _said(step.events)
+        held = self.schedule.num_running, self.schedule.num_waiting, self.schedule.free_pages
+        yield "running, waiting and free pages", held, (figures.running, figures.waiting, figures.free_pages)
+
+    def _budget(self, step: Step, said: Sequence[str]) -> int | None:
+        """Return the budget of a plan. The words say it if the plan was made while a step was in flight."""
+        if self._in_flight:
+            return int(said[0]) if said else None
+        return step.figures.mixed_prefill_length
+
+    def _land(self, count: int) -> list[StepRow]:
+        """Forget the oldest plans in flight. Return their marks."""
+        marks: list[StepRow] = []
+        for at in range(count):
+            plan, of_plan = self._in_flight.popleft()
+            self.plan = self.plan if at else plan
+            marks += of_plan
+        return marks
+
+    def _counts(self, step: Step) -> Iterator[tuple[str, object, object]]:
+        plan, figures = self.plan, step.figures
+        prefills = plan.rows[plan.num_decode_rows :]
+        counts = plan.num_decode_rows, len(prefills), sum(len(row.token_ids) for row in prefills)
+        yield (
+            "decode rows, prefill rows and prefill tokens",
+            counts,
+            (
+                figures.decode_rows,
+                figures.prefill_rows,
+                figures.prefill_tokens,
+            ),
+        )
+
+
+def differences(
+    steps: Iterable[Step],
+    request_of: Callable[[str, int], NewRequest],
+    computed: Callable[[Step, BatchPlan], None] = lambda *_: None,
+) -> Iterator[tuple[Step, str]]:
+    """Plan *steps* again and yield each with what differs. It ends after the first difference. An engine's first step,
+    which has a snapshot, begins anew.
+
+    *computed* is called with each step that computed a plan, and with this plan.
+    """
+    again: Again | None = None
+    for step in steps:
+        if again is None or (step.number == 1 and step.schedule):
+            again = Again(step, request_of)
+        different = again.difference(step)
+        if step.figures.forward_ms and not different:
+            computed(step, again.plan)
+        yield step, different
+        if different:
+            return
+
+
+def _said(rows: Sequence[StepRow]) -> list[EventRow]:
+    """Return what a schedule says of requests. The engine says more: what failed, and what it took over."""
+    return [row for row in rows if isinstance(row, EventRow) and isinstance(row.event, Admitted | Preempted)]
+
+
+def told(value: object) -> str:
+    """Return a part of a plan for people."""
+    match value:
+        case EventRow(uid=uid, n=n, event=event):
+            cached = f", {event.cached_tokens} tokens cached" if isinstance(event, Admitted) else ""
+            return f"{uid} {event.kind} at token {n}{cached}"
+        case Chunk(uid=uid, start=start, count=count):
+            return f"{count} tokens of {uid} from {start} on"
+        case list() | tuple():
+            return f"({', '.join(map(told, value))})"
+    return f"{value}"

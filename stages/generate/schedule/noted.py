@@ -1,0 +1,205 @@
+"""A schedule that notes what it is told and what it plans, so that the journal can say it.
+
+`StepCompleted.given` explains the words of a note. A snapshot is the whole schedule as JSON, but without tokens: those
+are in the histories. A page of the prefix cache has a digest of its tokens instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from base64 import b64decode, b64encode
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import orjson
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import Chunk, Failed, StepRow, TokenRow
+from stages.generate.kvcache import cache_name, remade
+from stages.generate.kvcache.base import Books, Held, PrefixCache
+from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
+from stages.generate.schedule.request import NewRequest, Request
+from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, by_order
+
+SNAPSHOT_EVERY: Final = 1000
+"""Steps from one snapshot to the next .."""
+SNAPSHOT_EVERY_S: Final = 60.0
+""".. unless so much time is over: an engine with little to do makes few steps before they expire."""
+SNAPSHOT_VERSION: Final = 1
+LITERAL: Final = frozenset({"plan", "complete", "skip", "start over"})
+"""A note without any of these words ends with the usual ones."""
+USUAL: Final = ("plan", "complete")
+LANDED: Final = frozenset({"complete", "start over"})
+"""After one of these a step is no longer in flight."""
+
+
+class NotedSchedule(Schedule):
+    """A schedule that notes its calls until somebody asks for the note."""
+
+    def __init__(self, cache: PrefixCache, limits: ScheduleLimits, eos_ids: Sequence[int], identity: Identity) -> None:
+        super().__init__(cache, limits, eos_ids, identity)
+        self._said: list[str] = []
+        self._chunks: list[Chunk] = []
+        """Of the plan that is being made."""
+        self._chunks_in_flight: deque[list[Chunk]] = deque()
+        """Of each step in flight, oldest first. Empty once a note has told them."""
+        self._chunks_landed: list[Chunk] = []
+
+    # what is noted
+
+    def add(self, new: NewRequest) -> Failed | None:
+        failed = super().add(new)
+        if failed is None:
+            self._said.append(f"add {len(new.output_ids)} {len(new.prompt_ids)} {new.uid}")
+        return failed
+
+    def drop(self, uid: str) -> bool:
+        was_here = super().drop(uid)
+        if was_here:
+            self._said.append(f"drop {uid}")
+        return was_here
+
+    def flush(self) -> int:
+        self._said.append("flush")
+        return super().flush()
+
+    def isolate(self, uid: str | None) -> list[StepRow]:
+        self._said.append("all" if uid is None else f"alone {uid}")
+        return super().isolate(uid)
+
+    def plan(self, mixed_prefill_length: int | None = None) -> tuple[BatchPlan, list[StepRow]] | None:
+        in_flight = bool(self._flights)
+        budget = f" {mixed_prefill_length}" if in_flight and mixed_prefill_length is not None else ""
+        planned = super().plan(mixed_prefill_length)
+        if planned is not None:
+            self._said.append(f"plan{budget}")
+            self._chunks_in_flight.append(self._chunks)
+            self._chunks = []
+        elif in_flight:  # else nothing is here, and the attempt has touched no page
+            self._said.append(f"no plan{budget}")
+        return planned
+
+    def start_over(self) -> list[StepRow]:
+        self._said.append("start over")
+        self._land(len(self._chunks_in_flight))
+        return super().start_over()
+
+    def complete(self, token_ids: Sequence[int], scores: Mapping[int, RowScores] | None = None) -> list[TokenRow]:
+        self._said.append("complete")
+        self._land(1)
+        return super().complete(token_ids, scores)
+
+    def skip_step(self) -> int:
+        self._said.append("skip")
+        return super().skip_step()
+
+    def _chunk(self, request: Request, budget: int, pages: list[int], first_page: int) -> PlanRow:
+        row = super()._chunk(request, budget, pages, first_page)
+        self._chunks.append(Chunk(uid=request.uid, start=row.start, count=len(row.token_ids)))
+        return row
+
+    def note(self) -> tuple[tuple[str, ...], tuple[Chunk, ...]]:
+        """Return `given` and `chunks` of a step, since the last call.
+
+        The chunks are those of the step that has landed since; if none has, those of the steps in flight.
+        """
+        said = tuple(self._said)
+        self._said.clear()
+        if LANDED.isdisjoint(said):
+            for chunks in self._chunks_in_flight:
+                self._chunks_landed += chunks
+                chunks.clear()
+        told = tuple(self._chunks_landed)
+        self._chunks_landed.clear()
+        if said[-2:] == USUAL and LITERAL.isdisjoint(said[:-2]):
+            said = said[:-2]
+        return said, told
+
+    def _land(self, count: int) -> None:
+        for _ in range(count):
+            self._chunks_landed += self._chunks_in_flight.popleft()
+
+    # the whole of it
+
+    @property
+    def sampled(self) -> list[tuple[str, bool]]:
+        """The requests that the oldest step in flight samples, in its order: uids, and whether they are still here."""
+        return [(request.uid, self._by_uid.get(request.uid) is request) for request, *_ in self._flights[0]]
+
+    def snapshot(self) -> str:
+        """Return the schedule in JSON. No step is in flight."""
+        assert not self._flights, "a snapshot has no place for tokens that are not known"
+        books = self._cache.books([request.holding for request in self._running])
+        plain = {
+            "v": SNAPSHOT_VERSION,
+            "identity": dataclasses.asdict(self.identity),
+            "limits": dataclasses.asdict(self._limits),
+            "eos_ids": self._eos_ids,
+            "cache": cache_name(self._cache),
+            "num_pages": self._cache.num_pages,
+            "page_size": self._cache.page_size,
+            "alone": self._alone,
+            "arrived": self._num_arrived,
+            "requests": [
+                [one.uid, one.arrival, one.num_output, one.num_computed, one.chunks, one.stands_still]
+                for one in (*self._running, *self._waiting)
+            ],
+            "held": [[held.node, held.num_pages, held.is_private] for held in books.held],
+            "parents": b64encode(books.parents).decode(),
+            "digests": b64encode(books.digests).decode(),
+        }
+        return orjson.dumps(plain).decode()
+
+    @classmethod
+    def restored(
+        cls, snapshot: str, number: int, request_of: Callable[[str, int], NewRequest], **other_limits: int
+    ) -> NotedSchedule:
+        """Return the schedule of a snapshot, before step *number*. *request_of* gives a request with n output tokens.
+
+        *other_limits* replace those of the snapshot.
+
+        Raises:
+            UndecodableEvent: This code cannot read the snapshot.
+        """
+        try:
+            plain = orjson.loads(snapshot)
+            if plain["v"] > SNAPSHOT_VERSION:
+                raise UndecodableEvent(f"it is of version {plain['v']}; this MiniSGL reads up to {SNAPSHOT_VERSION}")
+            parents, digests = b64decode(plain["parents"]), b64decode(plain["digests"])
+            books = Books(tuple(Held(*held) for held in plain["held"]), parents, digests)
+            cache, holdings = remade(plain["cache"], plain["num_pages"], plain["page_size"], books)
+            limits = dataclasses.replace(ScheduleLimits(**plain["limits"]), **other_limits)
+            schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
+            for at, (uid, arrival, n, num_computed, chunks, stands_still) in enumerate(plain["requests"]):
+                request = schedule._put_back(request_of(uid, n), arrival)
+                request.stands_still = stands_still
+                if at < len(holdings):
+                    schedule._waiting.remove(request)
+                    insort(schedule._running, request, key=by_order)
+                    request.table, request.holding = schedule._tables.popleft(), holdings[at]
+                    request.num_computed, request.chunks = num_computed, chunks
+            schedule._num_arrived, schedule._alone, schedule._step = plain["arrived"], plain["alone"], number - 1
+        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise UndecodableEvent(f"the snapshot of a schedule does not decode: {error!r}") from error
+        return schedule
+
+    def _put_back(self, new: NewRequest, arrival: int) -> Request:
+        self._num_arrived = arrival
+        failed = super().add(new)
+        if failed is not None:
+            raise UndecodableEvent(f"the request {new.uid} does not fit the schedule that had it: {failed.message}")
+        return self._by_uid[new.uid]
+
+
+def snapshot_uids(snapshot: str) -> list[str]:
+    """Return the uids of the requests in a snapshot.
+
+    Raises:
+        UndecodableEvent: This code cannot read it.
+    """
+    try:
+        return [uid for uid, *_ in orjson.loads(snapshot)["requests"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UndecodableEvent(f"the snapshot of a schedule does not decode: {error!r}") from error
