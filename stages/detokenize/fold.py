@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
@@ -185,16 +186,15 @@ class DetokenizeFold:
         reason: FinishReason | None = "stop" if met_stop else row.end
         if reason is not None and not met_stop:
             text += request.tail()
-        tokens = TokensProduced(
-            count=1,
-            tokens=(row.token,),
-            text=text,
-            step=step_id,
-            chunks=row.chunks,
-            scores=() if row.score is None else (self._told(row.token, row.score),),
-            prompt=self._told_prompt(request, row.prompt_scores or ()) if request.prompt_ids else None,
-        )
-        request.prompt_ids = ()
+        more: dict[str, Any] = {}  # most tokens have none of it, and to check a default takes as long as another value
+        if row.chunks:
+            more["chunks"] = row.chunks
+        if row.score is not None:
+            more["scores"] = (self._told(row.token, row.score),)
+        if request.prompt_ids:
+            more["prompt"] = self._told_prompt(request, row.prompt_scores or ())
+            request.prompt_ids = ()
+        tokens = TokensProduced(tokens=(row.token,), text=text, step=step_id, **more)
         frontend = request.submitted.frontend
         produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]
         if reason is not None:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from pipeline.errors import ConfigError, LogError, NewerVersion, UndecodableEvent
 from pipeline.events import Failed, StepCompleted, Tokenized, decode
+from pipeline.journal import JournalWriter
 from pipeline.log.entries import clipped
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
@@ -59,6 +60,7 @@ class DetokenizeWorker:
         """Epoch and number of the last step."""
         self._read_epoch = 0
         """Epoch of the last step that could be read."""
+        self._journal = JournalWriter() if log.limits.journal_bytes else None
 
     def handle(self, entries: Sequence[Entry]) -> None:
         """Fold and commit each step."""
@@ -96,7 +98,7 @@ class DetokenizeWorker:
             if ended:
                 self._meter.failed()
                 self._measures.add(BURIED)
-        self._commit(entry, [])
+        self._commit(entry, self._step(entry), [])
 
     def _stranded(self, entry: Entry) -> list[Entry]:
         """Return the entries before *entry* that this slot has read and not consumed.
@@ -114,9 +116,9 @@ class DetokenizeWorker:
             self._refuse(entry, error)
             return
         self._read_epoch = parse_id(entry.id)[0]
-        unknown = self._fold.unknown(step)
-        for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
-            self._learn(uid, history)
+        if unknown := self._fold.unknown(step):
+            for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
+                self._learn(uid, history)
         try:
             produced = self._fold.apply(step, entry.id)
         except Exception as error:  # numbers that no engine writes, such as a token below 0
@@ -124,7 +126,7 @@ class DetokenizeWorker:
             return
         try:
             failpoint("detokenize.before_commit")
-            if self._commit(entry, produced):
+            if self._commit(entry, step, produced):
                 self._meter.committed(step, produced)
             else:
                 self._meter.forget(step)
@@ -184,10 +186,11 @@ class DetokenizeWorker:
         prompts = [moment.event for moment in moments if isinstance(moment.event, Tokenized)]
         return mine.why_not_continued(Serving(tokenizer=prompts[0].fingerprint)) if mine and prompts else ""
 
-    def _commit(self, entry: Entry, produced: Sequence[Produced]) -> bool:
+    def _commit(self, entry: Entry, step: StepCompleted, produced: Sequence[Produced]) -> bool:
         """Consume a step; False when it was consumed before."""
+        journal = self._journal.fields(entry, step) if self._journal is not None else None
         began_s = time.perf_counter()
-        done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced)
+        done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced, journal)
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
 
@@ -219,10 +222,7 @@ def load_decoder(folder: Path) -> Decoder:
     except Exception as error:  # the library raises plain Exception for a broken file
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again") from error
 
-    def text_of(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    plain, special = (functools.partial(text_of, skip_special_tokens=skip) for skip in (True, False))
+    plain, special = (functools.partial(tokenizer.decode, skip_special_tokens=skip) for skip in (True, False))
     return Decoder(plain, special, token_text_of(tokenizer))
 
 

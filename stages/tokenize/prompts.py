@@ -42,6 +42,8 @@ class Rendered:
     """Not empty: the prompt came as tokens and is not encoded."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The bad words of the request as tokens."""
+    grammar: str = ""
+    """As in Tokenized."""
 
     @property
     def is_long(self) -> bool:
@@ -75,21 +77,25 @@ class PromptEncoder:
 
         Raises:
             RequestError: There is no chat template, or it refuses the conversation (the message quotes it), or the
-                request names an unknown token or sets a variable that clients cannot set.
+                request names an unknown token, sets a variable that clients cannot set, or asks for an answer that
+                cannot be enforced.
         """
         sampling = event.sampling
         # Who names a token that this tokenizer does not have means another model.
         self._refuse_unknown("logit_bias", [token for token, _ in sampling.logit_bias], self._num_tokens)
         self._refuse_unknown("allowed_token_ids", sampling.allowed_token_ids, self._num_tokens)
         self._refuse_unknown("logprob_token_ids", sampling.logprob_token_ids, self._num_tokens)
-        bad_words = self._bad_words(sampling.bad_words)
+        if event.replay is None:
+            bad_words, grammar = self._bad_words(sampling.bad_words), _grammar(event)
+        else:
+            bad_words, grammar = event.replay.bad_words, event.replay.grammar
         if event.prompt_ids:
             self._refuse_unknown("prompt", event.prompt_ids, self._num_embeddings)
-            return Rendered("", False, "prompt", event.prompt_ids, bad_words=bad_words)
+            return Rendered("", False, "prompt", event.prompt_ids, bad_words, grammar)
         if not event.messages:
-            return Rendered(event.prompt, event.add_special_tokens is not False, "prompt", bad_words=bad_words)
+            return Rendered(event.prompt, event.add_special_tokens is not False, "prompt", (), bad_words, grammar)
         text = conversation_text(self._tokenizer, event)
-        return Rendered(text, event.add_special_tokens is True, "messages", bad_words=bad_words)
+        return Rendered(text, event.add_special_tokens is True, "messages", (), bad_words, grammar)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt. Prompts of one kind are encoded as one batch, in parallel."""
@@ -216,6 +222,15 @@ class PromptEncoder:
             code="invalid_value",
             param=param,
         )
+
+
+def _grammar(event: Submitted) -> str:
+    """Return the grammar of a request's answer; empty if it may be anything."""
+    if event.constraint is None:
+        return ""
+    from stages.tokenize.grammars import grammar_of  # llguidance takes 60 ms, and most processes never need it
+
+    return grammar_of(event.constraint)
 
 
 def tokens_kept(event: Submitted, context: int) -> int | None:

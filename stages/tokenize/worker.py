@@ -24,6 +24,7 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BATCH_SECONDS, BURIED, COMMIT_SECONDS, PROMPTS, PROMPTS_TOKENS, REFUSALS
 from pipeline.names import GENERATE, SEAL, TOKENIZE
 from pipeline.process.failpoints import failpoint
+from pipeline.process.priority import give_way
 from pipeline.serving import Serving
 from pipeline.slots import Voice, read_statuses, wait_until_it_fits
 from pipeline.unreadable import UnreadableEntries, uids_of
@@ -41,6 +42,8 @@ LONGEST_BATCH_S = 120.0
 MOST_ANSWERED = 262_144
 """Most token ids in an answer to a client: the web process reads and writes as many in 50 ms."""
 LEARN_EVERY_S = 1.0
+GIVES_WAY = 10
+"""Steps of niceness: a prompt of megabytes takes seconds of CPU time, and the streams go on meanwhile."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 OF_THE_PROCESS = (KeyboardInterrupt, SystemExit)
@@ -217,6 +220,7 @@ class TokenizeWorker:
                     fingerprint=self._encoder.fingerprint,
                     by=self.slot_lease.status.slot,
                     bad_words=prompt.bad_words,
+                    grammar=prompt.grammar,
                 )
                 failpoint("tokenize.before_commit")
                 self._commit(each.entry, event)
@@ -341,6 +345,7 @@ def _submitted_of(history: Sequence[Entry]) -> Submitted | RequestError:
 
 def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path) -> int:
     """Be one tokenizer until SIGTERM; return the exit code."""
+    give_way(GIVES_WAY)
     process = WorkerProcess(TOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     log, stop = process.log, process.stop
     with process.loading("tokenizer", LOAD_TIMEOUT_S) as announcement:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import stages.tokenize.prompts
 from pipeline.errors import ConfigError, RequestError
-from pipeline.events import SamplingParams, Submitted, Task, Templating
+from pipeline.events import Replay, SamplingParams, Submitted, Task, Templating
 from stages.tokenize.prompts import PromptEncoder, Rendered, limit_too_high, tokens_kept
 from stages.tokenize.templates import NO_VARIABLES
 
@@ -392,6 +392,14 @@ def test_a_bad_word_is_meant_at_the_beginning_of_a_text_and_after_a_space(folder
 def test_a_bad_word_of_nothing_but_space_is_refused(encoder: PromptEncoder, word: str) -> None:
     error = refused("only space", encoder.render, sampled(bad_words=("fine", word)))
     assert (error.status, error.param) == (400, "bad_words")
+
+
+def test_a_replay_has_its_recorded_tokens_and_bad_words_which_are_not_encoded_again(encoder: PromptEncoder) -> None:
+    event = asked(prompt_ids=(5, 6)).model_copy(
+        update={"sampling": SamplingParams(bad_words=(" ",)), "replay": Replay(of="u", bad_words=((7,), (8, 9)))}
+    )
+    rendered = encoder.render(event)
+    assert (rendered.bad_words, encoder.encode([rendered])) == (((7,), (8, 9)), [(5, 6)])
 
 
 def test_bad_words_that_are_a_book_are_refused(encoder: PromptEncoder) -> None:

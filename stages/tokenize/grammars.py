@@ -1,0 +1,156 @@
+"""Turns what an answer must be into one grammar text, and checks it. Knows no vocabulary: the engine has the last word.
+
+llguidance (https://github.com/guidance-ai/llguidance) refuses what it does not know of a JSON schema, by name. Nothing
+is dropped here either, but formats: by JSON Schema's rules an unknown one is a remark.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import orjson
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from pipeline.constraint import Constraint
+from pipeline.errors import RequestError
+from pipeline.grammars import parser_limits, start_with_stack
+
+LARGEST_GRAMMAR_BYTES: Final = 64 << 10
+WHITESPACE: Final = r"\n {0,16}| "
+"""Between two tokens of JSON: a line break with an indentation, or one space. Without a bound, a model that has nothing
+to say writes spaces until the end."""
+LARGEST_GBNF_BYTES: Final = 16 << 10
+"""The time to convert GBNF to Lark grows with the square of its size: this much takes a quarter of a second."""
+TEMPERATURE: Final = re.compile(r"^[ \t]*[!?]?\w+[ \t]*\[[^\]\n]*\btemperature\b", re.MULTILINE)
+"""An attribute of a rule in Lark, which is for programs that ask a matcher for it."""
+FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+"""What llguidance checks of a text."""
+OPTIONS: Final = "x-guidance"
+"""llguidance's own keyword: options of its compiler, which clients do not set."""
+UNFORCED: Final = '%llguidance {"no_forcing": true}'
+"""Lets the model choose the tokens also of a text that must come. Otherwise llguidance chooses them, which needs an
+encoder, and minutes for `((a{100}){100}){100}`. The last line of a grammar that says it counts."""
+SOURCE: Final = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*|\n +\^(?=\n|$)")
+"""Where in the grammar llguidance found an error, and the lines around it: clients do not know that text."""
+OF_A_SCHEMA: Final = frozenset(
+    {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not", "then"}
+    | {"propertyNames", "unevaluatedItems", "unevaluatedProperties"}
+)
+"""Keywords that have a schema (in older drafts `items` may have a list) .."""
+OF_SCHEMAS: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+""".. a list of schemas .."""
+OF_NAMED_SCHEMAS: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+""".. or an object of them."""
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Return the grammar of an answer that must be as *constraint* says.
+
+    Raises:
+        RequestError: It cannot be enforced, it allows no answer, or its grammar is too large.
+    """
+    code = "unsupported_schema" if constraint.kind == "json" else "invalid_grammar"
+    made: list[str | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(_checked(constraint))
+        except Exception as error:  # the converter of GBNF raises its own and plain ones
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="grammar")
+    start_with_stack(thread)
+    thread.join()
+    (grammar,) = made
+    if isinstance(grammar, RecursionError):
+        raise _refusal(constraint, code, "it is nested too deeply")
+    if isinstance(grammar, Exception):
+        raise _refusal(constraint, code, f"{grammar}")
+    return grammar
+
+
+def _checked(constraint: Constraint) -> str:
+    """Return the grammar; raise any error that says why there is none."""
+    too_large = ValueError(f"its grammar has more than {LARGEST_GRAMMAR_BYTES} bytes")
+    if len(constraint.text.encode()) > LARGEST_GRAMMAR_BYTES:
+        raise too_large
+    grammar = f"{_MAKERS[constraint.kind](constraint)}\n{UNFORCED}\n"
+    if len(grammar.encode()) > LARGEST_GRAMMAR_BYTES:
+        raise too_large
+    if wrong := _what_is_wrong(grammar):
+        raise ValueError(wrong)
+    return grammar
+
+
+def _refusal(constraint: Constraint, code: str, reason: str) -> RequestError:
+    told = " ".join(reason.split())[:500]
+    return RequestError(f"{constraint.param}: cannot be enforced: {told}", code=code, param=constraint.param)
+
+
+def _what_is_wrong(grammar: str) -> str:
+    """Return why llguidance refuses a grammar; empty if it does not. Its warnings are about what needs a vocabulary."""
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
+    if not is_wrong:
+        return ""
+    told, coerced, _ = SOURCE.sub("", messages[0]).partition(" Enable 'coerce_one_of'")  # clients set no options
+    return told.removeprefix("failed to compile JSON schema: ") + (" Use anyOf." if coerced else "")
+
+
+def _of_schema(constraint: Constraint) -> str:
+    schema = known_formats(orjson.loads(constraint.text))
+    space = WHITESPACE if constraint.whitespace is None else constraint.whitespace
+    options = {"lenient": False, "whitespace_pattern": space}
+    return f"start: %json {orjson.dumps(schema | {OPTIONS: options}).decode()}"
+
+
+def _of_pattern(constraint: Constraint) -> str:
+    (grammar,) = orjson.loads(LLMatcher.grammar_from_regex(constraint.text))["grammars"]
+    return str(grammar["lark_grammar"])
+
+
+def _of_choice(constraint: Constraint) -> str:
+    return "start: " + " | ".join(map(json.dumps, orjson.loads(constraint.text)))
+
+
+def _of_grammar(constraint: Constraint) -> str:
+    text = constraint.text
+    if not is_lark_syntax(text):
+        if len(text.encode()) > LARGEST_GBNF_BYTES:
+            raise ValueError(f"a grammar in GBNF has at most {LARGEST_GBNF_BYTES} bytes; write a larger one in Lark")
+        return str(gbnf_to_lark(text))
+    if TEMPERATURE.search(text):
+        raise ValueError("the attribute temperature of a rule has no effect here; use the field temperature")
+    return text
+
+
+_MAKERS: Final[Mapping[str, Callable[[Constraint], str]]] = {
+    "json": _of_schema,
+    "regex": _of_pattern,
+    "choice": _of_choice,
+    "grammar": _of_grammar,
+}
+
+
+def known_formats(schema: Any) -> Any:
+    """Return a JSON schema without formats that llguidance does not know, wherever the schema has schemas in it."""
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
+        if name in OF_A_SCHEMA and isinstance(value, dict):
+            value = known_formats(value)
+        elif (name in OF_SCHEMAS or name == "items") and isinstance(value, list):
+            value = [known_formats(one) for one in value]
+        elif name in OF_NAMED_SCHEMAS and isinstance(value, dict):
+            value = {key: known_formats(one) for key, one in value.items()}
+        found[name] = value
+    return found

@@ -1,0 +1,490 @@
+"""An archiver between two commits of the log: what has ended is in the files once, whatever died."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+from lived_requests import LivedRequests
+from measured import count_of
+from redis_servers import until
+from selection import AT_NIGHT, by_night
+from structlog.testing import capture_logs
+
+import stages.archive.worker
+from ops.serve.processes import PROGRAM
+from pipeline.archive.folder import make_archive
+from pipeline.archive.reader import Archive
+from pipeline.archive.volume import volumes
+from pipeline.archive.writer import ArchiveFull, Writer
+from pipeline.errors import ConfigError, GroupLost, LogUnavailable
+from pipeline.events import Answered, Cancelled, Failed, SamplingParams, Submitted, new_uid
+from pipeline.log.archivers import ArchiverLog, ended_inbox
+from pipeline.log.config import LogConfig
+from pipeline.log.forgetting import ForgettingLog
+from pipeline.log.protocol import RequestLimits, StreamLog
+from pipeline.log.redis import RedisLog
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import ARCHIVE_STOPPED, ARCHIVE_UNARCHIVED, ARCHIVED
+from pipeline.names import ARCHIVE, PROBE, Names
+from pipeline.process.config import WorkerConfig
+from pipeline.process.failpoints import FOLDER_VARIABLE, POINTS, VARIABLE
+from pipeline.process.redis_server import EmbeddedRedis
+from pipeline.recording import Recording
+from pipeline.slots import SlotLease, acquire_slot
+from pipeline.worker import Stop
+from stages.archive.config import ArchiveConfig, FilesConfig
+from stages.archive.worker import ArchiveWorker, open_archive, serve
+
+LEASE_MS = 60_000
+FOREVER_MS = 1 << 60
+KILLS_S = by_night(2, 60)
+"""How long somebody is killed each second."""
+
+
+@pytest.fixture
+def log(another_log: Callable[[], StreamLog]) -> ArchiverLog:
+    return cast(ArchiverLog, another_log())
+
+
+@pytest.fixture
+def lived(log: ArchiverLog) -> LivedRequests:
+    return LivedRequests(log)
+
+
+class Archiver:
+    """An archiver of one slot, which does one thing after the other."""
+
+    def __init__(self, log: ArchiverLog, folder: Path) -> None:
+        self.log, self.measures, self.stop = log, Measures(), Stop()
+        self.id = make_archive(folder, log.names.namespace)
+        open_archive(log, self.id)
+        self.owner = acquire_slot(log, ARCHIVE, LEASE_MS)
+        self.lease = SlotLease(log, self.owner, LEASE_MS, self.measures)
+        self.writer = Writer(folder, self.owner.slot, self.owner.epoch)
+        self.worker = ArchiveWorker(log, self.lease, self.writer, self.id, self.stop, measures=self.measures)
+
+    def read(self) -> None:
+        """Take in what has ended, and do no more."""
+        self.entries = self.log.read(ended_inbox(self.log.names), self.owner.slot, max_entries=100, block_ms=0)
+
+    def work(self) -> None:
+        self.read()
+        self.worker.handle(self.entries)
+
+
+@pytest.fixture
+def archiver(log: ArchiverLog, tmp_path: Path) -> Iterator[Archiver]:
+    archiver = Archiver(log, tmp_path)
+    yield archiver
+    archiver.lease.leave()
+
+
+def uids(folder: Path) -> list[str]:
+    return [place.uid for place in Archive(folder).listed(0, FOREVER_MS)]
+
+
+def finish(lived: LivedRequests, uid: str = "", *, prompt: str = "Hi") -> str:
+    uid = lived.running(uid, prompt=prompt)
+    lived.tokens(uid, "He", "llo")
+    lived.finished(uid, 2)
+    return uid
+
+
+def test_whatever_a_request_came_to_it_is_archived_as_the_log_has_it(
+    archiver: Archiver, lived: LivedRequests, log: ArchiverLog, tmp_path: Path
+) -> None:
+    running = lived.running()
+    done = [finish(lived), lived.submitted(), lived.submitted(), lived.dead()]
+    lived.ended(done[1], Cancelled(by="client"))
+    lived.ended(done[2], Failed(status=400, code="invalid_value", message="No."))
+    archiver.work()
+    histories = log.histories(done)
+    expected = {uid: Recording(uid, tuple(history)) for uid, history in zip(done, histories, strict=True)}
+    assert Archive(tmp_path).read([*done, running]) == expected
+    assert all(recording.is_sealed for recording in expected.values())
+    assert log.backlog(ended_inbox(log.names)) == 0
+    assert count_of(archiver.measures, ARCHIVED) == 4
+
+
+def test_siblings_are_archived_whole(
+    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
+) -> None:
+    long = "What they have in common. " * 50
+    event = Submitted(endpoint="e", frontend="web-0", prompt=long, sampling=SamplingParams())
+    uid = new_uid()
+    log.submit(uid, [event, event, event])
+    for index in range(3):
+        log.end(f"{uid}.{index}", Cancelled(by="client"), frontend="web-0")
+    archiver.work()
+    found = Archive(tmp_path).read([f"{uid}.{index}" for index in range(3)])
+    assert [recording.entries[0].fields["prompt"] for recording in found.values()] == [long] * 3
+
+
+def test_probes_and_questions_to_the_tokenizer_are_not_archived(
+    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
+) -> None:
+    for event in (
+        Submitted(endpoint=PROBE, frontend="web-0", prompt_ids=(1,), sampling=SamplingParams()),
+        Submitted(endpoint="/tokenize", frontend="web-0", prompt="a", sampling=SamplingParams(), task="tokenize"),
+    ):
+        uid = new_uid()
+        log.submit(uid, [event])
+        log.end(uid, Answered(text="x", by="tokenize-0"), frontend="web-0")
+    archiver.work()
+    assert len(archiver.entries) == 2 and uids(tmp_path) == [] and log.backlog(ended_inbox(log.names)) == 0
+    assert log.num_unarchived() == 0
+
+
+def test_what_was_written_and_not_acknowledged_is_not_written_again(
+    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
+) -> None:
+    first, second = finish(lived), finish(lived)
+    archiver.read()
+    archiver.writer.write([Recording(first, tuple(log.histories([first])[0]))])  # and died
+    log.release(archiver.owner)
+    successor = Archiver(log, tmp_path)
+    successor.entries = log.claim(ended_inbox(log.names), successor.owner, 100) or log.pending(
+        ended_inbox(log.names), successor.owner.slot
+    )
+    successor.worker.handle(successor.entries)
+    assert sorted(uids(tmp_path)) == sorted([first, second])
+    assert count_of(successor.measures, ARCHIVED) == 1
+    assert log.backlog(ended_inbox(log.names)) == 0
+    successor.lease.leave()
+
+
+# requests that are to be forgotten
+
+
+def test_what_is_erased_is_removed_from_the_files_and_is_not_lost(
+    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path
+) -> None:
+    kept, gone, unread = finish(lived), finish(lived), lived.submitted()
+    archiver.work()
+    lived.ended(unread, Cancelled(by="client"))
+    for uid in (gone, unread):
+        log.erase(uid)
+    archiver.work()
+    assert len(archiver.entries) == 3
+    assert uids(tmp_path) == [kept] and Archive(tmp_path).read([gone, unread]) == {}
+    assert log.backlog(ended_inbox(log.names)) == log.num_unarchived() == 0
+
+
+def test_what_is_erased_between_the_read_and_the_acknowledgement_is_not_in_the_files(
+    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, gone = finish(lived), finish(lived)
+    archiver.read()
+    write = archiver.writer.write
+
+    def erased_then_written(recordings: list[Recording]) -> int:
+        log.erase(gone)
+        return write(recordings)
+
+    monkeypatch.setattr(archiver.writer, "write", erased_then_written)
+    archiver.worker.handle(archiver.entries)
+    assert uids(tmp_path) == [kept]
+    assert log.backlog(ended_inbox(log.names)) == 1, "the archivers are told of the tombstone"
+
+
+def test_many_requests_are_forgotten_together(
+    archiver: Archiver,
+    log: ForgettingLog,
+    lived: LivedRequests,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stages.archive.worker, "MOST_READ", 2)
+    monkeypatch.setattr(stages.archive.worker, "READ_AHEAD", 4)
+    asked = list[int]()
+    forget = archiver.writer.forget
+
+    def counted(uids: set[str], came_round: Callable[[], None]) -> int:
+        asked.append(len(uids))
+        return forget(uids, came_round)
+
+    monkeypatch.setattr(archiver.writer, "forget", counted)
+    gone = [finish(lived) for _ in range(12)]
+    archiver.work()
+    for uid in gone:
+        log.erase(uid)
+    kept = [finish(lived) for _ in range(4)]
+    entries = log.read(ended_inbox(log.names), archiver.owner.slot, max_entries=2, block_ms=0)
+    archiver.worker.handle(entries)
+    assert asked == [12] and sorted(uids(tmp_path)) == sorted(kept)
+    assert log.backlog(ended_inbox(log.names)) == log.num_unarchived() == 0
+    assert log.pending(ended_inbox(log.names), archiver.owner.slot) == []
+
+
+def test_what_a_dead_archiver_had_read_and_was_to_forget_is_forgotten_together(
+    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = [finish(lived) for _ in range(3)]
+    archiver.work()
+    for uid in gone:
+        log.erase(uid)
+    kept = finish(lived)
+    archiver.read()  # and died
+    archiver.worker.handle(archiver.entries[:1])
+    assert uids(tmp_path) == []
+    assert [entry.fields["uid"] for entry in log.pending(ended_inbox(log.names), archiver.owner.slot)] == [kept]
+
+
+def test_while_the_disk_is_full_requests_are_forgotten(
+    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.archive.worker, "FULL_RETRY_S", 0.01)
+    gone = finish(lived)
+    archiver.work()
+    kept, write = [finish(lived)], archiver.writer.write
+    archiver.read()
+    kept.append(finish(lived))
+    log.erase(gone)
+
+    def full_until_it_is_gone(recordings: list[Recording]) -> int:
+        if gone in uids(tmp_path):
+            raise ArchiveFull("the disk is full")
+        return write(recordings)
+
+    monkeypatch.setattr(archiver.writer, "write", full_until_it_is_gone)
+    archiver.worker.handle(archiver.entries)
+    assert sorted(uids(tmp_path)) == sorted(kept) and log.backlog(ended_inbox(log.names)) == 0
+
+
+def test_while_another_archiver_writes_to_a_file_forgetting_waits(
+    archiver: Archiver, log: ForgettingLog, lived: LivedRequests, tmp_path: Path
+) -> None:
+    gone = finish(lived)
+    archiver.work()
+    log.erase(gone)
+    (volume,) = volumes(tmp_path)
+    archiver.read()
+    thread = threading.Thread(target=archiver.worker.handle, args=(archiver.entries,))
+    with volume.locked():
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive() and uids(tmp_path) == [gone]
+    thread.join()
+    assert uids(tmp_path) == []
+
+
+def test_what_expired_before_it_was_read_is_counted(
+    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path
+) -> None:
+    log.limits = RequestLimits(retention_s=0.03)
+    gone = finish(lived)
+    archiver.read()
+    until(lambda: not log.histories([gone])[0])
+    log.limits = RequestLimits()
+    with capture_logs() as lines:
+        archiver.worker.handle(archiver.entries)
+    archiver.worker.look()
+    assert [line["requests"] for line in lines if line["event"] == "not_archived"] == [1]
+    assert (log.num_unarchived(), count_of(archiver.measures, ARCHIVE_UNARCHIVED)) == (1, 1)
+    assert uids(tmp_path) == [] and log.backlog(ended_inbox(log.names)) == 0
+
+
+def test_a_full_disk_stops_archiving_with_one_line_and_a_metric_until_there_is_room(
+    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.archive.worker, "FULL_RETRY_S", 0.01)
+    uid, tries, stopped = finish(lived), 0, list[float]()
+    write = archiver.writer.write
+
+    def full(recordings: list[Recording]) -> int:
+        nonlocal tries
+        tries += 1
+        stopped.append(count_of(archiver.measures, ARCHIVE_STOPPED))
+        if tries < 4:
+            raise ArchiveFull("the disk is full")
+        return write(recordings)
+
+    monkeypatch.setattr(archiver.writer, "write", full)
+    with capture_logs() as lines:
+        archiver.work()
+    assert [line["error"] for line in lines if line["event"] == "archiving_stopped"] == ["the disk is full"]
+    assert stopped == [0, 1, 1, 1] and count_of(archiver.measures, ARCHIVE_STOPPED) == 0
+    assert uids(tmp_path) == [uid]
+
+
+def test_an_archiver_that_is_to_end_while_the_disk_is_full_leaves_the_rest_pending(
+    archiver: Archiver, log: ArchiverLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(lived)
+
+    def full(_: list[Recording]) -> int:
+        archiver.stop.set()
+        raise ArchiveFull("the disk is full")
+
+    monkeypatch.setattr(archiver.writer, "write", full)
+    archiver.work()
+    assert log.pending(ended_inbox(log.names), archiver.owner.slot) == archiver.entries != []
+
+
+def test_an_entry_that_ends_its_archiver_again_and_again_becomes_a_dead_letter(
+    archiver: Archiver, log: ArchiverLog, lived: LivedRequests
+) -> None:
+    finish(lived)
+    archiver.read()
+    (entry,) = archiver.entries
+    archiver.worker.bury(entry, 4)
+    (letter,) = log.dead_letters(10)
+    assert letter.fields["stage"] == "archive" and "ended its archiver 4 times" in letter.fields["error"]
+    assert log.backlog(ended_inbox(log.names)) == 0
+
+
+def test_a_namespace_has_one_archive(archiver: Archiver, log: ArchiverLog, tmp_path: Path) -> None:
+    other = make_archive(tmp_path / "other", "test")
+    with pytest.raises(ConfigError, match=rf"is archived in {archiver.id}; name that folder, or end its archiving"):
+        open_archive(log, other)
+    open_archive(log, archiver.id)
+    log.close_archive()
+    open_archive(log, other)
+
+
+def config_of(folder: Path) -> ArchiveConfig:
+    return ArchiveConfig(WorkerConfig(), LogConfig(), FilesConfig(str(folder)))
+
+
+def test_an_archiver_that_is_to_end_first_writes_what_is_there(
+    log: ArchiverLog, lived: LivedRequests, archiver: Archiver, tmp_path: Path
+) -> None:
+    expected = sorted(finish(lived) for _ in range(40))
+    archiver.stop.set()
+    serve(log, archiver.lease, config_of(tmp_path), archiver.id, archiver.stop)
+    assert sorted(uids(tmp_path)) == expected
+
+
+def test_an_archiver_goes_on_when_the_log_has_lost_its_stream(
+    another_log: Callable[[], StreamLog], log: ArchiverLog, lived: LivedRequests, archiver: Archiver, tmp_path: Path
+) -> None:
+    own = cast(ArchiverLog, another_log())
+    thread = threading.Thread(target=serve, args=(own, archiver.lease, config_of(tmp_path), archiver.id, archiver.stop))
+    thread.start()
+
+    def has_group() -> bool:
+        try:
+            return log.pending(ended_inbox(log.names), archiver.owner.slot) == []
+        except GroupLost:
+            return False
+
+    try:
+        first = finish(lived)
+        until(lambda: uids(tmp_path) == [first])
+        log.close_archive()
+        until(has_group)
+        assert log.open_archive("another") == archiver.id
+        second = finish(lived)
+        until(lambda: sorted(uids(tmp_path)) == sorted([first, second]))
+    finally:
+        archiver.stop.set()
+        thread.join()
+
+
+class Killed:
+    """Two archivers and the Redis of a server, of which somebody dies again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.redis = EmbeddedRedis(folder / "data")
+        self.folder = folder / "archive"
+        self.flags = ["--to", str(self.folder), "--redis-url", self.redis.url, "--lease", "0.5"]
+        self.archivers = [self._start(slot) for slot in (0, 1)]
+
+    def _start(self, slot: int) -> subprocess.Popen[bytes]:
+        words = [*PROGRAM, "stage", "archive", "--slot", str(slot), *self.flags]
+        return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self, slots: Sequence[int], *, redis: bool) -> None:
+        """Kill archivers, and perhaps Redis, at the same moment; start all again."""
+        for slot in slots:
+            self.archivers[slot].kill()
+        if redis:
+            self.redis.process.kill()
+            self.redis.process.wait()
+            self.redis.watch()
+        for slot in slots:
+            self.archivers[slot].wait()
+            self.archivers[slot] = self._start(slot)
+
+    def close(self) -> None:
+        for process in self.archivers:
+            process.kill()
+            process.wait()
+        self.redis.stop()
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_every_request_that_ended_is_in_the_files_once(tmp_path: Path) -> None:
+    """Archivers each second; at night for a minute, Redis and all together, too."""
+    chance, ended, killed = random.Random(7), list[str](), Killed(tmp_path)
+    with contextlib.closing(RedisLog(killed.redis.url, Names())) as log:
+        until(lambda: log.backlog(ended_inbox(log.names)) == 0 and len(log.statuses(ARCHIVE)) == 2, timeout_s=30)
+        kill_s = [time.monotonic() + number for number in range(1, KILLS_S + 1)]
+        while kill_s:
+            uid = new_uid()
+            prompt = chance.randbytes(chance.randrange(1, 20_000)).hex()
+            event = Submitted(endpoint="e", frontend="web-0", prompt=prompt, sampling=SamplingParams())
+            again(lambda uid=uid, event=event: log.submit(uid, [event]))  # type: ignore[misc]
+            again(lambda uid=uid: log.end(uid, Cancelled(by="client"), frontend="web-0"))  # type: ignore[misc]
+            ended.append(uid)
+            time.sleep(0.005)
+            if time.monotonic() > kill_s[0]:
+                kill_s.pop(0)
+                killed.kill(chance.choice([(0,), (1,), (0, 1)]), redis=AT_NIGHT and chance.random() < 0.3)
+        until(lambda: log.backlog(ended_inbox(log.names)) == 0, timeout_s=60)
+        assert log.num_unarchived() == 0
+        histories = log.histories(ended)
+    assert len(ended) > 20 * KILLS_S
+    killed.close()
+    places = [place.uid for volume in volumes(killed.folder) for place in volume.places()]
+    assert sorted(places) == sorted(ended)
+    found = Archive(killed.folder).read(ended)
+    assert [found[uid].entries for uid in ended] == [tuple(history) for history in histories]
+
+
+@pytest.mark.slow
+@pytest.mark.night
+@pytest.mark.parametrize("point", [name for name in POINTS if name.startswith("archive.")])
+def test_an_archiver_that_is_killed_while_it_forgets_is_followed_by_one_that_does_the_rest(
+    point: str, tmp_path: Path
+) -> None:
+    redis, folder = EmbeddedRedis(tmp_path / "data"), tmp_path / "archive"
+    words = [*PROGRAM, "stage", "archive", "--slot", "0", "--to", str(folder), "--redis-url", redis.url, "--lease", "1"]
+    armed = {VARIABLE: f"{point}=exit", FOLDER_VARIABLE: str(tmp_path)}
+    with (
+        contextlib.closing(RedisLog(redis.url, Names())) as log,
+        subprocess.Popen(words, env=os.environ | armed) as one,
+    ):
+        until(lambda: len(log.statuses(ARCHIVE)) == 1, timeout_s=30)
+        kept, gone = new_uid(), new_uid()
+        for uid in (kept, gone):
+            log.submit(uid, [Submitted(endpoint="e", frontend="web-0", prompt=uid, sampling=SamplingParams())])
+            log.end(uid, Cancelled(by="client"), frontend="web-0")
+        until(lambda: sorted(uids(folder)) == sorted([kept, gone]))
+        log.erase(gone)
+        assert one.wait(30) == -9
+        with subprocess.Popen(words) as successor:
+            until(lambda: log.backlog(ended_inbox(log.names)) == 0, timeout_s=30)
+            successor.terminate()
+        assert uids(folder) == [kept]
+        assert sorted(path.suffix for path in folder.iterdir()) == [".index", ".json", ".zst"]
+    redis.stop()
+
+
+def again(commit: Callable[[], object]) -> None:
+    """Make a commit that is safe to run twice, as soon as Redis is there."""
+    while True:
+        try:
+            commit()
+            return
+        except LogUnavailable:
+            time.sleep(0.01)
