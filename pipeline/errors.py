@@ -22,6 +22,14 @@ class RequestError(MiniSGLError):
         self.status = status
 
 
+class RankLost(MiniSGLError):
+    """A rank of the engine died or stands still. None of them can go on without it, so all of them end."""
+
+
+class DeviceFull(MiniSGLError):
+    """The device had no memory left for a step. The engine ends, and its successor begins with memory that is free."""
+
+
 class LogError(MiniSGLError):
     """The log did not do what was asked."""
 
@@ -40,6 +48,10 @@ class GroupLost(LogError):
 
 class LogUnavailable(LogError):
     """Redis cannot be reached, is loading, or takes no writes at the moment."""
+
+
+class LogNotThere(LogUnavailable):
+    """No server is at the address of the log."""
 
 
 class LogReadOnly(LogUnavailable):

@@ -8,15 +8,15 @@ readers of old logs; so far there is one version.
 from __future__ import annotations
 
 import functools
-import os
-import time
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
+from pipeline.constraint import Constraint as Constraint
 from pipeline.errors import UndecodableEvent
+from pipeline.names import new_uid as new_uid
 from pipeline.readable import check_readable
 from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
 from pipeline.sampling import SamplingParams as SamplingParams
@@ -134,6 +134,19 @@ class Presentation(Value):
         return self.continuous_usage or self.token_ids or self.echo
 
 
+class Replay(Value):
+    """What is special about a request that computes a recorded one again. Its `prompt_ids` are the recorded ones."""
+
+    of: str
+    """The uid of the recorded request."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """As in the recorded Tokenized. The texts in the sampling parameters are not encoded again."""
+    grammar: str = ""
+    """As in the recorded Tokenized."""
+    cached: bool = False
+    """It may read pages of the prefix cache. Without, all of its prompt is computed."""
+
+
 class Event(Value):
     """What every event has: a version, and the moment of its commit (milliseconds, Redis' clock; 0 before the commit).
 
@@ -163,6 +176,8 @@ class Submitted(Event):
     prompt: str = ""
     prompt_ids: tuple[int, ...] = ()
     sampling: SamplingParams
+    constraint: Constraint | None = None
+    """What the answer must be."""
     task: Task = "generate"
     """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, what it is itself."""
     return_pieces: bool = False
@@ -187,6 +202,8 @@ class Submitted(Event):
     """Redis' clock; set by the commit."""
     labels: dict[str, Any] = Field(default_factory=dict)
     """Fields of the request that have no effect but are kept: user, metadata ..."""
+    replay: Replay | None = None
+    """If it computes a recorded request again."""
 
 
 class Tokenized(Event):
@@ -200,6 +217,8 @@ class Tokenized(Event):
     """The slot of the tokenizer."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the output must not have."""
+    grammar: str = ""
+    """What the output must be: a Lark grammar with llguidance's additions; empty: anything."""
 
 
 class Admitted(Event):
@@ -212,8 +231,10 @@ class Admitted(Event):
     fingerprint: str
     """Identifies the weights and the model's config; where `numerics` is empty, the dtype as well."""
     numerics: str = ""
-    """How the engine computes with them, such as `bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512`. Older histories
-    lack it."""
+    """How the engine computes with them, such as `bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512/sampler-2`. Older
+    histories lack it."""
+    version: str = ""
+    """Of MiniSGL. Older histories lack it."""
     cached_tokens: int = 0
 
 
@@ -347,7 +368,17 @@ class Figures(Value):
     waiting: int = 0
     free_pages: int = 0
     forward_ms: float = 0
-    """How long the forward pass took. Requests are admitted to a step before its forward pass."""
+    """How long the engine's loop stood still for the forward pass. Requests are admitted to a step before it."""
+
+
+class Chunk(Value):
+    """A piece of a prompt that one step computed; after a preemption or a takeover, of prompt and output."""
+
+    uid: str
+    start: int
+    """Position of its first token."""
+    count: int
+    """Number of its tokens."""
 
 
 class StepCompleted(Event):
@@ -358,6 +389,16 @@ class StepCompleted(Event):
     let_go: tuple[str, ...] = ()
     """Uids that ended elsewhere (cancel, stop string, deadline), which the engine forgets now."""
     figures: Figures = Figures()
+    given: tuple[str, ...] = ()
+    """What the schedule was told since the step before, in order: `add <n> <length> <uid>` (a request with n tokens of
+    output and a prompt of this length), `drop <uid>`, `flush`, `alone <uid>`, `all`, `plan`, `complete`, `skip` and
+    `start over`. If the last four are missing, it ends with `plan` and `complete`. With one in flight, `plan <n>` says
+    its own `mixed_prefill_length`, and `no plan` that the step in flight must land first. Only for the journal."""
+    chunks: tuple[Chunk, ...] = ()
+    """Of prompts, in the order of the plan. Only for the journal."""
+    schedule: str = ""
+    """The schedule as it was before `given`, in JSON: in an engine's first step, and then every 1,000 steps and
+    every minute. Only for the journal."""
 
 
 Mark: TypeAlias = Admitted | Preempted | TakenOver
@@ -392,8 +433,15 @@ def as_words(model: type[Event], plain: Mapping[str, Any]) -> dict[str, bytes]:
 
 def as_plain(event: Event, *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return *event* as plain values. Fields with their default are left out, but not the kind, and those *without*."""
-    omitted = {"ms", *without} | {name for name, default in _defaults(type(event)) if getattr(event, name) == default}
-    return event.model_dump(mode="json", exclude=omitted, exclude_none=True)
+    defaults, numbers = _defaults(type(event)), _number_lists(type(event))
+    plain: dict[str, Any] = {}
+    is_plain = True  # as tokens are, and most events are tokens: pydantic takes three times as long
+    for name, value in vars(event).items():
+        if value is None or name == "ms" or name in without or (name in defaults and value == defaults[name]):
+            continue
+        plain[name] = list(value) if name in numbers else value
+        is_plain = is_plain and (name in numbers or type(value) in (str, int))
+    return plain if is_plain else event.model_dump(mode="json", include=set(plain), exclude_none=True)
 
 
 def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEvent:
@@ -420,13 +468,13 @@ def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEv
 
 
 @functools.cache
-def _defaults(model: type[Event]) -> tuple[tuple[str, Any], ...]:
-    """Return the fields that have a default, with it. Looked up once for each kind, not for each token."""
-    return tuple(
-        (name, field.get_default(call_default_factory=True))
+def _defaults(model: type[Event]) -> Mapping[str, Any]:
+    """Return the defaults of the fields that have one. Looked up once for each kind, not for each token."""
+    return {
+        name: field.get_default(call_default_factory=True)
         for name, field in model.model_fields.items()
         if name not in ("kind", "ms") and not field.is_required()
-    )
+    }
 
 
 @functools.cache
@@ -448,11 +496,3 @@ def _is_text(annotation: Any) -> bool:
     """Say whether it is text, or one of several words."""
     words = get_args(annotation)
     return annotation is str or (bool(words) and all(isinstance(word, str) for word in words))
-
-
-def new_uid() -> str:
-    """Return 32 hex digits that sort by time: a UUID version 7 (RFC 9562, 5.7)."""
-    value = (time.time_ns() // 1_000_000 << 80) | int.from_bytes(os.urandom(10), "big")
-    value = value & ~(0xF << 76) | 0x7 << 76
-    value = value & ~(0x3 << 62) | 0x2 << 62
-    return f"{value:032x}"

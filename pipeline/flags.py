@@ -81,6 +81,17 @@ def size_or_0(lowest: int) -> Callable[[str], int]:
     return _number(size, lambda value: value == 0 or value >= lowest, expected)
 
 
+def age_or_0(text: str) -> float:
+    """Parse an age, as seconds: `90`, `90s`, `15m`, `12h` or `30d`."""
+    return _number(_age, lambda value: 0 <= value < math.inf, "0, or a number of s, m, h or d, such as 30d")(text)
+
+
+def _age(text: str) -> float:
+    unit = _AGES.get(text[-1:])
+    return float(text[:-1]) * unit if unit else float(text)
+
+
+_AGES: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -188,6 +199,33 @@ def parse_flags(
     """
     parsed = build_parser(command, owners, environment, about).parse_args(arguments)
     return [_fill(owner, parsed) for owner in owners]
+
+
+def split_names(arguments: Sequence[str], owners: Sequence[type[Any]]) -> tuple[list[str], list[str]]:
+    """Return the words of a command line that name what the command is about, and its flags, each with its value.
+
+    A flag takes the word after it, also one such as `-10m`; one of yes or no takes it only if it is `yes` or `no`. One
+    that takes several values takes all words up to the next flag.
+    """
+    known = {name: item for item in flags_of(owners) for name in item.metadata["flags"]}
+    names: list[str] = []
+    flags: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            names.append(word)
+            continue
+        if word in known and known[word].metadata["repeated"]:
+            flags.append(word)
+            while rest and not rest[0].startswith("-"):
+                flags.append(rest.pop(0))
+            continue
+        takes_next = word in known and bool(rest)
+        if takes_next and isinstance(known[word].default, bool):
+            takes_next = rest[0] in ("yes", "no")
+        flags.append(f"{word}={rest.pop(0)}" if takes_next else word)
+    return names, flags
 
 
 def parse_config(command: str, config: type[C], arguments: Sequence[str], environment: Mapping[str, str]) -> C:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,8 +15,14 @@ JANITOR: Final = "janitor"
 """Not a stage. A frontend that holds this slot ends requests that nobody else ends."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE, WEB)
 """The worker roles. The first three also name the consumer groups."""
+ARCHIVE: Final = "archive"
+"""A worker role that a server need not have, and its consumer group."""
 SERVING_STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 """The stages whose workers have a model or its tokenizer."""
+
+PROBE: Final = "probe"
+"""Endpoint of the requests with which a web process tries whether a token goes through every stage, and what /ready
+says it waits for while the first one is under way."""
 
 VERSION: Final = 1
 """The newest version of entries and events that this code reads."""
@@ -41,6 +49,17 @@ def slot_name(stage: str, index: int) -> str:
     return f"{stage}-{index}"
 
 
+def rank_stage(rank: int) -> str:
+    """Return the worker role of a rank, which also names its consumer group: `rank-1`. Its slots are `rank-1-0` .."""
+    return f"rank-{rank}"
+
+
+def rank_of(stage: str) -> int | None:
+    """Return the rank with the worker role *stage*; None: it is not the role of a rank."""
+    first, _, rank = stage.partition("-")
+    return int(rank) if first == "rank" and rank.isdecimal() else None
+
+
 def slot_stage(slot: str) -> str:
     """Return the stage in a slot's name."""
     return slot.rpartition("-")[0]
@@ -60,6 +79,14 @@ def is_too_new(consumer: str) -> bool:
     """Say whether *consumer* keeps entries of a version that this code does not read."""
     _, found, version = consumer.rpartition("-v")
     return bool(found) and version.isdecimal() and int(version) > VERSION
+
+
+def new_uid() -> str:
+    """Return 32 hex digits that sort by time: a UUID version 7 (RFC 9562, 5.7)."""
+    value = (time.time_ns() // 1_000_000 << 80) | int.from_bytes(os.urandom(10), "big")
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return f"{value:032x}"
 
 
 def sibling_uids(uid: str, count: int) -> tuple[str, ...]:
@@ -107,9 +134,32 @@ class Names:
         """Stream: dead letters, one for each request that killed its worker several times."""
         return self._key("dead")
 
+    @property
+    def ended(self) -> str:
+        """Stream with group `archive`, only where the namespace has an archive: uids of requests that have ended."""
+        return self._key("ended")
+
+    @property
+    def archive(self) -> str:
+        """Hash, as long as `ended`: `id` of the archive, and how many requests were `unarchived` when they expired."""
+        return self._key("archive")
+
+    def copy(self, who: str) -> str:
+        """Stream with a time to live: what is to stay of a stream from which *who* purges other entries."""
+        return self._key(f"copy:{who}")
+
+    @property
+    def copies(self) -> str:
+        """Hash with a time to live, by key of a stream: how often a copy took its place, or an entry was dropped."""
+        return self._key("copies")
+
     def steps(self, engine: str) -> str:
         """Stream with group `detokenize`: the steps of one engine, id `<epoch>-<step>`."""
         return self._key(f"steps:{engine}")
+
+    def journal(self, engine: str) -> str:
+        """Stream with a time to live, id `<epoch>-<step>`: the last steps of one engine, for `minisgl replay`."""
+        return self._key(f"journal:{engine}")
 
     def request(self, uid: str) -> str:
         """Stream: the history of one request."""
@@ -143,6 +193,10 @@ class Names:
         do not count."""
         return self._key(f"running:{key}")
 
+    def ranks(self, group: str) -> str:
+        """Stream with a time to live, a group for each rank but 0: the newest formation of the ranks of one engine."""
+        return self._key(f"ranks:{group}")
+
     def lease(self, slot: str) -> str:
         """String with a time to live: who holds the slot."""
         return self._key(f"lease:{slot}")
@@ -160,5 +214,5 @@ class Names:
         return self._key(f"status:{slot}")
 
 
-LASTING: Final = ("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead")
+LASTING: Final = ("submitted", "tokenized", "steps:*", "control", "live", "owner:*", "dead", "ended", "archive")
 """The keys that have no time to live; every other key has one."""

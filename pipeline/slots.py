@@ -97,6 +97,14 @@ class Status(Value):
     """Pages that flushes have freed since the engine started."""
     books_wrong: int = 0
     """How often the engine found an error in its counts of pages, which is a bug of ours."""
+    group: str = ""
+    """The group of a rank, once it has formed `<group>/<nonce>`: this start of it."""
+    version: str = ""
+    """Of MiniSGL, on a rank. With `settings` and `fingerprint` it must be the same on all ranks."""
+    settings: str = ""
+    """How a rank computes."""
+    num_ranks: int = 0
+    """Of the group of a rank."""
     metrics: str = ""
     """The metrics of its process (`Measures.snapshot`), as text in the text: few readers of a status need them."""
 
@@ -397,7 +405,13 @@ class SlotLease(Voice):
             self.lost.set()
 
 
-def progress_reporter(slot_lease: Voice, detail: str) -> Callable[[float], None]:
+class Says(Protocol):
+    """What publishes a status: a `Voice`, or what stands for several."""
+
+    def say(self, **changes: object) -> None: ...
+
+
+def progress_reporter(slot_lease: Says, detail: str) -> Callable[[float], None]:
     """Return a function that publishes the progress of a load, in steps of 5 %."""
     said = -1.0
 

@@ -12,7 +12,7 @@ from pipeline.names import parse_id
 
 PROMPT: Final = frozenset({"messages", "prompt", "prompt_ids"})
 """Fields of Submitted that can be long; most readers need none of them."""
-NOT_COMPUTED: Final = PROMPT | {"templating", "labels"}
+NOT_COMPUTED: Final = PROMPT | {"templating", "labels", "constraint"}
 """Fields of Submitted that no engine needs: it computes the tokens."""
 
 

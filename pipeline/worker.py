@@ -10,6 +10,7 @@ entry that was tried too often is buried instead.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -28,6 +29,8 @@ logger = structlog.get_logger()
 BLOCK_MS = 500
 CLAIM_EVERY_S = 1.0
 BACKOFF_S = 0.2
+LEAVING_S = 1.0
+"""So long a process that ends at once tries to leave its slot."""
 MOST_DELIVERIES = 4
 """An entry that is still there after so many tries, the last three of them alone, has killed its workers."""
 
@@ -59,6 +62,36 @@ class Stop:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until *timeout_s* is over or a stop comes; return whether it came."""
         return self._event.wait(timeout_s)
+
+
+class EndAtOnce:
+    """Lets SIGTERM and SIGINT end this process at once, until it is `over`: for work that is worth nothing half done.
+
+    The main thread may wait in C, where Python calls no handler of signals. So another thread hears of them.
+    """
+
+    def __init__(self, leave: Callable[[], object]) -> None:
+        """Call it in the main thread. *leave* is called at the end, if the process has handlers for these signals."""
+        self._leave = leave
+        heard, self._said = os.pipe()
+        os.set_blocking(self._said, False)  # as signals want it
+        self._before = signal.set_wakeup_fd(self._said, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(heard,), name="end at once", daemon=True).start()
+
+    def over(self) -> None:
+        """Leave the signals to their handlers."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._said)
+
+    def _hear(self, heard: int) -> None:
+        said = os.read(heard, 1)
+        os.close(heard)
+        if said:
+            late = threading.Timer(LEAVING_S, os._exit, (0,))
+            late.daemon = True
+            late.start()
+            self._leave()
+            os._exit(0)
 
 
 class WorkerProcess:

@@ -6,6 +6,7 @@ each connect, so a password can be changed while everything runs. An address is 
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,19 @@ class Address:
     protocol: int = 2
     tls: Mapping[str, Any] | None = None
     """Options of redis-py's SSL connections; None: no TLS."""
+
+    def address_here(self) -> str:
+        """Return the IP address of this machine on the way to the (first) host; empty if the server has a socket.
+
+        Raises:
+            OSError: The host is not known, or there is no way to it.
+        """
+        for host, port in self.hosts[:1]:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as way:
+                way.connect(address)  # sends nothing
+                return str(way.getsockname()[0])
+        return ""
 
     def client(self, *, retry: Retry, **options: Any) -> redis.Redis:
         """Return a client for threads; *options* are redis-py's."""

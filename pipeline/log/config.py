@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.flags import flag, seconds
+from pipeline.flags import flag, seconds, size_or_0
 
 DEFAULT_NAMESPACE: Final = "minisgl"
 DEFAULT_RETENTION_S: Final = 900.0
+DEFAULT_JOURNAL_BYTES: Final = 32 << 20
+LEAST_JOURNAL_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,12 @@ class LogConfig:
         default=DEFAULT_RETENTION_S,
         parse=seconds,
         help="seconds for which a finished request stays readable",
+    )
+    journal_bytes: int = flag(
+        "--journal-bytes",
+        default=DEFAULT_JOURNAL_BYTES,
+        parse=size_or_0(LEAST_JOURNAL_BYTES),
+        help="most bytes of each engine's last steps that Redis keeps, such as 32M; 0: it keeps none",
     )
     lease_s: float = flag(
         "--lease",

@@ -2,7 +2,8 @@
 
 Each has two sets of connections. Operations that are safe to run twice go through the client that retries. Those that
 deliver entries, that block, or that build on what was committed before have connections of their own and are never sent
-again: a lost reply may have delivered entries, and behind a broken connection the log may be another one.
+again: a lost reply may have delivered entries, and behind a broken connection the log may be another one. Every token
+needs several of the second kind, so they keep their connections: redis-py's way through a pool takes longer than Redis.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.retry import Retry
 
-from pipeline.errors import GroupLost, LogError, LogFull, LogReadOnly, LogUnavailable
+from pipeline.errors import GroupLost, LogError, LogFull, LogNotThere, LogReadOnly, LogUnavailable
 from pipeline.log.address import parse_address
 from pipeline.log.operation import LONGEST_BLOCK_MS, Batch, Command, Operation, Script, Steps, script_sha, script_text
 
@@ -45,6 +46,8 @@ class Driver:
         retry = Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.5), 1)
         self._retrying = _raw(address.client(socket_timeout=COMMAND_TIMEOUT_S, retry=retry))
         self._once = _raw(address.client(socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
+        self._kept: redis.Connection | None = None
+        """The connection of `_once`, from its first use on."""
 
     def close(self) -> None:
         self._retrying.close()
@@ -64,16 +67,24 @@ class Driver:
         try:
             if isinstance(operation, Batch):
                 return self._send_batch(operation)
-            client = self._once if operation.once else self._retrying
+            send = self._send_once if operation.once else self._retrying.execute_command
             if isinstance(operation, Command):
-                return client.execute_command(*operation.words)
+                return send(*operation.words)
             args = _script_args(operation)
             try:
-                return client.execute_command("EVALSHA", script_sha(operation.name), *args)
+                return send("EVALSHA", script_sha(operation.name), *args)
             except errors.NoScriptError:
-                return client.execute_command("EVAL", script_text(operation.name), *args)
+                return send("EVAL", script_text(operation.name), *args)
         except errors.RedisError as error:
             raise self._failed(error) from error
+
+    def _send_once(self, *words: str | int | bytes) -> Any:
+        if self._kept is None:
+            self._kept = self._once.connection_pool.get_connection()
+        else:
+            _check(self._kept)
+        self._kept.send_command(*words)
+        return self._kept.read_response()
 
     def _send_batch(self, batch: Batch[Any]) -> list[Any]:
         pipe = self._retrying.pipeline(transaction=False)
@@ -88,6 +99,16 @@ class Driver:
             self._retrying.connection_pool.disconnect()
             self._once.connection_pool.disconnect()
         return translated
+
+
+def _check(connection: redis.Connection) -> None:
+    """Close *connection*, so that it connects again, if the server has closed it or sends what nobody has asked for."""
+    try:
+        is_fit = not connection.can_read()
+    except (errors.ConnectionError, OSError):
+        is_fit = False
+    if not is_fit:
+        connection.disconnect()
 
 
 class AsyncDriver:
@@ -105,6 +126,8 @@ class AsyncDriver:
         )
         # With a time-out the client waits in asyncio.wait_for, which on 3.11 can swallow a cancellation.
         self._once = _raw(address.async_client(socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0)))
+        self._idle: list[redis.asyncio.Connection] = []
+        """The connections of `_once` that no task uses."""
 
     async def close(self) -> None:
         await self._retrying.aclose(close_connection_pool=True)
@@ -124,27 +147,31 @@ class AsyncDriver:
         try:
             if isinstance(operation, Batch):
                 return await self._send_batch(operation)
-            if operation.once:
-                return await self._send_once(operation)
-            return await self._send_to(self._retrying, operation)
+            send = self._send_once if operation.once else self._retrying.execute_command
+            if isinstance(operation, Command):
+                return await send(*operation.words)
+            args = _script_args(operation)
+            try:
+                return await send("EVALSHA", script_sha(operation.name), *args)
+            except errors.NoScriptError:
+                return await send("EVAL", script_text(operation.name), *args)
         except errors.RedisError as error:
             raise await self._failed(error) from error
 
-    async def _send_once(self, operation: Script[Any] | Command[Any]) -> Any:
+    async def _send_once(self, *words: str | int | bytes) -> Any:
+        pool = self._once.connection_pool
         try:
             async with asyncio.timeout(LONGEST_WAIT_S):
-                return await self._send_to(self._once, operation)
+                connection = self._idle.pop() if self._idle else await pool.get_connection()
+                try:
+                    if not connection.is_connected or await connection.can_read():
+                        await pool.ensure_connection(connection)
+                    await connection.send_command(*words)
+                    return await connection.read_response()
+                finally:
+                    self._idle.append(connection)
         except TimeoutError as error:
             raise LogUnavailable(f"no reply within {LONGEST_WAIT_S} s") from error
-
-    async def _send_to(self, client: redis.asyncio.Redis, operation: Script[Any] | Command[Any]) -> Any:
-        if isinstance(operation, Command):
-            return await client.execute_command(*operation.words)
-        args = _script_args(operation)
-        try:
-            return await client.execute_command("EVALSHA", script_sha(operation.name), *args)
-        except errors.NoScriptError:
-            return await client.execute_command("EVAL", script_text(operation.name), *args)
 
     async def _send_batch(self, batch: Batch[Any]) -> list[Any]:
         pipe = self._retrying.pipeline(transaction=False)
@@ -157,7 +184,8 @@ class AsyncDriver:
         translated = translate(error)
         if isinstance(translated, LogReadOnly):
             await self._retrying.connection_pool.disconnect(inuse_connections=False)
-            await self._once.connection_pool.disconnect(inuse_connections=False)
+            for connection in tuple(self._idle):
+                await connection.disconnect()
         return translated
 
 
@@ -181,6 +209,10 @@ _FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
 """Servers say one of these when a script does what its user may not do; a forbidden script call itself is NOPERM."""
 
 
+_NOT_THERE = " connecting to "
+"""redis-py says this only when no connection was made. A refused password is a ConnectionError, too."""
+
+
 def translate(error: errors.RedisError) -> LogError:
     """Return our exception for one of redis-py's."""
     text = _IN_SCRIPT.sub("", str(error))
@@ -190,7 +222,7 @@ def translate(error: errors.RedisError) -> LogError:
     if isinstance(error, errors.ReadOnlyError) or code == "READONLY":
         return LogReadOnly(text)
     if isinstance(error, errors.ConnectionError | errors.TimeoutError):
-        return LogUnavailable(text)
+        return LogNotThere(text) if _NOT_THERE in text else LogUnavailable(text)
     if code in ("MISCONF", "BUSY"):
         return LogUnavailable(text)
     if isinstance(error, errors.NoPermissionError) or any(words in text for words in _FORBIDDEN):

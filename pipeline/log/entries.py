@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import orjson
 import structlog
+from pydantic import Field, TypeAdapter
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Answered,
-    Cancelled,
     End,
     Failed,
-    Finished,
     Mark,
     TokensProduced,
     as_plain,
@@ -42,8 +41,15 @@ LARGE_ANSWER_BYTES: Final = 64 * 1024
 """A history with a larger answer of a tokenizer is kept as briefly."""
 DEAD_CAP: Final = 10_000
 """MAXLEN ~ of the dead letters."""
+COPY_TTL_MS: Final = 60_000
+"""For how long the copy of a stream that is purged waits. A run that stands still for longer begins again."""
+JOURNAL_CAP: Final = 100_000
+"""MAXLEN ~ of a journal, whose bytes are bounded too. Each entry takes a little more than its bytes."""
 DEAD_HISTORY_BYTES: Final = 64 * 1024
 """The copy of a history in a dead letter takes no more."""
+LETTER_LABELS_BYTES: Final = 4096
+"""A letter without the first entry has its labels, which say whose the request was, unless they take more; end.lua has
+the same number."""
 LONGEST_REASON: Final = 300
 """Characters of the reason why an entry could not be read."""
 
@@ -100,13 +106,28 @@ def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes]], 
     """
     histories: list[dict[str, bytes]] = []
     replies: dict[str, list[dict[str, Any]]] = {}
-    for item in events:
-        plain = as_plain(item.event)
-        histories.append(as_words(type(item.event), plain))
-        if isinstance(item.event, TokensProduced | End):
-            said = {"uid": item.uid, "id": item.entry_id, "n": item.n, "event": plain}
-            replies.setdefault(item.frontend, []).append(said)
+    for uid, entry_id, n, event, frontend, _ in events:
+        if type(event) is TokensProduced and _is_one_token(event):  # as most are: it takes half as long as those below
+            text, step = event.text, event.step
+            plain = {"kind": "tokens", "tokens": event.tokens, "text": text, "step": step}
+            words = {"kind": b"tokens", "tokens": b"%d" % event.tokens[0], "text": text.encode(), "step": step.encode()}
+        else:
+            plain = as_plain(event)
+            words = as_words(type(event), plain)
+        histories.append(words)
+        if isinstance(event, TokensProduced) or not isinstance(event, Mark):  # to ask for a union takes long
+            replies.setdefault(frontend, []).append({"uid": uid, "id": entry_id, "n": n, "event": plain})
     return histories, {frontend: orjson.dumps(items).decode() for frontend, items in replies.items()}
+
+
+def is_tombstone(history: Sequence[Entry]) -> bool:
+    """Say whether *history*, read from its start, is all that is left of a request that was erased: an end alone."""
+    return len(history) == 1 and history[0].id == SEAL
+
+
+def _is_one_token(event: TokensProduced) -> bool:
+    """Say whether it has one token, and nothing else that is not always there."""
+    return event.count == len(event.tokens) == 1 and not (event.chunks or event.scores or event.prompt)
 
 
 def say_skipped(entry_id: str, error: str) -> None:
@@ -136,8 +157,9 @@ def clipped(text: str) -> str:
 
 
 def _said(events: str) -> Iterator[Reply]:
-    for item in orjson.loads(events):
-        event = _REPLY_EVENTS[item["event"]["kind"]].model_validate(item["event"])
+    items = orjson.loads(events)
+    told = _REPLY_EVENTS.validate_python([item["event"] for item in items])
+    for item, event in zip(items, told, strict=True):
         uid, entry_id, n = item["uid"], item["id"], item["n"]
         if not (isinstance(uid, str) and isinstance(entry_id, str) and isinstance(n, int)):
             raise UndecodableEvent(f"a reply has uid {uid!r}, id {entry_id!r} and n {n!r}")
@@ -153,13 +175,10 @@ def _end_said(entry: Mapping[str, str]) -> Reply:
     return Reply(uid, SEAL, ended.n, ended)
 
 
-_REPLY_EVENTS: Mapping[str, type[TokensProduced | End]] = {
-    "tokens": TokensProduced,
-    "finished": Finished,
-    "failed": Failed,
-    "cancelled": Cancelled,
-    "answered": Answered,
-}
+_REPLY_EVENTS: TypeAdapter[list[TokensProduced | End]] = TypeAdapter(
+    list[Annotated[TokensProduced | End, Field(discriminator="kind")]]
+)
+"""Of a whole step: a call for each event would take half as long again."""
 
 
 def copied_fields(history: Sequence[Entry]) -> dict[str, str]:
@@ -179,4 +198,7 @@ def copied_fields(history: Sequence[Entry]) -> dict[str, str]:
         last.append(text)
     kept = first + last[::-1]
     copy = {"history": (b"[" + b",".join(kept) + b"]").decode()}
+    labels = history[0].fields.get("labels", "")
+    if labels and not first and len(labels.encode()) <= LETTER_LABELS_BYTES:
+        copy["labels"] = labels
     return copy | ({"history_cut": str(len(texts) - len(kept))} if len(kept) < len(texts) else {})

@@ -22,21 +22,26 @@ from pipeline.log.entries import (
     brief_ms,
     burial_fields,
     copied_fields,
+    is_tombstone,
     kept_ms,
     letter_fields,
     produced_words,
     replies_of,
     say_skipped,
 )
+from pipeline.log.memory_forgetting import MemoryForgetting
 from pipeline.log.memory_groups import MemoryGroups
 from pipeline.log.memory_leases import Leases
+from pipeline.log.memory_past import MemoryPast
 from pipeline.log.memory_quotas import Quotas
+from pipeline.log.memory_ranks import MemoryRanks
 from pipeline.log.memory_streams import Stream, Streams, id_text, steady_clock_ms
 from pipeline.log.protocol import (
     DEFAULT_LIMITS,
     DeadLetter,
     Entry,
     Inbox,
+    Journalled,
     Lease,
     Once,
     Owner,
@@ -66,8 +71,11 @@ from pipeline.names import (
 from pipeline.serving import Served, Serving
 
 
-class MemoryLog(MemoryGroups):
-    """StreamLog under one condition: every append wakes all that wait. Any number of threads may share it."""
+class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
+    """ForgettingLog, with all that this includes, and RankLog under one condition: every append wakes all that wait.
+
+    Many threads may share it.
+    """
 
     def __init__(
         self, names: Names, limits: RequestLimits = DEFAULT_LIMITS, clock_ms: Callable[[], int] | None = None
@@ -203,7 +211,8 @@ class MemoryLog(MemoryGroups):
         with self._changed:
             streams = [self._streams.get(self.names.request(uid)) for uid in uids]
             first = parse_id(after) if after else (0, 0)
-            return [stream.read(stream.after(first)) if stream is not None else [] for stream in streams]
+            found = [stream.read(stream.after(first)) if stream is not None else [] for stream in streams]
+            return [[] if not after and is_tombstone(entries) else entries for entries in found]
 
     def alive(self, uids: Sequence[str]) -> set[str]:
         with self._changed:
@@ -312,9 +321,14 @@ class MemoryLog(MemoryGroups):
 
     # detokenizers
 
-    def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
+    def produced(
+        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], journal: Journalled = None
+    ) -> bool:
         with self._changed:
             self._leases.fence(owner)
+            if journal and self.limits.journal_bytes:
+                key, limits = self.names.journal(engine), self.limits
+                self._streams.keep(key, entry.id, journal, limits.journal_bytes, limits.retention_ms)
             if not self._streams.consume(Inbox.steps(self.names, engine), entry.id):
                 return False
             histories, replies = produced_words(events)
@@ -327,9 +341,18 @@ class MemoryLog(MemoryGroups):
                     history.expires_ms = self._in_ms(kept_ms(item.event, item.n, fields, self.limits.retention_ms))
                     if item.tell_engine:
                         self._tell_engines(item.uid)
+                    self._tell_archivers(item.uid)
             for frontend, payload in replies.items():
                 self._streams.append(self.names.replies(frontend), None, {"events": payload}, cap=REPLY_CAP)
             return True
+
+    def journal(
+        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
+    ) -> list[Entry]:
+        with self._changed:
+            stream = self._streams.get(self.names.journal(engine)) or Stream()
+            ids = stream.between(first, last)
+            return stream.read(ids[-max_entries:] if newest else ids[: max_entries or None])
 
     # entries that cannot be read
 
@@ -435,6 +458,7 @@ class MemoryLog(MemoryGroups):
         history.expires_ms = self._in_ms(kept_ms(event, n, said, self.limits.retention_ms))
         self._streams.append(self.names.replies(frontend), None, {"uid": uid, **fields}, cap=REPLY_CAP)
         self._tell_engines(uid)
+        self._tell_archivers(uid)
         return history
 
     def _in_ms(self, after_ms: int) -> int:

@@ -13,14 +13,20 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pipeline.errors import GroupLost, LogUnavailable
+from pipeline.log.entries import JOURNAL_CAP
 from pipeline.log.protocol import Entry, Inbox
-from pipeline.names import parse_id
+from pipeline.names import SEAL, parse_id
 
 Id: TypeAlias = tuple[int, int]
 
 
 def id_text(entry_id: Id) -> str:
     return f"{entry_id[0]}-{entry_id[1]}"
+
+
+def journal_size(fields: Mapping[str, str]) -> int:
+    """Return how many bytes an entry of a journal counts. In Redis, produced.lua counts the same."""
+    return 32 + sum(len(part.encode()) for field in fields.items() for part in field)
 
 
 def steady_clock_ms() -> Callable[[], int]:
@@ -56,6 +62,13 @@ class Stream:
                 break
             found.append(other)
         return found[::-1][:limit]
+
+    def between(self, first: str, last: str) -> list[Id]:
+        """Return the ids from *first* to *last*. As in Redis, these are `-`, `+`, or an id, which `(` leaves out."""
+        low = (0, 0) if first == "-" else parse_id(first.removeprefix("("))
+        high = parse_id(SEAL) if last == "+" else parse_id(last.removeprefix("("))
+        left_out = {bound for bound, text in ((low, first), (high, last)) if text.startswith("(")}
+        return [each for each in self.entries if low <= each <= high and each not in left_out]
 
     def read(self, ids: Iterable[Id]) -> list[Entry]:
         return [Entry(id_text(entry_id), dict(self.entries[entry_id])) for entry_id in ids if entry_id in self.entries]
@@ -125,6 +138,23 @@ class Streams:
             for group in stream.groups.values():
                 group.delivered = (0, 0)
         self.append(key, entry_id, fields, make=True)
+
+    def keep(self, key: str, entry_id: str, fields: Mapping[str, str], most_bytes: int, kept_ms: int) -> None:
+        """Append a step to a journal and delete the oldest: those beyond *most_bytes*, or older than *kept_ms*."""
+        stream = self.get(key)
+        newest = stream.entries[next(reversed(stream.entries))] if stream is not None and stream.entries else {}
+        total = int(newest.get("bytes", 0)) + journal_size(fields)
+        stream = self.append(key, entry_id, {"bytes": str(total)} | dict(fields), make=True, cap=JOURNAL_CAP)
+        if stream is None:
+            return
+        now_ms = self._now_ms()
+        stream.expires_ms = now_ms + kept_ms
+        for each, oldest in list(stream.entries.items()):
+            rest = {name: text for name, text in oldest.items() if name != "bytes"}
+            kept = total - int(oldest["bytes"]) + journal_size(rest)
+            if kept <= most_bytes and int(oldest["ms"]) >= now_ms - kept_ms:
+                break
+            del stream.entries[each]
 
     def prepare(self, inbox: Inbox) -> None:
         self.by_key.setdefault(inbox.stream, Stream()).groups.setdefault(inbox.group, Group())

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pipeline.events import End, Failed, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
+from pipeline.log.limits import DEFAULT_LIMITS as DEFAULT_LIMITS
+from pipeline.log.limits import RequestLimits as RequestLimits
+from pipeline.log.past import PastRequests
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
 from pipeline.serving import Served, Serving
 
@@ -123,29 +126,6 @@ class SubmitResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What holds for every request of a process. A log gets it when it is made."""
-
-    timeout_s: float = 600.0
-    """Time from submit to deadline."""
-    retention_s: float = 900.0
-    """Time for which an ended history is kept; `entries.kept_ms` has the exceptions."""
-    max_queued: int = 1024
-    """Most requests that wait, which no engine has taken; a submit beyond that is BUSY."""
-
-    @property
-    def timeout_ms(self) -> int:
-        return int(self.timeout_s * 1000)
-
-    @property
-    def retention_ms(self) -> int:
-        return int(self.retention_s * 1000)
-
-
-DEFAULT_LIMITS: Final = RequestLimits()
-
-
-@dataclass(frozen=True, slots=True)
 class Taken:
     """What `take` brought, and how to wait for more."""
 
@@ -174,9 +154,11 @@ class StepCommitted:
     """As in Taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """One event of a step for one history: tokens, a mark such as Admitted, or the end."""
+class Produced(NamedTuple):
+    """One event of a step for one history: tokens, a mark such as Admitted, or the end.
+
+    There is one for each token, as of Reply, and a frozen dataclass takes three times as long to make.
+    """
 
     uid: str
     entry_id: str
@@ -201,8 +183,7 @@ class DeadLetter:
     """What is known about the last death."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """An event as a frontend hears it. After a gap, `n - count` is not the n of the reply before."""
 
     uid: str
@@ -254,7 +235,11 @@ class Occupancy:
     """Requests that have not ended."""
 
 
-class StreamLog(Protocol):
+Journalled: TypeAlias = Mapping[str, str] | None
+"""A step as the journal keeps it: see `pipeline.journal`."""
+
+
+class StreamLog(PastRequests, Protocol):
     """The log as stages use it. `False` from a commit means that it was done before.
 
     A commit is safe to run twice. Where it is not, its operation says `once`, and it is never sent again.
@@ -313,7 +298,7 @@ class StreamLog(Protocol):
         """Take back what `reading` noted."""
 
     def histories(self, uids: Sequence[str], *, after: str = "") -> list[list[Entry]]:
-        """Return the entries of each history, from its start or after the id *after*; none if there is no history."""
+        """Return the entries of each history, from its start or after the id *after*; none if it is gone or erased."""
 
     def alive(self, uids: Sequence[str]) -> set[str]:
         """Return which of *uids* have not ended."""
@@ -413,8 +398,22 @@ class StreamLog(Protocol):
 
     # detokenizers
 
-    def produced(self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> bool:
-        """Consume a step and write what follows from it to the histories and the replies. Raises Fenced."""
+    def produced(
+        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], journal: Journalled = None
+    ) -> bool:
+        """Consume a step and write what follows from it to the histories and the replies. Raises Fenced.
+
+        *journal* goes into the engine's journal, with the step's id, and the oldest entries leave it. Where memory is
+        short, the whole journal goes instead.
+        """
+
+    def journal(
+        self, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
+    ) -> list[Entry]:
+        """Return the steps of an engine's journal from the id *first* to *last*, in their order.
+
+        Of more than *max_entries*, unless that is 0, return the first ones, or those that are *newest*.
+        """
 
     # consumer groups
 

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pipeline.log.drivers import AsyncDriver, Driver
 from pipeline.log.operation import LogContext, Operation, Steps
-from pipeline.log.operations import frontends, requests, workers
+from pipeline.log.operations import archivers, forgetting, frontends, past, ranks, requests, workers
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.names import Names
 
@@ -89,6 +89,20 @@ class RedisLog:
     step = _sent(workers.step)
     flush = _sent(workers.flush)
     produced = _sent(workers.produced)
+    journal = _sent(workers.journal)
+
+    # archivers
+
+    open_archive = _sent(archivers.open_archive)
+    close_archive = _sent(archivers.close_archive)
+    archived = _sent(archivers.archived)
+    num_unarchived = _sent(archivers.num_unarchived)
+    begins = _sent(archivers.begins)
+
+    # ranks
+
+    form = _sent(ranks.form)
+    joined = _sent(ranks.joined)
 
     # consumer groups
 
@@ -124,6 +138,22 @@ class RedisLog:
     peek = _sent(frontends.peek)
     requests = _sent(frontends.requests)
 
+    # requests of the past
+
+    made_between = _sent(past.made_between)
+    import_history = _sent(past.import_history)
+
+    # requests that are to be forgotten
+
+    archive_id = _sent(forgetting.archive_id)
+    at_work = _sent(forgetting.at_work)
+    unread_steps = _sent(forgetting.unread_steps)
+    told = _sent(forgetting.told)
+    erase = _sent(forgetting.erase)
+    purge = _sent(forgetting.purge)
+    rewrite_files = _sent(forgetting.rewrite_files)
+    are_rewritten = _sent(forgetting.are_rewritten)
+
 
 class AsyncRedisLog:
     """The part of the log that a frontend needs, for asyncio. Methods of StreamLog's names do what those do."""
@@ -148,6 +178,7 @@ class AsyncRedisLog:
     read_histories = _awaited(requests.read_histories)
     flush = _awaited(workers.flush)
     statuses = _awaited(workers.statuses)
+    drop_journals = _awaited(workers.drop_journals)
     server = _awaited(frontends.server)
     used_bytes = _awaited(frontends.used_bytes)
     occupancy = _awaited(frontends.occupancy)

@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
@@ -77,7 +77,7 @@ def _of_engine(name: str, kind: Kind, help: str, buckets: tuple[float, ...] = ()
 
 
 def _of_process(name: str, kind: Kind, help: str) -> Family:
-    return Family(f"process_{name}", kind, help, STAGES, bare=True)
+    return Family(f"process_{name}", kind, help, (*STAGES, ARCHIVE), bare=True)
 
 
 def _of_request(name: str, help: str, buckets: tuple[float, ...]) -> Family:
@@ -228,7 +228,7 @@ BURIED: Final = Family(
     "requests_buried_total",
     "counter",
     "Requests that were ended because they had killed their worker again and again: each is a dead letter.",
-    (TOKENIZE, GENERATE, DETOKENIZE),
+    (TOKENIZE, GENERATE, DETOKENIZE, ARCHIVE),
 )
 UNREADABLE_ENTRIES: Final = Family(
     "unreadable_entries_total",
@@ -293,6 +293,23 @@ REJECTIONS: Final = Family(
         *("loading", "queue_full", "log_full", "log_bytes", "log_unreachable"),
         *("requests_per_minute", "concurrent_requests", "shutting_down"),
     ),
+)
+
+ARCHIVED: Final = Family(
+    "archive_requests_total", "counter", "Requests that an archiver has written to its files.", (ARCHIVE,)
+)
+ARCHIVE_STOPPED: Final = Family(
+    "archive_stopped", "gauge", "1 while an archiver cannot write, because its disk is full.", (ARCHIVE,)
+)
+ARCHIVE_BYTES: Final = Family("archive_bytes", "gauge", "Size of all files of the archive.", (ARCHIVE,))
+ARCHIVE_BACKLOG: Final = Family(
+    "archive_backlog", "gauge", "Requests that have ended and are not archived yet, in the whole namespace.", (ARCHIVE,)
+)
+ARCHIVE_UNARCHIVED: Final = Family(
+    "archive_requests_unarchived",
+    "gauge",
+    "Requests of the whole namespace that expired before an archiver had written them.",
+    (ARCHIVE,),
 )
 
 # What is asked from the log when somebody wants to see it.

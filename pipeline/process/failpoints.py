@@ -49,6 +49,13 @@ POINTS: Final[Mapping[str, str]] = MappingProxyType(
         "detokenize.before_commit": "a step is folded, and nobody knows its text",
         "detokenize.after_commit": "the text of a step is in the log, and other steps of the same read may not be",
         "detokenize.mid_character": "a step is committed, and text is held back inside a character or a stop string",
+        "archive.before_replace": "a file was written anew without a request, beside the old one",
+        "archive.without_index": "the index is gone, and the file has still the request",
+        "archive.after_replace": "the request is gone from the file, which has no index yet",
+        "forget.after_end": "what is to be forgotten has ended, and all of it is there",
+        "forget.after_erase": "one history is a tombstone, and the next one may not be",
+        "forget.after_purge": "only the archive and the files of Redis have still what is forgotten",
+        "forget.before_mark": "everything is gone, and the tombstones do not say so",
     }
 )
 """Every fail point: what has happened at that place, and what has not."""

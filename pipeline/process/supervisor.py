@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import structlog
 
 from pipeline.errors import LogError, MiniSGLError
-from pipeline.names import slot_index
+from pipeline.names import rank_stage, slot_index, slot_stage
 from pipeline.process.parent import EXIT_REPLACE, RUN_VARIABLE, SUPERVISOR_VARIABLE
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ SERVICE_S = 5.0
 POLL_S = 0.02
 SETTLED_POLL_S = 1.0
 """How often the statuses are read once everybody is ready."""
+REASON_S = 0.5
+"""How long the other ranks of an engine have to end by themselves."""
 MOST_DEATHS_AT_START = 5
 """A child that died so often and was never ready will not be."""
 
@@ -51,8 +53,19 @@ class Job:
     pass_fds: tuple[int, ...] = ()
     drain_s: float = 10.0
     """How long it may take to end after SIGTERM."""
-    secrets: Mapping[str, str] = field(default_factory=dict)
-    """Variables that only this worker gets."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that only this worker gets, such as its secrets."""
+    rank: int = 0
+    """Of a rank of an engine: which one."""
+    group: str = ""
+    """Of a rank: the ranks of one engine have the same. They end together, and start together under a new name."""
+    spans_machines: bool = False
+    """Of a rank: other machines have ranks of its engine. They meet under the name in its flags, at each start."""
+
+    @property
+    def role(self) -> str:
+        """The stage under which it publishes its status."""
+        return rank_stage(self.rank) if self.rank else self.stage
 
 
 @dataclass(slots=True)
@@ -63,17 +76,21 @@ class _Child:
     process: subprocess.Popen[bytes]
     slot: int
     status: Status | None = None
+    held: Sequence[Status] = ()
+    """The statuses of all slots that it holds."""
     ready_s: float = float("inf")
     """When it first said that it was ready."""
     was_ready: bool = False
     """One of its processes was ready."""
     failures: int = 0
+    blamed: _Child | None = None
+    """Another rank of the same engine, with which this one was ended the last time."""
     restart_s: float = field(default=float("inf"))
     """When it is started again, while it is down."""
 
     @property
     def name(self) -> str:
-        return f"{self.job.stage}-{self.slot}"
+        return f"{self.job.role}-{self.slot}"
 
     @property
     def is_down(self) -> bool:
@@ -113,6 +130,8 @@ class Supervisor:
         self._run = secrets.token_hex(8)
         self._environment = dict(environment) | {SUPERVISOR_VARIABLE: str(os.getpid()), RUN_VARIABLE: self._run}
         self._children: list[_Child] = []
+        self._num_starts: Counter[str] = Counter()
+        """Of each group of ranks. Ranks of another start do not find each other."""
         self._looked_s = 0.0
         self.signals = 0
 
@@ -149,8 +168,8 @@ class Supervisor:
         """
         num_started: Counter[str] = Counter()
         for job in self._jobs:
-            slot = num_started[job.stage]
-            num_started[job.stage] += 1
+            slot = num_started[job.role]
+            num_started[job.role] += 1
             self._children.append(_Child(job, self._spawn(job, slot), slot))
 
     def wait_until_ready(self, timeout_s: float, show: Callable[[Sequence[str]], None] | None = None) -> bool:
@@ -169,10 +188,11 @@ class Supervisor:
             if not late or self.signals:
                 return not late
             for child in late:
-                if child.failures >= MOST_DEATHS_AT_START:
+                if child.failures >= MOST_DEATHS_AT_START and not child.job.spans_machines:
+                    dead = child.blamed or child
                     raise StartFailed(
-                        f"{child.name} ended {child.failures} times before it was ready, with "
-                        f"{child.process.returncode}; its own lines above say why"
+                        f"{dead.name} ended {child.failures} times before it was ready, with "
+                        f"{dead.process.returncode}; its own lines above say why"
                     )
             if time.monotonic() > deadline_s:
                 raise StartFailed(
@@ -211,8 +231,9 @@ class Supervisor:
             children = [child for child in self._children if child.job.stage in stages and child.process.poll() is None]
             for child in children:
                 child.process.send_signal(signal.SIGTERM)
+            began_s = time.monotonic()
             for child in children:
-                self._end(child)
+                self._end(child, began_s + child.job.drain_s)
 
     def kill(self) -> None:
         """End all children at once."""
@@ -223,13 +244,17 @@ class Supervisor:
 
     def _spawn(self, job: Job, slot: int) -> subprocess.Popen[bytes]:
         command = [*self._program, "stage", job.stage, *job.arguments, "--slot", str(slot)]
+        if job.group:
+            command += ["--rank", str(job.rank)]
+        if job.group and not job.spans_machines:
+            command += ["--group", f"{self._run}.{job.group}.{self._num_starts[job.group]}"]
         # Its own session: Ctrl-C in the terminal reaches the supervisor alone, which ends the stages in their order.
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            env=self._environment | dict(job.secrets),
+            env=self._environment | dict(job.variables),
             pass_fds=job.pass_fds,
             start_new_session=True,
         )
@@ -245,21 +270,46 @@ class Supervisor:
         logger.warning(
             "worker_died", worker=child.name, code=code, served_s=round(served_s, 1), restart_in_s=round(backoff_s, 1)
         )
-        self._free_slot(child)
+        self._free_slots(child)
+        child.blamed = None
+        if child.job.group:
+            self._end_group(child)
 
-    def _free_slot(self, child: _Child) -> None:
-        """Give back the lease of a child that is dead for certain: nobody needs to wait until it runs out."""
-        if child.status is None or not child.status.owner:
-            child.status = None
+    def _end_group(self, dead: _Child) -> None:
+        """End the other ranks of an engine: they start again with the one that died, and all after the same backoff.
+
+        One that ended by itself may have done so because of another, whose exit code says why.
+        """
+        self._num_starts[dead.job.group] += 1
+        others = [child for child in self._children if child.job.group == dead.job.group and child is not dead]
+        deadline_s = time.monotonic() + (REASON_S if dead.process.returncode >= 0 else 0.0)
+        for child in others:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline_s - time.monotonic()))
+            code = child.process.poll()
+            if code is None:
+                child.process.kill()
+                child.process.wait()
+            else:
+                logger.warning("worker_died", worker=child.name, code=code)
+            child.failures, child.restart_s, child.blamed = dead.failures, dead.restart_s, dead
+            self._free_slots(child)
+            if code == EXIT_CONFIG and not child.was_ready:
+                raise ChildFailed(f"{child.name} cannot run with this configuration")
+
+    def _free_slots(self, child: _Child) -> None:
+        """Give back the leases of a child that is dead for certain: nobody needs to wait until they run out."""
+        child.status, held, child.held = None, child.held, ()
+        if not held:
             return
         from pipeline.log.protocol import Owner
 
-        epoch, _, nonce = child.status.owner.partition(":")
-        try:
-            self._log.release(Owner(child.status.slot, int(epoch), nonce))
-        except LogError as error:
-            logger.warning("lease_not_released", slot=child.status.slot, error=str(error))
-        child.status = None
+        for status in held:
+            epoch, _, nonce = status.owner.partition(":")
+            try:
+                self._log.release(Owner(status.slot, int(epoch), nonce))
+            except LogError as error:
+                logger.warning("lease_not_released", slot=status.slot, error=str(error))
 
     def _restart(self, child: _Child) -> None:
         child.restart_s = float("inf")
@@ -270,20 +320,20 @@ class Supervisor:
         from pipeline.slots import read_statuses
 
         try:
-            found = [
-                status
-                for stage in {child.job.stage for child in self._children}
-                for status in read_statuses(self._log, stage)
-            ]
+            roles = {child.job.role for child in self._children} | {rank_stage(0) for job in self._jobs if job.group}
+            found = [status for role in roles for status in read_statuses(self._log, role)]
         except LogError as error:
             logger.warning("log_unavailable", error=str(error))
             self._looked_s = time.monotonic() + SETTLED_POLL_S  # it is no use to ask more often
             return
         # What a worker announced under another slot, before it had its own, is there for some seconds more.
         found.sort(key=lambda status: bool(status.owner))
-        said = {status.pid: status for status in found if status.run == self._run}
+        found = [status for status in found if status.run == self._run]
+        said = {(slot_stage(status.slot), status.pid): status for status in found}
         for child in self._children:
-            status = said.get(child.process.pid)
+            status = said.get((child.job.role, child.process.pid))
+            if not child.is_down:
+                child.held = [each for each in found if each.pid == child.process.pid and each.owner] or child.held
             if status is not None and not child.is_down:
                 child.status = status
                 if status.owner:  # else it only announces itself
@@ -291,8 +341,7 @@ class Supervisor:
                 if status.phase == "ready":
                     child.ready_s, child.was_ready = min(child.ready_s, time.monotonic()), True
 
-    def _end(self, child: _Child) -> None:
-        deadline_s = time.monotonic() + child.job.drain_s
+    def _end(self, child: _Child, deadline_s: float) -> None:
         while child.process.poll() is None:
             if time.monotonic() > deadline_s or self.signals > 1:
                 logger.warning("worker_killed", worker=child.name)

@@ -34,6 +34,7 @@ TOLD_ELSEWHERE = frozenset(
     {"kind", "v", "n"}  # of the moment itself
     | {"frontend", "by", "engine", "epoch"}  # who
     | {"endpoint", "model", "messages", "prompt", "prompt_ids", "sampling", "deadline_ms", "labels"}  # of the request
+    | {"constraint", "grammar"}
     | {"token_ids", "pieces", "tokens", "text", "usage", "timings"}
 )
 """Fields of events that a moment does not repeat. It shows all others, also those that are added later."""
@@ -151,10 +152,12 @@ class _Story:
                     "labels": event.labels,
                     "sampling": event.sampling.model_dump(mode="json"),
                 }
-                self._tell(entry_id, event, event.frontend)
+                constraint = {} if event.constraint is None else {"constraint": event.constraint.kind}
+                self._tell(entry_id, event, event.frontend, **constraint)
             case Tokenized():
                 self._known["prompt_tokens"] = len(event.token_ids)
-                self._tell(entry_id, event, event.by, prompt_tokens=len(event.token_ids))
+                grammar = {"grammar_chars": len(event.grammar)} if event.grammar else {}
+                self._tell(entry_id, event, event.by, prompt_tokens=len(event.token_ids), **grammar)
             case TokensProduced():
                 self._take_tokens(entry_id, event)
             case Admitted() | Preempted() | TakenOver():

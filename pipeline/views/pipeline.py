@@ -29,8 +29,22 @@ from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisF
 from pipeline.metrics import families
 from pipeline.metrics.counters import Counts, Readings, read_snapshot
 from pipeline.metrics.families import Family
-from pipeline.names import DETOKENIZE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZE, WEB, slot_index, slot_name, slot_stage
+from pipeline.names import (
+    ARCHIVE,
+    DETOKENIZE,
+    GENERATE,
+    JANITOR,
+    SEAL,
+    STAGES,
+    TOKENIZE,
+    WEB,
+    rank_of,
+    slot_index,
+    slot_name,
+    slot_stage,
+)
 from pipeline.slots import Status, parse_status
+from pipeline.views.steps import StepsView
 from pipeline.walk import PROMPT, Moment, walk
 
 MOST_REQUESTS: Final = 50
@@ -93,6 +107,8 @@ class Observed:
     """Slot -> an earlier status of its worker and the last one; the same one twice if there was only one."""
     requests: Mapping[str, RequestFacts]
     """By uid, the newest first."""
+    steps: tuple[StepsView, ...] = ()
+    """Of the engines with a journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +197,8 @@ class PipelineView:
     engines: tuple[EngineView, ...]
     requests: tuple[RequestView, ...]
     """The newest first."""
+    steps: tuple[StepsView, ...] = ()
+    """What the engines with a journal did last."""
     error: str = ""
     """Why there is no newer view; empty: the log answers."""
 
@@ -321,15 +339,19 @@ def view_of(reading: Observed) -> PipelineView:
         num_dead=occupancy.num_dead,
         engines=tuple(_engine(slot, reading) for slot in slots if slot_stage(slot) == GENERATE),
         requests=tuple(_request(facts, snapshot.now_ms) for facts in reading.requests.values()),
+        steps=reading.steps,
     )
 
 
-_ORDER: Final = (WEB, *(stage for stage in STAGES if stage != WEB), JANITOR)
+_ORDER: Final = (WEB, *(stage for stage in STAGES if stage != WEB), ARCHIVE, JANITOR)
 """The order in which a request passes them."""
 
 
-def _place(slot: str) -> tuple[int, int]:
-    return _ORDER.index(slot_stage(slot)), slot_index(slot)
+def _place(slot: str) -> tuple[int, int, int]:
+    """Return where *slot* comes in the order. Ranks come after the engines, those of rank 0 first."""
+    stage = slot_stage(slot)
+    rank = rank_of(stage)
+    return _ORDER.index(GENERATE if rank is not None else stage), -1 if rank is None else rank, slot_index(slot)
 
 
 def _status(seen: SlotState) -> Status | None:

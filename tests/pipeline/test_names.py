@@ -13,9 +13,11 @@ from pipeline.names import (
     Names,
     base_uid,
     parse_id,
+    rank_stage,
     sibling_uids,
     slot_index,
     slot_name,
+    slot_stage,
     tokens_id,
 )
 
@@ -27,14 +29,20 @@ def all_keys(names: Names) -> dict[str, str]:
         "control": names.control,
         "live": names.live,
         "dead": names.dead,
+        "ended": names.ended,
+        "archive": names.archive,
         "steps:generate-0": names.steps("generate-0"),
+        "journal:generate-0": names.journal("generate-0"),
         "request:ab": names.request("ab"),
         "shared:ab": names.shared("ab"),
         "replies:web-0": names.replies("web-0"),
         "reader:ab": names.reader("ab"),
+        "copy:01": names.copy("01"),
+        "copies": names.copies,
         "idempotency:ef": names.idempotency("ef"),
         "limit:ef:29000000": names.limit("ef", 29000000),
         "running:ef": names.running("ef"),
+        "ranks:g": names.ranks("g"),
         "lease:web-0": names.lease("web-0"),
         "owner:web-0": names.owner("web-0"),
         "status:web-0": names.status("web-0"),
@@ -56,13 +64,20 @@ def test_the_examples_are_all_the_keys_there_are() -> None:
 
 def test_the_lasting_keys_are_these() -> None:
     lasting = {name for name in all_keys(Names()) if any(fnmatch.fnmatchcase(name, pattern) for pattern in LASTING)}
-    assert lasting == {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0", "dead"}
+    ever = {"submitted", "tokenized", "control", "live", "steps:generate-0", "owner:web-0", "dead"}
+    assert lasting == ever | {"ended", "archive"}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_slot_name_is_stage_and_number(stage: str) -> None:
     assert slot_name(stage, 12) == f"{stage}-12"
     assert slot_index(slot_name(stage, 12)) == 12
+
+
+def test_a_rank_is_a_stage_of_its_own() -> None:
+    slot = slot_name(rank_stage(1), 12)
+    assert slot == "rank-1-12"
+    assert (slot_stage(slot), slot_index(slot)) == ("rank-1", 12)
 
 
 def test_siblings_are_numbered_from_0_and_a_single_one_is_not() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from redis_servers import command, until
+from servers import ROOT
 
 from pipeline import worker
 from pipeline.errors import Fenced, LogUnavailable
@@ -402,6 +406,19 @@ def test_what_a_former_owner_of_the_slot_reads_is_found_also_when_nothing_else_c
 
 # the process
 
+STUCK = """
+import ctypes
+from pipeline.worker import EndAtOnce, Stop
+stop = Stop().on_signals()
+EndAtOnce(lambda: None).over()
+EndAtOnce(lambda: print("it has left", flush=True))
+print("stuck", flush=True)
+mutex = ctypes.create_string_buffer(256)
+for _ in range(2):
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+"""A process that waits in C, where Python calls no handler of signals."""
+
 
 def test_a_stop_is_noticed_while_waiting() -> None:
     stop = Stop()
@@ -409,6 +426,14 @@ def test_a_stop_is_noticed_while_waiting() -> None:
     stop.set()
     until(lambda: bool(stop))
     assert stop.wait(60)
+
+
+def test_a_process_whose_work_is_worth_nothing_half_done_ends_at_once_and_leaves_its_slot() -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "stuck\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20)[0] == "it has left\n"
+        assert process.returncode == 0
 
 
 def test_what_a_worker_loads_is_announced_and_may_take_longer_than_a_round_of_its_loop(

@@ -1,6 +1,6 @@
 -- bury: consume an entry that cannot be read, whatever it holds, keep it as a dead letter, and end the requests that it
 -- is about.
--- KEYS live, stream, dead, control, then history, replies and shared texts of each request, and (if only an owner may) owner
+-- KEYS live, stream, dead, control, ended, archive, then history, replies and shared texts of each request, and (if only an owner may) owner
 -- ARGV owner or '', group, entry, dead_cap, retention_ms, reply_cap, number of parts of the letter, those parts...,
 --      number of requests, their uids..., fields of the end...
 -- Returns the uids that had not ended before; or LOST: the entry was consumed before; or FENCED.
@@ -13,8 +13,8 @@ redis.call('XDEL', stream, ARGV[3])
 redis.call('XADD', dead, 'MAXLEN', '~', ARGV[4], '*', 'ms', now_ms(), 'entry', as_json(entry), unpack(ARGV, 8, at - 1))
 local ended, count = {}, tonumber(ARGV[at])
 for i = 1, count do
-  KEYS[2], KEYS[3] = KEYS[2 + 3 * i], KEYS[3 + 3 * i] -- `seal` finds history and replies there
+  KEYS[2], KEYS[3] = KEYS[4 + 3 * i], KEYS[5 + 3 * i] -- `seal` finds history and replies there
   local fields = slice(ARGV, at + count + 1, #ARGV)
-  if seal(ARGV[at + i], ARGV[5], ARGV[5], ARGV[6], fields, KEYS[4 + 3 * i]) then ended[#ended + 1] = ARGV[at + i] end
+  if seal(ARGV[at + i], ARGV[5], ARGV[5], ARGV[6], fields, KEYS[6 + 3 * i]) then ended[#ended + 1] = ARGV[at + i] end
 end
 return ended

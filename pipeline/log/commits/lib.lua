@@ -1,7 +1,7 @@
 -- What several commits share. It comes before every script.
 --
--- At maxmemory, Redis refuses a script at its first write, if that write may take memory. Every commit but submit begins
--- with a write that Redis never refuses, so work in flight drains while new work waits.
+-- At maxmemory, Redis refuses a script at its first write, if that write may take memory. Every commit but submit and import
+-- begins with a write that Redis never refuses, so work in flight drains while new work waits.
 local SEAL = '18446744073709551615-18446744073709551615'
 
 local function now_ms() -- Redis' clock, as text
@@ -51,10 +51,19 @@ local function sibling_ended(shared, now, retention_ms)
   end
 end
 
--- Seals a history. KEYS begin with live, history, replies, control. Returns the moment, or false if the history was sealed
+-- Tells the archivers that a request has ended. Without archivers there is no stream, and none is made. What is older than
+-- *ended_ms*, the retention, is dropped, because its history is gone, and counted; 0: nothing is.
+local function tell_archivers(ended, archive, uid, ended_ms, now)
+  if type(redis.pcall('XADD', ended, 'NOMKSTREAM', '*', 'uid', uid)) ~= 'string' or tonumber(ended_ms) == 0 then return end
+  local oldest = string.format('%.0f', math.max(tonumber(now) - tonumber(ended_ms), 0))
+  local dropped = redis.call('XTRIM', ended, 'MINID', oldest)
+  if dropped > 0 then redis.call('HINCRBY', archive, 'unarchived', dropped) end
+end
+
+-- Seals a history. KEYS begin with live, history, replies, control, ended, archive. Returns the moment, or false if the history was sealed
 -- before or is gone. The number of tokens is read off the history. Without any, the history is kept for *tokenless_ms*.
--- *shared* is the key of what siblings share, or nil.
-local function seal(uid, retention_ms, tokenless_ms, reply_cap, fields, shared)
+-- *shared* is the key of what siblings share, or nil. *ended_ms* is as for tell_archivers; nil: the retention.
+local function seal(uid, retention_ms, tokenless_ms, reply_cap, fields, shared, ended_ms)
   redis.call('ZREM', KEYS[1], uid)
   local last = redis.pcall('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1) -- another type of key has no entries
   local now = now_ms()
@@ -67,6 +76,7 @@ local function seal(uid, retention_ms, tokenless_ms, reply_cap, fields, shared)
   sibling_ended(shared, now, kept_ms)
   redis.pcall('XADD', KEYS[3], 'NOMKSTREAM', 'MAXLEN', '~', reply_cap, '*', 'uid', uid, 'ms', now, unpack(fields))
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid)
+  tell_archivers(KEYS[5], KEYS[6], uid, ended_ms or retention_ms, now)
   return now
 end
 

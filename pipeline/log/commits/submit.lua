@@ -17,7 +17,7 @@
 -- A refusal changes nothing and is not counted. An accepted submit counts once for its minute, and each of its requests as
 -- one that runs. Siblings are accepted where one request would be: more than may run at once could never be accepted
 -- otherwise. The idempotency key lives as long as the histories can, and so does what siblings share until they end.
--- This is the one script that Redis refuses at maxmemory. Once it has begun, Redis refuses none of its writes.
+-- Redis refuses this script at maxmemory. Once it has begun, Redis refuses none of its writes.
 
 -- Returns which of these requests have ended.
 local function ended_of(uids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipeline.log.replies import (
     texts,
 )
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
-from pipeline.names import GENERATE, JANITOR, SEAL, STAGES, TOKENIZED_ID, Names
+from pipeline.names import ARCHIVE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZED_ID, Names, rank_stage
 
 LIVING_PER_LOOK = 1024
 HELD_PER_LOOK = 128
@@ -164,7 +164,7 @@ def _slots(names: Names) -> Steps[tuple[dict[str, SlotState], dict[str, Depth], 
     steps: dict[str, Depth] = {}
     pending: dict[str, int] = {}
     for first in count(0, SLOTS_PER_LOOK):
-        looked_at = [slot for stage in (*STAGES, JANITOR) for slot in slots_of(stage, first)]
+        looked_at = [slot for stage in (*STAGES, ARCHIVE, JANITOR) for slot in slots_of(stage, first)]
         engines = slots_of(GENERATE, first)
         of_slots = _slot_commands(names, looked_at)
         replies = yield from Batch([*of_slots, *_steps_depths(names, engines)], list)
@@ -176,7 +176,23 @@ def _slots(names: Names) -> Steps[tuple[dict[str, SlotState], dict[str, Depth], 
         steps |= waiting
         if not seen and not waiting:
             break
+    slots |= yield from _rank_slots(names)
     return slots, steps, pending
+
+
+def _rank_slots(names: Names) -> Steps[dict[str, SlotState]]:
+    """Read the slots of the ranks of all engines, up to the first rank that never had one."""
+    slots: dict[str, SlotState] = {}
+    for rank in count():
+        for first in count(0, SLOTS_PER_LOOK):
+            looked_at = slots_of(rank_stage(rank), first)
+            seen = _slots_seen(looked_at, (yield from Batch(_slot_commands(names, looked_at), list)))
+            slots |= seen
+            if not seen:
+                break
+        if first == 0:
+            return slots
+    return slots
 
 
 def _slot_commands(names: Names, slots: Sequence[str]) -> list[Words]:
@@ -243,10 +259,17 @@ def requests(log: LogContext, cursor: str, max_keys: int) -> Command[tuple[str, 
     To get all, begin with the cursor `0` and go on until `0` comes back.
     """
     prefix = log.names.request("")
+    return scan(prefix, cursor, max_keys, lambda key: key.decode(errors="backslashreplace").removeprefix(prefix))
+
+
+def scan(
+    prefix: str, cursor: str, max_keys: int, named: Callable[[bytes], str] = as_text
+) -> Command[tuple[str, list[str]]]:
+    """As `requests`, of the keys that begin with *prefix*, as *named* returns them."""
     literal = re.sub(r"([*?\[\]\\^-])", r"\\\1", prefix)
 
     def parse(reply: Any) -> tuple[str, list[str]]:
         following, keys = reply
-        return as_text(following), [key.decode(errors="backslashreplace").removeprefix(prefix) for key in keys]
+        return as_text(following), [*map(named, keys)]
 
     return Command(["SCAN", cursor, "MATCH", f"{literal}*", "COUNT", max_keys], parse)

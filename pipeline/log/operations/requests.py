@@ -10,12 +10,14 @@ from typing import Any
 from pipeline.errors import LogUnavailable
 from pipeline.events import End, Event, Submitted, Tokenized, as_plain, as_words
 from pipeline.log.entries import (
+    COPY_TTL_MS,
     DEAD_CAP,
     DEAD_HISTORY_BYTES,
     MINUTE_MS,
     READER_TTL_MS,
     REPLY_CAP,
     brief_ms,
+    is_tombstone,
     kept_ms,
     letter_fields,
 )
@@ -156,6 +158,12 @@ def _end_fields(event: End) -> dict[str, bytes]:
     return as_words(type(event), as_plain(event, without=("n",)))
 
 
+def _sealing(names: Names, uid: str, frontend: str) -> list[str]:
+    """Return the keys that `seal` in lib.lua needs."""
+    told = [names.replies(frontend), names.control, names.ended, names.archive]
+    return [names.live, names.request(uid), *told]
+
+
 def end(
     log: LogContext,
     uid: str,
@@ -167,10 +175,9 @@ def end(
 ) -> Script[bool]:
     names = log.names
     letter, said = flat(letter_fields(dead)) if dead else [], _end_fields(event)
-    keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.submitted, names.dead]
-    keys += shared_by(names, uid)
+    keys = [*_sealing(names, uid, frontend), names.submitted, names.dead, *shared_by(names, uid)]
     args: list[str | int | bytes] = [uid, log.limits.retention_ms, REPLY_CAP, consume.id if consume else ""]
-    args += [DEAD_CAP, DEAD_HISTORY_BYTES, kept_ms(event, 0, said, log.limits.retention_ms)]
+    args += [DEAD_CAP, DEAD_HISTORY_BYTES, kept_ms(event, 0, said, log.limits.retention_ms), log.limits.ended_ms]
     args += [len(letter), *letter, *flat(said)]
     return Script("end", keys, args, is_ok)
 
@@ -187,8 +194,7 @@ def abandon(
 ) -> Script[bool]:
     names, kept = log.names, log.limits.retention_ms
     key = [names.idempotency(once.key)] if once else []
-    keys = [names.live, names.request(uid), names.replies(frontend), names.control, names.reader(uid)]
-    keys += [*shared_by(names, uid), *key]
+    keys = [*_sealing(names, uid, frontend), names.reader(uid), *shared_by(names, uid), *key]
     args: list[str | int | bytes] = [uid, base_uid(uid), kept, REPLY_CAP, int(attached)]
     args += [brief_ms(kept) if refused else kept, *end_words(event)]
     return Script("abandon", keys, args, is_ok)
@@ -236,7 +242,7 @@ def histories(log: LogContext, uids: Sequence[str], *, after: str = "") -> Steps
     commands = [_history(log.names, uid, after) for uid in uids]
     raw = yield from Batch(commands, lambda replies: [*map(history_of, replies)], any_type=True)
     found = yield from wholes(log.names, list(zip(uids, raw, strict=True)))
-    return [entries or [] for entries in found]
+    return [[] if not after and is_tombstone(entries or ()) else entries or [] for entries in found]
 
 
 def histories_there(
@@ -322,8 +328,8 @@ def dead_letters(log: LogContext, max_entries: int, *, before: str = "") -> Comm
     )
 
 
-def drop_dead(log: LogContext, entry_id: str) -> Command[bool]:
-    return Command(["XDEL", log.names.dead, entry_id], bool)
+def drop_dead(log: LogContext, entry_id: str) -> Script[bool]:
+    return Script("drop_dead", [log.names.dead, log.names.copies], [entry_id, COPY_TTL_MS], bool)
 
 
 def incarnation(_: LogContext) -> Command[str]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from pipeline.errors import DoesNotFit, Fenced, LogUnavailable
 from pipeline.events import Failed, StepCompleted
-from pipeline.log.entries import DEAD_CAP, REPLY_CAP, STATUS_TTL_MS, burial_fields, kept_ms, produced_words
+from pipeline.log.entries import DEAD_CAP, JOURNAL_CAP, REPLY_CAP, STATUS_TTL_MS, burial_fields, kept_ms, produced_words
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import end_words, flat, shared_by, written
-from pipeline.log.protocol import Entry, Inbox, Lease, Owner, Produced, StepCommitted, Taken
+from pipeline.log.protocol import Entry, Inbox, Journalled, Lease, Owner, Produced, StepCommitted, Taken
 from pipeline.log.replies import (
     as_text,
     entries_of,
@@ -41,11 +41,14 @@ from pipeline.serving import Served, Serving
 SLOTS_PER_LOOK = 16
 """So many slots of a stage are looked at together, and the next ones where one of these was there."""
 PENDING_PER_LOOK = 100
+TOKENS_ALONE = ("kind", "tokens", "text", "step")
+"""The fields of most tokens. Only their values are sent; produced.lua has the names."""
 EXPIRED = -2
 """PTTL of a key that is gone: it was there for the command before."""
 
 
-def _unless_fenced(owner: Owner, reply: Any) -> Any:
+def unless_fenced(owner: Owner, reply: Any) -> Any:
+    """Return *reply*. Raises Fenced if it says that *owner* has lost its slot."""
     if reply == b"FENCED":
         raise Fenced(f"{owner.slot} has another owner than {owner}")
     return reply
@@ -56,7 +59,7 @@ def _unless_fenced(owner: Owner, reply: Any) -> Any:
 
 def take(log: LogContext, owner: Owner, max_entries: int, *, control_cursor: str) -> Script[Taken]:
     def parse(reply: Any) -> Taken:
-        entries, cursor, ended, control, flush = _unless_fenced(owner, reply)
+        entries, cursor, ended, control, flush = unless_fenced(owner, reply)
         return Taken(tuple(entries_of(entries)), as_text(cursor), texts(ended), as_text(control), as_text(flush))
 
     keys = [log.names.owner(owner.slot), log.names.tokenized, log.names.control]
@@ -83,7 +86,7 @@ def step(
             raise LogUnavailable(
                 f"{names.steps(slot)} has an entry after {step_id} that no engine wrote; waiting for it"
             )
-        length, newest, uids, cursor, flush = _unless_fenced(owner, reply)
+        length, newest, uids, cursor, flush = unless_fenced(owner, reply)
         return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush))
 
     slot, names, step_id = owner.slot, log.names, f"{owner.epoch}-{number}"
@@ -99,8 +102,28 @@ def flush(log: LogContext, by: str) -> Script[str]:
 # Detokenizers
 
 
-def produced(log: LogContext, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced]) -> Script[bool]:
-    keys = [log.names.owner(owner.slot), log.names.steps(engine), log.names.live, log.names.control]
+def produced(
+    log: LogContext,
+    owner: Owner,
+    entry: Entry,
+    engine: str,
+    events: Sequence[Produced],
+    journal: Journalled = None,
+) -> Script[bool]:
+    names, limits = log.names, log.limits
+    keys = [names.owner(owner.slot), names.steps(engine), names.live, names.control]
+    keys += [names.ended, names.archive, names.journal(engine)]
+    histories, replies = produced_words(events)
+    tokens: list[str | bytes] = []
+    others: list[tuple[Produced, dict[str, bytes]]] = []
+    others_of, step = set[str](), entry.id.encode()
+    for item, fields in zip(events, histories, strict=True):
+        if tuple(fields) == TOKENS_ALONE and fields["step"] == step and item.uid not in others_of:
+            keys.append(names.request(item.uid))
+            tokens += (item.entry_id, fields["tokens"], fields["text"])
+        else:
+            others.append((item, fields))
+            others_of.add(item.uid)
     index: dict[str, int] = {}
 
     def key_index(key: str) -> int:
@@ -109,19 +132,38 @@ def produced(log: LogContext, owner: Owner, entry: Entry, engine: str, events: S
             index[key] = len(keys)
         return index[key]
 
-    histories, replies = produced_words(events)
     writes: list[str | int | bytes] = []
-    for item, fields in zip(events, histories, strict=True):
-        history = key_index(log.names.request(item.uid))
-        kept = kept_ms(item.event, item.n, fields, log.limits.retention_ms)
-        shared = [key_index(key) for key in shared_by(log.names, item.uid) if item.entry_id == SEAL]
-        writes += [history, item.entry_id, item.uid, int(item.tell_engine), kept, *(shared or [0])]
-        writes += [2 * len(fields), *flat(fields)]
+    for item, fields in others:
+        history, kept, shared = key_index(names.request(item.uid)), limits.retention_ms, 0
+        if item.entry_id == SEAL:
+            kept = kept_ms(item.event, item.n, fields, kept)
+            shared = next(map(key_index, shared_by(names, item.uid)), 0)
+        writes += (history, item.entry_id, item.uid, int(item.tell_engine), kept, shared, 2 * len(fields))
+        writes += chain.from_iterable(fields.items())
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
-        payloads += [key_index(log.names.replies(frontend)), payload]
-    args = [str(owner), entry.id, REPLY_CAP, len(replies), *payloads, *writes]
-    return Script("produced", keys, args, lambda reply: is_ok(_unless_fenced(owner, reply)), once=True)
+        payloads += [key_index(names.replies(frontend)), payload]
+    noted = flat(journal) if journal and limits.journal_bytes else []
+    args: Words = [str(owner), entry.id, REPLY_CAP, limits.retention_ms, limits.journal_bytes, JOURNAL_CAP]
+    args = [*args, len(noted), *noted, len(replies), *payloads, len(tokens) // 3, *tokens, *writes]
+    return Script("produced", keys, args, lambda reply: is_ok(unless_fenced(owner, reply)), once=True)
+
+
+def journal(
+    log: LogContext, engine: str, *, first: str = "-", last: str = "+", max_entries: int = 0, newest: bool = False
+) -> Command[list[Entry]]:
+    limit: Words = ["COUNT", max_entries] if max_entries else []
+    bounds = ["XREVRANGE", last, first] if newest else ["XRANGE", first, last]
+    words: Words = [bounds[0], log.names.journal(engine), *bounds[1:], *limit]
+    return Command(words, lambda reply: entries_of(reply[::-1] if newest else reply))
+
+
+def drop_journals(log: LogContext) -> Steps[None]:
+    """Delete the journals of all engines."""
+    for first in count(0, SLOTS_PER_LOOK):
+        gone = yield from Command(["DEL", *map(log.names.journal, slots_of(GENERATE, first))], int)
+        if not gone:
+            break
 
 
 # Consumer groups
@@ -187,13 +229,13 @@ def _claim(
     """Claim from the slot *other*, which nobody holds, or which *guest* looks after."""
     keys = [names.owner(owner.slot), names.lease(other), names.owner(other), inbox.stream]
     args: Words = [str(owner), inbox.group, owner.slot, other, max_entries, str(guest or "")]
-    return Script("claim", keys, args, lambda reply: entries_of(_unless_fenced(owner, reply)), once=True)
+    return Script("claim", keys, args, lambda reply: entries_of(unless_fenced(owner, reply)), once=True)
 
 
 def retry(log: LogContext, inbox: Inbox, owner: Owner, entry: Entry) -> Script[int]:
     keys = [log.names.owner(owner.slot), inbox.stream]
     args = [str(owner), inbox.group, owner.slot, entry.id]
-    return Script("retry", keys, args, lambda reply: int(_unless_fenced(owner, reply)), once=True)
+    return Script("retry", keys, args, lambda reply: int(unless_fenced(owner, reply)), once=True)
 
 
 def forsaken(log: LogContext, inbox: Inbox) -> Steps[list[str]]:
@@ -216,11 +258,11 @@ def bury(
 ) -> Script[tuple[str, ...] | None]:
     def parse(reply: Any) -> tuple[str, ...] | None:
         if owner is not None:
-            _unless_fenced(owner, reply)
+            unless_fenced(owner, reply)
         return None if reply == b"LOST" else texts(reply)
 
     names, letter = log.names, flat(burial_fields(inbox, reason, list(requests)))
-    keys = [names.live, inbox.stream, names.dead, names.control]
+    keys = [names.live, inbox.stream, names.dead, names.control, names.ended, names.archive]
     for uid, frontend in requests.items():
         keys += [names.request(uid), names.replies(frontend), names.shared(base_uid(uid))]
     keys += [names.owner(owner.slot)] if owner is not None else []

@@ -120,3 +120,16 @@ def test_an_address_does_not_show_its_passwords() -> None:
 )
 def test_an_argument_is_shown_without_its_password(text: str, shown: str) -> None:
     assert without_password(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("redis://127.0.0.1", "127.0.0.1"),
+        ("redis+sentinel://127.0.0.2:5,h:6/main", "127.0.0.1"),
+        ("redis://[::1]:7/0", "::1"),
+        ("unix:///redis.sock", ""),
+    ],
+)
+def test_the_address_of_this_machine_on_the_way_to_a_server_is_known(url: str, here: str) -> None:
+    assert parse_address(url).address_here() == here

@@ -34,6 +34,7 @@ from pipeline.events import Cancelled, decode
 from pipeline.log.drivers import translate
 from pipeline.log.operation import script_text
 from pipeline.log.protocol import Entry, Inbox, Owner, Produced, RequestLimits, SubmitResult
+from pipeline.log.ranks import Formation, formation_to_join
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 from pipeline.names import LASTING, SEAL, slot_name
 
@@ -90,6 +91,16 @@ def test_at_maxmemory_a_worker_can_start_and_take_over(log: RedisLog, scene: Sce
     log.prepare(Inbox.steps(NAMES, "generate-3"))
     assert log.claim(SUBMITTED, owner, 8) == [entry]
     assert log.statuses("tokenize") == {"tokenize-1": "{}"}
+
+
+def test_at_maxmemory_ranks_form_and_join_and_what_they_leave_expires(log: RedisLog, scene: Scene) -> None:
+    formation, owner = Formation(scene.own("rank-0-0"), "n", 2, "s", "f"), scene.own("rank-1-0")
+    fill(log)
+    entry_id = log.form("g", formation, ttl_ms=LONG_MS)
+    found = formation_to_join(log, owner, "g", block_ms=0)
+    assert found is not None and found[0].id == entry_id
+    log.joined(owner, "g", [found[0]])
+    assert 0 < command(log.url, "PTTL", log.names.ranks("g")) <= LONG_MS
 
 
 def test_at_maxmemory_the_engines_can_be_told_to_flush(log: RedisLog, scene: Scene) -> None:

@@ -197,3 +197,20 @@ def test_occupancy_of_a_log_that_does_not_answer_so_raises(log: RedisLog) -> Non
             await front.occupancy()
 
     with_front(log.url, act)
+
+
+def test_a_kept_connection_that_the_server_has_closed_is_made_again(log: RedisLog) -> None:
+    def close_all() -> None:
+        command(log.url, "CLIENT", "KILL", "TYPE", "normal")
+
+    async def as_frontend(front: AsyncRedisLog) -> None:
+        for _ in range(2):
+            assert await front.read_replies("web-0", "0-0", block_ms=1) == ("0-0", [])
+            close_all()
+            await asyncio.sleep(0.01)  # the loop hears of it
+
+    log.prepare(SUBMITTED)
+    for _ in range(2):
+        assert log.read(SUBMITTED, "tokenize-0", max_entries=1, block_ms=1) == []
+        close_all()
+    with_front(log.url, as_frontend)

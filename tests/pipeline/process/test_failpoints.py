@@ -163,7 +163,7 @@ def test_importing_the_module_arms_nothing(tmp_path: Path) -> None:
 def test_workers_get_both_variables_and_no_other_of_ours() -> None:
     given = {**asked(Path("/x"), "a=b"), "MINISGL_PORT": "1", "HOME": "/home"}
     child = worker_environment(given, "unix://s")
-    assert child.pop("MALLOC_ARENA_MAX") == "1"
+    assert (child.pop("MALLOC_ARENA_MAX"), child.pop("TORCH_CPP_LOG_LEVEL")) == ("1", "ERROR")
     assert child == {**asked(Path("/x"), "a=b"), "HOME": "/home", "MINISGL_REDIS_URL": "unix://s"}
     assert worker_environment({"MALLOC_ARENA_MAX": "4"}, "unix://s")["MALLOC_ARENA_MAX"] == "4"
 
@@ -178,7 +178,7 @@ def test_a_worker_ends_with_the_code_for_configuration_when_a_point_is_unknown(t
 def placed() -> dict[str, list[str]]:
     """Return name -> the files of shipped code whose `failpoint(name)` it is."""
     found: dict[str, list[str]] = {}
-    for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("stages/**/*.py"), *ROOT.glob("web/**/*.py")]:
+    for path in (path for room in ("pipeline", "stages", "web", "ops") for path in ROOT.glob(f"{room}/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.Call(func=ast.Name("failpoint"), args=[ast.Constant(value=str() as name)]):
@@ -190,6 +190,7 @@ def test_shipped_code_passes_every_registered_point_and_no_other() -> None:
     assert sorted(placed()) == sorted(POINTS)
 
 
-def test_a_name_says_its_stage_first_and_only_names_of_points_lose_replies() -> None:
-    assert {name.partition(".")[0] for name in POINTS} == {"web", "janitor", "tokenize", "generate", "detokenize"}
+def test_a_name_says_its_stage_or_command_first_and_only_names_of_points_lose_replies() -> None:
+    said = {"web", "janitor", "tokenize", "generate", "detokenize", "archive", "forget"}
+    assert {name.partition(".")[0] for name in POINTS} == said
     assert set(POINTS) > LOSES_A_REPLY

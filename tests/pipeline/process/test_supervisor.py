@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -27,7 +28,14 @@ from pipeline.names import Names
 from pipeline.log.redis import RedisLog
 from pipeline.slots import Announcement, SlotLease, acquire_slot
 
-stage, mode, folder, slot = sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[6])
+stage, mode, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
+after = lambda flag: sys.argv[sys.argv.index(flag) + 1]
+slot = int(after("--slot"))
+if "--rank" in sys.argv:
+    rank, group = after("--rank"), after("--group")
+    stage = f"rank-{rank}" if rank != "0" else stage
+    with (folder / "groups").open("a") as groups:
+        groups.write(f"{rank} {group} {os.getpid()}\\n")
 with (folder / "starts").open("a") as starts:
     starts.write(f"{os.getpid()} {time.monotonic()}\\n")
 num_starts = len((folder / "starts").read_text().splitlines())
@@ -35,6 +43,9 @@ if mode == "misconfigured" or (mode == "refused once" and num_starts == 2):
     sys.exit(2)
 if mode == "broken":
     sys.exit(1)
+if mode == "refused late":
+    time.sleep(0.1)
+    sys.exit(2)
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set() if mode != "deaf" else None)
 log = RedisLog(os.environ["MINISGL_REDIS_URL"], Names())
@@ -45,6 +56,9 @@ if mode == "announcing":
             time.sleep(0.01)
 owner = acquire_slot(log, stage, 3000, preferred=slot)
 slot_lease = SlotLease(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), owner, 3000)
+if sys.argv[7:9] == ["--rank", "0"]:
+    first = acquire_slot(log, "rank-0", 60_000, preferred=slot)
+    SlotLease(RedisLog(os.environ["MINISGL_REDIS_URL"], Names()), first, 60_000)
 if mode == "slow":
     slot_lease.say(phase="loading", detail="weights", progress=0.4)
 else:
@@ -207,6 +221,91 @@ def test_a_worker_that_wants_to_be_replaced_is_replaced_at_once_however_often(
     with supervised(folder, redis_url, job(folder, "tokenize", "replaced")) as supervisor:
         watch_until(supervisor, lambda: len(starts(folder)) == 4)
     assert capsys.readouterr().out.count("restart_in_s=0.0") == 3
+
+
+def ranks(folder: Path, mode: str = "good", *, group: str = "0") -> list[Job]:
+    return [dataclasses.replace(job(folder, "generate", mode), rank=rank, group=group) for rank in range(2)]
+
+
+def groups(folder: Path) -> list[tuple[str, str, int]]:
+    """Return rank, group and pid of every start of a rank."""
+    file = folder / "groups"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(rank, group, int(pid)) for rank, group, pid in map(str.split, lines)]
+
+
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_the_ranks_of_an_engine_end_and_start_together_under_a_new_name(
+    folder: Path, redis_url: str, capsys: pytest.CaptureFixture[str], victim: str
+) -> None:
+    """The other one them stands still: it ends all the same. No slot waits for its lease."""
+    with supervised(folder, redis_url, *ranks(folder), *ranks(folder, group="1")) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        before = groups(folder)
+        assert len({group for _, group, _ in before}) == 2 and len(before) == 4
+        group = before[0][1]
+        pids = {rank: pid for rank, other, pid in before if other == group}
+        supervisor._looked_s = 0.0  # look now: a second later it would by itself
+        supervisor.watch()
+        os.kill(pids["1" if victim == "0" else "0"], signal.SIGSTOP)
+        os.kill(pids[victim], signal.SIGKILL)
+        watch_until(supervisor, lambda: len(groups(folder)) == 6)
+        assert supervisor.wait_until_ready(10)
+        assert not any(map(psutil.pid_exists, pids.values()))
+        (rank, after, _), (other_rank, same, _) = groups(folder)[4:]
+        assert after == same and after not in {group for _, group, _ in before}
+        assert {rank, other_rank} == {"0", "1"}
+        log = RedisLog(redis_url, Names())
+        assert [status.slot for status in read_statuses(log, "rank-1")] == ["rank-1-0", "rank-1-1"]
+        log.close()
+    assert capsys.readouterr().out.count("worker_died") == 1
+
+
+def test_ranks_whose_engine_spans_machines_start_again_under_the_name_in_their_flags(
+    folder: Path, redis_url: str
+) -> None:
+    jobs = [
+        dataclasses.replace(each, arguments=(*each.arguments, "--group", "name"), spans_machines=True)
+        for each in ranks(folder)[1:]
+    ]
+    with supervised(folder, redis_url, *jobs) as supervisor:
+        assert supervisor.wait_until_ready(30)
+        os.kill(groups(folder)[0][2], signal.SIGKILL)
+        watch_until(supervisor, lambda: len(groups(folder)) == 2)
+    assert [(rank, group) for rank, group, _ in groups(folder)] == [("1", "name")] * 2
+
+
+def test_the_ranks_of_an_engine_that_keep_dying_count_as_one(folder: Path, redis_url: str) -> None:
+    with supervised(folder, redis_url, *ranks(folder, "broken")) as supervisor:
+        with pytest.raises(StartFailed, match="ended 5 times before it was ready, with"):
+            supervisor.wait_until_ready(60)
+        assert len({group for _, group, _ in groups(folder)}) == 5
+
+
+@pytest.mark.parametrize(
+    ("modes", "error", "says"),
+    [
+        (("broken", "refused late"), ChildFailed, "rank-1-0 cannot run with this configuration"),
+        (("slow", "broken"), StartFailed, "rank-1-0 ended 5 times before it was ready, with 1;"),
+    ],
+)
+def test_the_rank_that_ended_first_is_named(
+    folder: Path, redis_url: str, modes: tuple[str, str], error: type[Exception], says: str
+) -> None:
+    jobs = [ranks(folder, mode)[rank] for rank, mode in enumerate(modes)]
+    with supervised(folder, redis_url, *jobs) as supervisor, pytest.raises(error, match=says):
+        supervisor.wait_until_ready(60)
+
+
+def test_workers_that_end_together_have_the_same_time(
+    folder: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[float] = []
+    with supervised(folder, redis_url, *ranks(folder, "slow")) as supervisor:
+        until(lambda: len(starts(folder)) == 2)
+        monkeypatch.setattr(supervisor, "_end", lambda child, deadline_s: deadlines.append(deadline_s))
+        supervisor.stop([["generate"]])
+    assert len(deadlines) == 2 and len(set(deadlines)) == 1
 
 
 def test_stages_end_in_the_order_given(folder: Path, redis_url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -85,7 +84,7 @@ def test_an_answer_of_the_tokenizer_ends_a_request_and_reaches_its_frontend_whol
     assert scene.events("a")[-1] == answered and log.alive(["a", "b"]) == {"b"}
     assert log.backlog(SUBMITTED) == 1 and log.backlog(TOKENIZED) == 0
     detokenizer.say(say_end("b", answered))  # nobody does, but whoever seals says what can be read
-    replies = [dataclasses.replace(r, event=r.event.model_copy(update={"ms": 0})) for r in scene.replies_after(start)]
+    replies = [r._replace(event=r.event.model_copy(update={"ms": 0})) for r in scene.replies_after(start)]
     assert replies == [Reply("a", SEAL, 0, answered), Reply("b", SEAL, 2, answered)]
 
 
@@ -225,4 +224,16 @@ def test_a_copy_goes_without_the_first_entry_when_that_alone_is_too_large(log: S
     assert scene.bury()
     (letter,) = log.dead_letters(1)
     assert copied_history(letter) == scene.history()[1:]
-    assert letter.fields["history_cut"] == "1"
+    assert letter.fields["history_cut"] == "1" and "labels" not in letter.fields
+
+
+@pytest.mark.parametrize(("user", "kept"), [("ann", True), ("ann" * 2000, False)])
+def test_a_letter_without_the_first_entry_has_its_labels_unless_these_are_large(
+    log: StreamLog, scene: Scene, user: str, kept: bool
+) -> None:
+    labels = {"user": user}
+    event = Submitted(endpoint="e", frontend="web-0", prompt="x" * 65536, sampling=SamplingParams(), labels=labels)
+    log.submit("a", [event, event])
+    assert scene.bury("a.0")
+    (letter,) = log.dead_letters(1)
+    assert json.loads(letter.fields.get("labels", "{}")) == ({"user": user} if kept else {})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from log_contract import FINISHED, SHORT_MS, STEPS, Detokenizer, Scene, limits, say_end, say_tokens
 from redis_servers import until
 
 from pipeline.errors import Fenced
-from pipeline.events import Admitted, Mark, TokensProduced
+from pipeline.events import Admitted, Mark, Preempted, TokensProduced
 from pipeline.log.entries import REPLY_CAP
 from pipeline.log.protocol import Produced, Reply, StreamLog
-from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
 
 
 def test_produced_writes_histories_and_consumes_the_step(
@@ -24,6 +26,26 @@ def test_produced_writes_histories_and_consumes_the_step(
     assert scene.events("a")[-1] == say_tokens("a", 2).event
     assert scene.events("b")[-1] == FINISHED
     assert log.pending(STEPS, "detokenize-0") == []
+
+
+def test_tokens_with_more_and_without_are_in_their_histories_in_the_order_of_the_step(
+    scene: Scene, detokenizer: Detokenizer
+) -> None:
+    scene.accept("a", "b", "c")
+    entry = detokenizer.read_step()
+
+    def said(uid: str, n: int, **more: Any) -> Produced:
+        event = TokensProduced(**{"tokens": (40 + n,), "text": "", "step": entry.id} | more)
+        return Produced(uid, tokens_id(n), n, event, "web-0")
+
+    mark = Produced("b", "1-1", 1, Preempted(engine="generate-0", epoch=1, step=1), "web-0")
+    rows = [said("a", 1), said("b", 1), mark, said("b", 2), said("c", 1, chunks=2, text="ü"), said("c", 2, step="7-7")]
+    rows += [said("a", 2, tokens=(1, 2), count=2), said("a", 3)]
+    assert detokenizer.commit(entry, *rows)
+    for uid in ("a", "b", "c"):
+        mine = [row for row in rows if row.uid == uid]
+        assert scene.ids(uid) == [SUBMITTED_ID, TOKENIZED_ID, *(row.entry_id for row in mine)]
+        assert scene.events(uid)[2:] == [row.event for row in mine]
 
 
 def test_produced_is_fenced(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:

@@ -1,0 +1,163 @@
+"""Finds requests in an archive by uid and by time. Any number of readers, on any machine that sees the folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from pipeline.archive.folder import archive_id
+from pipeline.archive.volume import HOUR_S, ArchiveDamaged, Place, Volume, hour_of, parse_place, volumes
+from pipeline.errors import ConfigError
+from pipeline.recording import Recording
+
+SKEW_S: Final = HOUR_S
+"""The clock that made a uid may be so far ahead of an archiver's."""
+FRAMES_AT_ONCE: Final = 16
+"""So many frames are in memory at a time. Requests that ended together may have begun at different times."""
+_DRAWN: Final = re.compile("[0-9a-f]{12}")
+
+Where: TypeAlias = tuple[Volume, Place]
+"""Where a request is."""
+NOTHING_KNOWN: Final[Mapping[str, Where]] = {}
+
+
+class Archive:
+    """The requests in *folder*."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self, uids: Sequence[str]) -> dict[str, Where]:
+        """Return where those of *uids* are that the archive has. Of several copies the one that ended last counts.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        found: dict[str, Where] = {}
+        first = min(map(_first_hour, uids), default="")
+        for volume in volumes(self.folder):
+            if volume.hour < first:
+                continue
+            lines = volume.lines()
+            for uid in uids:
+                for place in _places_of(uid, lines):
+                    if uid not in found or found[uid][1].ended_ms <= place.ended_ms:
+                        found[uid] = volume, place
+        return found
+
+    def read(self, uids: Sequence[str], known: Mapping[str, Where] = NOTHING_KNOWN) -> dict[str, Recording]:
+        """Return those of *uids* that the archive has. Those that are *known* need no search.
+
+        Raises:
+            ArchiveDamaged: One cannot be read.
+            OSError: The folder cannot be read.
+        """
+        try:
+            return self._read(uids, known)
+        except (ArchiveDamaged, FileNotFoundError):  # perhaps the file was rewritten or removed meanwhile
+            return self._read(uids, NOTHING_KNOWN)
+
+    def listed(self, since_ms: int, until_ms: int) -> list[Place]:
+        """Return the requests that were submitted from *since_ms* on and before *until_ms*, in order; each once.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        return [place for _, place in self.located(since_ms, until_ms).values()]
+
+    def holding(self, uids: Collection[str], came_round: Callable[[], None]) -> Iterator[Volume]:
+        """Yield the files that have some of *uids*, each copy of them. *came_round* is called before each file.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        first, wanted = min(map(_first_hour, uids), default=""), {uid.encode() for uid in uids}
+        for volume in volumes(self.folder):
+            came_round()
+            lines = volume.lines() if volume.hour >= first else b""
+            if any(line.partition(b" ")[0] in wanted for line in lines.splitlines()):
+                yield volume
+
+    def copies(self, uids: Sequence[str] = ()) -> Iterator[Recording]:
+        """Yield every copy of each request; with *uids*, not those from before the oldest of these was made.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        first = min(map(_first_hour, uids), default="")
+        for volume in volumes(self.folder):
+            if volume.hour >= first:
+                yield from volume.recordings()
+
+    def located(self, since_ms: int, until_ms: int) -> dict[str, Where]:
+        """As `listed`, and where each of them is."""
+        first = hour_of(max(0, since_ms - SKEW_S * 1000))
+        found: dict[str, Where] = {}
+        for volume in volumes(self.folder):
+            for place in volume.places(since_ms, until_ms) if volume.hour >= first else ():
+                before = found.get(place.uid)
+                if before is None or before[1].ended_ms <= place.ended_ms:
+                    found[place.uid] = volume, place
+        return dict(sorted(found.items(), key=lambda item: (item[1][1].made_ms, item[0])))
+
+    def recordings(self) -> Iterator[Recording]:
+        """Yield every request, in the order of their submits. Raises as `read` does."""
+        known = self.located(0, 1 << 63)
+        some, frames = list[str](), set[tuple[Volume, int]]()
+        for uid, (volume, place) in known.items():
+            frame = volume, place.offset
+            if frame not in frames and len(frames) == FRAMES_AT_ONCE:
+                yield from self.read(some, known).values()
+                some.clear()
+                frames.clear()
+            some.append(uid)
+            frames.add(frame)
+        yield from self.read(some, known).values()
+
+    def since_ms(self) -> int | None:
+        """Return when the oldest file begins, in ms since 1970; None if there is no file."""
+        oldest = next(iter(volumes(self.folder)), None)
+        return int(oldest.until_s - HOUR_S) * 1000 if oldest is not None else None
+
+    def _read(self, uids: Sequence[str], known: Mapping[str, Where]) -> dict[str, Recording]:
+        found = {uid: known[uid] for uid in uids if uid in known}
+        if unknown := [uid for uid in uids if uid not in found]:
+            found |= self.find(unknown)
+        frames: dict[tuple[Volume, int], list[Place]] = {}
+        for volume, place in found.values():
+            frames.setdefault((volume, place.offset), []).append(place)
+        read: dict[str, Recording] = {}
+        for (volume, _), places in frames.items():
+            read |= volume.read(places)
+        return {uid: read[uid] for uid in found}
+
+
+def open_archive(folder: str) -> Archive:
+    """Return the archive in *folder*.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(folder).expanduser().absolute()
+    if not archive_id(path):
+        raise ConfigError(f"--archive: {path} is no archive; name the folder that minisgl stage archive --to has")
+    return Archive(path)
+
+
+def _first_hour(uid: str) -> str:
+    """Return the first hour in which *uid* may have been archived: it begins with the time at which it was made."""
+    drawn = _DRAWN.match(uid)
+    return hour_of(max(0, int(drawn[0], 16) - SKEW_S * 1000)) if drawn else ""
+
+
+def _places_of(uid: str, lines: bytes) -> Iterator[Place]:
+    start = uid.encode() + b" "
+    at = 0 if lines.startswith(start) else lines.find(b"\n" + start) + 1
+    while at or lines.startswith(start):
+        end = lines.find(b"\n", at)
+        yield parse_place(lines[at:end])
+        at = lines.find(b"\n" + start, end) + 1
+        if not at:
+            return

@@ -1,0 +1,500 @@
+"""One file of an archive and its index. docs/operations.md describes the format.
+
+    <hour>-<slot>-<epoch>.zst      zstd frames, one for each batch, of lines of `encode_recording`
+    <hour>-<slot>-<epoch>.index    `<uid> <made_ms> <ended_ms> <offset> <size>` for each request
+
+Offset and size are those of the frame. The frames are the truth: an index that is missing, damaged or short is made
+from them. Only who has the lock of the frames writes either file. Readers need no lock.
+"""
+
+from __future__ import annotations
+
+import calendar
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import re
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import structlog
+import zstandard
+
+from pipeline.errors import LogError
+from pipeline.process.failpoints import failpoint
+from pipeline.process.private import open_private
+from pipeline.recording import Recording, UnreadableRecording, decode_recording, encode_recording
+
+logger = structlog.get_logger()
+
+FRAMES: Final = ".zst"
+INDEX: Final = ".index"
+HOUR_S: Final = 3600
+FRAME_BYTES: Final = 1 << 20
+"""A batch of more text than this becomes several frames, because a reader decompresses a whole one."""
+DAMAGED: Final = "-"
+"""Stands for a uid in the line of an index about bytes that are no frame."""
+
+_NAME: Final = re.compile(r"(\d{10})-([a-z]+-\d+)-(\d+)")
+_UID: Final = re.compile(rb'"uid":"([^"]*)"')
+_HEAD_BYTES: Final = 200  # of a line, which have its uid
+_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_CHUNK: Final = 1 << 16
+_LAST_LINE: Final = 256
+"""Bytes at the end of an index that hold at least one line."""
+
+
+class ArchiveDamaged(LogError):
+    """A file of the archive does not hold what its index says."""
+
+
+class VolumeBusy(LogError):
+    """Another process writes to the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request is in its file."""
+
+    uid: str
+    made_ms: int
+    ended_ms: int
+    offset: int
+    size: int
+
+    def line(self) -> bytes:
+        return f"{self.uid} {self.made_ms} {self.ended_ms} {self.offset} {self.size}\n".encode()
+
+
+def parse_place(line: bytes) -> Place:
+    """Return what a line of an index says. Raises ValueError if it is none."""
+    uid, *numbers = line.split()
+    made_ms, ended_ms, offset, size = map(int, numbers)
+    return Place(uid.decode(), made_ms, ended_ms, offset, size)
+
+
+def moments_of(recording: Recording) -> tuple[int, int]:
+    """Return when a request was submitted and when it ended, in ms of Redis' clock; 0 where it does not say."""
+    first, last = (recording.entries[at].fields.get("ms", "") if recording.entries else "" for at in (0, -1))
+    return _number(first), _number(last)
+
+
+def frames_of(recordings: Sequence[Recording]) -> Iterator[tuple[bytes, list[Recording]]]:
+    """Yield compressed frames, and the requests in each."""
+    text, inside = bytearray(), list[Recording]()
+    for at, recording in enumerate(recordings, 1):
+        text += encode_recording(recording)
+        inside.append(recording)
+        if at == len(recordings) or len(text) >= FRAME_BYTES:
+            yield zstandard.ZstdCompressor(write_checksum=True).compress(bytes(text)), inside
+            text, inside = bytearray(), []
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Volume:
+    """One file of an archive, with its index. Volumes are ordered by hour."""
+
+    hour: str
+    """`YYYYMMDDHH`, UTC: when its requests were archived."""
+    slot: str
+    epoch: int
+    folder: Path
+
+    @classmethod
+    def now(cls, folder: Path, slot: str, epoch: int, now_s: float) -> Volume:
+        """Return the one to which the owner of a slot writes now."""
+        return cls(hour_of(now_s * 1000), slot, epoch, folder)
+
+    @property
+    def name(self) -> str:
+        return f"{self.hour}-{self.slot}-{self.epoch}"
+
+    @property
+    def frames(self) -> Path:
+        return self.folder / (self.name + FRAMES)
+
+    @property
+    def index(self) -> Path:
+        return self.folder / (self.name + INDEX)
+
+    @property
+    def until_s(self) -> float:
+        """The end of its hour, in seconds since 1970."""
+        return calendar.timegm(time.strptime(self.hour, "%Y%m%d%H")) + HOUR_S
+
+    def num_bytes(self) -> int:
+        """Return how much disk it takes; 0 if it is gone."""
+        return sum(_size(path) for path in (self.frames, self.index))
+
+    # what readers do
+
+    def lines(self) -> bytes:
+        """Return the index of all whole frames; b"" if the file is gone. What the file of the index lacks is made."""
+        lines, end = _trusted(self.index)
+        try:
+            # Nearly always the index has all. There may be a thousand files, and opening each would take longest.
+            if lines and os.stat(f"{self.folder}/{self.name}{FRAMES}").st_size == end:
+                return lines
+            with self.frames.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if end > size:
+                    lines, end = b"", 0
+                return lines + b"".join(_scanned(file, end)) if end < size else lines
+        except FileNotFoundError:
+            return b""
+
+    def places(self, since_ms: int = 0, until_ms: int = 1 << 63) -> list[Place]:
+        """Return where every request is that the file holds, of those that were submitted then."""
+        lines = (line for line in self.lines().splitlines() if since_ms <= int(line.split()[1]) < until_ms)
+        return [place for place in map(parse_place, lines) if place.uid != DAMAGED]
+
+    def read(self, places: Sequence[Place]) -> dict[str, Recording]:
+        """Return the requests at *places*, which are all in one frame, by their uids.
+
+        Raises:
+            ArchiveDamaged: One is not there.
+            FileNotFoundError: The file is gone.
+        """
+        first, wanted, found = places[0], {place.uid.encode() for place in places}, dict[str, Recording]()
+        try:
+            for line in zstandard.ZstdDecompressor().decompress(self._frame(first)).split(b"\n"):
+                if (name := _UID.search(line, 0, _HEAD_BYTES)) and name[1] in wanted:
+                    recording = decode_recording(line)
+                    found.setdefault(recording.uid, recording)
+        except (zstandard.ZstdError, UnreadableRecording) as error:
+            raise ArchiveDamaged(f"{self.frames} is damaged at byte {first.offset}: {error}") from error
+        if missing := next((place.uid for place in places if place.uid not in found), ""):
+            raise ArchiveDamaged(f"{self.frames}: {missing} is not in the frame at byte {first.offset}")
+        return found
+
+    def recordings(self) -> Iterator[Recording]:
+        """Yield all requests, also while the file is replaced; none of a frame that cannot be read."""
+        with contextlib.suppress(FileNotFoundError), self.frames.open("rb") as file:
+            for _, _, inside in _frames(file, 0):
+                yield from inside
+
+    # what writers do
+
+    @contextlib.contextmanager
+    def locked(self, *, make: bool = False) -> Iterator[int]:
+        """Give the descriptor of the frames while nobody else writes to this volume.
+
+        Raises:
+            VolumeBusy: Somebody else does.
+            FileNotFoundError: There is no such file, unless it is to *make*.
+        """
+        flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if make else 0)
+        while True:
+            descriptor = open_private(self.frames, flags)
+            try:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno not in (errno.EAGAIN, errno.EACCES):
+                        raise
+                    raise VolumeBusy(f"{self.frames}: another process writes to it") from error
+                if _is_same(descriptor, self.frames):  # else it was replaced meanwhile
+                    yield descriptor
+                    return
+            finally:
+                os.close(descriptor)
+
+    def append(self, recordings: Sequence[Recording]) -> None:
+        """Write *recordings*: the frames, then their lines in the index. When this returns they are on the disk.
+
+        Raises:
+            OSError: They are not written, and the file is as it was.
+        """
+        if not recordings:
+            return
+        with self.locked(make=True) as descriptor:
+            end = before = self._mend(descriptor, thorough=False)
+            lines = bytearray()
+            try:
+                for frame, inside in frames_of(recordings):
+                    _write_all(descriptor, frame)
+                    for recording in inside:
+                        lines += Place(recording.uid, *moments_of(recording), end, len(frame)).line()
+                    end += len(frame)
+                os.fsync(descriptor)
+                if not before:
+                    sync_folder(self.folder)
+            except OSError:
+                with contextlib.suppress(OSError):  # whoever writes next cuts it
+                    os.ftruncate(descriptor, before)
+                raise
+            index = open_private(self.index, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                _write_all(index, lines)
+            finally:
+                os.close(index)
+
+    def mend(self) -> None:
+        """Cut a frame that was half written, and complete the index. Does nothing while another process writes.
+
+        Raises:
+            OSError: The files cannot be written.
+        """
+        with contextlib.suppress(VolumeBusy, FileNotFoundError), self.locked() as descriptor:
+            self._mend(descriptor, thorough=True)
+            self._drop_unfinished()
+
+    def leave_out(self, uids: Collection[str]) -> int:
+        """Write the file anew without the requests *uids*; return how many there were.
+
+        A frame with one of them that cannot be read goes as a whole. Whenever this dies, the next call does the rest.
+
+        Raises:
+            VolumeBusy: Another process writes to it.
+            OSError: It is as it was, or its index has to be made.
+        """
+        try:
+            with self.locked() as descriptor:
+                self._mend(descriptor, thorough=False)
+                self._drop_unfinished()
+                kept = [parse_place(line) for line in self.lines().splitlines()]
+                num_before = len(kept)
+                spoilt = {place.offset for place in kept if place.uid in uids}
+                kept = [place for place in kept if place.uid not in uids]
+                if spoilt:
+                    self._write_anew(kept, spoilt)
+                return num_before - len(kept)
+        except FileNotFoundError:  # it was removed meanwhile
+            return 0
+
+    def _write_anew(self, kept: Sequence[Place], spoilt: Collection[int]) -> None:
+        """Replace the file by one with the requests *kept*, of which some are in the *spoilt* frames."""
+        new, lines, end = self.frames.with_name(f".{self.name}.new"), bytearray(), 0
+        descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # so that nobody writes to it before it has its index
+            for offset, places in groupby(kept, key=lambda place: place.offset):
+                inside = list(places)
+                frame = self._frame(inside[0])
+                if offset in spoilt:
+                    frame = _only(frame, {place.uid for place in inside})
+                if frame:
+                    _write_all(descriptor, frame)
+                    for place in inside:
+                        lines += dataclasses.replace(place, offset=end, size=len(frame)).line()
+                    end += len(frame)
+            os.fsync(descriptor)
+            failpoint("archive.before_replace")
+            # Without an index, readers make one of the frames, so it never names what the frames do not hold.
+            self.index.unlink(missing_ok=True)
+            sync_folder(self.folder)
+            failpoint("archive.without_index")
+            new.replace(self.frames)
+            sync_folder(self.folder)
+            failpoint("archive.after_replace")
+            replace(self.index, lines)
+        except OSError:  # it may be that the disk is full
+            self._drop_unfinished()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _frame(self, place: Place) -> bytes:
+        with self.frames.open("rb") as file:
+            file.seek(place.offset)
+            return file.read(place.size)
+
+    def remove(self) -> None:
+        """Delete the files.
+
+        Raises:
+            VolumeBusy: Another process writes to them.
+            OSError: They cannot be deleted.
+        """
+        with contextlib.suppress(FileNotFoundError), self.locked():
+            for path in (self.index, self.frames):
+                path.unlink(missing_ok=True)
+            self._drop_unfinished()
+
+    def _drop_unfinished(self) -> None:
+        """Delete what those have left who died while they replaced a file. The caller has the lock."""
+        for path in self.folder.glob(f".{self.name}.*"):
+            path.unlink(missing_ok=True)
+
+    def _mend(self, descriptor: int, *, thorough: bool) -> int:
+        """Do what `mend` says; return the size of the frames. Unless *thorough*, look only at the end of the index."""
+        size = os.fstat(descriptor).st_size
+        end = _trusted(self.index)[1] if thorough else _end_of(_tail(self.index))
+        if end == size:
+            return size
+        lines = self.lines()
+        end = _end_of(lines)
+        if end < size:
+            logger.warning("archive_cut", file=self.frames.name, bytes=size - end, reason="a frame was half written")
+            os.ftruncate(descriptor, end)
+            os.fsync(descriptor)
+        replace(self.index, lines)
+        return end
+
+
+def volumes(folder: Path) -> list[Volume]:
+    """Return the volumes in *folder*, by hour; none if there is no such folder."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    found = (_NAME.fullmatch(name.removesuffix(FRAMES)) for name in names if name.endswith(FRAMES))
+    parts = sorted((match[1], match[2], int(match[3])) for match in found if match)
+    return [Volume(*each, folder) for each in parts]
+
+
+def hour_of(ms: float) -> str:
+    """Return the hour of a moment as a volume's name begins."""
+    return time.strftime("%Y%m%d%H", time.gmtime(ms / 1000))
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names of new files on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace(path: Path, content: bytes | bytearray) -> None:
+    """Write a private file, whole or not at all."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        _write_all(descriptor, content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    new.replace(path)
+    sync_folder(path.parent)
+
+
+def _scanned(file: BinaryIO, offset: int) -> Iterator[bytes]:
+    """Yield the lines of the index for the whole frames from *offset* on, and for what is damaged between them."""
+    for at, size, recordings in _frames(file, offset):
+        for recording in recordings:
+            yield Place(recording.uid, *moments_of(recording), at, size).line()
+        if not recordings:
+            yield Place(DAMAGED, 0, 0, at, size).line()
+
+
+def _frames(file: BinaryIO, offset: int) -> Iterator[tuple[int, int, list[Recording]]]:
+    """Yield offset, size and requests of the whole frames from *offset* on, and of what is damaged between them."""
+    while True:
+        found = _frame_at(file, offset)
+        if found is None:
+            beyond = _next_frame(file, offset)
+            if beyond is None:
+                return
+            found = beyond - offset, []
+        yield offset, *found
+        offset += found[0]
+
+
+def _frame_at(file: BinaryIO, offset: int) -> tuple[int, list[Recording]] | None:
+    """Return the size of the frame at *offset* and what it holds; None if there is no whole one.
+
+    A whole frame that this version cannot read, perhaps of a newer one, holds nothing.
+    """
+    file.seek(offset)
+    frame, size, text = zstandard.ZstdDecompressor().decompressobj(), 0, bytearray()
+    try:
+        while not frame.eof:
+            chunk = file.read(_CHUNK)
+            if not chunk:
+                return None
+            text += frame.decompress(chunk)
+            size += len(chunk)
+    except zstandard.ZstdError:
+        return None
+    size -= len(frame.unused_data)
+    try:
+        return size, [decode_recording(line) for line in bytes(text).split(b"\n") if line]
+    except UnreadableRecording:
+        return size, []
+
+
+def _only(frame: bytes, uids: Collection[str]) -> bytes:
+    """Return *frame* with nothing but the requests *uids*; b"" if it cannot be read."""
+    try:
+        text = zstandard.ZstdDecompressor().decompress(frame)
+        kept = [line for line in text.splitlines(keepends=True) if decode_recording(line).uid in uids]
+    except (zstandard.ZstdError, UnreadableRecording):
+        return b""
+    return zstandard.ZstdCompressor(write_checksum=True).compress(b"".join(kept))
+
+
+def _next_frame(file: BinaryIO, offset: int) -> int | None:
+    """Return where the next whole frame after *offset* begins."""
+    file.seek(offset)
+    rest = file.read()
+    at = rest.find(_MAGIC, 1)
+    while at > 0:
+        if _frame_at(file, offset + at) is not None:
+            return offset + at
+        at = rest.find(_MAGIC, at + 1)
+    return None
+
+
+def _trusted(path: Path) -> tuple[bytes, int]:
+    """Return the whole lines of an index, and the end of the last frame that they name; nothing of a damaged one."""
+    try:
+        lines = path.read_bytes()
+    except FileNotFoundError:
+        return b"", 0
+    lines = lines[: lines.rfind(b"\n") + 1]
+    end = _end_of(lines)
+    return (b"", 0) if end < 0 or b"\0" in lines else (lines, end)
+
+
+def _tail(path: Path) -> bytes:
+    """Return the end of an index."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _LAST_LINE))
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
+def _end_of(lines: bytes) -> int:
+    """Return the end of the frame that the last of *lines* names, 0 without any, and -1 if it is no whole line."""
+    if not lines:
+        return 0
+    try:
+        last = parse_place(lines[lines.rfind(b"\n", 0, -1) + 1 :])
+    except ValueError:
+        return -1
+    return last.offset + last.size if lines.endswith(b"\n") else -1
+
+
+def _write_all(descriptor: int, content: bytes | bytearray) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,203 @@
+"""The journal of an engine: its last steps, with what its schedule was given. How a step is written, and read again.
+
+An entry has the id of its step, `<epoch>-<step>`. Its fields are those of StepCompleted, but for the rows:
+
+| field | |
+|---|---|
+| `tokens` | the tokens of the rows that made one, in order |
+| `rows` | `<n>:<uid>` of each; left out if they are those of the step before that go on, each with its next token |
+| `ends`, `pieces` | index of a row -> its end; -> its prefill chunks, where there were some |
+| `events` | the other rows |
+| `bytes` | the commit adds it: how many bytes were written to the journal up to here |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.errors import UndecodableEvent
+from pipeline.events import Chunk, EventRow, Figures, FinishReason, StepCompleted, TokenRow
+from pipeline.log.protocol import Entry
+from pipeline.names import base_uid, parse_id
+
+AS_IT_IS: Final = ("ms", "let_go", "figures", "given", "chunks", "schedule")
+"""Fields of a step that are written as they are."""
+
+
+class Row(NamedTuple):
+    """A row that made a token."""
+
+    uid: str
+    n: int
+    token: int
+    end: FinishReason | None
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step as the journal has it."""
+
+    epoch: int
+    number: int
+    ms: int
+    """The moment of its commit, Redis' clock."""
+    rows: tuple[Row, ...]
+    """None of them has log-probabilities."""
+    events: tuple[EventRow, ...]
+    let_go: tuple[str, ...]
+    figures: Figures
+    given: tuple[str, ...]
+    chunks: tuple[Chunk, ...]
+    schedule: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.epoch}-{self.number}"
+
+
+class JournalWriter:
+    """Writes the steps of one engine, in their order. It remembers the rows of the last one."""
+
+    def __init__(self) -> None:
+        self._last = (0, 0)
+        self._following: tuple[list[str], list[int]] = ([], [])
+        """Uids and numbers of the next step's tokens, if nothing happens."""
+
+    def fields(self, entry: Entry, step: StepCompleted) -> dict[str, str]:
+        """Return the journal's entry of *step*, which came as *entry*."""
+        before, self._last = self._last, parse_id(entry.id)
+        made = [row for row in step.rows if isinstance(row, TokenRow)]
+        uids, numbers = [row.uid for row in made], [row.n for row in made]
+        fields = {name: entry.fields[name] for name in AS_IT_IS if name in entry.fields}
+        fields["tokens"] = ",".join([str(row.token) for row in made])
+        if (uids, numbers) != self._following or self._last != (before[0], before[1] + 1) or step.schedule:
+            fields["rows"] = " ".join([f"{n}:{uid}" for uid, n in zip(uids, numbers, strict=True)])
+        ends = {str(at): row.end for at, row in enumerate(made) if row.end is not None}
+        if ends:
+            fields["ends"] = orjson.dumps(ends).decode()
+            going_on = [row for row in made if row.end is None]
+            uids, numbers = [row.uid for row in going_on], [row.n for row in going_on]
+        pieces = {str(at): row.chunks for at, row in enumerate(made) if row.chunks}
+        if pieces:
+            fields["pieces"] = orjson.dumps(pieces).decode()
+        if len(made) < len(step.rows):
+            others = [row.model_dump(mode="json") for row in step.rows if isinstance(row, EventRow)]
+            fields["events"] = orjson.dumps(others).decode()
+        self._following = uids, [n + 1 for n in numbers]
+        return fields
+
+
+def steps(entries: Iterable[Entry]) -> Iterator[Step]:
+    """Yield the steps of a journal, from the first one on whose rows can be told.
+
+    Raises:
+        UndecodableEvent: An entry does not decode.
+    """
+    last, following = (0, 0), list[tuple[int, str]]()
+    for entry in entries:
+        before, last = last, parse_id(entry.id)
+        try:
+            rows = entry.fields.get("rows")
+            if rows is None and last != (before[0], before[1] + 1):
+                last = (0, 0)
+                continue
+            named = following if rows is None else [_named(text) for text in rows.split()]
+            step = _step(last, entry.fields, named)
+        except (ValidationError, orjson.JSONDecodeError, KeyError, ValueError) as error:
+            raise UndecodableEvent(f"the entry {entry.id} of a journal does not decode: {error}") from error
+        following = [(row.n + 1, row.uid) for row in step.rows if row.end is None]
+        yield step
+
+
+class Mentions:
+    """Finds the entries of a journal that are about some requests, and those of which nobody can tell what they are
+    about. It is asked about all entries, in their order.
+    """
+
+    def __init__(self, bases: Collection[str], uids_in: Callable[[Iterable[str]], set[str]]) -> None:
+        """*bases* are the base uids of the requests, which begin with the moment of their making; *uids_in* finds base
+        uids in texts.
+        """
+        self._made_ms = min((int(base[:12], 16) for base in bases if uids_in([base])), default=0)
+        self._bases, self._uids_in = frozenset(bases), uids_in
+        self._last = (0, 0)
+        self._following: list[str] | None = None
+        """Whose tokens the next step has, if nothing happens; None: nobody can tell."""
+        self._has_begun = False
+
+    def has(self, entry: Entry) -> bool:
+        before, self._last = self._last, parse_id(entry.id)
+        if before == (0, 0):  # what a journal that begins later had of them may have been deleted, and not their pages
+            self._has_begun = _moment(entry) >= self._made_ms
+        follows = self._last == (before[0], before[1] + 1)
+        rows = entry.fields.get("rows")
+        uids = [row.partition(":")[2] for row in rows.split()] if rows is not None else None
+        uids = self._following if uids is None and follows else uids
+        try:
+            ends = set(_loaded(entry.fields, "ends", {}))
+        except orjson.JSONDecodeError:
+            uids = None
+        self._following = None if uids is None else [uid for at, uid in enumerate(uids) if str(at) not in ends]
+        told = self._uids_in(text for name, text in entry.fields.items() if name != "tokens")
+        is_about = not self._bases.isdisjoint(told | {base_uid(uid) for uid in uids or ()})
+        self._has_begun |= is_about
+        return uids is None or is_about or (self._has_begun and "schedule" in entry.fields)
+
+
+def outline(entry: Entry) -> Step:
+    """Return a step without its rows, from its entry alone.
+
+    Raises:
+        UndecodableEvent: The entry does not decode.
+    """
+    try:
+        return _step(parse_id(entry.id), {**entry.fields, "tokens": ""}, [])
+    except (ValidationError, orjson.JSONDecodeError, KeyError, ValueError) as error:
+        raise UndecodableEvent(f"the entry {entry.id} of a journal does not decode: {error}") from error
+
+
+def _named(text: str) -> tuple[int, str]:
+    n, _, uid = text.partition(":")
+    return int(n), uid
+
+
+def _step(step_id: tuple[int, int], fields: Mapping[str, str], named: list[tuple[int, str]]) -> Step:
+    tokens = [int(token) for token in fields["tokens"].split(",") if token]
+    ends, pieces = _loaded(fields, "ends", {}), _loaded(fields, "pieces", {})
+    rows = [
+        Row(uid, n, token, ends.get(str(at)), pieces.get(str(at), 0))
+        for at, ((n, uid), token) in enumerate(zip(named, tokens, strict=True))
+    ]
+    figures = _loaded(fields, "figures", {})
+    return Step(
+        *step_id,
+        ms=int(fields["ms"]),
+        rows=tuple(rows),
+        events=_EVENTS.validate_python(_loaded(fields, "events", ())),
+        let_go=tuple(_loaded(fields, "let_go", ())),
+        figures=Figures.model_validate(figures),
+        given=tuple(_loaded(fields, "given", ())),
+        chunks=_CHUNKS.validate_python(_loaded(fields, "chunks", ())),
+        schedule=fields.get("schedule", ""),
+    )
+
+
+def _moment(entry: Entry) -> float:
+    """Return when a step was committed, in ms of Redis' clock; if it does not say that, later than everything."""
+    said = entry.fields.get("ms", "")
+    return int(said) if said.isdecimal() else math.inf
+
+
+def _loaded(fields: Mapping[str, str], name: str, default: Any) -> Any:
+    return orjson.loads(fields[name]) if name in fields else default
+
+
+_EVENTS: TypeAdapter[tuple[EventRow, ...]] = TypeAdapter(tuple[EventRow, ...])
+_CHUNKS: TypeAdapter[tuple[Chunk, ...]] = TypeAdapter(tuple[Chunk, ...])

@@ -1,0 +1,40 @@
+"""What MemoryLog does for tools with requests of the past."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from pipeline.log.memory_streams import Streams
+from pipeline.log.past import check_whole, is_between
+from pipeline.log.protocol import Entry, RequestLimits
+from pipeline.names import Names
+
+
+class MemoryPast:
+    """What StreamLog says of requests of the past, on the streams and the lock of a MemoryLog."""
+
+    names: Names
+    limits: RequestLimits
+    _changed: threading.Condition
+    _streams: Streams
+    _now_ms: Callable[[], int]
+
+    def made_between(self, since_ms: int, until_ms: int) -> list[str]:
+        prefix = self.names.request("")
+        with self._changed:
+            uids = [key.removeprefix(prefix) for key in list(self._streams.by_key) if key.startswith(prefix)]
+            there = [uid for uid in uids if self._streams.get(self.names.request(uid)) is not None]
+        return sorted(uid for uid in there if is_between(uid, since_ms, until_ms))
+
+    def import_history(self, uid: str, entries: Sequence[Entry]) -> bool:
+        check_whole(uid, entries)
+        key = self.names.request(uid)
+        with self._changed:
+            if self._streams.get(key) is not None:
+                return False
+            self._streams.sweep()
+            for entry in entries:
+                self._streams.append(key, entry.id, entry.fields, make=True)
+            self._streams.by_key[key].expires_ms = self._now_ms() + self.limits.retention_ms
+            return True

@@ -1,0 +1,41 @@
+"""What archivers ask of the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words
+from pipeline.log.operations.requests import wholes
+from pipeline.log.operations.workers import unless_fenced
+from pipeline.log.protocol import Entry, Owner
+from pipeline.log.replies import as_text, history_of, nothing
+from pipeline.names import ARCHIVE
+
+
+def open_archive(log: LogContext, archive_id: str) -> Script[str]:
+    return Script("open_archive", [log.names.ended, log.names.archive], [ARCHIVE, archive_id], as_text)
+
+
+def close_archive(log: LogContext) -> Command[bool]:
+    return Command(["DEL", log.names.ended, log.names.archive], bool)
+
+
+def archived(log: LogContext, owner: Owner, entries: Sequence[Entry], lost: Sequence[Entry] = ()) -> Script[None]:
+    def parse(reply: Any) -> None:
+        nothing(unless_fenced(owner, reply))
+
+    keys = [log.names.owner(owner.slot), log.names.ended, log.names.archive]
+    ids = [entry.id for entry in (*lost, *entries)]
+    return Script("archived", keys, [str(owner), ARCHIVE, len(lost), *ids], parse)
+
+
+def begins(log: LogContext, uids: Sequence[str]) -> Steps[dict[str, Entry]]:
+    commands: list[Words] = [["XRANGE", log.names.request(uid), "-", "+", "COUNT", 1] for uid in uids]
+    raw = yield from Batch(commands, lambda replies: [*map(history_of, replies)], any_type=True)
+    found = yield from wholes(log.names, list(zip(uids, raw, strict=True)))
+    return {uid: first[0] for uid, first in zip(uids, found, strict=True) if first}
+
+
+def num_unarchived(log: LogContext) -> Command[int]:
+    return Command(["HMGET", log.names.archive, "unarchived"], lambda found: int(found[0] or 0))

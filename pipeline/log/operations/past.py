@@ -1,0 +1,29 @@
+"""What tools ask of requests of the past: which there were, and how one comes in from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+
+from pipeline.log.operation import LogContext, Script, Steps
+from pipeline.log.operations.frontends import requests
+from pipeline.log.past import check_whole, is_between
+from pipeline.log.protocol import Entry
+from pipeline.log.replies import is_ok
+
+KEYS_PER_LOOK = 1000
+
+
+def made_between(log: LogContext, since_ms: int, until_ms: int) -> Steps[list[str]]:
+    found, cursor = set[str](), ""
+    while cursor != "0":  # SCAN may bring a key twice
+        cursor, uids = yield from requests(log, cursor or "0", KEYS_PER_LOOK)
+        found |= {uid for uid in uids if is_between(uid, since_ms, until_ms)}
+    return sorted(found)
+
+
+def import_history(log: LogContext, uid: str, entries: Sequence[Entry]) -> Script[bool]:
+    check_whole(uid, entries)
+    pairs = [[entry.id, [word for pair in entry.fields.items() for word in pair]] for entry in entries]
+    return Script("import", [log.names.request(uid)], [log.limits.retention_ms, orjson.dumps(pairs)], is_ok)

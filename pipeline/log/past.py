@@ -1,0 +1,79 @@
+"""What the log does for tools with requests of the past: which there were, and how one comes in from a file.
+
+Knows the rules; `operations.past` and `memory_past` follow them in Redis and in memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pipeline.errors import LogError
+from pipeline.names import SEAL
+
+if TYPE_CHECKING:
+    from pipeline.log.protocol import Entry
+
+MOMENT_DIGITS: Final = 12
+"""A uid begins with so many hex digits of the moment at which it was made."""
+UID_DIGITS: Final = 32
+LARGEST: Final = 2**64 - 1
+"""The largest half of an id in Redis."""
+
+
+class NotWhole(LogError):
+    """Entries are no whole history, so they were not imported."""
+
+
+class PastRequests(Protocol):
+    """The part of StreamLog that is about requests of the past."""
+
+    def made_between(self, since_ms: int, until_ms: int) -> list[str]:
+        """Return the uids of the requests that were made from *since_ms* to before *until_ms*, the oldest first.
+
+        The moments are those in the uids: the clock of the process that drew them. It looks at all keys of the server.
+        """
+
+    def import_history(self, uid: str, entries: Sequence[Entry]) -> bool:
+        """Write the whole history of a request that has ended, as it is, and keep it for the retention of this log.
+
+        False: there is a history of *uid*, which stays as it is. Raises NotWhole if the new one has no seal, and
+        LogFull when Redis is at its maxmemory.
+        """
+
+
+def is_between(uid: str, since_ms: int, until_ms: int) -> bool:
+    """Say whether *uid*, which may be any text, was made from *since_ms* to before *until_ms*."""
+    moment = uid[:MOMENT_DIGITS]
+    return len(uid) >= UID_DIGITS and _digits(since_ms) <= moment < _digits(until_ms)
+
+
+def _digits(moment_ms: int) -> str:
+    return f"{min(max(moment_ms, 0), 16**MOMENT_DIGITS - 1):0{MOMENT_DIGITS}x}"
+
+
+def check_whole(uid: str, entries: Sequence[Entry]) -> None:
+    """Check that *entries* are a history that nothing can be added to.
+
+    Raises:
+        NotWhole: They have no seal, or are not entries of a stream in order.
+    """
+    if not entries or entries[-1].id != SEAL:
+        raise NotWhole(f"{uid}: the history has no end; only requests that have ended can be imported")
+    last = (0, 0)
+    for entry in entries:
+        new = _parsed(entry.id)
+        if new <= last or not entry.fields:
+            raise NotWhole(f"{uid}: expected ids in rising order, each with fields; found {entry.id!r} after {last}")
+        last = new
+
+
+def _parsed(entry_id: str) -> tuple[int, int]:
+    """Return the halves of an id, as Redis writes it; (0, 0) if it is none."""
+    found = _ID.fullmatch(entry_id)
+    first, second = (int(found[1]), int(found[2])) if found else (0, 0)
+    return (first, second) if max(first, second) <= LARGEST else (0, 0)
+
+
+_ID: Final = re.compile("(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")

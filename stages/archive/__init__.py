@@ -1,0 +1,1 @@
+"""The archive stage: writes requests that have ended into files."""

@@ -1,0 +1,322 @@
+"""An archiver: reads what has ended, writes it into files, and then consumes it.
+
+The order is: write and sync the frames, write the index, acknowledge. So a request that an archiver wrote and did not
+acknowledge is read again, and found in the files. While the disk is full, archiving waits, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import structlog
+
+from pipeline.archive.folder import make_archive
+from pipeline.archive.volume import VolumeBusy
+from pipeline.archive.writer import ArchiveFull, Writer
+from pipeline.errors import ConfigError, LogError, LogUnavailable
+from pipeline.events import Failed
+from pipeline.log.archivers import ArchiverLog, ended_inbox
+from pipeline.log.protocol import Entry
+from pipeline.metrics.counters import Measures
+from pipeline.metrics.families import (
+    ARCHIVE_BACKLOG,
+    ARCHIVE_BYTES,
+    ARCHIVE_STOPPED,
+    ARCHIVE_UNARCHIVED,
+    ARCHIVED,
+    BURIED,
+)
+from pipeline.names import ARCHIVE, PROBE, SEAL
+from pipeline.recording import Recording
+from pipeline.slots import SlotLease
+from pipeline.worker import Stop, WorkerProcess, follow
+from stages.archive.config import ArchiveConfig
+
+logger = structlog.get_logger()
+
+MOST_READ: Final = 32
+READ_AHEAD: Final = 1000
+"""Entries of one more read, when the last ones were of requests that were erased .."""
+MOST_AHEAD: Final = 10_000
+""".. and most that are in hand at the same time."""
+DISK_PATIENCE_S: Final = 120.0
+"""A disk may take so long for one batch before the watchdog ends the process."""
+FULL_RETRY_S: Final = 1.0
+FULL_SAID_EVERY_S: Final = 60.0
+BUSY_RETRY_S: Final = 0.02
+TIDY_EVERY_S: Final = 60.0
+DRAIN_S: Final = 5.0
+"""How long an archiver that is to end writes what is still there: when the server starts again it may have expired."""
+AGAIN_S: Final = 0.2
+
+
+class ArchiveWorker:
+    """What the owner of one slot does."""
+
+    def __init__(
+        self,
+        log: ArchiverLog,
+        slot_lease: SlotLease,
+        writer: Writer,
+        archive_id: str,
+        stop: Stop,
+        *,
+        retain_s: float = 0.0,
+        measures: Measures | None = None,
+    ) -> None:
+        self._log = log
+        self._slot_lease = slot_lease
+        self._writer = writer
+        self._archive_id = archive_id
+        self._stop = stop
+        self._retain_s = retain_s
+        self._measures = measures or Measures()
+        self._tidied_s = -TIDY_EVERY_S
+        self._said_s = -FULL_SAID_EVERY_S
+        self._is_sure = True
+        self._unhandled: list[Entry] = []
+        """Entries that were read."""
+        self._erased: list[Entry] = []
+        """Entries that were read, of requests that are to be forgotten."""
+
+    def begin(self) -> None:
+        """Mend what dead archivers have left."""
+        self._on_disk(self._writer.begin)
+
+    def handle(self, entries: Sequence[Entry]) -> None:
+        """Archive the requests that *entries* of `ended` name, or forget them, and consume these."""
+        self._unhandled = [*entries]
+        try:
+            while self._unhandled and self._handle_next():
+                pass
+        finally:  # what is left is pending
+            self._unhandled.clear()
+            self._erased.clear()
+
+    def _handle_next(self) -> bool:
+        """Handle the next entries; False if this worker is to end before that is done."""
+        self._came_round()
+        entries, self._unhandled = self._unhandled[:MOST_READ], self._unhandled[MOST_READ:]
+        uids = [uid_of(entry) for entry in entries]
+        kept, absent = list[Recording](), list[Entry]()
+        for entry, uid, history in zip(entries, uids, self._log.histories(uids), strict=True):
+            recording = Recording(uid, tuple(history))
+            if not history:
+                absent.append(entry)
+            elif recording.is_sealed and is_kept(history[0].fields):  # unsealed: submitted again after a loss
+                kept.append(recording)
+        self._erased += self._erased_of(absent)
+        lost = [entry for entry in absent if entry not in self._erased]
+        if self._erased:
+            self._read_again()
+            self._read_on()
+            if not self._on_disk(self._forget):
+                return False
+
+        def write() -> None:
+            self._measures.add(ARCHIVED, amount=self._writer.write(kept))
+
+        if kept and not self._on_disk(write, meanwhile=self._forget_meanwhile):
+            return False
+        # Only now: a request may have been erased after it was read.
+        erased = self._erased_of([entry for entry in entries if entry not in absent or entry in lost])
+        lost = [entry for entry in lost if entry not in erased]
+        self._erased += erased
+        if self._erased and not self._on_disk(self._forget):
+            return False
+        self._log.archived(self._slot_lease.owner, [entry for entry in entries if entry not in lost], lost)
+        if lost:
+            logger.warning("not_archived", requests=len(lost), reason="their histories had expired")
+        return True
+
+    def _erased_of(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Return those of *entries* whose requests were erased."""
+        begins = self._log.begins([uid_of(entry) for entry in entries]) if entries else {}
+        return [entry for entry in entries if uid_of(entry) in begins and begins[uid_of(entry)].id == SEAL]
+
+    def _read_again(self) -> None:
+        """Take in what was erased of what this slot had read before, perhaps by an archiver that died."""
+        in_hand = {entry.id for entry in self._erased}
+        pending = self._log.pending(ended_inbox(self._log.names), self._slot_lease.owner.slot)
+        pending = [entry for entry in pending if entry.id not in in_hand]
+        for first in range(0, len(pending), READ_AHEAD):
+            self._erased += self._erased_of(pending[first : first + READ_AHEAD])
+
+    def _read_on(self) -> None:
+        """Read on while most of what comes was erased, so that each file is written anew once for all of that."""
+        inbox, slot = ended_inbox(self._log.names), self._slot_lease.owner.slot
+        while len(self._erased) + len(self._unhandled) < MOST_AHEAD:
+            entries = self._log.read(inbox, slot, max_entries=READ_AHEAD, block_ms=0)
+            erased = self._erased_of(entries)
+            self._erased += erased
+            self._unhandled += [entry for entry in entries if entry not in erased]
+            if 2 * len(erased) < READ_AHEAD:
+                break
+
+    def _forget(self) -> None:
+        """Take what was erased out of the files, and consume its entries."""
+        removed = self._writer.forget({uid_of(entry) for entry in self._erased}, self._came_round)
+        if removed:
+            logger.info("archive_forgot", requests=removed)
+        for first in range(0, len(self._erased), READ_AHEAD):
+            self._log.archived(self._slot_lease.owner, self._erased[first : first + READ_AHEAD])
+        self._erased.clear()
+
+    def _forget_meanwhile(self) -> None:
+        """Forget, while the disk is full: that makes room."""
+        self._read_on()
+        if self._erased:
+            with contextlib.suppress(ArchiveFull, VolumeBusy):
+                self._forget()
+
+    def _came_round(self) -> None:
+        self._slot_lease.came_round(patience_s=DISK_PATIENCE_S)
+
+    def bury(self, entry: Entry, deaths: int) -> None:
+        """Consume an entry that ended its archiver so often, and keep it as a dead letter."""
+        reason = f"it ended its archiver {deaths} times"
+        event = Failed(status=500, code="poisonous", message=reason)
+        self._log.bury(ended_inbox(self._log.names), entry, reason, event, {}, self._slot_lease.owner)
+        self._measures.add(BURIED)
+
+    def forget(self) -> None:
+        """The log could not be reached, or has lost its data: it may not know any more that it has an archive."""
+        self._is_sure = False
+        with contextlib.suppress(LogError):  # else the next look does it
+            self._open()
+
+    def look(self) -> None:
+        """Remove old files, and say how it stands."""
+        if not self._is_sure:
+            self._open()
+        self._measures.set(ARCHIVE_BACKLOG, self._log.backlog(ended_inbox(self._log.names)))
+        self._measures.set(ARCHIVE_UNARCHIVED, self._log.num_unarchived())
+        if time.monotonic() - self._tidied_s >= TIDY_EVERY_S:
+            self._tidied_s = time.monotonic()
+            self._came_round()
+            self._tidy()
+
+    def drain(self) -> None:
+        """Archive what is still there, for a while."""
+        until_s = time.monotonic() + DRAIN_S
+        inbox, slot = ended_inbox(self._log.names), self._slot_lease.owner.slot
+        try:
+            while time.monotonic() < until_s:
+                entries = self._log.read(inbox, slot, max_entries=MOST_READ, block_ms=0)
+                if not entries:
+                    return
+                self.handle(entries)
+        except LogError as error:
+            logger.warning("not_drained", error=str(error))
+
+    def _open(self) -> None:
+        open_archive(self._log, self._archive_id)
+        self._is_sure = True
+
+    def _tidy(self) -> None:
+        try:
+            self._writer.tidy(self._retain_s)
+            self._measures.set(ARCHIVE_BYTES, self._writer.num_bytes())
+        except (ArchiveFull, OSError) as error:
+            logger.error("archive_not_tidied", error=str(error))
+
+    def _on_disk(self, work: Callable[[], object], meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Do *work* on the files, as often as it takes; False if this worker is to end before it is done.
+
+        *meanwhile* is done between two tries while the disk is full.
+        """
+        while True:
+            try:
+                work()
+                self._measures.set(ARCHIVE_STOPPED, 0)
+                return True
+            except VolumeBusy:
+                pause_s = BUSY_RETRY_S
+            except ArchiveFull as error:
+                pause_s = FULL_RETRY_S
+                self._measures.set(ARCHIVE_STOPPED, 1)
+                if time.monotonic() - self._said_s >= FULL_SAID_EVERY_S:
+                    self._said_s = time.monotonic()
+                    logger.error("archiving_stopped", error=str(error))
+                self._tidy()
+                meanwhile()
+            self._came_round()
+            if self._stop.wait(pause_s) or self._slot_lease.lost.is_set():
+                return False
+
+
+def uid_of(entry: Entry) -> str:
+    """Return the uid in an entry of `ended`."""
+    return entry.fields.get("uid", "")
+
+
+def is_kept(submitted: Mapping[str, str]) -> bool:
+    """Say whether a request that begins so is archived: not a probe, and not a question to the tokenizer."""
+    return submitted.get("endpoint") != PROBE and submitted.get("task", "generate") == "generate"
+
+
+def open_archive(log: ArchiverLog, archive_id: str) -> None:
+    """Have the log name to archivers what ends.
+
+    Raises:
+        ConfigError: The namespace has another archive.
+    """
+    found = log.open_archive(archive_id)
+    if found != archive_id:
+        raise ConfigError(
+            f"--to: this folder is the archive {archive_id}, and the namespace {log.names.namespace} is archived in "
+            f"{found}; name that folder, or end its archiving with minisgl stage archive --leave"
+        )
+
+
+def serve(
+    log: ArchiverLog,
+    slot_lease: SlotLease,
+    config: ArchiveConfig,
+    archive_id: str,
+    stop: Stop,
+    measures: Measures | None = None,
+) -> None:
+    """Archive until *stop* or until the slot has another owner."""
+    owner = slot_lease.owner
+    writer = Writer(config.files.folder, owner.slot, owner.epoch, max_bytes=config.files.max_bytes)
+    worker = ArchiveWorker(log, slot_lease, writer, archive_id, stop, retain_s=config.files.retain_s, measures=measures)
+    worker.begin()
+    follow(
+        log,
+        ended_inbox(log.names),
+        slot_lease,
+        worker.handle,
+        worker.bury,
+        stop,
+        max_entries=MOST_READ,
+        forget=worker.forget,
+        look=worker.look,
+    )
+    if stop and not slot_lease.lost.is_set():
+        worker.drain()
+
+
+def run(config: ArchiveConfig, open_log: Callable[[], ArchiverLog]) -> int:
+    """Be one archiver until SIGTERM; return the exit code.
+
+    Raises:
+        ConfigError: The folder cannot be an archive, or is not the one of this namespace.
+    """
+    archive_id = make_archive(config.files.folder, config.log.namespace)
+    process = WorkerProcess(ARCHIVE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
+    log = open_log()
+    while not process.stop:
+        try:
+            open_archive(log, archive_id)
+            break
+        except LogUnavailable as error:
+            logger.warning("log_unavailable", error=str(error))
+            process.stop.wait(AGAIN_S)
+    for slot_lease in process.slot_leases():
+        slot_lease.say(phase="ready")
+        serve(log, slot_lease, config, archive_id, process.stop, process.measures)
+    return 0
