@@ -40,11 +40,17 @@ class Site:
         max_log_bytes: int = 0,
         keys: Keys | None = None,
         origins: Origins | None = None,
+        archive: str = "",
     ) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names(), limits)
         self.frontend = Frontend(
-            name, self.log, self._say, disconnect_grace_s=disconnect_grace_s, max_log_bytes=max_log_bytes
+            name,
+            self.log,
+            self._say,
+            disconnect_grace_s=disconnect_grace_s,
+            max_log_bytes=max_log_bytes,
+            archive=archive,
         )
         self.app: Quart = create_app(self.frontend, keys, origins=origins)
         self.client = self.app.test_client()
@@ -107,6 +113,7 @@ async def site(
     max_log_bytes: int = 0,
     keys: Keys | None = None,
     origins: Origins | None = None,
+    archive: str = "",
 ) -> AsyncIterator[Site]:
     """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over."""
     site = Site(
@@ -117,6 +124,7 @@ async def site(
         max_log_bytes=max_log_bytes,
         keys=keys,
         origins=origins,
+        archive=archive,
     )
     task = asyncio.create_task(site.frontend.run())
     try:

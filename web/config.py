@@ -134,6 +134,20 @@ class KeysConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ArchivedConfig:
+    """Where requests are that Redis does not keep any more."""
+
+    archive: str = flag(
+        "--archive",
+        default="",
+        help=(
+            "folder of archived requests, which are found as if they were in Redis; `serve` also archives every "
+            "request there when it ends [none]"
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class WebStageConfig:
     """The flags of `minisgl stage web`."""
 
@@ -145,3 +159,4 @@ class WebStageConfig:
     clients: ClientConfig
     origins: OriginConfig
     keys: KeysConfig
+    archived: ArchivedConfig

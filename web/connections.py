@@ -22,6 +22,7 @@ import dataclasses
 import re
 import socket
 import uuid
+from collections.abc import Callable
 from typing import Any, Final
 
 import h11
@@ -31,10 +32,12 @@ from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.config import Config, Sockets
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.typing import ConnectionState
 
 from pipeline.errors import RequestError
 from web.app import BODY_TIMEOUT_S, spread_s
 from web.listener import BACKLOG
+from web.routes.answers import SEND, WRITE
 from web.seldom import Seldom
 from web.wire.openai.errors import error_body
 
@@ -52,6 +55,8 @@ MOST_CHUNKS: Final = 1024
 """A body in more chunks than this needs chunks of LEAST_CHUNK bytes on average: each takes 30 us."""
 LEAST_CHUNK: Final = 64
 CLOSE: Final = (b"connection", b"close")
+FREE_TRANSPORT: Final = "minisgl.free_transport"
+"""Where the state of a connection has the method of this name, until its protocol takes it out."""
 _URL: Final = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 _VERSIONS: Final = (b"1.0", b"1.1")
 
@@ -138,6 +143,7 @@ class Connection(TCPServer):
                 self.writer.write(_FULL)
                 self.writer.close()
             return
+        self.state = {**self.state, FREE_TRANSPORT: self.free_transport}
         try:
             self._head_timer = self.loop.call_later(spread_s(HEAD_TIMEOUT_S), self._head_is_late)
             await super().run()
@@ -145,6 +151,7 @@ class Connection(TCPServer):
             self._head_came()
             self.config.crowd.leave(self)
             self.__dict__.pop("protocol", None)  # it leads back here: only a full collection would free the two
+            self.state.pop(FREE_TRANSPORT, None)
 
     @property
     def awaits_body(self) -> bool:
@@ -164,6 +171,9 @@ class Connection(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         """As TCPServer.protocol_send."""
+        if isinstance(event, RawData):
+            await self._write(event)
+            return
         if isinstance(event, Closed) and self.awaits_body:
             await self._linger()
             return
@@ -175,6 +185,24 @@ class Connection(TCPServer):
             else:
                 self.config.crowd.works(self)
         await super().protocol_send(event)
+
+    async def _write(self, event: RawData) -> None:
+        """As TCPServer.protocol_send, but without its lock where nobody waits for the client."""
+        try:
+            if (transport := self.free_transport()) is not None:
+                transport.write(event.data)
+                if not transport.get_write_buffer_size():
+                    return
+                event = RawData(b"")
+            await super().protocol_send(event)
+        except (OSError, RuntimeError):  # the client has not read for long (TimeoutError), or `_linger` has begun
+            await self.protocol.handle(Closed())
+
+    def free_transport(self) -> asyncio.WriteTransport | None:
+        """Return what takes bytes at once; None if somebody has to wait for the client, or it takes none any more."""
+        transport = self.writer.transport
+        is_free = not (self.send_lock.locked() or transport.is_closing() or transport.get_write_buffer_size())
+        return transport if is_free and self._lingering is None else None
 
     def _await_head(self) -> None:
         """Once a head has begun to come, give it some time to come whole."""
@@ -232,6 +260,7 @@ class Protocol(H11Protocol):
         self.connection = self._requests = Requests(h11.SERVER, *sizes)
         self._in_turn = asyncio.Lock()
         self._is_over = False
+        self._free_transport: Callable[[], asyncio.WriteTransport | None] = self.connection_state.pop(FREE_TRANSPORT)
 
     @property
     def expects_more(self) -> bool:
@@ -258,6 +287,31 @@ class Protocol(H11Protocol):
         if isinstance(event, RawData) and self._requests.is_far_ahead and not self._is_over:
             await self.can_read.clear()
             await self.can_read.wait()
+
+    async def send_piece(self, data: bytes) -> bool:
+        """Send a piece of an answer of unknown length, as h11 would (RFC 9112, 7.1), unless its head was not sent yet
+        or its end was. Return whether it was sent."""
+        if self._requests.our_state is not h11.SEND_BODY:
+            return False
+        await self.send(RawData(_chunk(data)))
+        return True
+
+    def write_piece(self, make: Callable[[], bytes]) -> bool:
+        """As `send_piece`, with what *make* returns, unless somebody has to wait for the client."""
+        transport = self._free_transport()
+        if transport is None or self._requests.our_state is not h11.SEND_BODY:
+            return False
+        if data := make():
+            transport.write(_chunk(data))
+        return True
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        """As H11Protocol._create_stream; if pieces can be sent past it, the scope of the request says how."""
+        shared = self.connection_state
+        if request.http_version == b"1.1" and request.method != b"HEAD":
+            self.connection_state = ConnectionState({**shared, SEND: self.send_piece, WRITE: self.write_piece})
+        await super()._create_stream(request)
+        self.connection_state = shared  # not for longer: it leads back here
 
     async def stream_send(self, event: hypercorn.protocol.events.Event) -> None:
         """As H11Protocol.stream_send; an answer that comes before the end of its request closes the connection."""
@@ -358,6 +412,10 @@ class Requests(h11.Connection):
         self._num_body_bytes += num_bytes
         if self._num_chunks > MOST_CHUNKS and self._num_body_bytes < LEAST_CHUNK * self._num_chunks:
             raise h11.RemoteProtocolError(f"more than {MOST_CHUNKS} chunks of less than {LEAST_CHUNK} bytes on average")
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def _refusal(status: int, fault: str, max_bytes: int) -> RequestError:

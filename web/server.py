@@ -47,6 +47,8 @@ DRAIN_S: Final = 10.0
 HARD_EXIT_S: Final = 3.0
 EXIT_HARD: Final = 1
 BEAT_S: Final = 0.5
+YOUNG: Final = 5_000
+"""Objects between two collections of the young ones. A step of many streams makes hundreds, which no cycle keeps."""
 COLLECT_EVERY_S: Final = 1.0
 COLLECT_SHARE: Final = 0.001
 """Most of the time that full collections of garbage take."""
@@ -158,6 +160,7 @@ async def _serve(
         disconnect_grace_s=config.clients.disconnect_grace_s,
         max_log_bytes=config.clients.max_log_bytes or 0,
         measures=seat.measures,
+        archive=config.archived.archive,
     )
     _freeze()
     stop = asyncio.Event()
@@ -188,8 +191,8 @@ def _freeze() -> None:
     """Leave modules and the app out of all collections, and full collections to `_collect`."""
     gc.collect()
     gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, 1_000_000)
+    _, middle, _ = gc.get_threshold()
+    gc.set_threshold(YOUNG, middle, 1_000_000)
 
 
 async def _collect() -> None:

@@ -16,10 +16,11 @@ import pytest
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.typing import LifespanState
-from raw_client import request
+from raw_client import chunked, request
 from web_site import until
 
 from web.connections import HEAD_TIMEOUT_S, IDLE_TIMEOUT_S, Connection, HttpConfig, Protocol
+from web.routes.answers import SEND, WRITE
 from web.seldom import Seldom
 
 NUM = 50
@@ -37,8 +38,8 @@ async def _say_hello(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    """Run a server that says hello."""
+async def serving(monkeypatch: pytest.MonkeyPatch, app: Any = _say_hello) -> AsyncIterator[Server]:
+    """Run a server of *app*."""
     monkeypatch.setattr(hypercorn.protocol, "H11Protocol", Protocol)
     server, loop, context = Server(), asyncio.get_running_loop(), WorkerContext(None)
     config, state = HttpConfig(1024, 2 * NUM, Seldom()), LifespanState()
@@ -46,7 +47,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         tasks.append(asyncio.current_task())
-        connection = Connection(ASGIWrapper(_say_hello), loop, config, context, state, reader, writer)
+        connection = Connection(ASGIWrapper(app), loop, config, context, state, reader, writer)
         server.connections.append(weakref.ref(connection))
         await connection
 
@@ -100,3 +101,96 @@ async def test_connections_that_opened_together_do_not_end_together(monkeypatch:
         ends_s = about(timeout_s)
         assert min(ends_s) > 0.99 * timeout_s  # the clock went on a little
         assert max(ends_s) - min(ends_s) > 0.1 * timeout_s
+
+
+async def test_a_piece_of_a_stream_goes_nowhere_once_its_request_turned_out_malformed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces: list[bool] = []
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        pieces.append(await scope["state"][SEND](b"late"))
+
+    async with asyncio.timeout(10), serving(monkeypatch, stream) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(chunked())
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.write(b"no length of a chunk\r\n")
+        assert await reader.read() == b""
+        await until(lambda: len(pieces) == 1)
+        writer.close()
+
+
+async def test_a_piece_of_a_stream_is_not_taken_before_the_head_nor_after_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces: list[bool] = []
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        async def piece(data: bytes) -> None:
+            pieces.append(await scope["state"][SEND](data))
+
+        await piece(b"early")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await piece(b"hello")
+        await send({"type": "http.response.body", "body": b""})
+        await piece(b"late")
+
+    async with asyncio.timeout(10), serving(monkeypatch, stream) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request(None, path="/"))
+        answer = await reader.readuntil(b"0\r\n\r\n")
+        await until(lambda: len(pieces) == 3)
+        writer.close()
+    assert pieces == [False, True, False]
+    assert answer.partition(b"\r\n\r\n")[2] == b"5\r\nhello\r\n0\r\n\r\n"
+
+
+async def test_a_piece_is_written_at_once_between_the_head_and_the_end_and_only_while_the_client_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces: list[bool] = []
+    made: list[bytes] = []
+    reads, large = asyncio.Event(), b"x" * (16 << 20)
+
+    def is_sent() -> bool:
+        connection = server.connections[0]()
+        return connection is not None and not connection.writer.transport.get_write_buffer_size()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        def write(data: bytes) -> None:
+            def make() -> bytes:
+                made.append(data)
+                return data
+
+            pieces.append(scope["state"][WRITE](make))
+
+        write(b"early")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        write(b"hello")
+        write(b"")  # an event that clients do not see
+        write(large)
+        write(b"while the client does not read")
+        reads.set()
+        assert await scope["state"][SEND](b"waits")
+        await until(is_sent)  # the one before goes on while a little is left
+        write(b"again")
+        await send({"type": "http.response.body", "body": b""})
+        write(b"late")
+
+    async with asyncio.timeout(10), serving(monkeypatch, stream) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request(None, path="/"))
+        await reads.wait()
+        answer = bytearray()
+        while not answer.endswith(b"\r\n0\r\n\r\n"):
+            answer += await reader.read(1 << 20)
+        await until(lambda: len(pieces) == 7)
+        writer.close()
+    assert pieces == [False, True, True, True, False, True, False]
+    assert made == [b"hello", b"", large, b"again"]
+    body = bytes(answer).partition(b"\r\n\r\n")[2]
+    assert body == b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in (b"hello", large, b"waits", b"again", b""))

@@ -14,12 +14,16 @@ from typing import NoReturn, Protocol
 from pipeline.errors import LogError
 
 READ_EVERY_S = 1.0
+NEARLY_FULL = 0.9
+"""From this share on, the journals of the engines make room for requests."""
 
 
 class UsedBytes(Protocol):
     """The part of the log that is asked here."""
 
     async def used_bytes(self) -> int: ...
+
+    async def drop_journals(self) -> None: ...
 
 
 class Budget:
@@ -63,6 +67,8 @@ class Budget:
             try:
                 self._used_bytes = await self._log.used_bytes()
                 self._since_bytes += under_way - before
+                if 0 < NEARLY_FULL * self.most_bytes < self._used_bytes:
+                    await self._log.drop_journals()
             except LogError:  # the poll of the stages says so; until the next reading the last one counts
                 pass
             await asyncio.sleep(READ_EVERY_S)

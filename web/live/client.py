@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,9 +9,9 @@ from typing import Protocol
 import structlog
 
 from pipeline.errors import RequestError
-from pipeline.events import Answered, Cancelled, End, Failed, Finished, Submitted
+from pipeline.events import Answered, AnyEvent, Cancelled, End, Failed, Finished, Submitted, TokensProduced
 from pipeline.names import sibling_uids
-from web.live.listener import Listener, next_of
+from web.live.listener import Listener, PassOn, Wake, next_of
 from web.wire.frames import ClientEvent
 from web.wire.openai.errors import CLIENT_CLOSED, error_of
 
@@ -22,7 +21,7 @@ logger = structlog.get_logger()
 class Listen(Protocol):
     """`Tail.listen` or `Tail.follow`."""
 
-    def __call__(self, uid: str, *, index: int, wake: asyncio.Event) -> Listener: ...
+    def __call__(self, uid: str, *, index: int, wake: Wake) -> Listener: ...
 
 
 class Client:
@@ -35,6 +34,8 @@ class Client:
         """The uids of which this client is counted as a reader, so that no other client's leaving cancels them."""
         self._since_s = time.monotonic()
         self._ends: dict[int, End] = {}
+        self._failure: Failed | Cancelled | None = None
+        """The first of these ends: the one that the client is told."""
         self._refused: RequestError | None = None
         self._broken: RequestError | None = None
         self.subscribe(listen, uid, events)
@@ -47,7 +48,7 @@ class Client:
         """The uid that the client knows; with siblings it has no history of its own."""
         self.events = events
         """How each of the requests begins; all have the same endpoint, model and presentation."""
-        wake, uids = asyncio.Event(), sibling_uids(uid, len(events))
+        wake, uids = Wake(), sibling_uids(uid, len(events))
         self.listeners = [listen(each, index=index, wake=wake) for index, each in enumerate(uids)]
 
     @property
@@ -81,22 +82,26 @@ class Client:
         return [listener.uid for index, listener in enumerate(self.listeners) if index not in self._ends]
 
     def has_failed_with(self, event: ClientEvent) -> bool:
-        """Say whether *event* is the first failure of all siblings: the one that the client is told."""
+        """Say whether *event* is the first failure of all siblings."""
         return event.event is self._failure
 
-    @property
-    def _failure(self) -> Failed | Cancelled | None:
-        return next((end for end in self._ends.values() if isinstance(end, Failed | Cancelled)), None)
-
-    async def next(self) -> list[ClientEvent]:
-        """Wait for events and return them; none when none came for 10 s."""
+    async def next(self, pass_on: PassOn | None = None) -> list[ClientEvent]:
+        """Wait for events and return them; none when none came for 10 s. *pass_on* is as for `next_of`."""
         while True:
-            events, lost = await next_of(self.listeners)
+            events, lost = await next_of(self.listeners, pass_on)
             if lost:
                 self.recover(lost)
             if events or not lost:
-                self._ends |= {each.index: each.event for each in events if isinstance(each.event, End)}
+                for each in events:
+                    if not isinstance(each.event, TokensProduced):
+                        self._note(each.index, each.event)
                 return events
+
+    def _note(self, index: int, event: AnyEvent) -> None:
+        if isinstance(event, End):
+            self._ends[index] = event
+        if isinstance(event, Failed | Cancelled):
+            self._failure = self._failure or event
 
     def recover(self, lost: Sequence[Listener]) -> None:
         """Decide about requests that the log has lost: `resume` or `give_up` each of these listeners."""

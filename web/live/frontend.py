@@ -16,6 +16,7 @@ from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
+from web.live.archived import Archived
 from web.live.budget import Budget
 from web.live.client import Client
 from web.live.readers import Readers
@@ -46,6 +47,7 @@ class Frontend:
         disconnect_grace_s: float = 0.0,
         max_log_bytes: int = 0,
         measures: Measures | None = None,
+        archive: str = "",
     ) -> None:
         self.name = name
         self.log = log
@@ -56,6 +58,7 @@ class Frontend:
         self.readiness = Readiness(log, self.tail, self._say_unless_draining, self.measures)
         self.retry_after = RetryAfter()
         self.budget = Budget(log, max_log_bytes)
+        self.archived = Archived(archive)
         self.turns = Turns()
         self.draining = False
         self._say = say

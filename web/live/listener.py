@@ -9,9 +9,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import structlog
 
@@ -31,6 +31,8 @@ KEEP_ALIVE_S = 10.0
 BEGINNING = "0-0"
 
 PublicEvent: TypeAlias = TokensProduced | End
+PassOn: TypeAlias = Callable[[Sequence[ClientEvent]], bool]
+"""Gives events to the client at once, without waiting for it; False: it did nothing."""
 
 
 class State(Enum):
@@ -45,6 +47,10 @@ class State(Enum):
     ENDED = auto()
 
 
+DEAF: Final = (State.LOST, State.ENDED)
+"""In these states, replies are ignored."""
+
+
 class Feed(Protocol):
     """What feeds listeners: `Tail`."""
 
@@ -54,6 +60,10 @@ class Feed(Protocol):
 
     def drop(self, listener: Listener) -> None:
         """Forget *listener*."""
+        ...
+
+    def soon(self, do: Callable[[], None]) -> None:
+        """Call *do* after all that came together was taken in."""
         ...
 
     def count_gap_fill(self, reason: str) -> None:
@@ -103,7 +113,7 @@ class Listener:
         whole: bool = False,
         expires_s: float = math.inf,
         index: int = 0,
-        wake: asyncio.Event | None = None,
+        wake: Wake | None = None,
     ) -> None:
         """Begin in BEHIND if it *follows* its history, from the start; else in NEW, before the submit.
 
@@ -115,13 +125,14 @@ class Listener:
         self.n = 0
         """Number of the last token that was taken in."""
         self.state = State.BEHIND if follows else State.NEW
-        self.wake = wake or asyncio.Event()
+        self.wake = wake or Wake()
         self._feed = feed
         self._follows = follows  # no reply is for it
         self._whole = whole
         self._expires_s = expires_s
         self._position = parse_id(BEGINNING if whole else TOKENIZED_ID)  # never the prompt: it can be large
-        self._queue: deque[ClientEvent] = deque()
+        self.queued: deque[ClientEvent] = deque()
+        """Events that were not handed out yet."""
         self._room = room
         self._client_waits = False
         self._last_read_s = self._last_wake_s = time.monotonic()
@@ -136,7 +147,7 @@ class Listener:
         return [*events, *self.drain()] if lost else events
 
     async def __aiter__(self) -> AsyncIterator[ClientEvent]:
-        while self._queue or not self.ended:
+        while self.queued or not self.ended:
             for event in await self.next():
                 yield event
 
@@ -153,8 +164,8 @@ class Listener:
 
     def drain(self) -> list[ClientEvent]:
         """Return the events that were not handed out yet."""
-        events = list(self._queue)
-        self._queue.clear()
+        events = list(self.queued)
+        self.queued.clear()
         return events
 
     def resume(self) -> None:
@@ -183,7 +194,7 @@ class Listener:
 
     @property
     def has_events(self) -> bool:
-        return bool(self._queue)
+        return bool(self.queued)
 
     @property
     def ended(self) -> bool:
@@ -209,21 +220,22 @@ class Listener:
     def is_due(self, now_s: float) -> bool:
         """Say whether its history is to be read now."""
         is_silent = self.state is State.LIVE and self._client_waits and now_s - self._last_read_s >= SILENCE_S
-        return not self._queue and (is_silent or self.state is State.BEHIND)
+        return not self.queued and (is_silent or self.state is State.BEHIND)
 
     # what the tail says
 
     def apply_reply(self, reply: Reply) -> None:
         """Take in a reply: the next event, a duplicate, or one after a gap."""
-        count = reply.event.count if isinstance(reply.event, TokensProduced) else 0
-        if self._follows or self.state in (State.LOST, State.ENDED) or (count and reply.n <= self.n):
+        _, entry_id, n, event = reply
+        count = event.count if isinstance(event, TokensProduced) else 0
+        if self._follows or self.state in DEAF or (count and n <= self.n):
             return
-        if reply.n - count != self.n:
+        if n - count != self.n:
             self.fall_behind("gap")
-        elif len(self._queue) >= self._room:
+        elif len(self.queued) >= self._room:
             self.fall_behind("slow_client")
         else:
-            self._take(ClientEvent(reply.entry_id, reply.n, reply.event, self.index))
+            self._take(ClientEvent(entry_id, n, event, self.index))
 
     def fall_behind(self, reason: str) -> None:
         """As `check`, and count it by *reason*, a label of GAP_FILLS."""
@@ -238,7 +250,7 @@ class Listener:
                 self.state = State.NEW_BEHIND
             case State.LIVE | State.READING | State.BEHIND:
                 self.state = State.BEHIND
-                if not self._queue:
+                if not self.queued:
                     self._feed.look()
 
     def follow(self) -> None:
@@ -263,13 +275,13 @@ class Listener:
         news = [entry for entry in entries if parse_id(entry.id) > self._position]
         try:
             for moment in walk(news, n=self.n, over_holes=True):
-                if self.ended or len(self._queue) >= self._room:
+                if self.ended or len(self.queued) >= self._room:
                     break
                 self._apply(moment)
         except UndecodableEvent as error:
             logger.error("history_undecodable", uid=self.uid, after=self.cursor, error=str(error))
             self.fail("log_undecodable", "The history of this request cannot be decoded; this is a bug of the server.")
-        if more or len(self._queue) >= self._room:
+        if more or len(self.queued) >= self._room:
             self.check()
 
     def wake_if_idle(self, now_s: float) -> None:
@@ -294,14 +306,63 @@ class Listener:
         self._position = parse_id(moment.id)
 
     def _take(self, event: ClientEvent) -> None:
-        self._queue.append(event)
+        self.queued.append(event)
         self.n = event.n
         if event.entry_id:
             self._position = max(self._position, (event.n, 0))
-        if isinstance(event.event, End):
+        if not isinstance(event.event, TokensProduced) and isinstance(event.event, End):  # a union is slow to ask
             self.state = State.ENDED
         self._last_read_s = self._last_wake_s = time.monotonic()
-        self.wake.set()
+        self.wake.set(self._feed.soon)
+
+
+class Wake:
+    """Ends the wait of one task: an asyncio.Event for what comes several times for each token."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._instead: Callable[[], bool] | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self, soon: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """End the wait, or the next one. The function that may be called instead is given to *soon*."""
+        if self._is_set:
+            return
+        self._is_set = True
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._instead is None or soon is None:
+            self._waiter.set_result(None)
+        else:
+            soon(self._try_instead)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    async def wait(self, instead: Callable[[], bool] | None = None) -> None:
+        """Wait until it is set. If *instead* returns True then, it is cleared, and the wait goes on. Raises what that
+        raises."""
+        if self._is_set:
+            return
+        self._waiter, self._instead = asyncio.get_running_loop().create_future(), instead
+        try:
+            await self._waiter
+        finally:
+            self._waiter = self._instead = None
+
+    def _try_instead(self) -> None:
+        if self._waiter is None or self._instead is None or self._waiter.done():
+            return
+        try:
+            if self._instead():
+                self._is_set = False
+            else:
+                self._waiter.set_result(None)
+        except Exception as error:  # a bug of ours; the task that waits reports it
+            self._waiter.set_exception(error)
 
 
 class News(NamedTuple):
@@ -312,23 +373,47 @@ class News(NamedTuple):
     """Listeners whose request is no longer in the log: the caller calls `resume` or `give_up` on each."""
 
 
-async def next_of(listeners: Sequence[Listener]) -> News:
+async def next_of(listeners: Sequence[Listener], pass_on: PassOn | None = None) -> News:
     """Wait until events come for any of *listeners*, which share one `wake`, or a request is lost; return what came, in
     the listeners' order. Nothing is returned when nothing came for 10 s, or after the end of all.
 
-    The first call says that the requests were submitted.
+    The first call says that the requests were submitted. While it waits, *pass_on* gets the events that need nobody but
+    the client: to wake the task of a stream takes longer than all else that is done for a token.
     """
+    has_news, have_ended, wake = False, True, listeners[0].wake
     for listener in listeners:
         listener.submitted()
-    has_news = any(listener.has_events or listener.lost for listener in listeners)
-    if not has_news and not all(listener.ended for listener in listeners):
+        has_news = has_news or listener.has_events or listener.lost
+        have_ended = have_ended and listener.ended
+    if not has_news and not have_ended:
         for listener in listeners:
             listener.wait(True)
         try:
-            await listeners[0].wake.wait()
+            await wake.wait(pass_on and (lambda: _passed_on(listeners, pass_on)))
         finally:
             for listener in listeners:
                 listener.wait(False)
-    listeners[0].wake.clear()
-    events = [event for listener in listeners for event in listener.drain()]
-    return News(events, [listener for listener in listeners if listener.lost])
+    wake.clear()
+    events: list[ClientEvent] = []
+    lost: list[Listener] = []
+    for listener in listeners:
+        events += listener.drain()
+        if listener.lost:
+            lost.append(listener)
+    return News(events, lost)
+
+
+def _passed_on(listeners: Sequence[Listener], pass_on: PassOn) -> bool:
+    """Say whether *pass_on* took the events of *listeners*. It is asked only if nothing else is to be done."""
+    for listener in listeners:
+        if listener.state is not State.LIVE:
+            return False
+    if len(listeners) == 1:
+        events: Sequence[ClientEvent] = listeners[0].queued
+    else:
+        events = [event for listener in listeners for event in listener.queued]
+    if not events or not pass_on(events):
+        return False
+    for listener in listeners:
+        listener.queued.clear()
+    return True

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipeline.events import Cancelled, Submitted, decode
+from pipeline.log.protocol import Entry
 from pipeline.log.redis import AsyncRedisLog
-from pipeline.names import SUBMITTED_ID, sibling_uids
-from web.live.ready import PROBE
+from pipeline.names import PROBE, SEAL, SUBMITTED_ID, sibling_uids
+from pipeline.recording import Recording
+from web.live.archived import Archived
 
 AT_ONCE: Final = 16
 """Requests that are looked up, or cancelled, at a time: each cancellation takes a connection of its own."""
@@ -24,17 +26,30 @@ class Lookup:
     """The uid itself, or those of the siblings that share it."""
     submitted: Submitted
     """How the first of them begins; all have the same frontend, endpoint and owner."""
+    archived: Recording | None = None
+    """The first of them, where the log does not have it any more."""
 
 
-async def find(log: AsyncRedisLog, uid: str) -> Lookup | None:
+async def find(log: AsyncRedisLog, archived: Archived, uid: str) -> Lookup | None:
     """Return the request *uid*, or the siblings that share it. Raises as the log does."""
-    for first in (uid,) if "." in uid else (uid, sibling_uids(uid, 2)[0]):
-        entries = await log.entries(first, (SUBMITTED_ID,))
-        if entries:
-            event = decode(entries[SUBMITTED_ID].fields)
-            assert isinstance(event, Submitted)
-            return Lookup((uid,) if first == uid else sibling_uids(uid, event.siblings), event)
+    firsts = (uid,) if "." in uid else (uid, sibling_uids(uid, 2)[0])
+    for first in firsts:
+        entries = await log.entries(first, (SUBMITTED_ID, SEAL))
+        if SUBMITTED_ID in entries:
+            return _lookup(uid, first, entries[SUBMITTED_ID])
+        if entries:  # a tombstone: an archiver may not have removed it yet
+            return None
+    recordings = await archived.read(firsts)
+    for first in firsts:
+        if first in recordings:
+            return _lookup(uid, first, recordings[first].entries[0], recordings[first])
     return None
+
+
+def _lookup(uid: str, first: str, entry: Entry, archived: Recording | None = None) -> Lookup:
+    event = decode(entry.fields)
+    assert isinstance(event, Submitted)
+    return Lookup((uid,) if first == uid else sibling_uids(uid, event.siblings), event, archived)
 
 
 async def living(log: AsyncRedisLog) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import structlog
@@ -36,9 +36,10 @@ from pipeline.metrics.families import (
     WORKER_READY,
     Family,
 )
-from pipeline.names import DETOKENIZE, GENERATE, STAGES, slot_stage
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, STAGES, slot_stage
 from pipeline.slots import Status, known_statuses
 from web.live.frontend import Frontend
+from web.live.ready import statuses_of_ranks
 
 logger = structlog.get_logger()
 
@@ -90,11 +91,13 @@ class Exposition:
         try:
             server = await log.server()
             occupancy = await log.occupancy()
-            texts = await asyncio.gather(*(log.statuses(stage) for stage in STAGES))
+            texts = await asyncio.gather(*(log.statuses(stage) for stage in (*STAGES, ARCHIVE)))
+            ranks = await statuses_of_ranks(log)
         except LogError as error:
             logger.warning("metrics_without_log", error=str(error))
             return None
-        return LogFacts(server, occupancy, [status for found in texts for status in known_statuses(found)])
+        workers = (status for found in texts for status in known_statuses(found))
+        return LogFacts(server, occupancy, [*workers, *chain.from_iterable(ranks.values())])
 
 
 def render(facts: LogFacts | None, own: Mapping[str, str], served: str) -> Iterator[bytes]:

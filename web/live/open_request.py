@@ -34,10 +34,12 @@ from pipeline.metrics.families import (
 )
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
+from pipeline.recording import Recording
 from web.keys import shown
+from web.live.archived import told
 from web.live.client import Client
 from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend, reaching
-from web.live.listener import Listener
+from web.live.listener import Listener, Wake
 from web.wire.idempotency import HEADER
 from web.wire.openai.errors import NotNow
 
@@ -134,6 +136,17 @@ async def read_request(frontend: Frontend, uid: str, event: Submitted, *, whole:
             await frontend.begin_reading(client, [uid])
     except RequestError as error:
         raise client.refuse(error) from None
+    return client
+
+
+def read_archived(frontend: Frontend, recording: Recording, event: Submitted, *, whole: bool) -> Client:
+    """Answer from the archive, as `read_request` from the log, until the current task is done."""
+
+    def listen(uid: str, *, index: int, wake: Wake) -> Listener:
+        return told(uid, recording.entries, whole=whole, index=index, wake=wake)
+
+    client = Client(listen, recording.uid, [event])
+    frontend.enter(client, lambda: frontend.drop(client, reader=True, archived=True))
     return client
 
 

@@ -22,7 +22,7 @@ from pipeline.log.protocol import Submission
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import REJECTIONS
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE
+from pipeline.names import DETOKENIZE, GENERATE, PROBE, TOKENIZE, rank_stage
 from pipeline.slots import Status, known_statuses
 from web.live.tail import Tail
 
@@ -39,8 +39,6 @@ TRIAL_LOG_PATIENCE_S = 1.0
 """How much longer a client of it waits for a log that does not answer."""
 TRIAL_COUNTS_S = 1.0
 """How long its answer counts for later clients: they need no key, and must not fill the log."""
-PROBE: Final = "probe"
-"""Endpoint of the probe, and what /ready says it waits for while the probe is under way."""
 STAGES: Final = (TOKENIZE, GENERATE, DETOKENIZE)
 
 
@@ -58,7 +56,8 @@ class Readiness:
         self._tail = tail
         self._say = say
         self._measures = measures or Measures()
-        self._statuses: Mapping[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
+        self._statuses: dict[str, Sequence[Status]] = dict.fromkeys(STAGES, ())
+        self._ranks: dict[str, Sequence[Status]] = {}
         self._said: tuple[str, ...] | None = None
         self.probed = False
         """A token went through every stage. From then on the log keeps requests for a stage that is down."""
@@ -77,12 +76,15 @@ class Readiness:
 
     @property
     def waiting_for(self) -> tuple[str, ...]:
-        """The stages without a ready worker, or the probe; empty when ready."""
-        return self.missing or (() if self.probed else (PROBE,))
+        """The stages without a ready worker, or the probe; empty when ready. Without an engine, also missing ranks."""
+        missing = self.missing
+        if GENERATE in missing:
+            missing += tuple(role for role, found in self._ranks.items() if not any(s.phase == "ready" for s in found))
+        return missing or (() if self.probed else (PROBE,))
 
     def stages(self) -> dict[str, dict[str, object]]:
-        """Return, for each stage, the status of the worker that is closest to ready."""
-        return {stage: _furthest(self._statuses[stage]) for stage in STAGES}
+        """Return, for each stage and for each rank of an engine, the status of the worker that is closest to ready."""
+        return {role: _furthest(found) for role, found in (self._statuses | self._ranks).items()}
 
     def engines(self) -> list[dict[str, object]]:
         """Return how each engine computes that is ready."""
@@ -154,6 +156,7 @@ class Readiness:
     async def _poll(self) -> None:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
+        self._ranks = await statuses_of_ranks(self._log)
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
         # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
         engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]
@@ -215,6 +218,17 @@ class Readiness:
         except LogError as error:
             logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))
         return _public(outcome)
+
+
+async def statuses_of_ranks(log: AsyncRedisLog) -> dict[str, Sequence[Status]]:
+    """Return the statuses of the ranks of all engines, by role. Those of rank 0 say how many there should be."""
+    try:
+        first = known_statuses(await log.statuses(rank_stage(0)))
+    except LogError:  # an older list of users, without rights for the statuses of ranks: most servers have none
+        return {}
+    roles = [rank_stage(rank) for rank in range(max((status.num_ranks for status in first), default=0))]
+    texts = await asyncio.gather(*(log.statuses(role) for role in roles[1:]))
+    return dict(zip(roles, (first, *map(known_statuses, texts)), strict=False))
 
 
 def _public(outcome: object) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
 import structlog
@@ -31,7 +31,7 @@ from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
 from pipeline.names import parse_id
-from web.live.listener import Listener
+from web.live.listener import Listener, Wake
 from web.wire.uids import drawn_ms
 
 logger = structlog.get_logger()
@@ -75,6 +75,7 @@ class Tail:
         self._listeners: dict[str, list[Listener]] = {}
         self._stale = asyncio.Event()
         self._followed: dict[str, str] = {}
+        self._soon: list[Callable[[], None]] = []
         self._for_replies = _Wait()
         self._for_histories = _Wait()
 
@@ -86,12 +87,12 @@ class Tail:
     def listeners(self) -> Sequence[Listener]:
         return tuple(listener for several in self._listeners.values() for listener in several)
 
-    def listen(self, uid: str, *, index: int = 0, wake: asyncio.Event | None = None) -> Listener:
+    def listen(self, uid: str, *, index: int = 0, wake: Wake | None = None) -> Listener:
         """Return a listener to a request that this frontend submits next: before the submit, so that no reply is
         missed. The caller closes it. For *index* and *wake* see `next_of`."""
         return self._add(Listener(uid, self, room=self._room, index=index, wake=wake))
 
-    def follow(self, uid: str, *, whole: bool = False, index: int = 0, wake: asyncio.Event | None = None) -> Listener:
+    def follow(self, uid: str, *, whole: bool = False, index: int = 0, wake: Wake | None = None) -> Listener:
         """Return a listener to a request that is already there, of any frontend, from its start. The caller closes it.
 
         *whole*: it takes all events, not only those for clients. For *index* and *wake* see `next_of`.
@@ -127,6 +128,17 @@ class Tail:
             several.remove(listener)
         if not several:
             self._listeners.pop(listener.uid, None)
+
+    def soon(self, do: Callable[[], None]) -> None:
+        """As Feed.soon. The loop does it in one turn for all: to have a turn takes long."""
+        if not self._soon:
+            asyncio.get_running_loop().call_soon(self._do_all)
+        self._soon.append(do)
+
+    def _do_all(self) -> None:
+        todo, self._soon = self._soon, []
+        for do in todo:
+            do()
 
     def count_gap_fill(self, reason: str) -> None:
         """As Feed.count_gap_fill."""
@@ -174,9 +186,9 @@ class Tail:
                 continue
             if not replies:
                 opened_s = 0.0  # perhaps the stream is gone, and every reply is dropped
+            if any(isinstance(reply.event, TokensProduced) for reply in replies):
+                self.last_token_s = time.monotonic()
             for reply in replies:
-                if isinstance(reply.event, TokensProduced):
-                    self.last_token_s = time.monotonic()
                 for listener in self._listeners.get(reply.uid, ()):
                     listener.apply_reply(reply)
 

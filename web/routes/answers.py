@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Final, TypeAlias
 from urllib.parse import quote
 
 import orjson
-from quart import Response
+from quart import Response, request
 
 from pipeline.errors import RequestError
 from pipeline.names import parse_id
 from pipeline.process.failpoints import failpoint
 from web.live.client import Client
 from web.wire import sse
+from web.wire.fields import MOST_SHOWN
 from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.errors import NotNow, error_body
 
-UNKNOWN_SHOWN: Final = 32
-"""Most unknown fields that the header names, and most characters of each."""
+Send: TypeAlias = Callable[[bytes], Awaitable[bool]]
+Write: TypeAlias = Callable[[Callable[[], bytes]], bool]
+SEND: Final = "minisgl.send"
+"""Where the state of an ASGI scope may have the function that sends a piece of a streamed answer, and returns whether
+it did."""
+WRITE: Final = "minisgl.write"
+"""Where it may have the function that does so at once, and only if nobody has to wait for the client. It is given the
+function that makes the piece."""
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -32,38 +39,55 @@ def stream_response(
 ) -> Response:
     """Return server-sent events that no proxy buffers. *first*: events that came already. The client has the frames of
     all events up to the id *after*."""
-    response = Response(_written(client, frames, first, after), content_type=sse.CONTENT_TYPE)
+    state = request.scope.get("state", {})
+    written = _written(client, frames, first, after, state.get(SEND), state.get(WRITE))
+    response = Response(written, content_type=sse.CONTENT_TYPE)
     response.headers["cache-control"] = "no-cache"
     response.headers["x-accel-buffering"] = "no"
     return response
 
 
 async def _written(
-    client: Client, frames: Frames, first: Sequence[ClientEvent] | None, after: str
+    client: Client,
+    frames: Frames,
+    first: Sequence[ClientEvent] | None,
+    after: str,
+    send: Send | None,
+    write: Write | None = None,
 ) -> AsyncIterator[bytes]:
     """Yield what goes to the socket: the frames of all events that came together in one piece, and [DONE] after the
-    end."""
-    position = parse_id(after or "0-0")
+    end. What *send* or *write* takes is sent instead: past Quart, Hypercorn and h11, which take longer than all else
+    here."""
+    position = parse_id(after) if after else None
+
+    def framed(events: Sequence[ClientEvent]) -> bytes:
+        written = []
+        for event in events:
+            frame = frames.of(event)
+            if position is None or not event.entry_id or parse_id(event.entry_id) > position:
+                written.append(frame)
+            if client.has_failed_with(event):  # events of siblings would come after the end
+                break
+        return b"".join(written)
+
+    def pass_on(events: Sequence[ClientEvent]) -> bool:
+        if write is None or not write(lambda: framed(events)):
+            return False
+        failpoint("web.mid_stream")
+        return True
+
     try:
         events = await client.next() if first is None else first
         while True:
-            written = []
-            for event in events:
-                frame = frames.of(event)
-                if not event.entry_id or parse_id(event.entry_id) > position:
-                    written.append(frame)
-                if client.has_failed_with(event):  # events of siblings would come after the end
-                    break
-            if client.done:
-                written.append(sse.DONE)
-            data = b"".join(written) if events else frames.waiting
-            if data:
+            done = client.done
+            data = framed(events) + sse.DONE * done if events else frames.waiting
+            if data and not (send is not None and await send(data)):
                 yield data
-            if client.done:
+            if done:
                 return
             if events:
                 failpoint("web.mid_stream")
-            events = await client.next()
+            events = await client.next(pass_on)
     except Exception:  # the status was sent long ago: a frame that says what happened is better than a cut connection
         yield frames.error(client.break_off()) + sse.DONE
 
@@ -71,7 +95,7 @@ async def _written(
 def name_unknown(response: Response, names: Sequence[str]) -> None:
     """List in a header the fields of the request that this server does not know."""
     if names:
-        shown = (quote(name, safe="$[]")[:UNKNOWN_SHOWN] for name in names[:UNKNOWN_SHOWN])
+        shown = (quote(name, safe="$[]")[:MOST_SHOWN] for name in names[:MOST_SHOWN])
         response.headers["x-minisgl-unknown-fields"] = ", ".join(shown)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from quart import Blueprint, Response
 
 from pipeline import VERSION
+from pipeline.names import PROBE
 from web.live.frontend import Frontend
 from web.live.metrics import CONTENT_TYPE, Exposition
-from web.live.ready import PROBE
 from web.routes.answers import json_response
 from web.routes.operations import operation
 

@@ -1,5 +1,5 @@
-"""/v1/requests/<uid>: any request of the log, running or finished, whichever client sent it to whichever process. With
-keys, one of another owner does not exist.
+"""/v1/requests/<uid>: any request of the log or the archive, running or finished, whichever client sent it to whichever
+process. With keys, one of another owner does not exist.
 
 GET tells its story, DELETE cancels it, GET .../events sends the frames of its endpoint, from the start or after an
 event. The uid that siblings share stands for all of them. POST /abort_request cancels, as in SGLang.
@@ -24,7 +24,7 @@ from pipeline.views.history import story
 from web.keys import Caller
 from web.live.frontend import Frontend, reaching
 from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
-from web.live.open_request import read_request
+from web.live.open_request import read_archived, read_request
 from web.routes.access import check_admin, known_caller
 from web.routes.answers import json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, operation
@@ -115,14 +115,17 @@ def request_routes(frontend: Frontend) -> Blueprint:
             found = await frontend.ask(_find(frontend, uid, who))
             if found.uids != (uid,):
                 raise _several(found.uids)
-            if after and not await frontend.ask(frontend.log.entries(uid, (after,))):
+            if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
         submitted = found.submitted
         frames = EventFrames() if whole else frames_for(uid, [submitted])
         if frames is None:
             message = f"format: a request of {submitted.endpoint} has no frames; send `events`"
             raise RequestError(message, param="format", code="invalid_value")
-        client = await read_request(frontend, uid, submitted, whole=whole)
+        if found.archived is None:
+            client = await read_request(frontend, uid, submitted, whole=whole)
+        else:
+            client = read_archived(frontend, found.archived, submitted, whole=whole)
         response = stream_response(client, frames, after=after)
         response.headers["x-minisgl-uid"] = uid
         return response
@@ -143,10 +146,16 @@ async def _find(frontend: Frontend, uid: str, who: Caller) -> Lookup:
 
     It reads no more of a history than how it begins.
     """
-    found = await find(frontend.log, uid)
+    found = await find(frontend.log, frontend.archived, uid)
     if found is None or not who.may_see(found.submitted.owner):
         raise _absent(uid, frontend.limits.retention_s)
     return found
+
+
+async def _has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) -> bool:
+    if found.archived is not None:
+        return any(entry.id == entry_id for entry in found.archived.entries)
+    return bool(await frontend.log.entries(uid, (entry_id,)))
 
 
 async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[dict[str, Any]]:
@@ -158,7 +167,9 @@ async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[dict[str, An
     stories, num_bytes = list[dict[str, Any]](), 0
     for first in range(0, len(uids), AT_ONCE):
         histories = await frontend.log.histories(dict.fromkeys(uids[first : first + AT_ONCE], ""))
+        archived = await frontend.archived.read([uid for uid, history in histories.items() if not history])
         for uid, history in histories.items():
+            history = list(archived[uid].entries) if uid in archived else history
             if history:
                 stories.append(story(uid, history))
                 num_bytes += len(orjson.dumps(stories[-1]))
@@ -188,7 +199,7 @@ async def _abort(frontend: Frontend, asked: AbortRequest, who: Caller) -> dict[s
             frontends = await living(frontend.log)
         else:
             uid = uid_of(name)
-            found = await find(frontend.log, uid) if uid else None
+            found = await find(frontend.log, frontend.archived, uid) if uid else None
             if found is None or not who.may_see(found.submitted.owner):
                 return {"aborted": [], "ended": [], "unknown": [name]}
             frontends = dict.fromkeys(found.uids, found.submitted.frontend)

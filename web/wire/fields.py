@@ -7,6 +7,7 @@ no endpoint, and no value but the neutral ones. docs/http-api.md is printed from
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -14,9 +15,9 @@ from typing import Any, Final, Literal
 Neutrals = tuple[Any, ...]
 """The values of a field that change nothing; `null` is always one."""
 Kind = Literal["effect", "label", "note"]
-Place = Literal["generate", "tokenize", "detokenize", "message", "stream_options", "abort"]
+Place = Literal["generate", "tokenize", "detokenize", "message", "stream_options", "structured_outputs", "abort"]
 """Which objects have the field: bodies that generate and `sampling_params`; bodies of /tokenize, of /detokenize and of
-/abort_request; a chat message; `stream_options`."""
+/abort_request; a chat message; `stream_options`; `structured_outputs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class Field:
     """What to use in place of it."""
     kind: Kind = "effect"
     """`effect`: it changes the answer. `label`: it is only kept. `note`: no value of it changes anything here."""
+
+
+MOST_SHOWN: Final = 32
+"""Most unknown fields that a response header names, and most characters of each."""
 
 
 def _of(names: str, *neutral: Any, instead: str = "", kind: Kind = "effect") -> tuple[Field, ...]:
@@ -100,12 +105,13 @@ GENERATE: Final = (
     *_of("watermark watermarking backend_sampling", False),
     # what it may say
     *_of("response_format", {"type": "text"}),
-    *_of("format grammar", ""),
+    *_of("format", "", instead="`response_format`"),
+    *_of("grammar", ""),
     *_of("grammar_triggers preserved_tokens", []),
     *_of("grammar_lazy", False),
     *_of("guided_choice guided_grammar guided_json guided_regex"),
-    *_of("json_schema regex ebnf structural_tag structured_outputs"),
-    *_of("guided_decoding_backend guided_whitespace_pattern", kind="note"),
+    *_of("json_schema regex ebnf structural_tag structured_outputs guided_whitespace_pattern"),
+    *_of("guided_decoding_backend", kind="note"),
     *_of("modalities", ["text"]),
     *_of("audio moderation prediction web_search_options task width height steps"),
     # tools
@@ -211,6 +217,11 @@ STREAM_OPTIONS: Final = (
     *_of("include_usage continuous_usage_stats"),
     *_of("include_obfuscation", False),
 )
+STRUCTURED_OUTPUTS: Final = (
+    *_of("json regex choice grammar json_object whitespace_pattern structural_tag"),
+    *_of("disable_any_whitespace disable_additional_properties", False),
+    *_of("disable_fallback", kind="note"),
+)
 ABORT: Final = (
     *_of("rid abort_all"),
     *_of("abort_message finished_reason"),
@@ -221,6 +232,7 @@ TABLE: Final[Mapping[Place, tuple[Field, ...]]] = {
     "detokenize": DETOKENIZE,
     "message": MESSAGE,
     "stream_options": STREAM_OPTIONS,
+    "structured_outputs": STRUCTURED_OUTPUTS,
     "abort": ABORT,
 }
 LABELS: Final = tuple(one.name for one in GENERATE if one.kind == "label")
@@ -229,3 +241,8 @@ LABELS: Final = tuple(one.name for one in GENERATE if one.kind == "label")
 def refused(place: Place, declared: Collection[str]) -> Mapping[str, Field]:
     """Return the fields of *place* that change the answer and that a body with the fields *declared* does not have."""
     return {one.name: one for one in TABLE[place] if one.kind == "effect" and one.name not in declared}
+
+
+def first_of(names: Collection[str]) -> tuple[str, ...]:
+    """Return the first of *names* that a header shows, in order. To sort tens of thousands takes too long."""
+    return tuple(heapq.nsmallest(MOST_SHOWN, names))

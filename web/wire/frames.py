@@ -12,9 +12,12 @@ from web.wire import sse
 from web.wire.openai.errors import error_body, error_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClientEvent:
-    """One event of a request, as the folds of bodies and frames take it."""
+    """One event of a request, as the folds of bodies and frames take it.
+
+    There is one for each token, and a frozen dataclass takes many times as long to make.
+    """
 
     entry_id: str
     """Its id in the history; empty for an event that this process alone makes, from which no client can resume."""

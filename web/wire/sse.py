@@ -36,7 +36,7 @@ def frame(data: bytes, event_id: str = "", *, kind: str = "") -> bytes:
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
-    named = b"event: %s\n" % kind.encode() if kind else b""
+    head = b"event: %s\n" % kind.encode() if kind else b""
     if event_id:
-        return b"id: %s\n%sdata: %s\n\n" % (event_id.encode(), named, data)
-    return b"%sdata: %s\n\n" % (named, data)
+        head = b"id: %s\n" % event_id.encode() + head
+    return head + b"data: " + data + b"\n\n"

@@ -11,7 +11,7 @@ from pipeline.events import Presentation, SamplingParams, Submitted
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
 from web.wire.openai.messages import plain_messages, templating_of
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields
-from web.wire.sglang.schemas import SGLangRequest, TextRequest
+from web.wire.sglang.schemas import WITHIN, SGLangRequest, TextRequest
 
 Defaults = Mapping[str, int | float]
 """The sampling parameters that a model recommends, by the names of SamplingParams."""
@@ -58,6 +58,7 @@ def generate_events(
         greedy = SamplingParams(temperature=0, max_tokens=request.longest, ignore_eos=bool(request.ignore_eos))
         said["limit"] = "" if request.max_tokens is None else "max_tokens"
         return [Submitted(**said, prompt=request.prompt, sampling=greedy, presentation=Presentation(stream=True))]
+    said["constraint"] = request.sampling.constraint(WITHIN)
     if request.sampling.max_new_tokens:
         said["limit"] = "sampling_params.max_new_tokens"
     presentation = Presentation(
@@ -111,6 +112,7 @@ def _common(request: GenerationRequest, endpoint: str, frontend: str, model: str
         "truncation_side": request.truncation_side or "left",
         "limit": request.limit if request.longest else "",
         "priority": request.priority or 0,
+        "constraint": request.constraint(),
         "labels": request.labels,
     }
 

@@ -28,11 +28,15 @@ class Log:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self._answer: asyncio.Future[int] = asyncio.Future()
+        self.num_dropped = 0
 
     async def used_bytes(self) -> int:
         self._answer = asyncio.Future()
         self.asked.set()
         return await self._answer
+
+    async def drop_journals(self) -> None:
+        self.num_dropped += 1
 
     async def say(self, used: int | Exception) -> None:
         """Answer, and wait for the next question."""
@@ -52,6 +56,21 @@ def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def submit(budget: Budget, num_bytes: int) -> bool:
     with budget.submitting() as has_room:
         return has_room(num_bytes)
+
+
+async def test_journals_make_room_for_requests_when_the_log_is_nearly_full() -> None:
+    log, unlimited = Log(), Log()
+    budgets = [Budget(log, 100), Budget(unlimited, 0)]
+    reading = [asyncio.create_task(budget.run()) for budget in budgets]
+    await log.asked.wait()
+    await unlimited.asked.wait()
+    for used, times in ((90, 0), (91, 1), (200, 2), (50, 2)):
+        await log.say(used)
+        assert log.num_dropped == times
+    await unlimited.say(PLENTY)
+    assert unlimited.num_dropped == 0
+    for task in reading:
+        task.cancel()
 
 
 async def test_what_was_submitted_since_the_last_reading_counts_with_it() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from stand_in_stages import finished, tokens
@@ -12,7 +13,8 @@ from stand_in_stages import finished, tokens
 from pipeline.events import Cancelled, Failed, Finished, Preempted, encode, new_uid
 from pipeline.log.protocol import Entry, Reply
 from pipeline.names import SEAL, tokens_id
-from web.live.listener import KEEP_ALIVE_S, Listener, State, next_of
+from web.live.listener import KEEP_ALIVE_S, Listener, News, PassOn, State, next_of
+from web.wire.frames import ClientEvent
 
 LIVE, BEHIND, READING, LOST, ENDED = State.LIVE, State.BEHIND, State.READING, State.LOST, State.ENDED
 NEW, NEW_BEHIND = State.NEW, State.NEW_BEHIND
@@ -30,6 +32,9 @@ class Feed:
 
     def drop(self, listener: Listener) -> None:
         raise AssertionError
+
+    def soon(self, do: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(do)
 
     def count_gap_fill(self, reason: str) -> None:
         self.gap_fills.append(reason)
@@ -158,6 +163,92 @@ async def test_what_is_lost_is_told_to_the_caller_who_decides() -> None:
     lost.give_up()
     ((event,), those) = await next_of((kept, lost))
     assert isinstance(event.event, Failed) and event.event.code == "log_lost" and those == []
+
+
+class PassedOn:
+    """What a client was given while its task waits."""
+
+    def __init__(self, *, takes: bool = True) -> None:
+        self.numbers: list[list[int]] = []
+        self.takes = takes
+
+    def __call__(self, events: Sequence[ClientEvent]) -> bool:
+        self.numbers.append([event.n for event in events])
+        return self.takes
+
+
+async def waiting(listeners: Sequence[Listener], pass_on: PassOn) -> asyncio.Task[News]:
+    """Return a task that waits for events of *listeners*, which share one `wake`."""
+    listeners[0].wake.clear()
+    task = asyncio.create_task(next_of(listeners, pass_on))
+    await asyncio.sleep(0)
+    return task
+
+
+async def turns() -> None:
+    """Give every task that can run a few turns."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_tokens_are_passed_on_together_without_the_task_that_waits_until_the_end_comes() -> None:
+    one, other, passed = in_state(LIVE), in_state(LIVE), PassedOn()
+    other.wake = one.wake
+    task = await waiting((one, other), passed)
+    for n in (2, 3):
+        hear(n)(other)
+    hear(2)(one)
+    assert passed.numbers == []  # until all that came at once is there
+    await turns()
+    hear(3)(one)
+    await turns()
+    assert passed.numbers == [[2, 2, 3], [3]] and not task.done()
+    hear(4)(one)
+    one.apply_reply(Reply(one.uid, SEAL, 4, finished(4)))
+    assert ([event.n for event in (await task).events], len(passed.numbers)) == ([4, 4], 2)
+
+
+async def test_what_is_not_taken_wakes_the_task_that_waits() -> None:
+    listener, passed = in_state(LIVE), PassedOn(takes=False)
+    task = await waiting([listener], passed)
+    hear(2)(listener)
+    assert ([event.n for event in (await task).events], passed.numbers) == ([2], [[2]])
+
+
+@pytest.mark.parametrize("change", [Listener.check, hear(4), lambda each: each.apply_history(None)])
+async def test_while_a_history_is_to_be_read_the_task_takes_what_comes(change: Callable[[Listener], None]) -> None:
+    listener, passed = in_state(LIVE, room=9), PassedOn()
+    task = await waiting([listener], passed)
+    hear(2)(listener)
+    change(listener)
+    assert ([event.n for event in (await task).events], passed.numbers) == ([2], [])
+
+
+async def test_a_client_that_waits_for_long_is_told_so_by_its_task() -> None:
+    listener, passed = in_state(LIVE), PassedOn()
+    task = await waiting([listener], passed)
+    listener.wake_if_idle(time.monotonic() + KEEP_ALIVE_S + 1)
+    assert (await task, passed.numbers) == (([], []), [])
+
+
+async def test_a_bug_in_passing_on_ends_the_wait() -> None:
+    def broken(_: Sequence[ClientEvent]) -> bool:
+        raise ZeroDivisionError
+
+    listener = in_state(LIVE)
+    task = await waiting([listener], broken)
+    hear(2)(listener)
+    with pytest.raises(ZeroDivisionError):
+        await task
+
+
+async def test_nothing_is_passed_on_once_nobody_waits() -> None:
+    listener, passed = in_state(LIVE), PassedOn()
+    task = await waiting([listener], passed)
+    hear(2)(listener)
+    task.cancel()
+    await turns()
+    assert (task.cancelled(), passed.numbers, [event.n for event in listener.drain()]) == (True, [], [2])
 
 
 def test_what_is_resumed_is_read_again_when_it_stays_silent() -> None:

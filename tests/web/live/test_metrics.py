@@ -97,7 +97,7 @@ async def test_one_text_shows_what_every_process_measured(redis_url: str, stand_
 
 
 async def test_what_has_not_happened_yet_is_there_as_zero(redis_url: str, stand_in: StandIn) -> None:
-    for stage in ("tokenize", "generate", "detokenize"):
+    for stage in ("tokenize", "generate", "detokenize", "archive"):
         publish(redis_url, f"{stage}-1", Measures().snapshot())
 
     async with site(redis_url) as here:

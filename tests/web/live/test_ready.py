@@ -16,7 +16,7 @@ import web.live.ready
 from pipeline.events import SamplingParams
 from pipeline.log.protocol import RequestLimits
 from pipeline.names import Names
-from pipeline.slots import Status
+from pipeline.slots import Phase, Status
 
 PATH = "/health_generate"
 
@@ -150,6 +150,27 @@ async def test_without_redis_nobody_waits_for_long_and_nothing_is_said_of_where_
 
 
 # the probe, and what is ready
+
+
+async def test_while_no_engine_is_ready_the_ranks_that_are_not_are_named(redis_url: str, stages: Stages) -> None:
+    owners = [stages.log.acquire(f"rank-{rank}-0", "here", 60_000) for rank in range(2)]
+
+    def say(rank: int, phase: Phase) -> None:
+        owner = owners[rank]
+        assert owner is not None
+        status = Status(slot=owner.slot, owner=str(owner), pid=1, host="here", phase=phase, group="g", num_ranks=3)
+        assert stages.log.renew(owner, 60_000, status.model_dump_json())
+
+    async with site(redis_url, ready=False) as here:
+        readiness = here.frontend.readiness
+        stages.say_phase("ready", "tokenize", "detokenize")
+        say(0, "waiting")
+        say(1, "ready")
+        await until(lambda: readiness.waiting_for == ("generate", "rank-0", "rank-2"))
+        phases = [each["phase"] for name, each in readiness.stages().items() if name.startswith("rank")]
+        assert phases == ["waiting", "ready", "absent"]
+        stages.say_phase("ready", "generate")
+        await until(lambda: readiness.waiting_for == ("probe",))
 
 
 async def test_it_is_ready_once_every_stage_is_and_a_token_went_through(redis_url: str, stages: Stages) -> None:

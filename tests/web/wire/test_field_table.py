@@ -13,6 +13,7 @@ import pytest
 from request_models import NAMES
 
 from pipeline.errors import RequestError
+from web.wire.constraints import StructuredOutputs
 from web.wire.fields import TABLE, Field, Place
 from web.wire.openai.messages import Message
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, StreamOptions, parse_chat, parse_completion
@@ -78,6 +79,11 @@ FORMS = {
         "stream_options", StreamOptions.model_fields, parse_chat,
         lambda more: {"messages": [HELLO], "stream": True, "stream_options": more},
         "stream_options.", "stream_options.",
+    ),
+    "structured_outputs": Form(
+        "structured_outputs", [info.alias or name for name, info in StructuredOutputs.model_fields.items()],
+        parse_chat, lambda more: {"messages": [HELLO], "structured_outputs": {"regex": "a", **more}},
+        "structured_outputs.", "structured_outputs.",
     ),
     "abort": Form("abort", AbortRequest.model_fields, parse_abort, lambda more: {"rid": "a", **more}),
 }  # fmt: skip

@@ -124,11 +124,28 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repetition_penalty": 2.1}, "repetition_penalty"),
     ({"repetition_penalty": float("nan")}, "repetition_penalty"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": SECRET}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
     ({"tools": [{"type": "function", "function": {"name": SECRET}}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"functions": [{"name": SECRET}]}, "functions"),
-    ({"structured_outputs": {"regex": SECRET}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": SECRET, "choice": [SECRET]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"structural_tag": SECRET}}, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"regex": SECRET, "whitespace_pattern": SECRET}}, "structured_outputs.whitespace_pattern"),
+    ({"response_format": {"type": "json_object"}, "regex": SECRET}, "regex"),
+    ({"guided_json": SECRET}, "guided_json"),
+    ({"guided_json": {"const": 2**63}}, "guided_json"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [SECRET, ""]}, "guided_choice.1"),
+    ({"guided_whitespace_pattern": SECRET}, "guided_whitespace_pattern"),
+    ({"ebnf": SECRET * 10_000}, "ebnf"),
+    ({"json_schema": {}, "grammar": SECRET}, "grammar"),
     ({"n_predict": 0}, "n_predict"),
     ({"n_predict": -2}, "n_predict"),
     ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
@@ -198,7 +215,7 @@ def test_only_the_first_thing_that_is_wrong_is_said() -> None:
 
 def test_a_refused_feature_says_which_values_are_accepted() -> None:
     assert refusal(body(best_of=4)).message == "best_of is not supported with this value; leave it out or send 1"
-    assert '{"type":"text"}' in refusal(body(response_format={"type": "json_schema"})).message
+    assert "or use `response_format`" in refusal(body(format="json")).message
 
 
 def test_neutral_numbers_are_compared_as_json_numbers() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.events import Finished, FinishReason, Presentation, Submitted, TokensProduced, ToldPrompt, ToldScore
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPart:
+class AnswerPart(NamedTuple):
     """What one event adds to an answer, as the client sees it."""
 
     text: str

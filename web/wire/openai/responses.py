@@ -180,7 +180,7 @@ class _ChoiceChunks:
         """Return the chunks of tokens; none if there is nothing to show."""
         choice = self.choice
         choice.prompt = choice.prompt or event.prompt
-        chunks = self._begin()  # its counts are those before any token
+        chunks = [] if self.begun else self._begin()  # its counts are those before any token
         part = choice.apply(event)
         if self.is_plain and not part.scores:
             if part.text:
@@ -250,6 +250,8 @@ def _head(style: Style, kind: str, uid: str, model: str) -> dict[str, Any]:
 
 def _framed(chunks: Sequence[bytes], entry_id: str) -> bytes:
     """Return the frames of *chunks*, the last one with an id."""
+    if len(chunks) == 1:
+        return sse.frame(chunks[0], entry_id)
     if not chunks:
         return b""
     return b"".join(map(sse.frame, chunks[:-1])) + sse.frame(chunks[-1], entry_id)

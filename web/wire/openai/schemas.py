@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
 from web.wire import fields
+from web.wire.constraints import ConstraintFields
 from web.wire.openai.messages import Messages, Tools, check_messages
 from web.wire.openai.strict import (
     INT32_MAX,
@@ -106,8 +107,8 @@ class StreamOptions(Strict):
 _REFUSED_OPTIONS: Final = fields.refused("stream_options", StreamOptions.model_fields)
 
 
-class SamplingFields(Strict):
-    """Sampling and stop conditions, for which OpenAI, vLLM and SGLang have the same names."""
+class SamplingFields(ConstraintFields):
+    """Sampling, stop conditions and constraints, for which OpenAI, vLLM and SGLang have the same names."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -234,11 +235,11 @@ class GenerationRequest(SamplingFields):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Unknown fields, sorted; those of messages without an index."""
-        names = set(self.extra) - set(_refused(type(self)))
+        """The first unknown fields, sorted; those of messages without an index."""
+        names = set(self.extra) - set(_refused(type(self))) | self.unknown_members
         if self.stream_options is not None:
             names |= {f"stream_options.{name}" for name in set(self.stream_options.extra) - set(_REFUSED_OPTIONS)}
-        return tuple(sorted(names))
+        return fields.first_of(names)
 
 
 PER_ANSWER: Final = {*SamplingFields.model_fields, "allowed_token_ids", "bad_words"}
@@ -273,7 +274,7 @@ class ChatRequest(GenerationRequest):
             names |= {f"tools.{name}" for name in tool.unknown}
         for message in self.messages or ():
             names |= {f"messages.{name}" for name in message.unknown}
-        return tuple(sorted(names))
+        return fields.first_of(names)
 
 
 class CompletionRequest(GenerationRequest):
@@ -369,6 +370,7 @@ def _parse(model: type[R], body: bytes) -> R:
         raise RequestError("prompt_logprobs: not with `stream: true`", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:
         raise RequestError("truncate_prompt_tokens: 0 leaves no prompt", param="truncate_prompt_tokens")
+    request.constraint()  # whether its fields go together
     return request
 
 

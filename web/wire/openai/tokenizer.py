@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from pipeline.errors import RequestError
 from pipeline.events import Answered, Presentation, SamplingParams, Submitted
-from web.wire.fields import refused
+from web.wire.fields import first_of, refused
 from web.wire.openai.bulk import MOST_VALUES
 from web.wire.openai.messages import Messages, Tools, check_messages, plain_messages, templating_of
 from web.wire.openai.schemas import MOST_ANSWERS, PROMPT_KINDS, lists_or_one, texts_or_one
@@ -58,7 +58,7 @@ class TokenizeRequest(Strict):
             names |= {f"messages.{name}" for name in message.unknown}
         for tool in self.tools or ():
             names |= {f"tools.{name}" for name in tool.unknown}
-        return tuple(sorted(names))
+        return first_of(names)
 
     def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
         """Return the events that hold all of it, one for each text. Raises RequestError if fields contradict."""
@@ -102,8 +102,8 @@ class DetokenizeRequest(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Unknown fields, sorted."""
-        return tuple(sorted(self.extra))
+        """The first unknown fields, sorted."""
+        return first_of(self.extra)
 
     def submitted(self, *, frontend: str, model: str) -> list[Submitted]:
         """Return the events that hold all of it, one for each list."""

@@ -41,6 +41,8 @@ TEXT_TOKENS: Final = 16
 NEW_TOKENS: Final = 128
 """SGLang's default of `max_new_tokens`."""
 MOST_RID: Final = 256
+WITHIN: Final = "sampling_params."
+"""Before the names of the fields in there."""
 
 
 class TextRequest(Strict):
@@ -57,8 +59,8 @@ class TextRequest(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Unknown fields, sorted."""
-        return tuple(sorted(set(self.extra) - set(_NOT_BESIDE_PROMPT)))
+        """The first unknown fields, sorted."""
+        return fields.first_of(set(self.extra) - set(_NOT_BESIDE_PROMPT))
 
 
 class SGLangSampling(SamplingFields):
@@ -126,10 +128,11 @@ class SGLangRequest(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Unknown fields, sorted."""
+        """The first unknown fields, sorted."""
         names = set(self.extra) - set(_REFUSED)
-        names |= {f"sampling_params.{name}" for name in set(self.sampling.extra) - set(_REFUSED_IN_SAMPLING)}
-        return tuple(sorted(names))
+        of_sampling = set(self.sampling.extra) - set(_REFUSED_IN_SAMPLING) | self.sampling.unknown_members
+        names |= {f"{WITHIN}{name}" for name in of_sampling}
+        return fields.first_of(names)
 
 
 class AbortRequest(Strict):
@@ -140,8 +143,8 @@ class AbortRequest(Strict):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Unknown fields, sorted."""
-        return tuple(sorted(set(self.extra) - set(_REFUSED_IN_ABORT)))
+        """The first unknown fields, sorted."""
+        return fields.first_of(set(self.extra) - set(_REFUSED_IN_ABORT))
 
 
 _NEUTRAL_BESIDE_PROMPT: Final[Mapping[str, fields.Neutrals]] = {"stream": (True,), "temperature": (0,)}
@@ -230,6 +233,7 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
     if (request.sampling.min_new_tokens or 0) > request.sampling.longest:
         param = "sampling_params.min_new_tokens"
         raise RequestError(f"{param}: larger than the most tokens allowed", param=param)
+    request.sampling.constraint(WITHIN)  # whether its fields go together
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:
         raise RequestError(

@@ -1,0 +1,224 @@
+"""The fields that say what an answer must be: those of OpenAI, vLLM, SGLang and llama.cpp. At most one may say it.
+
+They check shapes. Whether a schema or a grammar can be enforced, the tokenizer finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal
+
+import orjson
+from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from pipeline.errors import RequestError
+from pipeline.events import Constraint
+from web.wire import fields
+from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported
+
+LARGEST_BYTES: Final = 64 << 10
+MOST_CHOICES: Final = 4096
+ANY_OBJECT: Final = '{"type":"object"}'
+
+
+def _bounded(text: str) -> str:
+    if len(text.encode()) > LARGEST_BYTES:
+        raise PydanticCustomError("too_large", "Input should have at most {most} bytes", {"most": LARGEST_BYTES})
+    return text
+
+
+def _schema_text(schema: object) -> str:
+    """Return the JSON of a schema, which comes as an object or as its text."""
+    try:
+        schema = orjson.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(schema, dict):
+            return _bounded(orjson.dumps(kept_exactly(schema)).decode())
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # the latter: it is nested too deeply
+        pass
+    raise PydanticCustomError("json_schema", "Input should be a JSON schema: an object, or its JSON as text")
+
+
+Schema = Annotated[
+    Any,
+    AfterValidator(_schema_text),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}], "title": "JSON schema"}),
+]
+"""Becomes its JSON."""
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_bounded)]
+Whitespace = Annotated[str, Field(max_length=256)]
+Choices = Annotated[list[Pattern], Field(fail_fast=True, min_length=1, max_length=MOST_CHOICES)]
+
+
+class NamedSchema(Strict):
+    """OpenAI's `json_schema`."""
+
+    schema_: Annotated[Schema, Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """A schema is enforced whatever this says."""
+
+
+class ResponseFormat(Strict):
+    """OpenAI's field for structured output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    """llama.cpp's member: the schema of a `json_object`."""
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field for structured output. One of the first five members says what the answer must be."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+    whitespace_pattern: Whitespace | None = None
+    """With a JSON schema: the pattern of whitespace between tokens of JSON."""
+
+
+_REFUSED_MEMBERS: Final = fields.refused(
+    "structured_outputs", [info.alias or name for name, info in StructuredOutputs.model_fields.items()]
+)
+
+
+class ConstraintFields(Strict):
+    """What all bodies that generate have."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    guided_whitespace_pattern: Whitespace | None = None
+    json_schema: Schema | None = None
+    regex: Pattern | None = None
+    ebnf: Pattern | None = None
+    grammar: Annotated[str, AfterValidator(_bounded)] | None = None
+    """An empty text means none, as in llama.cpp."""
+
+    def constraint(self, path: str = "") -> Constraint | None:
+        """Return what the answer must be; None: anything. Errors put *path* before names.
+
+        Raises:
+            RequestError: The fields do not go together.
+        """
+        found = list(self._constraints(path))
+        if len(found) > 1:
+            first, second = found[0].param, found[1].param
+            raise RequestError(
+                f"{second}: not together with `{first}`; an answer can have one constraint", param=second
+            )
+        outputs = self.structured_outputs
+        of_outputs = None if outputs is None else outputs.whitespace_pattern
+        param = path + ("guided_whitespace_pattern" if of_outputs is None else "structured_outputs.whitespace_pattern")
+        whitespace = self.guided_whitespace_pattern if of_outputs is None else of_outputs
+        if whitespace is None:
+            return found[0] if found else None
+        if self.guided_whitespace_pattern is not None and outputs is not None:
+            raise RequestError(f"{param}: not together with `structured_outputs`, which has its own", param=param)
+        if not found or found[0].kind != "json":
+            raise RequestError(f"{param}: only allowed with a JSON schema", param=param)
+        return found[0].model_copy(update={"whitespace": whitespace})
+
+    @property
+    def unknown_members(self) -> set[str]:
+        """The unknown fields within the fields of this class."""
+        names: set[str] = set()
+        if self.structured_outputs is not None:
+            extra = set(self.structured_outputs.extra) - set(_REFUSED_MEMBERS)
+            names |= {f"structured_outputs.{name}" for name in extra}
+        if self.response_format is not None:
+            names |= {f"response_format.{name}" for name in self.response_format.extra}
+            schema = self.response_format.json_schema
+            names |= {f"response_format.json_schema.{name}" for name in ({} if schema is None else schema.extra)}
+        return names
+
+    def _constraints(self, path: str) -> Iterator[Constraint]:
+        """Yield what each field says."""
+        if self.response_format is not None:
+            yield from _of_format(self.response_format, path + "response_format")
+        if self.structured_outputs is not None:
+            yield from _of_outputs(self.structured_outputs, path + "structured_outputs")
+        schemas = {"guided_json": self.guided_json, "json_schema": self.json_schema}
+        patterns = {"guided_regex": self.guided_regex, "regex": self.regex}
+        grammars = {"guided_grammar": self.guided_grammar, "ebnf": self.ebnf, "grammar": self.grammar or None}
+        for kind, given in (("json", schemas), ("regex", patterns), ("grammar", grammars)):
+            for name, text in given.items():
+                if text is not None:
+                    yield Constraint(kind=kind, text=text, param=path + name)  # type: ignore[arg-type]
+        if self.guided_choice is not None:
+            yield _choice(self.guided_choice, path + "guided_choice")
+
+
+def _of_format(asked: ResponseFormat, path: str) -> Iterator[Constraint]:
+    if asked.type != "json_schema" and asked.json_schema is not None:
+        message = f"{path}.json_schema: only allowed with `type: json_schema`"
+        raise RequestError(message, param=f"{path}.json_schema")
+    if asked.type != "json_object" and asked.schema_ is not None:
+        raise RequestError(f"{path}.schema: only allowed with `type: json_object`", param=f"{path}.schema")
+    if asked.type == "json_schema":
+        if asked.json_schema is None:
+            message = f"{path}.json_schema: missing; send an object with `name` and `schema`"
+            raise RequestError(message, param=f"{path}.json_schema")
+        yield Constraint(kind="json", text=asked.json_schema.schema_, param=f"{path}.json_schema.schema")
+    elif asked.schema_ is not None:
+        yield Constraint(kind="json", text=asked.schema_, param=f"{path}.schema")
+    elif asked.type == "json_object":
+        yield Constraint(kind="json", text=ANY_OBJECT, param=f"{path}.type")
+
+
+def _of_outputs(asked: StructuredOutputs, path: str) -> Iterator[Constraint]:
+    refuse_unsupported(asked.extra, _REFUSED_MEMBERS, f"{path}.")
+    found: list[Constraint] = []
+    if asked.json_ is not None:
+        found.append(Constraint(kind="json", text=asked.json_, param=f"{path}.json"))
+    if asked.regex is not None:
+        found.append(Constraint(kind="regex", text=asked.regex, param=f"{path}.regex"))
+    if asked.choice is not None:
+        found.append(_choice(asked.choice, f"{path}.choice"))
+    if asked.grammar is not None:
+        found.append(Constraint(kind="grammar", text=asked.grammar, param=f"{path}.grammar"))
+    if asked.json_object:
+        found.append(Constraint(kind="json", text=ANY_OBJECT, param=f"{path}.json_object"))
+    if not found:
+        raise RequestError(f"{path}: send one of `json`, `regex`, `choice`, `grammar` and `json_object`", param=path)
+    yield from found
+
+
+def _choice(choices: list[str], param: str) -> Constraint:
+    return Constraint(kind="choice", text=orjson.dumps(choices).decode(), param=param)
+
+
+def constraint_fields(constraint: Constraint | None, path: str = "") -> dict[str, Any]:
+    """Return the fields from which *constraint* came: the inverse of `ConstraintFields.constraint`."""
+    if constraint is None:
+        return {}
+    name = constraint.param.removeprefix(path)
+    is_parsed = constraint.kind in ("json", "choice")
+    value: Any = orjson.loads(constraint.text) if is_parsed else constraint.text
+    body: dict[str, Any]
+    match name.split("."):
+        case ["response_format", "type"]:
+            body = {"response_format": {"type": "json_object"}}
+        case ["response_format", "schema"]:
+            body = {"response_format": {"type": "json_object", "schema": value}}
+        case ["response_format", *_]:
+            body = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}}
+        case ["structured_outputs", "json_object"]:
+            body = {"structured_outputs": {"json_object": True}}
+        case ["structured_outputs", member]:
+            body = {"structured_outputs": {member: value}}
+        case _:
+            body = {name: value}
+    if constraint.whitespace is None:
+        return body
+    if "structured_outputs" in body:
+        body["structured_outputs"]["whitespace_pattern"] = constraint.whitespace
+        return body
+    return body | {"guided_whitespace_pattern": constraint.whitespace}
