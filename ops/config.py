@@ -44,6 +44,13 @@ class RetentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ArchivedConfig:
+    """Where requests are that Redis does not keep any more."""
+
+    archive: str = flag("--archive", default="", help="folder of archived requests; it is looked at after Redis [none]")
+
+
+@dataclass(frozen=True, slots=True)
 class PrintConfig:
     """How a tool prints."""
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 
 from ops.config import ConnectConfig
-from pipeline.errors import ConfigError, LogUnavailable, MiniSGLError
+from pipeline.archive.reader import Archive, open_archive
+from pipeline.errors import ConfigError, LogNotThere, LogUnavailable, MiniSGLError
+from pipeline.log.archivers import ArchiverLog
+from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
@@ -24,20 +29,49 @@ def running_log(config: ConnectConfig, limits: RequestLimits = DEFAULT_LIMITS) -
 
     Raises:
         ConfigError: The URL is none.
-        LogUnavailable: There is no such server, or its Redis does not answer, now or at a later call.
+        LogNotThere: There is no such server.
+        LogUnavailable: Its Redis does not answer, now or at a later call.
     """
     socket = socket_of(config.folder)
     if not config.redis_url and not socket.exists():
-        raise LogUnavailable(
+        raise LogNotThere(
             f"no server runs in {config.folder}; name it with --port or --data-dir, or its Redis with --redis-url"
         )
     url, names = config.redis_url or url_of(socket), Names(config.namespace)
+    limits = dataclasses.replace(limits, drops_ended=False)
     with contextlib.closing(RedisLog(url, names, limits)) as log:
         try:
             yield log
         except LogUnavailable as error:
             where = "the Redis of --redis-url" if config.redis_url else f"the Redis of the server in {config.folder}"
-            raise LogUnavailable(f"{where} cannot be used: {error}") from error
+            raise type(error)(f"{where} cannot be used: {error}") from error
+
+
+@contextlib.contextmanager
+def log_and_archive(
+    config: ConnectConfig, folder: str, limits: RequestLimits = DEFAULT_LIMITS
+) -> Iterator[tuple[ArchiverLog, Archive | None]]:
+    """Give the log of the server that *config* means, and the archive in *folder*, if that is not empty.
+
+    With an archive, the server need not run: then the log is empty, and a line on stderr says so.
+
+    Raises:
+        ConfigError: The URL is none, or the folder is no archive.
+        LogUnavailable: There is no such server, and no archive is named; or its Redis refuses the user or is busy.
+    """
+    archive = open_archive(folder) if folder else None
+    with contextlib.ExitStack() as stack:
+        try:
+            if archive is not None:
+                with running_log(config, limits) as asked:
+                    asked.histories([""])
+            log: ArchiverLog = stack.enter_context(running_log(config, limits))
+        except LogNotThere as error:
+            if archive is None:
+                raise
+            sys.stderr.write(f"minisgl: only the archive is read, because {error}\n")
+            log = MemoryLog(Names(config.namespace), limits)
+        yield log, archive
 
 
 def named_first(command: str, arguments: Sequence[str], what: str) -> tuple[str, Sequence[str]]:

@@ -10,19 +10,22 @@ from typing import Any, Final
 
 import orjson
 
-from ops.config import ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
+from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
+from ops.connection import NotThere, columns, log_and_archive, named_first, one_line, uid_in
+from pipeline.archive.reader import Archive
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Presentation, SamplingParams, Templating, Value
 from pipeline.flags import parse_flags
+from pipeline.log.archivers import ArchiverLog
 from pipeline.log.protocol import Entry
+from pipeline.names import SEAL, sibling_uids
 from pipeline.views.history import story
 from web.wire.uids import drawn_ms, uid_of
 
 ABOUT: Final = """\
 Shows what happened to a request. UID is in the answer's header x-minisgl-uid; the answer's id works too.
 """
-FLAGS: Final = (ConnectConfig, RetentionConfig, PrintConfig)
+FLAGS: Final = (ConnectConfig, RetentionConfig, ArchivedConfig, PrintConfig)
 TEXT_SHOWN: Final = 200
 """Characters of the text; --json has all of it."""
 GROUPS: Final[Mapping[str, Value]] = {"presentation": Presentation(), "templating": Templating()}
@@ -35,16 +38,18 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         ConfigError: The flags cannot work.
         NotThere: The log has no such request, or none any more.
-        LogUnavailable: There is no such server.
+        LogUnavailable: There is no such server, and no archive is named.
         UndecodableEvent: The history is damaged.
     """
     name, flags = named_first("trace", arguments, "the uid of a request")
-    connect, retention, prints = parse_flags("trace UID", FLAGS, flags, environment, about=ABOUT)
+    connect, retention, archived, prints = parse_flags("trace UID", FLAGS, flags, environment, about=ABOUT)
     uid = uid_in(name)
-    with running_log(connect) as log:
-        history = log.histories([uid])[0]
-    if not history:
-        raise NotThere(why_absent(uid, time.time(), retention.retention_s))
+    with log_and_archive(connect, archived.archive) as (log, archive):
+        history: Sequence[Entry] = log.histories([uid])[0]
+        if not history and archive is not None and not removed_of(log, [uid]) and (found := archive.read([uid])):
+            history = found[uid].entries
+        if not history:
+            raise absent(uid, log, retention.retention_s, archive)
     told = told_of(uid, history)
     sys.stdout.write(as_json(told) if prints.as_json else "\n".join(lines_of(told)) + "\n")
     return 0
@@ -62,8 +67,20 @@ def told_of(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
         raise UndecodableEvent(f"the history of {uid} is damaged: {' '.join(str(error).split())}") from error
 
 
-def why_absent(uid: str, now_s: float, retention_s: float) -> str:
-    """Say why the log may hold nothing of *uid*, which itself tells when it was drawn."""
+def absent(uid: str, log: ArchiverLog, retention_s: float, archive: Archive | None) -> NotThere:
+    """Return the error that says why neither *log* nor *archive* has a request."""
+    if removed_of(log, [uid, *sibling_uids(uid, 2)]):
+        return NotThere(f"{uid}: it was removed with minisgl replay forget")
+    return NotThere(why_absent(uid, time.time(), retention_s, archive))
+
+
+def removed_of(log: ArchiverLog, uids: Sequence[str]) -> set[str]:
+    """Return those of *uids* that were removed with `minisgl replay forget`. An archiver may not have done its part."""
+    return {uid for uid, first in log.begins(uids).items() if first.id == SEAL}
+
+
+def why_absent(uid: str, now_s: float, retention_s: float, archive: Archive | None = None) -> str:
+    """Say why log and *archive* may hold nothing of *uid*, which itself tells when it was drawn."""
     if not uid_of(uid):
         return f"{one_line(uid)}: not a uid; expected 32 hex digits, as the header x-minisgl-uid of the answer has them"
     age_s = now_s - drawn_ms(uid) / 1000
@@ -71,8 +88,18 @@ def why_absent(uid: str, now_s: float, retention_s: float) -> str:
         return f"{uid}: not a request of this server; the uid names a moment that is yet to come"
     made = f"it was made {age_s:,.0f} s ago"
     if age_s > retention_s:
-        return f"{uid}: expired; {made}, and after its end a request is kept for {retention_s:g} s (--retention)"
+        kept = f"after its end a request is kept for {retention_s:g} s (--retention)"
+        return f"{uid}: expired; {made}, and {kept}; {_why_not_archived(uid, archive)}"
     return f"{uid}: unknown here; {made}, so look at another server or --namespace"
+
+
+def _why_not_archived(uid: str, archive: Archive | None) -> str:
+    if archive is None:
+        return "an archive keeps it longer (minisgl serve --archive DIR), and --archive DIR finds it there"
+    since_ms = archive.since_ms()
+    if since_ms is None or drawn_ms(uid) >= since_ms:
+        return "the archive does not have it either"
+    return f"the archive begins at {when(since_ms)} (--retain and --max-bytes of its stage)"
 
 
 def as_json(value: object) -> str:

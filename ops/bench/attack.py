@@ -145,7 +145,7 @@ def measured(config: AttackConfig, folder: Path, program: Path) -> Figures:
 def _client(role: str, *order: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process of clients, once it has begun."""
     command = [sys.executable, "-m", "ops.bench.attack_clients", role, *map(str, order)]
-    with started(command, None) as process:
+    with started(command, None, alone=True) as process:
         assert process.stdout is not None
         if not process.stdout.readline():
             raise ClientsFailed(f"the clients of {role} ended with {process.wait()}; their error is above")

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import socket
 import struct
 import sys
@@ -24,6 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from pipeline.process.priority import LOWEST, give_way
 from web.files import raise_file_limit
 
 HEALTH, STREAMS, BODIES, IDLERS = ROLES = ("health", "streams", "bodies", "idlers")
@@ -345,5 +345,5 @@ async def main(role: str, order: Order) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] in ATTACKERS:
-        os.nice(19)  # what they take from the server's cores is not what they do to the server
+        give_way(LOWEST)  # what they take from the server's cores is not what they do to the server
     asyncio.run(main(sys.argv[1], Order(*map(int, sys.argv[2:]))))

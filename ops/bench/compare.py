@@ -1,8 +1,8 @@
 """`minisgl bench compare`, or `make bench`: our server and a peer in turn, on one checkpoint and the same requests.
 
-Ours is a real server behind HTTP and Redis. The peer is transformers in its own process, or any server by its URL. Runs
-alternate. Each run has new prompts, the same for both sides, so no prefix cache remembers the run before. While one
-side runs, the other must be idle, which is measured.
+Ours is a real server behind HTTP and Redis. The peer is transformers or llama.cpp in its own process, or any server by
+its URL. Runs alternate. Each run has new prompts, the same for both sides, so no prefix cache remembers the run before.
+While one side runs, the other must be idle, which is measured.
 """
 
 from __future__ import annotations
@@ -23,16 +23,27 @@ from rich.status import Status
 from ops.bench import report
 from ops.bench.datasets import Span, length_flag
 from ops.bench.models import CheckpointConfig
-from ops.bench.peers import Run, Served, Side, our_server, served_at, transformers_process
+from ops.bench.peers import (
+    GGUF_KINDS,
+    Run,
+    Served,
+    Side,
+    find_llama,
+    llama_process,
+    numerics_of,
+    our_server,
+    served_at,
+    transformers_process,
+)
 from ops.bench.processes import interrupt_on_sigterm
 from ops.bench.prompts import Prompts, Workload
 from pipeline.errors import ConfigError
 from pipeline.flags import at_least, flag, parse_flags
 
 ABOUT: Final = """\
-Compares minisgl with transformers, or with the server at --peer-url, on the same checkpoint and requests: output
-tokens/s of many requests at once (transformers: one static batch) and of one at a time, as medians of alternating runs,
-and the time to the first token of a repeated prefix (ours alone).
+Compares minisgl with transformers, with llama.cpp (--llama-python), or with the server at --peer-url, on the same
+checkpoint and requests: output tokens/s of many requests at once (transformers: one static batch) and of one at a time,
+as medians of alternating runs, and the time to the first token of a repeated prefix (ours alone).
 """
 PACKAGES: Final = ("torch", "transformers", "aiohttp", "redis")
 SUFFIX_TOKENS: Final = 8
@@ -45,11 +56,20 @@ class CompareConfig(CheckpointConfig):
     """What is compared."""
 
     peer_url: str = flag("--peer-url", default="", help="URL of an OpenAI server with the same model [transformers]")
+    llama_python: str = flag(
+        "--llama-python", default="", help="python with llama-cpp-python and gguf: the peer is llama.cpp [transformers]"
+    )
+    gguf: str = flag(
+        "--gguf", default="", help="weights of llama.cpp: q8_0 or bf16, made from the checkpoint, or a GGUF file [bf16]"
+    )
     dtype: str = flag(
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of both sides; auto: the checkpoint's",
+        help=(
+            "dtype of minisgl and of transformers; auto: the checkpoint's, but minisgl takes float32 if torch computes "
+            "on a CPU without instructions for bfloat16"
+        ),
     )
     threads: int = flag("--threads", default=0, parse=at_least(1), help="CPU threads of each side [all cores]")
     serve_flags: str = flag("--serve-flags", default="", help="more flags for `minisgl serve`, as one quoted text")
@@ -100,17 +120,19 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     report.check_can_write("--output", config.output)
     if config.peer_url and not config.peer_url.startswith(("http://", "https://")):
         raise ConfigError(f"--peer-url {config.peer_url}: must begin with http:// or https://")
+    llama = _llama(config)
     folder = config.folder(environment)
     prompts = Prompts(folder)
     threads = config.threads or report.num_cores()
     interrupt_on_sigterm()
     status = Console(stderr=True).status("", refresh_per_second=1)  # the measurement needs the cores
-    with status, _both(config, folder, threads, status) as (ours, peer, about):
+    with status, _both(config, folder, threads, llama, status) as (ours, peer, about):
         results = [_compared(task, prompts, config, (ours, peer), status) for task in tasks(config)]
         status.update("repeating prefixes")
         prefix = repeated_prefix(ours, prompts, config)
-    print(f"{folder.name}, {about['peer'].get('dtype', config.dtype)}, {threads} threads each, on {report.cpu_model()}")
-    print(f"medians of {config.runs} alternating runs, {ours.name} through HTTP and Redis\n")
+    print(f"{folder.name}, {threads} threads each, on {report.cpu_model()}")
+    print(f"medians of {config.runs} alternating runs, {ours.name} through HTTP and Redis")
+    print(f"{ours.name}: {about['minisgl']['numerics']}; {peer.name}: {about['peer'].get('dtype', config.peer_url)}\n")
     print(table(results, prefix, ours.name, peer.name))
     document = {
         "options": report.options_of(config),
@@ -124,9 +146,29 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return 0
 
 
+def _llama(config: CompareConfig) -> tuple[str, str] | None:
+    """Return the python that has llama.cpp, and its weights; None: it is not the peer.
+
+    Raises:
+        ConfigError: The flags cannot work.
+    """
+    if not config.llama_python:
+        if config.gguf:
+            raise ConfigError(f"--gguf {config.gguf}: is for llama.cpp; pass --llama-python, too")
+        return None
+    if config.peer_url:
+        raise ConfigError("--peer-url and --llama-python both name the peer; pass one of them")
+    weights = config.gguf or GGUF_KINDS[0]
+    if weights not in GGUF_KINDS:
+        weights = str(Path(weights).expanduser().absolute())
+        if not Path(weights).is_file():
+            raise ConfigError(f"--gguf {config.gguf}: no such file; pass a GGUF file, or {' or '.join(GGUF_KINDS)}")
+    return find_llama(config.llama_python), weights
+
+
 @contextlib.contextmanager
 def _both(
-    config: CompareConfig, folder: Path, threads: int, status: Status
+    config: CompareConfig, folder: Path, threads: int, llama: tuple[str, str] | None, status: Status
 ) -> Iterator[tuple[Served, Side, dict[str, dict[str, Any]]]]:
     """Start our server and the peer; give both, and their descriptions for the JSON."""
     flags = ["--model", str(folder), "--dtype", config.dtype, "--threads", str(threads)]
@@ -135,14 +177,18 @@ def _both(
         data = stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True))
         status.update("starting minisgl")
         ours, ready_s = stack.enter_context(our_server(Path(data), flags))
-        about: dict[str, dict[str, Any]] = {"minisgl": {"flags": flags, "ready_s": ready_s}}
+        ours_alone = {"flags": flags, "ready_s": ready_s, "numerics": numerics_of(ours)}
+        about: dict[str, dict[str, Any]] = {"minisgl": ours_alone}
         status.update("starting the peer")
         if config.peer_url:
             served = served_at("peer", config.peer_url)
             yield ours, served, about | {"peer": {"name": served.name, "url": served.url}}
+            return
+        if llama:
+            library = stack.enter_context(llama_process(*llama, folder, Path(data), threads))
         else:
-            transformers = stack.enter_context(transformers_process(folder, config.dtype, threads))
-            yield ours, transformers, about | {"peer": {"name": transformers.name, **transformers.about}}
+            library = stack.enter_context(transformers_process(folder, config.dtype, threads))
+        yield ours, library, about | {"peer": {"name": library.name, **library.about}}
 
 
 def _compared(

@@ -84,6 +84,8 @@ class Answer:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    reason: str = ""
+    """The `finish_reason`."""
     error: str = ""
     """Empty if the answer is complete."""
 
@@ -124,11 +126,19 @@ class Client:
         Raises:
             ServerRefused: There is none.
         """
-        document = await self._document("GET", "/v1/models", b"")
+        document = await self.document("GET", "/v1/models")
         try:
             return str(document["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise ServerRefused(f"{self.url}/v1/models names no model; pass --model") from None
+
+    async def numerics(self) -> str:
+        """Return how the engines of the server compute, as MiniSGL's /version says it; "" of another server."""
+        try:
+            document = await self.document("GET", "/version")
+            return ", ".join(sorted({str(engine["numerics"]) for engine in document["engines"]}))
+        except (ServerRefused, KeyError, TypeError):
+            return ""
 
     async def prompt_tokens(self, form: Form, text: str) -> int:
         """Return the server's token count of *text* as a first turn.
@@ -137,7 +147,7 @@ class Client:
             ServerRefused: It does not answer, or without `usage`.
         """
         body = form.body([{"role": "user", "content": text}], 1, stream=False)
-        document = await self._document("POST", PATHS[form.endpoint], body)
+        document = await self.document("POST", PATHS[form.endpoint], body)
         try:
             return int(document["usage"]["prompt_tokens"])
         except (KeyError, TypeError, ValueError):
@@ -145,15 +155,25 @@ class Client:
                 f"{self.url}{PATHS[form.endpoint]} answers without `usage`, from which tokens are counted"
             ) from None
 
-    async def _document(self, method: str, path: str, body: bytes) -> Any:
+    async def document(self, method: str, path: str, body: bytes = b"") -> Any:
+        """Return the JSON that the server answers.
+
+        Raises:
+            ServerRefused: It answers with an error, with something else, or not at all.
+        """
+        try:
+            return orjson.loads(await self.content(method, path, body))
+        except orjson.JSONDecodeError:
+            raise ServerRefused(f"{self.url}{path}: the answer is not JSON") from None
+
+    async def content(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Return what the server answers. Raises ServerRefused as `document`, but for what is not JSON."""
         try:
             async with self.session.request(method, self.url + path, data=body or None) as response:
                 content = await response.read()
                 if response.status != 200:
                     raise ServerRefused(f"{self.url}{path}: {refusal_of(response.status, content).message}")
-                return orjson.loads(content)
-        except orjson.JSONDecodeError:
-            raise ServerRefused(f"{self.url}{path}: the answer is not JSON") from None
+                return content
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerRefused(f"{self.url}: {_broken(error)}") from None
 
@@ -165,10 +185,18 @@ class Client:
         error = await self.receive(PATHS[form.endpoint], body, lambda arrival, _: arrivals.append(arrival))
         return Answer(sent_s, time.perf_counter(), error=error) if error else read_stream(sent_s, arrivals)
 
-    async def receive(self, path: str, body: bytes, came: Callable[[Arrival, Mapping[str, str]], None]) -> str:
-        """Send *body*; give each piece of the answer, and its headers, to *came*. Return why it failed, or ""."""
+    async def receive(
+        self,
+        path: str,
+        body: bytes,
+        came: Callable[[Arrival, Mapping[str, str]], None],
+        begun: Callable[[Mapping[str, str]], None] = lambda headers: None,
+    ) -> str:
+        """Send *body*; give the headers of any answer to *begun*, and each piece of a good one, with the headers, to
+        *came*. Return why it failed, or ""."""
         try:
             async with self.session.post(self.url + path, data=body) as response:
+                begun(response.headers)
                 if response.status != 200:
                     return refusal_of(response.status, await response.read()).message
                 while data := await response.content.readany():
@@ -199,23 +227,34 @@ def timed_frames(arrivals: Iterable[Arrival]) -> Iterator[tuple[float, Frame]]:
             yield came_s, frame
 
 
-def read_stream(sent_s: float, arrivals: Sequence[Arrival]) -> Answer:
-    """Return the answer that the pieces of a stream make."""
+def text_of(choice: Mapping[str, Any]) -> str:
+    """Return the new text that one choice of a chunk brings."""
+    return (choice.get("delta") or {}).get("content") or choice.get("text") or ""
+
+
+def read_stream(
+    sent_s: float, arrivals: Sequence[Arrival], *, choice: int | None = None, needs_usage: bool = True
+) -> Answer:
+    """Return the answer that the pieces of a stream make. Of several choices, only *choice*, whose tokens are not
+    counted. Unless it *needs_usage*, a stream without token counts is a good answer of 0 tokens.
+    """
     ended_s = arrivals[-1][0] if arrivals else sent_s
-    chunks = _Chunks()
+    chunks = _Chunks(choice)
     for came_s, frame in timed_frames([*arrivals, (ended_s, b"\n\n")]):  # some servers leave out the last blank line
         if frame.data != DONE and not chunks.error:
             chunks.read(came_s, frame.data)
-    return chunks.answer(sent_s, ended_s)
+    return chunks.answer(sent_s, ended_s, needs_usage=needs_usage and choice is None)
 
 
 class _Chunks:
-    """Folds the chunks of a stream into an answer."""
+    """Folds the chunks of a stream into an answer, or into one of its choices."""
 
-    def __init__(self) -> None:
+    def __init__(self, choice: int | None) -> None:
+        self._choice = choice
         self._content_s: list[float] = []
         self._texts: list[str] = []
         self._finished_s: float | None = None
+        self._reason = ""
         self._usage: dict[str, Any] = {}
         self.error = ""
 
@@ -232,27 +271,28 @@ class _Chunks:
         if not isinstance(chunk, dict):
             self.error = _one_line(f"a chunk is not a JSON object: {data}")
             return
-        if chunk.get("usage"):
+        if chunk.get("usage") and self._choice is None:
             self._usage = chunk["usage"]
         for choice in chunk.get("choices") or ():
-            self._read_choice(came_s, choice)
+            if self._choice in (None, choice.get("index", 0)):
+                self._read_choice(came_s, choice)
 
     def _read_choice(self, came_s: float, choice: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning")
-        text = delta.get("content") or choice.get("text")
+        text = text_of(choice)
         if text or thought:
             self._content_s.append(came_s)
-            self._texts.append(text or "")  # thoughts are not part of the conversation
+            self._texts.append(text)  # thoughts are not part of the conversation
         if choice.get("finish_reason"):
-            self._finished_s = came_s
+            self._finished_s, self._reason = came_s, str(choice["finish_reason"])
 
-    def answer(self, sent_s: float, ended_s: float) -> Answer:
+    def answer(self, sent_s: float, ended_s: float, *, needs_usage: bool) -> Answer:
         """Return the answer."""
         error, finished_s = self.error, self._finished_s
         if not error and finished_s is None:
             error = "the stream ended without a finish_reason"
-        if not error and not {"prompt_tokens", "completion_tokens"} <= set(self._usage):
+        if not error and needs_usage and not {"prompt_tokens", "completion_tokens"} <= set(self._usage):
             error = "the stream ended without `usage`, which stream_options.include_usage asks for"
         if error or finished_s is None:
             return Answer(sent_s, ended_s, tuple(self._content_s), "".join(self._texts), error=error)
@@ -262,9 +302,10 @@ class _Chunks:
             ended_s,
             tuple(self._content_s) or (finished_s,),
             "".join(self._texts),
-            prompt_tokens=int(self._usage["prompt_tokens"]),
-            output_tokens=int(self._usage["completion_tokens"]),
+            prompt_tokens=int(self._usage.get("prompt_tokens") or 0),
+            output_tokens=int(self._usage.get("completion_tokens") or 0),
             cached_tokens=int(details.get("cached_tokens") or 0),
+            reason=self._reason,
         )
 
 

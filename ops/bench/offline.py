@@ -25,6 +25,7 @@ from pipeline.events import SamplingParams
 from pipeline.flags import at_least, flag, parse_flags
 from pipeline.process.config import ModelConfig
 from stages.generate.config import EngineConfig
+from stages.generate.flights import Forward, launching
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
 from stages.generate.schedule.plan import BatchPlan, Computed
@@ -32,7 +33,6 @@ from stages.generate.schedule.plan import BatchPlan, Computed
 if TYPE_CHECKING:  # they import torch, which waits until the flags are checked
     from ops.bench.probes import Rate
     from ops.offline import LLM
-    from stages.generate.worker import Forward
 
 ABOUT: Final = """\
 Generates from random prompts to fixed lengths in this process, without Redis or HTTP, and compares the time with the
@@ -117,16 +117,27 @@ class StepClock:
     """Wraps an engine and times each step."""
 
     def __init__(self, engine: Forward) -> None:
-        self._engine = engine
+        self._engine = launching(engine)
         self.steps: list[Step] = []
 
     def forward(self, plan: BatchPlan) -> Computed:
         """Compute one step; it ends when its tokens are on the host."""
+        return self.wait(self.launch(plan, None))
+
+    def launch(self, plan: BatchPlan, before: tuple[BatchPlan, Any, float] | None) -> tuple[BatchPlan, Any, float]:
+        """See `Launches`."""
         began_s = time.perf_counter()
-        computed = self._engine.forward(plan)
+        launched = self._engine.launch(plan, None if before is None else before[1])
+        return plan, launched, time.perf_counter() - began_s
+
+    def wait(self, launched: tuple[BatchPlan, Any, float]) -> Computed:
+        """See `Launches`."""
+        plan, of_engine, launch_s = launched
+        began_s = time.perf_counter()
+        computed = self._engine.wait(of_engine)
         decodes, prefills = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
         step = Step(
-            seconds=time.perf_counter() - began_s,
+            seconds=launch_s + time.perf_counter() - began_s,
             decode_rows=len(decodes),
             decode_context=sum(row.start + 1 for row in decodes),
             prefill_tokens=sum(len(row.token_ids) for row in prefills),
@@ -164,6 +175,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     model, engine, config = parse_flags(
         "bench offline", [ModelConfig, EngineConfig, OfflineConfig], arguments, environment, about=ABOUT
     )
+    if engine.tp > 1:
+        raise ConfigError(f"--tp {engine.tp}: this benchmark measures a single process; leave it out")
     report.check_can_write("--output", config.output)
     from ops.bench import probes
 

@@ -1,7 +1,8 @@
-"""The sides of a comparison: OpenAI servers (ours, started here, or any by its URL), and transformers.
+"""The sides of a comparison: OpenAI servers (ours, started here, or any by its URL), transformers, and llama.cpp.
 
-Each side answers the same `Workload`. Transformers runs in a process of its own, so that memory and threads do not mix.
-Run as a program, this module is that process: a line of JSON asks on stdin, a line of JSON answers on stdout.
+Each side answers the same `Workload`. A library runs in a process of its own, so that memory and threads do not mix: a
+line of JSON asks on stdin, a line of JSON answers on stdout. For transformers this module, run as a program, is that
+process. llama.cpp is in another Python environment, which runs `llama.py`, and `gguf.py` for its weights.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -27,11 +29,14 @@ from ops.bench.datasets import Piece, Session, Turn
 from ops.bench.load import CHAT_PROMPT, COMPLETIONS, Form, Load, Measured, connected
 from ops.bench.processes import PROGRAM, last_line, started, tree_cpu_s
 from ops.bench.prompts import Workload
-from pipeline.errors import MiniSGLError
+from pipeline.errors import ConfigError, MiniSGLError
 
 READY_TIMEOUT_S: Final = 600.0
 SILENCE_TIMEOUT_S: Final = 600.0
 POLL_S: Final = 0.1
+LLAMA: Final = Path(__file__).with_name("llama.py")
+CONVERTER: Final = Path(__file__).with_name("gguf.py")
+GGUF_KINDS: Final = ("bf16", "q8_0")
 
 
 class SideFailed(MiniSGLError):
@@ -156,11 +161,17 @@ def our_server(folder: Path, flags: Sequence[str], *, program: Path = PROGRAM) -
         yield Served("minisgl", url, CHAT_PROMPT, "default", process.pid), time.perf_counter() - began_s
 
 
-class Transformers:
-    """transformers in its process: it computes many requests as one static batch, or one request after another."""
+def numerics_of(ours: Served) -> str:
+    """Return how the engine of our server computes."""
+    with urllib.request.urlopen(f"{ours.url}/version", timeout=10) as response:
+        return str(orjson.loads(response.read())["engines"][0]["numerics"])
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.name = "transformers"
+
+class InProcess:
+    """A library in its process: it computes many requests as one batch, or one request after another."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.name = name
         self._process = process
         self.about = self._answer()
 
@@ -171,18 +182,25 @@ class Transformers:
             "output_tokens": [prompt.output_tokens for prompt in workload.prompts],
             "batch": workload.concurrency > 1,
         }
+        return Run(self.ask(question)["duration_s"], workload.output_tokens)
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer of the process.
+
+        Raises:
+            SideFailed: It has ended.
+        """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; `_answer` says so
             self._process.stdin.write(orjson.dumps(question) + b"\n")
             self._process.stdin.flush()
-        answer = self._answer()
-        return Run(answer["duration_s"], workload.output_tokens)
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SideFailed(f"transformers ended with {self._process.wait()}; its output is above")
+            raise SideFailed(f"{self.name} ended with {self._process.wait()}; its output is above")
         answer: dict[str, Any] = orjson.loads(line)
         return answer
 
@@ -192,14 +210,56 @@ class Transformers:
 
 
 @contextlib.contextmanager
-def transformers_process(folder: Path, dtype: str, num_threads: int) -> Iterator[Transformers]:
-    """Give transformers with the model of *folder* loaded.
+def transformers_process(folder: Path, dtype: str, num_threads: int) -> Iterator[InProcess]:
+    """Give transformers with the model of *folder* loaded. It computes a static batch.
 
     Raises:
         SideFailed: It could not load the model; its output says why.
     """
     with started([sys.executable, "-m", "ops.bench.peers", str(folder), dtype, str(num_threads)], None) as process:
-        yield Transformers(process)
+        yield InProcess("transformers", process)
+
+
+def find_llama(python: str) -> str:
+    """Return the path of *python*, whose environment has llama.cpp.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    found = shutil.which(python)
+    if found is None:
+        raise ConfigError(
+            f"--llama-python {python}: no such program; pass the python of an environment, as DIR/bin/python"
+        )
+    path = os.path.abspath(found)
+    command = [path, "-I", "-c", "import gguf, llama_cpp, numpy"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(
+            f"--llama-python {python}: has no llama.cpp ({reason}); run {python} -m pip install llama-cpp-python gguf"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def llama_process(python: str, weights: str, folder: Path, scratch: Path, num_threads: int) -> Iterator[InProcess]:
+    """Give llama.cpp, in the environment of *python*, with its *weights* loaded. It batches continuously.
+
+    *weights* are a GGUF file, or one of GGUF_KINDS: then the checkpoint in *folder* is converted into *scratch*.
+
+    Raises:
+        SideFailed: The checkpoint could not be converted or loaded.
+    """
+    file = weights
+    if weights in GGUF_KINDS:
+        file, said = str(scratch / f"{weights}.gguf"), scratch / "gguf.log"
+        command = [python, "-I", str(CONVERTER), str(folder), file, weights]
+        with started(command, said) as process:
+            if process.wait():
+                raise SideFailed(f"{folder} could not be converted for llama.cpp: {last_line(said)}")
+    with started([python, "-I", str(LLAMA), file, str(num_threads)], None) as process:
+        yield InProcess("llama.cpp", process)
 
 
 def _free_port() -> int:

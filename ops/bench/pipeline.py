@@ -1,7 +1,8 @@
-"""`minisgl bench pipeline`: the cost of the log and of the web process, without a model or a GPU.
+"""`minisgl bench pipeline`: the cost of the log, of ranks and of the web process, without a model or a GPU.
 
-It measures commits in a tight loop, the real stages around an engine that computes nothing, the CPU time of a web
-process before them, and the bytes that a finished request leaves.
+It measures what the host does for a step, the way of a plan to another rank, a step of one layer with one rank and with
+two, commits in a tight loop, the real stages around an engine that computes nothing, the CPU time of a web process
+before them, and the bytes that a finished request leaves. The weights of the layer are random.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import logging
 import secrets
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -23,6 +24,9 @@ from rich.status import Status
 
 from ops.bench import nonsense, report
 from ops.bench.pipeline_commits import COMMITS, LIMITS, Lives
+from ops.bench.pipeline_frames import other_rank
+from ops.bench.pipeline_host import host_times_us
+from ops.bench.pipeline_ranks import one_rank, two_ranks, write_layer
 from ops.bench.pipeline_way import PROMPT, Way, WayTimes
 from ops.bench.pipeline_web import WebTimes, web_process
 from ops.bench.report import Spread, spread_of
@@ -36,9 +40,10 @@ from pipeline.names import Names
 from pipeline.process.redis_server import EmbeddedRedis
 
 ABOUT: Final = """\
-Measures the log and the web process, without a model: each commit in a tight loop; what tokenizer, log and detokenizer
-add to every step of an engine that computes nothing, compared with the same schedule in a plain loop; the CPU time of
-the web process per streamed token and per request; and the bytes that a finished request leaves.
+Measures the log and the web process, without a model: what the host does for a decode step; how long its plan takes to
+another rank; a step of one layer with one rank and with two; each commit in a tight loop; what tokenizer, log and
+detokenizer add to every step of an engine that computes nothing, compared with the same schedule in a plain loop; the
+CPU time of the web process per streamed token and per request; and the bytes that a finished request leaves.
 """
 PACKAGES: Final = ("redis", "hiredis", "pydantic", "orjson", "quart", "hypercorn")
 REMEMBERED_TOKENS: Final = 200
@@ -110,13 +115,19 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         server = server_of(url)
         names = f"bench-{secrets.token_hex(4)}"
         try:
+            host = measure_host(config, status)
+            frames = measure_frames(config, folder, status)
+            ranks = measure_ranks(config, folder, status)
             commits = measure_commits(config, url, Names(f"{names}-commits"), status)
             way, remembered, web = measure_stages(config, url, Names(f"{names}-way"), folder, status)
         finally:
             remove_keys(url, names)
-    print_figures(commits, way, web, remembered, server)
+    print_figures(host, frames, ranks, commits, way, web, remembered, server)
     document = {
         "options": report.options_of(replace(config, redis_url=without_password(config.redis_url))),
+        "host": host,
+        "frames": frames,
+        "ranks": ranks,
         "commits": commits,
         "way": way,
         "web": web,
@@ -145,6 +156,45 @@ def _repeated(config: PipelineConfig, status: Status, what: str) -> Iterator[int
     for run in range(1, config.runs + 1):
         status.update(f"{what}, run {run} of {config.runs}")
         yield run
+
+
+def measure_host(config: PipelineConfig, status: Status) -> list[Figures]:
+    """Time what the host does for a step at every number of rows."""
+    figures = []
+    for rows in config.rows:
+        repeated = _repeated(config, status, f"host, {rows} rows")
+        spreads = [spread_of(host_times_us(rows, config.tokens)) for _ in repeated]
+        figures.append({"rows": rows, "us": median_of(spreads), "runs": spreads})
+    return figures
+
+
+def measure_frames(config: PipelineConfig, folder: Path, status: Status) -> list[Figures]:
+    """Time the way of a plan to another rank at every number of rows."""
+    figures = []
+    status.update("starting another rank")
+    with other_rank(folder) as send:
+        send(1, config.samples)  # the first ones warm up
+        for rows in config.rows:
+            runs = [send(rows, config.samples) for _ in _repeated(config, status, f"another rank, {rows} rows")]
+            sent, known = ([spread_of(times) for times in each] for each in zip(*map(astuple, runs), strict=True))
+            middle = {"sent_us": median_of(sent), "known_us": median_of(known)}
+            figures.append({"rows": rows, **middle, "runs": [*zip(sent, known, strict=True)]})
+    return figures
+
+
+def measure_ranks(config: PipelineConfig, folder: Path, status: Status) -> list[Figures]:
+    """Time the steps of a model of one layer with one rank and with two, at every number of rows."""
+    layer, most_rows = write_layer(folder / "layer"), max(config.rows)
+    figures: list[Figures] = [{"rows": rows} for rows in config.rows]
+    for name, ranks in (("one", one_rank), ("two", two_ranks)):
+        status.update(f"loading a layer, {name}")
+        with ranks(layer, most_rows) as compute:
+            compute(most_rows, config.samples)  # the first ones warm up
+            for row in figures:
+                repeated = _repeated(config, status, f"a layer with ranks: {name}, {row['rows']} rows")
+                runs = [spread_of(compute(row["rows"], config.samples)) for _ in repeated]
+                row |= {f"{name}_us": median_of(runs), f"{name}_runs": runs}
+    return figures
 
 
 def measure_commits(config: PipelineConfig, url: str, names: Names, status: Status) -> list[Figures]:
@@ -273,11 +323,36 @@ def server_of(url: str) -> dict[str, Any]:
 
 
 def print_figures(
-    commits: Sequence[Figures], way: Sequence[Figures], web: Sequence[Figures], remembered: Figures, server: Figures
+    host: Sequence[Figures],
+    frames: Sequence[Figures],
+    ranks: Sequence[Figures],
+    commits: Sequence[Figures],
+    way: Sequence[Figures],
+    web: Sequence[Figures],
+    remembered: Figures,
+    server: Figures,
 ) -> None:
     """Print the tables."""
     rest_ms = statistics.median(item["rest_us_per_s"] for item in web) / 1000
     print(f"""\
+Host time of a decode step
+
+{host_table(host)}
+
+p50 / p99 in us, to plan the step, to lay it out as tensors, and to complete it.
+
+A plan on its way to another rank, over gloo on this machine
+
+{frame_table(frames)}
+
+p50 / p99 in us, until rank 0 has packed it and may compute, and until the other rank has read it.
+
+A decode step of a model of one layer, computed by one rank and by two
+
+{rank_table(ranks)}
+
+p50 / p99 in us. The layer is that of the Qwen3 of 95 M. The ranks divide the threads.
+
 Commits in a tight loop, {server["server"]} {server["version"]}, {server["over"]}
 
 {commit_table(commits)}
@@ -303,12 +378,29 @@ A finished request of {remembered["prompt_tokens"]} + {remembered["output_tokens
 {remembered["history_bytes"]:,} bytes in Redis, {remembered["num_entries"]} entries, until its retention is over.""")
 
 
+def host_table(host: Sequence[Figures]) -> str:
+    """Return a column for each number of rows."""
+    return report.aligned([_columns(item["rows"] for item in host), ["step", *(_p50_p99(item["us"]) for item in host)]])
+
+
+def frame_table(frames: Sequence[Figures]) -> str:
+    """Return a column for each number of rows."""
+    rows = [[name, *(_p50_p99(item[f"{name}_us"]) for item in frames)] for name in ("sent", "known")]
+    return report.aligned([_columns(item["rows"] for item in frames), *rows])
+
+
+def rank_table(ranks: Sequence[Figures]) -> str:
+    """Return a column for each number of rows."""
+    rows = [[name, *(_p50_p99(item[f"{name}_us"]) for item in ranks)] for name in ("one", "two")]
+    return report.aligned([_columns(item["rows"] for item in ranks), *rows])
+
+
 def commit_table(commits: Sequence[Figures]) -> str:
     """Return a row for each commit, a column for each number of rows."""
     cells = {(item["commit"], item["rows"]): f"{_p50_p99(item['us'])}, {item['per_s']:,.0f}/s" for item in commits}
     columns = dict.fromkeys(item["rows"] for item in commits)
-    header = ["commit", *(f"{rows} rows" if rows > 1 else "1 row" for rows in columns)]
-    return report.aligned([header, *([commit, *(cells[commit, rows] for rows in columns)] for commit in COMMITS)])
+    rows = ([commit, *(cells[commit, number] for number in columns)] for commit in COMMITS)
+    return report.aligned([_columns(columns), *rows])
 
 
 def way_table(way: Sequence[Figures]) -> str:
@@ -329,6 +421,10 @@ def web_table(web: Sequence[Figures]) -> str:
         times = (item["step_us"], *report.options_of(item["median"]).values())
         rows.append([f"{item['rows']}", *(f"{time_us:,.0f}" for time_us in times)])
     return report.aligned(rows)
+
+
+def _columns(numbers: Iterable[int]) -> list[str]:
+    return ["", *(f"{rows} rows" if rows > 1 else "1 row" for rows in numbers)]
 
 
 def _p50_p99(us: Spread) -> str:

@@ -28,6 +28,7 @@ from pipeline.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.generate.kvcache import make_cache
 from stages.generate.log_thread import LogThread
+from stages.generate.schedule.noted import NotedSchedule
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.request import NewRequest
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits
@@ -98,9 +99,9 @@ class WayTimes:
     uids: list[str]
 
 
-def step_times_alone(num_rows: int, num_tokens: int, step_s: float) -> list[float]:
-    """Drive a schedule and an idle engine in a loop; return the times from one step to the next."""
-    schedule, engine = _schedule(num_rows, num_tokens, "generate-0", 1), IdleEngine(step_s)
+def step_times_alone(num_rows: int, num_tokens: int, engine: IdleEngine) -> list[float]:
+    """Drive a schedule and *engine* in a loop; return the times from one step to the next, in microseconds."""
+    schedule = _schedule(num_rows, num_tokens, "generate-0", 1)
     prompt = tuple(PROMPT.encode())
     for number in range(num_rows):
         assert schedule.add(NewRequest(str(number), prompt, (), _sampling(num_tokens))) is None
@@ -155,7 +156,7 @@ class Way:
         Raises:
             PipelineStuck: Not all of them ended.
         """
-        alone_us = step_times_alone(num_rows, num_tokens, step_s)
+        alone_us = step_times_alone(num_rows, num_tokens, IdleEngine(step_s))
         engine = IdleEngine(step_s)
         with self._engine_slot() as (slot_lease, log):
             uids = self._submit(num_rows, num_tokens)
@@ -183,7 +184,7 @@ class Way:
         self, slot_lease: SlotLease, log: TimedLog, engine: IdleEngine, num_rows: int, num_tokens: int
     ) -> Iterator[threading.Thread]:
         """Run the engine's loop in a thread until the block ends."""
-        schedule = _schedule(num_rows, num_tokens, slot_lease.owner.slot, slot_lease.owner.epoch)
+        schedule = _schedule(num_rows, num_tokens, slot_lease.owner.slot, slot_lease.owner.epoch, NotedSchedule)
         log_thread = LogThread(log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
         worker, stop, errors = GenerateWorker(engine, schedule, log_thread, slot_lease), Stop(), list[BaseException]()
 
@@ -245,8 +246,13 @@ class Way:
             time.sleep(0.02)  # rare enough not to disturb the measurement
 
 
-def _schedule(num_rows: int, num_tokens: int, slot: str, epoch: int) -> Schedule:
-    length = len(PROMPT) + num_tokens + 1
+def length_of(num_tokens: int) -> int:
+    """Return the most tokens that a request of *num_tokens* output tokens may have."""
+    return len(PROMPT) + num_tokens + 1
+
+
+def _schedule(num_rows: int, num_tokens: int, slot: str, epoch: int, kind: type[Schedule] = Schedule) -> Schedule:
+    length = length_of(num_tokens)
     limits = ScheduleLimits(
         context=length,
         max_prefill_length=8192,
@@ -255,7 +261,7 @@ def _schedule(num_rows: int, num_tokens: int, slot: str, epoch: int) -> Schedule
         vocab_size=VOCABULARY,
     )
     num_pages = num_rows * -(-length // PAGE_SIZE)
-    return Schedule(make_cache("radix", num_pages, PAGE_SIZE), limits, [], Identity(slot, epoch, "idle"))
+    return kind(make_cache("radix", num_pages, PAGE_SIZE), limits, [], Identity(slot, epoch, "idle"))
 
 
 def _sampling(num_tokens: int) -> SamplingParams:

@@ -28,10 +28,12 @@ def started(
     *,
     environment: Mapping[str, str] | None = None,
     fds: Sequence[int] = (),
+    alone: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run *command* until the block ends, its output appended to a file. Without a file its stdin and stdout are pipes.
 
-    It gets our environment without the MINISGL_ variables, and *environment*.
+    It gets our environment without the MINISGL_ variables, and *environment*. *alone*: in a session of its own, so that
+    Linux gives it a share of busy cores of its own.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
     process: subprocess.Popen[bytes] | None = None
@@ -47,6 +49,7 @@ def started(
                 env=kept | dict(environment or {}),
                 cwd=None if file else ROOT,
                 pass_fds=fds,
+                start_new_session=alone,
             )
         yield process
     finally:

@@ -155,14 +155,15 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     target, load, output = parse_flags("bench serve", owners, arguments, environment, about=ABOUT)
     check(target, load, output)
     sessions = planned(load)
-    measured, model, writer = asyncio.run(_measured(target, load, sessions))
+    measured, model, numerics, writer = asyncio.run(_measured(target, load, sessions))
     summary = report.summarize(measured, output.goodput)
     scheduled = not _concurrency(load)
-    print(_headline(target, load, model), "", sep="\n")
+    print(_headline(target, load, model), *([f"numerics: {numerics}"] if numerics else []), "", sep="\n")
     print(report.table(summary, output.goodput, scheduled=scheduled))
     document = {
         "options": _options(target, load, output),
         "model": model,
+        "numerics": numerics,
         "tokenizer": writer,
         "summary": summary,
         "kept_schedule": report.kept_schedule(summary.lag_ms) if scheduled else None,
@@ -182,10 +183,7 @@ def check(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> None:
     Raises:
         ConfigError: The first contradiction.
     """
-    if not target.url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {target.url}: must begin with http:// or https://")
-    if "@" in urlsplit(target.url).netloc:
-        raise ConfigError("--url: has a password, which the outputs would show; pass --api-key")
+    check_url(target.url)
     for item in dataclasses.fields(LoadConfig):
         names = USED_BY.get(item.name, DATASETS)
         if getattr(load, item.name) != item.default and load.dataset not in names:
@@ -199,6 +197,14 @@ def check(target: TargetConfig, load: LoadConfig, output: OutputConfig) -> None:
         raise ConfigError("--trace-scale changes the times of the trace, which --rate and --concurrency replace")
     report.check_can_write("--output", output.output)
     report.check_can_plot(output.plot)
+
+
+def check_url(url: str) -> None:
+    """Refuse what is no URL of a server, or has a password. Raises ConfigError."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url}: must begin with http:// or https://")
+    if "@" in urlsplit(url).netloc:
+        raise ConfigError("--url: has a password, which the outputs would show; pass --api-key")
 
 
 def planned(load: LoadConfig) -> list[Session]:
@@ -230,26 +236,26 @@ def _concurrency(load: LoadConfig) -> int:
 
 async def _measured(
     target: TargetConfig, load: LoadConfig, sessions: Sequence[Session]
-) -> tuple[list[Measured], str, Writer]:
-    """Send everything; return the results, the model's name and the writer for its tokenizer."""
+) -> tuple[list[Measured], str, str, Writer]:
+    """Send everything; return the results, the model's name, its numerics and the writer for its tokenizer."""
     async with connected(target.url, api_key=target.api_key, timeout_s=target.timeout_s) as client:
-        model = target.model or await client.served_model()
+        model, numerics = target.model or await client.served_model(), await client.numerics()
         form = Form(target.endpoint, model, target.temperature, target.fix_length)
         writer = await calibrate(client, form, datasets.WORDS)
         concurrency = _concurrency(load)
         warmup = datasets.drawn(load.warmup, -1 - load.seed, load.inputs, load.outputs)
-        with _bar("warm-up", len(warmup)) as advance:
+        with bar("warm-up", len(warmup)) as advance:
             warm = await Load(client, form, writer.write, advance).at_once(warmup, concurrency or CONCURRENCY)
         if failed := report.failures(warm):
             raise ServerRefused(f"{target.url}: in the warm-up {failed}")
-        with _bar("requests", sum(len(session.turns) for session in sessions)) as advance:
+        with bar("requests", sum(len(session.turns) for session in sessions)) as advance:
             sender = Load(client, form, writer.write, advance)
             measured = await (sender.at_once(sessions, concurrency) if concurrency else sender.when_due(sessions))
-        return measured, model, writer
+        return measured, model, numerics, writer
 
 
 @contextlib.contextmanager
-def _bar(name: str, total: int) -> Iterator[Callable[[Measured], None]]:
+def bar(name: str, total: int) -> Iterator[Callable[[object], None]]:
     """Show a progress bar on a terminal; give the function that advances it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -257,7 +263,7 @@ def _bar(name: str, total: int) -> Iterator[Callable[[Measured], None]]:
     with Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=not show) as progress:
         task = progress.add_task(name, total=total)
 
-        def advance(_: Measured) -> None:
+        def advance(_: object) -> None:
             progress.advance(task)
 
         yield advance

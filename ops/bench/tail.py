@@ -28,7 +28,7 @@ from rich.console import Console
 from ops.bench import report
 from ops.bench.load import CHAT_PROMPT, DONE, PATHS, Arrival, Client, connected, timed_frames
 from ops.bench.models import CheckpointConfig
-from ops.bench.peers import SILENCE_TIMEOUT_S, SideFailed, our_server
+from ops.bench.peers import SILENCE_TIMEOUT_S, SideFailed, numerics_of, our_server
 from ops.bench.processes import interrupt_on_sigterm
 from ops.bench.prompts import Prompts
 from ops.bench.serve import above_zero
@@ -112,17 +112,19 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         data = stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True))
         status.update("starting minisgl")
         served, _ = stack.enter_context(our_server(Path(data), flags))
+        numerics = numerics_of(served)
         for number in range(1, config.runs + 1):
             status.update(f"run {number} of {config.runs}")
             generator = random.Random(f"{config.seed}/{number}")
             runs.append(asyncio.run(measured(config, served.url, prompts, generator)))
     problems = broken(runs, config)
     print(f"{folder.name}, {config.streams} streams, a prompt of {config.prompt_tokens:,} tokens every ", end="")
-    print(f"{config.every_s:g} s, on {report.cpu_model()}", "", table(runs, config), sep="\n")
+    print(f"{config.every_s:g} s, on {report.cpu_model()}", f"numerics: {numerics}", "", table(runs, config), sep="\n")
     print("\n".join(["", *problems]) if problems else "\nNo bound is broken.")
     document = {
         "options": report.options_of(config),
         "checkpoint": str(folder),
+        "numerics": numerics,
         "runs": [report.options_of(run) for run in runs],
         "p99": _median(runs, "p99"),
         "pause": _median(runs, "pause"),
@@ -160,7 +162,10 @@ async def measured(config: TailConfig, url: str, prompts: Prompts, generator: ra
             for task in tasks:
                 task.cancel()
     except* SideFailed as failed:
-        raise failed.exceptions[0] from None
+        error: BaseException = failed
+        while isinstance(error, BaseExceptionGroup):  # groups may be in groups
+            error = error.exceptions[0]
+        raise error from None
     gaps = [gap for arrivals in streams for gap in gaps_of(arrivals) if gap.began_s >= began_s]
     return figures(gaps, in_hand)
 

@@ -148,8 +148,12 @@ class Examiner:
             answered += [replace(row, answer=text) for row, text in zip(batch, written, strict=True)]
         return answered
 
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of *text*, which may have special ones."""
+        return tuple(self._tokenizer(text)["input_ids"])
+
     def _length(self, text: str) -> int:
-        return len(self._tokenizer(text)["input_ids"])
+        return len(self.ids(text))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

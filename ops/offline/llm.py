@@ -40,13 +40,15 @@ class LLM:
 
         *options* are the engine's flags by the names of their fields, such as ``dtype="bfloat16"``, with their defaults
         and checks; one differs: without ``mixed_prefill_length`` prompts are not held back beside running requests.
+        ``tp=N`` starts N - 1 more processes, which end with this object.
         *wrap_engine* puts something around the engine, such as a clock.
 
         Raises:
             TypeError: An option that there is not.
             ConfigError: The model, the options and the machine do not go together.
+            RankLost: One of those processes ended at its start.
         """
-        _quieten_logs()
+        quieten_logs()
         config = _config(fspath(model), options)
         self.folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
         """The model's folder."""
@@ -122,7 +124,7 @@ def _config(model: str, options: Mapping[str, Any]) -> GenerateConfig:
     return parse_config("stage generate", GenerateConfig, arguments, {})
 
 
-def _quieten_logs() -> None:
+def quieten_logs() -> None:
     """Log only warnings, to stderr, unless the program has configured structlog."""
     if not structlog.is_configured():
         structlog.configure(

@@ -27,11 +27,13 @@ from stages.detokenize.fold import DetokenizeFold
 from stages.detokenize.worker import MOST_READ as MOST_STEPS_READ
 from stages.detokenize.worker import DetokenizeWorker, load_decoder
 from stages.generate.config import GenerateConfig
+from stages.generate.flights import Forward
 from stages.generate.log_thread import LogThread
 from stages.generate.model.checkpoint import model_id
 from stages.generate.model.spec import read_spec
+from stages.generate.ranks.children import loaded_with_ranks
 from stages.generate.resolve import resolve
-from stages.generate.worker import Forward, GenerateWorker, Loaded, load, serving_of
+from stages.generate.worker import GenerateWorker, Loaded, load, serving_of
 from stages.tokenize.prompts import PromptEncoder
 from stages.tokenize.worker import MOST_READ as MOST_PROMPTS_READ
 from stages.tokenize.worker import TokenizeWorker
@@ -43,7 +45,7 @@ POLL_S: Final = 0.005
 ASK_AGAIN_S: Final = 1.0
 
 Wrap: TypeAlias = Callable[[Forward], Forward]
-"""Wraps the engine, for example with a clock."""
+"""Wraps the engine, for example with a clock. With overlap it should launch steps, as the engine does (`Launches`)."""
 
 
 class UnwatchedSlot(SlotLease):
@@ -128,12 +130,15 @@ class Stages:
                 if not self._stop:
                     raise MiniSGLError(f"the {name} thread has left its loop")
             except BaseException as error:  # whoever waits for tokens must hear of it
-                self.error = self.error or error
-                self._stop.set()
+                self._end_with(error)
 
         thread = threading.Thread(target=run, name=f"minisgl {name}", daemon=True)
         thread.start()
         return thread
+
+    def _end_with(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self._stop.set()
 
     @contextlib.contextmanager
     def _slot_lease(self, stage: str) -> Iterator[SlotLease]:
@@ -145,10 +150,10 @@ class Stages:
             slot_lease.leave()
 
     def _generate(self, config: GenerateConfig, folder: Path, wrap: Wrap, loaded: Future[Loaded]) -> None:
-        """Load in this thread: torch sets its number of threads per calling thread."""
-        with self._slot_lease(GENERATE) as slot_lease:
+        """Load in this thread: torch sets its number of threads per calling thread. Other ranks end with it."""
+        with self._slot_lease(GENERATE) as slot_lease, contextlib.ExitStack() as until_the_end:
             try:
-                model = load(unhurried(config, folder), folder, lambda progress: None)
+                model = until_the_end.enter_context(self._loading(unhurried(config, folder), folder))
                 wrapped = wrap(model.engine)
             except BaseException as error:
                 loaded.set_exception(error)
@@ -159,12 +164,19 @@ class Stages:
             log_thread = LogThread(self.log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
             log_thread.start()
             loaded.set_result(model)
+            grammars = model.grammars(folder)
             try:
-                GenerateWorker(wrapped, model.schedule(slot_lease.owner, serving), log_thread, slot_lease).run(
-                    self._stop
-                )
+                schedule, overlap = model.schedule(slot_lease.owner, serving), model.settings.overlap
+                worker = GenerateWorker(wrapped, schedule, log_thread, slot_lease, grammars=grammars, overlap=overlap)
+                worker.run(self._stop)
             finally:
+                grammars.close()
                 log_thread.stop()
+
+    def _loading(self, config: GenerateConfig, folder: Path) -> contextlib.AbstractContextManager[Loaded]:
+        if config.engine.tp > 1:
+            return loaded_with_ranks(config, folder, self._end_with)
+        return contextlib.nullcontext(load(config, folder, lambda progress: None))
 
     def _tokenize(self, loaded: Future[Loaded]) -> None:
         inbox, _, _ = self._inboxes()

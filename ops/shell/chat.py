@@ -239,6 +239,15 @@ class Chat:
         if self._uid:
             self._screen.note(f"`minisgl trace {self._uid}` shows what happened to the last request")
 
+    def do_trace(self, argument: str) -> None:
+        if not (argument or self._uid):
+            raise Nothing("pass the uid of a request, or ask something first")
+        from ops.trace import lines_of  # with the client of Redis, which a chat does not need
+
+        for told in asyncio.run(self._server.stories(argument or self._uid)):
+            for line in lines_of(told):
+                self._screen.say(line)
+
     def do_save(self, argument: str) -> None:
         kept.save(self._conversation, _file(argument))
         self._screen.note(f"saved: {_summary(self._conversation)}")

@@ -17,6 +17,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "/params": ("", "show the fields that are set"),
     "/model": ("[NAME]", "list the server's models, or choose one"),
     "/stats": ("", "times and tokens of the last answer and of all answers"),
+    "/trace": ("[UID]", "what happened to the last request, or to any other, also to an archived one"),
     "/save": ("FILE", "save conversation, system text and settings to a file"),
     "/load": ("FILE", "load them from a file"),
     "/exit": ("", "leave; so do /quit and Ctrl-D"),

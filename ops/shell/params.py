@@ -36,16 +36,16 @@ class Settings:
     taken_back: tuple[str, ...]
 
 
-def why_not_settable(name: str) -> str:
-    """Return the reason why the field *name* cannot be set, or ""."""
-    return f"{name} cannot be set: {OWN[name]}" if name in OWN else ""
+def why_not_settable(name: str, own: Mapping[str, str] = OWN) -> str:
+    """Return the reason why the field *name* cannot be set, or "". *own*: the fields that the command sets itself."""
+    return f"{name} cannot be set: {own[name]}" if name in own else ""
 
 
-def read_settings(text: str) -> Settings:
+def read_settings(text: str, own: Mapping[str, str] = OWN) -> Settings:
     """Parse `name=value ..`: a value is JSON, or else the text up to the next space; no value unsets the field.
 
     Raises:
-        NotSet: The text has another form, or the shell sets the field itself.
+        NotSet: The text has another form, or the command sets the field itself (*own*).
     """
     values: dict[str, Any] = {}
     taken_back: list[str] = []
@@ -56,7 +56,7 @@ def read_settings(text: str) -> Settings:
             seen = _WORD.match(text, position)[0]  # type: ignore[index]  # as above
             raise NotSet(f"{seen}: expected NAME=VALUE, say temperature=0.2; a text with spaces goes in double quotes")
         name = named[1]
-        if wrong := why_not_settable(name):
+        if wrong := why_not_settable(name, own):
             raise NotSet(wrong)
         value, end = _value(text, named.end())
         if end == named.end():

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import aiohttp
 
@@ -18,7 +18,7 @@ from ops.sse_reader import Frame, FrameReader
 from pipeline.errors import ConfigError, MiniSGLError
 
 CONNECT_TIMEOUT_S: Final = 10.0
-MODELS_TIMEOUT_S: Final = 5.0
+DOCUMENT_TIMEOUT_S: Final = 5.0
 GO_ON_S: Final = 8.0
 """How long to retry a broken stream; a worker is back after two seconds, a server somewhat later."""
 GO_ON_POLL_S: Final = 0.25
@@ -77,19 +77,39 @@ class Server:
             Unanswered: There is no list.
         """
         try:
+            return [str(model["id"]) for model in (await self._document("/v1/models"))["data"]]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise Unanswered(Refusal(f"{self.name}/v1/models does not list models")) from None
+
+    async def stories(self, name: str) -> list[dict[str, Any]]:
+        """Return what happened to the request that a MiniSGL server knows by *name*; of siblings, to each.
+
+        Raises:
+            Unanswered: The server does not know it, or is no MiniSGL.
+        """
+        path = f"/v1/requests/{quote(name, safe='')}"
+        try:
+            document = await self._document(path)
+            stories: list[dict[str, Any]] = document.get("requests", [document])
+            if all("moments" in story for story in stories):
+                return stories
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            pass
+        raise Unanswered(Refusal(f"{self.name}{path} does not tell of a request"))
+
+    async def _document(self, path: str) -> Any:
+        """Return the JSON at *path*. Raises Unanswered without one, and as JSON does."""
+        try:
             async with (
-                self._session(aiohttp.ClientTimeout(total=MODELS_TIMEOUT_S)) as session,
-                session.get(f"{self._url}/v1/models") as response,
+                self._session(aiohttp.ClientTimeout(total=DOCUMENT_TIMEOUT_S)) as session,
+                session.get(f"{self._url}{path}") as response,
             ):
                 content = await response.read()
                 if response.status != 200:
                     raise Unanswered(refusal_of(response.status, content))
-                document = await response.json(content_type=None)
-                return [str(model["id"]) for model in document["data"]]
+                return await response.json(content_type=None)
         except NETWORK as error:
             raise self._unreachable(error) from None
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise Unanswered(Refusal(f"{self.name}/v1/models does not list models")) from None
 
     async def answer(self, body: Mapping[str, Any], reply: Reply) -> AsyncGenerator[Piece, None]:
         """Send a request, fold the stream into *reply*, and yield the text to show. Closing the generator cancels it.

@@ -8,7 +8,9 @@ from typing import Final
 from pipeline.errors import LogError
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import HistoryEnds
+from pipeline.names import GENERATE, slot_index, slot_stage
 from pipeline.views.pipeline import Observed, PipelineView, observe, queries_for, view_of
+from pipeline.views.steps import StepsView, last_steps
 
 SCANNED_AT_START: Final = 10_000
 """Keys scanned at the start for requests that ended before."""
@@ -16,6 +18,9 @@ SCANNED_LATER: Final = 1000
 """Keys scanned at each later read, for requests that come and end between two reads."""
 PEEKED_AT_ONCE: Final = 10
 """Histories per call; a prompt may be long, and is read once."""
+
+LAST_STEPS: Final = 32
+"""Steps of each engine per read; one takes up to 10 KB."""
 
 
 class Reader:
@@ -38,7 +43,9 @@ class Reader:
         peeks: dict[str, HistoryEnds] = {}
         for first in range(0, len(asks), PEEKED_AT_ONCE):
             peeks |= self._log.peek(dict(asks[first : first + PEEKED_AT_ONCE]))
-        self._reading = observe(self._reading, snapshot, peeks)
+        engines = sorted((slot for slot in snapshot.slots if slot_stage(slot) == GENERATE), key=slot_index)
+        steps = tuple(filter(None, map(self._last_steps, engines)))
+        self._reading = replace(observe(self._reading, snapshot, peeks), steps=steps)
         return self._reading
 
     def view_after(self, last: PipelineView) -> PipelineView:
@@ -47,6 +54,9 @@ class Reader:
             return view_of(self.read())
         except LogError as error:
             return replace(last, error=str(error) or type(error).__name__)
+
+    def _last_steps(self, engine: str) -> StepsView | None:
+        return last_steps(engine, self._log.journal(engine, max_entries=LAST_STEPS, newest=True))
 
     def _search(self, max_keys: int) -> list[str]:
         """Return the requests among the next keys of an endless scan."""

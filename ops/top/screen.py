@@ -16,6 +16,7 @@ from rich.text import Text
 
 from ops.connection import one_line
 from pipeline.views.pipeline import EngineView, PipelineView, RequestView, SlotView
+from pipeline.views.steps import StepsView
 
 WIDE: Final = 110
 """Columns that allow full names."""
@@ -106,7 +107,9 @@ def lines_of(
 ) -> list[Text]:
     """Return *view* as lines, the head first; width or height 0 means no limit."""
     is_wide = not width or width >= WIDE
-    sections = [_slots(view), _streams(view), _engines(view.engines, is_wide), _requests(view.requests, width)]
+    sections = [_slots(view), _streams(view), _engines(view.engines, is_wide)]
+    sections += [_steps(view, is_wide)] if view.steps else []
+    sections.append(_requests(view.requests, width))
     num_free = len(sections) if not height or height >= ROOMY else 0
     rooms = [len(section.rows) or 1 for section in sections]
     if height:
@@ -275,6 +278,29 @@ def _engine(engine: EngineView) -> list[Cell]:
         _seconds(engine.between_tokens_p50_s),
     ]
     return [(engine.engine, ""), *((text, "" if text != "-" else "dim") for text in texts)]
+
+
+def _steps(view: PipelineView, is_wide: bool) -> Section:
+    """What each engine did in its last steps."""
+    names = ("last steps", "ago", "steps", "p50", "longest", "decode", "prompt tokens", "preempted", "waiting", "pages")
+    short = ("last steps", "ago", "steps", "p50", "longest", "decode", "prompts", "preempt", "wait", "pages")
+    rows = [_last(steps, view.at_ms) for steps in view.steps]
+    return Section(names if is_wide else short, (10, 6, 5, 7, 7, 6, 7, 7, 4, 5), "<" + ">" * 9, (0,), rows)
+
+
+def _last(steps: StepsView, now_ms: int) -> list[Cell]:
+    return [
+        (steps.engine, ""),
+        (age(max(now_ms - steps.at_ms, 0)), ""),
+        (f"{steps.num_steps:,}", ""),
+        (_seconds(steps.median_ms / 1000), ""),
+        (_seconds(steps.longest_ms / 1000), ""),
+        (f"{steps.decode_rows:,}", ""),
+        (f"{steps.prompt_tokens:,} ({steps.num_prompts:,})" if steps.num_prompts else "0", ""),
+        (f"{steps.preempted:,}", "magenta" if steps.preempted else ""),
+        (f"{steps.waiting:,}", _UNSURE if steps.waiting else ""),
+        (f"{steps.free_pages:,}", ""),
+    ]
 
 
 def _requests(requests: Sequence[RequestView], width: int) -> Section:

@@ -1,12 +1,15 @@
-"""A log to look into; and how a process logs, which the tests here set up like programs of their own, and undo."""
+"""A log to look into; a server that follows a script; and how a process logs, which the tests here set up like programs
+of their own, and undo.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import structlog
+from fresh_logs import fresh_logs
 from lived_requests import LivedRequests
+from openai_stand_in import OpenAIStandIn, listening
 
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
@@ -15,13 +18,8 @@ from pipeline.names import Names
 
 @pytest.fixture(scope="module", autouse=True)
 def logs_as_in_a_new_process() -> Iterator[None]:
-    """Begin without any, as a program that imports `LLM` does, and give back what there was."""
-    before, was_configured = structlog.get_config(), structlog.is_configured()
-    structlog.reset_defaults()
-    yield
-    structlog.reset_defaults()
-    if was_configured:
-        structlog.configure(**before)
+    with fresh_logs():
+        yield
 
 
 @pytest.fixture
@@ -35,3 +33,10 @@ def log(redis_url: str) -> Iterator[RedisLog]:
 def lived(log: RedisLog) -> LivedRequests:
     """A log in which requests can be made."""
     return LivedRequests(log)
+
+
+@pytest.fixture
+def stand_in() -> Iterator[OpenAIStandIn]:
+    """Any OpenAI server."""
+    with listening() as server:
+        yield server

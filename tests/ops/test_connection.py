@@ -8,7 +8,7 @@ import pytest
 
 from minisgl import main
 
-COMMANDS = ("top", "trace u", "dead ls", "dead show u", "dead requeue u", "dead drop u")
+COMMANDS = ("top", "trace u", "dead ls", "dead show u", "dead requeue u", "dead drop u", "replay dump f")
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -53,7 +53,8 @@ def test_a_command_line_that_cannot_work_ends_with_2(
 @pytest.mark.parametrize(
     ("line", "usage"),
     [("trace", "trace UID"), ("trace ab", "trace UID")]
-    + [(f"dead {action}", f"dead {action}") for action in ("ls", "show", "requeue", "drop")],
+    + [(f"dead {action}", f"dead {action}") for action in ("ls", "show", "requeue", "drop")]
+    + [(f"replay {action}", f"replay {action}") for action in ("dump", "import")],
 )
 def test_help_names_the_flags(line: str, usage: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -64,8 +65,12 @@ def test_help_names_the_flags(line: str, usage: str, capsys: pytest.CaptureFixtu
     assert ("--request-timeout" in said) is (line == "dead requeue")
 
 
-@pytest.mark.parametrize("line", ["dead", "dead --help"])
-def test_help_of_dead_names_the_actions(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 0
+ACTIONS = {"dead": ("ls", "show", "requeue", "drop"), "replay": ("dump", "import")}
+
+
+@pytest.mark.parametrize("command", ACTIONS)
+@pytest.mark.parametrize("flags", [[], ["--help"]])
+def test_help_of_a_tool_names_its_actions(command: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, *flags]) == 0
     said = capsys.readouterr().out
-    assert all(f"minisgl dead {action}" in said for action in ("ls", "show", "requeue", "drop"))
+    assert all(f"minisgl {command} {action}" in said for action in ACTIONS[command])

@@ -26,7 +26,20 @@ from tool import Tool
 
 from ops.top.reader import SCANNED_AT_START, Reader
 from ops.top.screen import Screenful, age, as_json, lines_of, shares
-from pipeline.events import Cancelled, Failed, SamplingParams, Submitted
+from pipeline.events import (
+    Cancelled,
+    Chunk,
+    EventRow,
+    Failed,
+    Figures,
+    Preempted,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    encode,
+)
+from pipeline.journal import JournalWriter
+from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import RedisFacts
 from pipeline.names import Names
@@ -101,6 +114,30 @@ def test_running_stages_are_shown_as_they_are(redis_url: str, log: RedisLog, top
     assert [(each["model"], each["context"]) for each in view["engines"]] == [("org/demo", 128)]
     seen = [(each["uid"], each["state"], each["engine"], each["prompt_tokens"]) for each in view["requests"]]
     assert seen == [(uid, "running", "generate-0", 5) for uid in reversed(uids)]
+
+
+def test_the_last_steps_of_an_engine_and_what_waits_there_come_from_its_journal(
+    lived: LivedRequests, log: RedisLog, top: Tool
+) -> None:
+    lived.submitted()
+    assert not any(line.startswith("last steps") for line in top("--once"))
+    for number, forward_ms in enumerate((10, 1500, 20), 1):
+        chunks = (Chunk(uid="a", start=0, count=500), Chunk(uid=f"b{number}", start=0, count=250))
+        preempted = EventRow(uid="c", n=3, event=Preempted(engine="generate-0", epoch=1, step=number))
+        figures = Figures(forward_ms=forward_ms, waiting=7 - number, free_pages=number, decode_rows=number)
+        step = StepCompleted(rows=(preempted,), chunks=chunks if number > 1 else (), figures=figures)
+        entry = Entry(f"1-{number}", {"ms": str(number)} | encode(step))
+        fields = itertools.chain(*JournalWriter().fields(entry, step).items())
+        command(log.url, "XADD", Names().journal("generate-0"), entry.id, *fields)
+    lines = top("--once")
+    at = next(place for place, line in enumerate(lines) if line.startswith("last steps"))
+    name, _, *words = lines[at + 1].split()
+    assert name == "generate-0"
+    assert words == ["3", "20.0", "ms", "1.50", "s", "3", "1,500", "(3)", "3", "4", "3"]
+    (steps,) = top.json("--once")["steps"]
+    assert (steps["longest_ms"], steps["prompt_tokens"], steps["waiting"]) == (1500, 1500, 4)
+    command(log.url, "XADD", Names().journal("generate-0"), "2-1", "rows", "of a newer version")
+    assert top.json("--once")["steps"] == []
 
 
 def test_another_namespace_is_another_log(lived: LivedRequests, top: Tool) -> None:

@@ -158,6 +158,7 @@ def test_an_interrupt_while_a_process_starts_leaves_none_behind(monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_ours_is_compared_with_transformers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "llama3", "llama3")  # its prompts begin with a token of their own
     flags = ["--model", str(folder), "--threads", "1", "--runs", "2", "--num-requests", "3", "--input-len", "8-20"]

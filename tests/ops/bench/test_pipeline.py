@@ -66,7 +66,7 @@ def test_only_steps_in_which_everybody_decodes_are_compared() -> None:
 
 
 def test_a_schedule_alone_decodes_all_but_the_first_token_together() -> None:
-    assert len(step_times_alone(3, 10, 0.0)) == 8  # from the second to the tenth
+    assert len(step_times_alone(3, 10, IdleEngine(0.0))) == 8  # from the second to the tenth
 
 
 def test_the_median_is_taken_of_each_figure() -> None:
@@ -178,6 +178,13 @@ def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers
         (commit, rows) for commit in COMMITS for rows in (1, 3)
     }
     assert all(item["per_s"] > 0 and 0 < item["us"]["p50"] <= item["us"]["p99"] for item in figures["commits"])
+    assert [item["rows"] for item in figures["frames"]] == [1, 3]
+    for item in figures["frames"]:
+        assert len(item["runs"]) == 2
+        assert item["sent_us"]["p50"] > 0 and 0 < item["known_us"]["p50"] < 1e6
+    assert [item["rows"] for item in figures["ranks"]] == [1, 3]
+    for item in figures["ranks"]:
+        assert all(len(item[f"{name}_runs"]) == 2 and 0 < item[f"{name}_us"]["p50"] < 1e6 for name in ("one", "two"))
     assert [(item["rows"], item["step_us"]) for item in figures["way"]] == [(1, 0), (2, 0), (1, 1000), (2, 1000)]
     for item in figures["way"]:
         assert len(item["runs"]) == 2
@@ -194,6 +201,6 @@ def test_a_small_run_gives_every_figure_and_leaves_no_key(redis_servers: Servers
     assert 5_000 < request["history_bytes"] < 50_000
     assert figures["setup"]["redis"]["redis_version"] and figures["setup"]["versions"]["hiredis"]
     assert figures["setup"]["cpu"] and figures["options"]["runs"] == 2
-    tables = ("produced", "What the stages add to a step", "CPU time of the web process")
+    tables = ("A plan on its way", "produced", "What the stages add to a step", "CPU time of the web process")
     for words in (*tables, f"{request['history_bytes']:,} bytes in Redis"):
         assert words in printed

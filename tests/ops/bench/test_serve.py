@@ -47,6 +47,20 @@ def test_it_prints_a_table_and_writes_everything_that_it_measured(
     assert len(stand_in.bodies) == 8  # two to warm up
 
 
+def test_the_head_of_the_table_names_the_numerics_of_our_server_and_none_of_another(
+    stand_in: OpenAIStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version, expected in (
+        ({"version": "1", "engines": [{"numerics": "a"}, {"numerics": "b"}, {"numerics": "a"}]}, "a, b"),
+        ({"version": "0.11"}, ""),
+        (["0.11"], ""),
+    ):
+        stand_in.version = version
+        assert run("--url", stand_in.url, *SMALL, "--output", str(tmp_path / "out.json")) == 0
+        assert json.loads((tmp_path / "out.json").read_text())["numerics"] == expected
+        assert (f"2 at a time\nnumerics: {expected}\n\n" if expected else "2 at a time\n\n") in capsys.readouterr().out
+
+
 def test_another_seed_is_another_load() -> None:
     first, again, other = (bench.planned(bench.LoadConfig(seed=seed)) for seed in (0, 0, 5))
     assert first == again != other

@@ -128,6 +128,7 @@ def test_a_server_is_measured_and_a_large_fixed_budget_is_seen(tmp_path: Path) -
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The longest pause is" in done.stdout and "The p99" not in done.stdout
     document = json.loads((tmp_path / "out.json").read_text())
+    assert document["numerics"].startswith("float32/none/torch-") and document["numerics"] in done.stdout
     (run,) = document["runs"]
     assert run["alone"]["count"] > 20 and run["beside"]["count"] > 2 and len(run["ttft_ms"]) == 2
     assert document["pause"] == run["pause"] > 1.5 and len(document["broken"]) == 1

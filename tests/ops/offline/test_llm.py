@@ -25,9 +25,9 @@ from ops.offline import Completion, GenerationFailed
 from ops.offline.prompts import Prompt
 from ops.offline.stages import UnwatchedSlot
 from pipeline.errors import ConfigError, MiniSGLError
+from stages.generate.flights import Forward
 from stages.generate.model.checkpoint import DEMO_FOLDER
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.worker import Forward
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 POISON = 250
@@ -131,6 +131,13 @@ def test_each_prompt_has_its_own_parameters_and_results_are_in_order(shared: Wat
     assert [len(completion.token_ids) for completion in completions] == [9, 1, 5]
     again = shared.generate(["a", "b", "c"], GREEDY)
     assert [each.prompt_token_ids for each in completions] == [each.prompt_token_ids for each in again]
+
+
+def test_with_overlap_the_answers_are_the_same(shared: WatchedLLM, folder: Path) -> None:
+    prompts, params = ["Hello!", "a", "The log"], SamplingParams(seed=1, max_tokens=12, ignore_eos=True, top_p=0.9)
+    with LLM(folder, threads=1, num_pages=256, page_size=16, overlap="on") as llm:
+        ahead = llm.generate(prompts, params)
+    assert [each.token_ids for each in ahead] == [each.token_ids for each in shared.generate(prompts, params)]
 
 
 def test_a_seed_repeats_an_answer_and_without_one_answers_differ(shared: WatchedLLM) -> None:
@@ -274,7 +281,7 @@ def test_bad_parameters_are_refused_before_anything_runs(shared: WatchedLLM, par
 
 
 def test_the_longest_prompt_that_leaves_room_for_a_token_is_answered(shared: WatchedLLM) -> None:
-    (completion,) = shared.generate([1] * 4095)
+    (completion,) = shared.generate([1] * 4095, SamplingParams(ignore_eos=True))
     assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
 
 

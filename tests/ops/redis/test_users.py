@@ -17,7 +17,7 @@ from pipeline.errors import LogUnavailable
 from pipeline.log.address import connect
 from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
-from pipeline.names import DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB, Names
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, STAGES, TOKENIZE, WEB, Names
 
 ROOT = Path(__file__).resolve().parents[3]
 ACL = (ROOT / "ops" / "redis" / "users.acl").read_text()
@@ -33,11 +33,13 @@ SLOT = ("acquire", "announce", "renew", "release")
 SCRIPTS: Mapping[str, tuple[str, ...]] = {
     WEB: (*SLOT, "submit", "end", "abandon", "reading", "flush", "open_replies"),
     TOKENIZE: (*SLOT, "prepare", "claim", "retry", "tokenized", "end", "bury", "leave"),
-    GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end", "bury", "leave"),
+    GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end", "bury", "leave", "form", "joined"),
     DETOKENIZE: (*SLOT, "prepare", "claim", "retry", "produced", "end", "bury"),
+    "operator": ("import", "end", "erase", "purge", "flush", "drop_dead"),
+    ARCHIVE: (*SLOT, "prepare", "claim", "retry", "open_archive", "archived", "bury"),
     "minisgl": tuple(path.stem for path in COMMITS.glob("*.lua") if path.stem != "lib"),
 }
-"""Which commits each role may call. An operator calls one, `submit`, with neither key nor quota: see below."""
+"""Which commits each role may call. An operator also calls `submit`, with neither key nor quota: see below."""
 
 
 def users_with_password(folder: Path) -> Path:
@@ -64,7 +66,7 @@ def as_user(url: str, user: str) -> str:
 
 
 def test_there_is_a_user_for_each_stage_one_for_all_and_one_for_people() -> None:
-    assert set(ROLES) == {*STAGES, "operator", "minisgl"}
+    assert set(ROLES) == {*STAGES, ARCHIVE, "operator", "minisgl"}
     assert RIGHTS["default"] == {"reset", "off"}
     assert all({"reset", "on"} < rights for role, rights in RIGHTS.items() if role != "default")
 
@@ -145,6 +147,9 @@ OTHERS = (
     (DETOKENIZE, "SET", NAMES.owner("generate-0"), "1"),
     (DETOKENIZE, "XADD", NAMES.tokenized, "*", "a", "b"),
     (DETOKENIZE, "SET", NAMES.status("web-0"), "1"),
+    (ARCHIVE, "XADD", NAMES.submitted, "*", "a", "b"),
+    (ARCHIVE, "SET", NAMES.owner("generate-0"), "1"),
+    (ARCHIVE, "GET", NAMES.idempotency("k")),
     (WEB, "SET", NAMES.owner("generate-0"), "1"),
     (WEB, "SET", NAMES.lease("generate-0"), "1"),
     (WEB, "XREADGROUP", "GROUP", "tokenize", "c", "STREAMS", NAMES.submitted, ">"),
@@ -164,13 +169,22 @@ def test_no_role_does_the_work_of_another(guarded: str, case: tuple[str, ...]) -
         client.execute_command(*words)
 
 
-def test_an_operator_looks_and_deals_with_dead_letters(guarded: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operator_looks_and_deals_with_dead_letters(
+    guarded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with contextlib.closing(RedisLog(as_user(guarded, "minisgl"), NAMES)) as log:
         uid = LivedRequests(log).dead()
     where = ["--redis-url", as_user(guarded, "operator")]
     for line in (["trace", uid], ["top", "--once"], ["dead", "ls"], ["dead", "show", uid], ["dead", "requeue", uid]):
         assert main([*line, *where]) == 0, capsys.readouterr().err
     assert uid in capsys.readouterr().out
+    file = str(tmp_path / "requests.zst")
+    assert main(["replay", "dump", file, *where]) == 0, capsys.readouterr().err
+    with connect(as_user(guarded, "admin")) as client:
+        client.execute_command("FLUSHALL")
+    assert main(["replay", "import", file, *where]) == 0, capsys.readouterr().err
+    assert main(["trace", uid, *where]) == 0, capsys.readouterr().err
+    assert main(["replay", "forget", uid, *where]) == 0, capsys.readouterr().err
     with connect(as_user(guarded, "admin")) as client:
         client.execute_command("FLUSHALL")
 

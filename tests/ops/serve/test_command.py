@@ -2,21 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fresh_logs import fresh_logs
 from redis_servers import command
+from servers import free_port
 
 from ops.serve import command as serve
 from ops.serve.config import ServerConfig, parse_command
 from pipeline.errors import ConfigError
 from pipeline.log.check import check_server
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
 from pipeline.process import redis_server
 from pipeline.process.redis_server import machine_memory_bytes
+from stages.generate.model.checkpoint import DEMO_FOLDER
 from web.config import LEAST_LOG_BYTES
 
 GIB = 1 << 30
+
+
+class Recorded:
+    """Processes that are not started."""
+
+    def __init__(self, *_: object) -> None:
+        self.added: list[tuple[str, Sequence[str], dict[str, Any]]] = []
+
+    def add(self, stage: str, flags: Sequence[str], **options: Any) -> None:
+        self.added.append((stage, flags, options))
+
+    def run(self, *_: object) -> int:
+        return 0
+
+    def flags(self, stage: str) -> list[str]:
+        """Return the flags of each worker of *stage*, but for what is free, which differs from run to run."""
+        texts = (" ".join(flags) for added, flags, _ in self.added if added == stage)
+        return [re.sub("--free-bytes [0-9]+", "--free-bytes N", text) for text in texts]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    processes = Recorded()
+    monkeypatch.setattr(serve, "_with_redis", lambda config: contextlib.nullcontext(processes))
+    monkeypatch.setattr(serve, "Processes", lambda *_: processes)
+    monkeypatch.setattr("pipeline.log.check.check_server", lambda *_: None)
+    with fresh_logs():
+        yield processes
+
+
+def test_each_engine_of_a_server_has_its_share_and_a_detokenizer(recorded: Recorded) -> None:
+    flags = ["--dp", "2", "--tp", "2", "--device", "cpu", "--port", str(free_port())]
+    assert serve.main(["serve", *flags], {}) == 0
+    model = f"--model {DEMO_FOLDER}"
+    assert recorded.flags(GENERATE) == [
+        f"{model} --tp 2 --device cpu --engines 2 --free-bytes N",
+        f"{model} --tp 2 --device cpu --engine 1 --engines 2 --free-bytes N",
+    ]
+    assert recorded.flags(DETOKENIZE) == [model, model]
+    assert [options["num_ranks"] for stage, _, options in recorded.added if stage == GENERATE] == [2, 2]
+    assert [len(recorded.flags(stage)) for stage in (TOKENIZE, WEB)] == [1, 1]
+
+
+def test_engines_that_a_stage_starts_together_have_their_shares(recorded: Recorded) -> None:
+    flags = ["--replicas", "2", "--device", "cpu", "--redis-url", "redis://h"]
+    assert serve.main(["stage", "generate", *flags], {}) == 0
+    assert [told.partition("--device cpu ")[2] for told in recorded.flags(GENERATE)] == [
+        "--engines 2 --free-bytes N",
+        "--engine 1 --engines 2 --free-bytes N",
+    ]
+
+
+def test_a_single_engine_is_told_of_no_share(recorded: Recorded) -> None:
+    assert serve.main(["serve", "--port", str(free_port())], {}) == 0
+    assert recorded.flags(GENERATE) == recorded.flags(DETOKENIZE) == [f"--model {DEMO_FOLDER}"]
 
 
 def budget(*flags: str) -> int | None:

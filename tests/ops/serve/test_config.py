@@ -10,6 +10,7 @@ import pytest
 
 from ops import dead, trace
 from ops.config import ConnectConfig
+from ops.replay import drive, forget, schedule
 from ops.serve.config import (
     COMMANDS,
     ServerConfig,
@@ -31,6 +32,9 @@ TOOLS = {
     "dead show": dead.FLAGS,
     "dead requeue": dead.REQUEUE_FLAGS,
     "dead drop": dead.FLAGS,
+    "replay drive": drive.FLAGS,
+    "replay schedule": schedule.FLAGS,
+    "replay forget": forget.FLAGS,
     "shell": (ShellConfig,),
 }
 OWNERS = {command: owners_of(config) for command, config in COMMANDS.items()} | TOOLS
@@ -43,8 +47,10 @@ REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
 CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",), ("--max-log-bytes",)}
 ORIGINS = {("--allow-host",), ("--allow-origin",)}
 KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
-HTTP = REQUESTS | CLIENTS | ORIGINS | KEYS
-LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--lease",)}
+ARCHIVED = {("--archive",)}
+HTTP = REQUESTS | CLIENTS | ORIGINS | KEYS | ARCHIVED
+FILES = {("--to",), ("--retain",), ("--max-bytes",), ("--leave",)}
+LOG = {("--redis-url",), ("--namespace",), ("--retention",), ("--journal-bytes",), ("--lease",)}
 ENGINE = {
     ("--dtype",),
     ("--quantization",),
@@ -58,31 +64,52 @@ ENGINE = {
     ("--max-prefill-length", "--max-extend-length"),
     ("--mixed-prefill-length",),
     ("--max-running-requests",),
+    ("--overlap",),
+    ("--graph", "--cuda-graph-max-bs"),
     ("--page-size",),
     ("--num-pages",),
     ("--memory-ratio",),
     ("--max-seq-len", "--max-seq-len-override"),
 }
 PROMPTS = {("--tokenize-timeout",)}
-SERVE = {("--tokenizers", "--num-tokenizer", "--tokenizer-count"), ("--shell", "--shell-mode")}
+SERVE = {
+    ("--tokenizers", "--num-tokenizer", "--tokenizer-count"),
+    ("--dp", "--data-parallel-size", "--dp-size"),
+    ("--shell", "--shell-mode"),
+}
 WORKER = {("--replicas",), ("--slot",)}
+NODES = {("--nnodes",), ("--node-rank",), ("--group",), ("--rank-address",)}
+RANK = {("--rank",)}
+SHARE = {("--engine",), ("--engines",), ("--free-bytes",)}
 LISTEN = {("--listen-fd",)}
 CONNECT = {("--redis-url",), ("--data-dir",), ("--port",), ("--namespace",)}
 RETENTION = {("--retention",)}
 JSON = {("--json",)}
+CLIENT = {("--url",), ("--model",), ("--api-key",), ("--set",)}
+STEPS = {("--from",), ("--to",)}
+CHOICE = {("--since",), ("--until",), ("--where",)}
 FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
-    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | LOG | PROMPTS | HTTP,
+    "serve": MODEL | DATA | NAMES | DEFAULTS | WEB | SERVE | ENGINE | NODES | LOG | PROMPTS | HTTP,
     "stage tokenize": MODEL | WORKER | LOG | PROMPTS,
-    "stage generate": MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG,
+    "stage generate": MODEL | NAMES | DEFAULTS | WORKER | ENGINE | LOG | NODES | RANK | SHARE,
     "stage detokenize": MODEL | WORKER | LOG,
     "stage web": WEB | LISTEN | WORKER | LOG | HTTP,
-    "trace": CONNECT | RETENTION | JSON,
+    "stage archive": WORKER | LOG | FILES,
+    "trace": CONNECT | RETENTION | ARCHIVED | JSON,
     "top": CONNECT | JSON | {("--interval",), ("--once",)},
     "dead ls": CONNECT | JSON,
     "dead show": CONNECT | JSON,
     "dead requeue": CONNECT | REQUESTS | RETENTION | JSON,
     "dead drop": CONNECT | JSON,
-    "shell": {("--url",), ("--model",), ("--api-key",), ("--system",), ("--set",), ("--prompt", "-q")},
+    "replay schedule": CONNECT | JSON | STEPS | {("--max-prefill-length",), ("--mixed-prefill-length",)},
+    "replay forget": CONNECT | RETENTION | ARCHIVED | JSON | {("--user",)},
+    "replay drive": CONNECT
+    | ARCHIVED
+    | CHOICE
+    | JSON
+    | CLIENT
+    | {("--speed",), ("--compare",), ("--timeout",), ("--plot",)},
+    "shell": CLIENT | {("--system",), ("--prompt", "-q")},
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
 
@@ -99,6 +126,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--repair": ("yes", True),
     "--retention": ("0.5", 0.5),
     "--request-timeout": ("7", 7.0),
+    "--journal-bytes": ("8M", 8 << 20),
     "--lease": ("1e1", 10.0),
     "--max-queued-requests": ("1", 1),
     "--max-body-bytes": ("2048", 2048),
@@ -109,39 +137,64 @@ VALUES: dict[str, tuple[str, object]] = {
     "--api-key": ("k1 k2", ("k1", "k2")),
     "--limits": ("/l.toml", "/l.toml"),
     "--admin-key": ("k3", "k3"),
+    "--archive": ("/a", "/a"),
+    "--to": ("/a", "/a"),
+    "--retain": ("2d", 172800.0),
+    "--max-bytes": ("1G", 1 << 30),
+    "--leave": ("yes", True),
     "--dtype": ("float32", "float32"),
     "--quantization": ("int8", "int8"),
-    "--tp": ("1", 1),
+    "--tp": ("2", 2),
     "--dummy-weight": ("yes", True),
     "--device": ("cpu", "cpu"),
     "--threads": ("3", 3),
     "--kernels": ("avx2", "avx2"),
-    "--attn": ("reference", "reference"),
+    "--attn": ("fa,fi", "fa,fi"),
     "--cache": ("naive", "naive"),
     "--max-prefill-length": ("100", 100),
     "--mixed-prefill-length": ("10", 10),
     "--max-running-requests": ("2", 2),
+    "--overlap": ("on", "on"),
+    "--graph": ("16", 16),
     "--page-size": ("32", 32),
     "--num-pages": ("5", 5),
     "--memory-ratio": ("1", 1.0),
     "--max-seq-len": ("2", 2),
     "--tokenizers": ("0", 0),
+    "--dp": ("2", 2),
     "--tokenize-timeout": ("2.5", 2.5),
     "--replicas": ("2", 2),
     "--slot": ("0", 0),
+    "--rank": ("1", 1),
+    "--nnodes": ("2", 2),
+    "--node-rank": ("1", 1),
+    "--group": ("run.0", "run.0"),
+    "--engine": ("1", 1),
+    "--engines": ("2", 2),
+    "--free-bytes": ("5", 5),
+    "--rank-address": ("10.0.0.5", "10.0.0.5"),
     "--listen-fd": ("3", 3),
     "--json": ("yes", True),
     "--interval": ("0.5", 0.5),
     "--once": ("yes", True),
+    "--from": ("7-1200", "7-1200"),
+    "--user": ("ann", "ann"),
+    "--since": ("2026-11-23T09:00", 1_795_424_400_000),
+    "--until": ("2026-11-23T10:00+01:00", 1_795_424_400_000),
+    "--where": ("model=demo", (("model", "demo"),)),
     "--shell": ("yes", True),
     "--url": ("http://h:1", "http://h:1"),
     "--system": ("Be kind.", "Be kind."),
     "--set": ("seed=1", ("seed=1",)),
     "--prompt": ("Hi", "Hi"),
+    "--speed": ("2.5", 2.5),
+    "--compare": ("yes", True),
+    "--timeout": ("7", 7.0),
+    "--plot": ("/p.png", "/p.png"),
 }
 """A value for each flag, and what it becomes; a tuple is of a flag that takes several words."""
 SHELL_VALUES = VALUES | {"--api-key": ("k1 k2", "k1")}
-"""The shell sends one key of those that a server has."""
+"""A client sends one key of those that a server has."""
 
 BAD_VALUES = [
     ("--port", "eighty", "at least 1"),
@@ -155,6 +208,7 @@ BAD_VALUES = [
     ("--max-queued-requests", "0", "at least 1"),
     ("--max-queued-requests", "1.5", "whole number"),
     ("--max-body-bytes", "1023", "at least 1024"),
+    ("--journal-bytes", "1000000", "0, or at least 1M (1048576 bytes)"),
     ("--max-log-bytes", "16777215", "0, or at least 16M (16777216 bytes)"),
     ("--max-log-bytes", "-1", "0, or at least 16M"),
     ("--max-log-bytes", "1.5G", "0, or at least 16M"),
@@ -165,18 +219,28 @@ BAD_VALUES = [
     ("--disconnect-grace", "soon", "seconds"),
     ("--generation-config", "vllm", "one of auto, none"),
     ("--dtype", "int8", "bfloat16"),
-    ("--tp", "2", "only 1 so far"),
+    ("--tp", "0", "at least 1"),
     ("--tp", "many", "whole number"),
+    ("--nnodes", "0", "at least 1"),
+    ("--node-rank", "-1", "at least 0"),
+    ("--group", "my group", "letters, digits, dots, dashes and underscores"),
+    ("--group", "a/b", "letters, digits, dots, dashes and underscores"),
+    ("--rank-address", "node-1", "one IP address of this machine"),
+    ("--rank-address", "0.0.0.0", "one IP address of this machine"),
     ("--dummy-weight", "perhaps", "yes or no"),
     ("--device", "tpu", "cuda"),
     ("--threads", "-1", "at least 1"),
     ("--attn", "fast", "reference"),
+    ("--attn", "trtllm", "one of auto, fi, fa,fi, torch"),
+    ("--attn", "fi,fa", "one of auto"),
     ("--kernels", "sse", "avx512"),
     ("--quantization", "int4", "int8"),
     ("--cache", "lru", "one of radix, naive"),
     ("--max-prefill-length", "none", "at least 1"),
     ("--mixed-prefill-length", "-5", "at least 1"),
     ("--max-running-requests", "0", "at least 1"),
+    ("--overlap", "yes", "one of auto, on, off"),
+    ("--graph", "-1", "at least 0"),
     ("--page-size", "24", "power of two"),
     ("--num-pages", "-2", "at least 1"),
     ("--memory-ratio", "0", "up to 1"),
@@ -184,7 +248,17 @@ BAD_VALUES = [
     ("--memory-ratio", "most", "share"),
     ("--max-seq-len", "1", "at least 2"),
     ("--tokenizers", "-1", "at least 0"),
+    ("--dp", "0", "at least 1"),
     ("--tokenize-timeout", "0", "seconds above 0"),
+]
+
+
+BAD_FILES = [
+    ("--retain", "-1", "a number of s, m, h or d"),
+    ("--retain", "nan", "a number of s, m, h or d"),
+    ("--retain", "a month", "such as 30d"),
+    ("--retain", "d", "such as 30d"),
+    ("--max-bytes", "1000", "0, or at least 1M"),
 ]
 
 
@@ -246,7 +320,7 @@ def test_help_names_every_flag(command: str) -> None:
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_every_flag_and_alias_and_the_environment_set_its_value(command: str) -> None:
-    values = SHELL_VALUES if command == "shell" else VALUES
+    values = SHELL_VALUES if command in ("shell", "replay drive") else VALUES
     for flag, *aliases in FLAGS[command]:
         text, value = values[flag]
         for name in (flag, *aliases):
@@ -282,8 +356,8 @@ def test_abbreviations_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["stage"], "nothing given, expected one of tokenize, generate, detokenize, web"),
-        (["stage", "cook"], "cook given, expected one of tokenize, generate, detokenize, web"),
+        (["stage"], "nothing given, expected one of tokenize, generate, detokenize, web, archive"),
+        (["stage", "cook"], "cook given, expected one of tokenize, generate, detokenize, web, archive"),
         (["stage", "web", "--page-size", "16"], "--page-size"),
         (["serve", "--replicas", "2"], "--replicas"),
         (["serve", "--port"], "--port"),
@@ -317,6 +391,23 @@ def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wi
         assert value_of(parse_serve(flag, good, **{variable(flag): bad}), flag) == value
 
 
+@pytest.mark.parametrize(("flag", "value", "expected"), BAD_FILES)
+def test_a_bad_value_of_a_flag_of_the_archive_is_refused(flag: str, value: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("stage", "archive", f"{flag}={value}")
+    assert f"{flag}: {value!r}" in str(caught.value) and expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "age_s"), [("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("30d", 2_592_000)]
+)
+def test_an_age_may_have_a_unit(text: str, age_s: float) -> None:
+    config = parse("stage", "archive", "--retain", text)
+    assert value_of(config, "--retain") == age_s
+    again = parse("stage", "archive", *stage_flags(config, "archive"))
+    assert value_of(again, "--retain") == age_s
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"), [([], False), (["--dummy-weight"], True), (["--dummy-weight", "no"], False)], ids=str
 )
@@ -344,7 +435,7 @@ def test_a_stage_that_serve_starts_sees_the_same_config(stage: str) -> None:
     for flags in ([], [word for (flag, *_) in FLAGS["serve"] for word in (flag, *words_of(flag))]):
         serve = parse_serve(*flags)
         again = parse("stage", stage, *stage_flags(serve, stage), **secrets_of(serve))
-        accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN}
+        accepted = {names[0] for names in FLAGS[f"stage {stage}"] - WORKER - LISTEN - RANK - SHARE}
         for flag in accepted:
             assert value_of(again, flag) == value_of(serve, flag)
 

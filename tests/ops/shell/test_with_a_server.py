@@ -87,6 +87,13 @@ def test_the_server_gets_all_turns_and_after_a_reset_one_message(shell: Terminal
     assert "answers 1 4" in figures and "output tokens 12 48" in figures
     uid = figures.partition("`minisgl trace ")[2][:32]
     assert httpx.get(f"{server.url}/v1/requests/{uid}").json()["completion_tokens"] == 12
+    story = shell.said("/trace")
+    assert story.startswith(f"request {uid}: finished submitted ") and "output 12" in story
+    other = httpx.post(f"{server.url}/v1/completions", json={"prompt": "five", "n": 2, "max_tokens": 3}, timeout=60)
+    uid = other.headers["x-minisgl-uid"]
+    story = shell.said(f"/trace {other.json()['id']}")
+    assert f"request {uid}.0: finished" in story and f"request {uid}.1: finished" in story
+    assert shell.said("/trace nonsense").startswith("error: HTTP 404: ")
     assert shell.said("/model") == "* minisgl-nonsense"
 
 

@@ -1,0 +1,138 @@
+"""llama.cpp as a side of a comparison: `python ops/bench/llama.py FILE.gguf THREADS` answers as `peers.py` asks.
+
+It runs in an environment with llama-cpp-python, and imports nothing of ours. Requests are computed greedily with
+llama.cpp's C functions. Those that are asked at once are batched continuously, as by llama.cpp's own server: each step
+has the last token of every request whose prompt is done, and prompts up to MOST_TOKENS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+MOST_TOKENS = 2048
+"""Of a step: llama.cpp's own default."""
+LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h
+
+
+@dataclass
+class Request:
+    """A request that runs."""
+
+    sequence: int
+    ids: list[int]
+    """Of the prompt, then also of the answer."""
+    length: int
+    """Of both together at the end."""
+    computed: int = 0
+
+
+class Model:
+    """A model with the contexts (KV caches) that were needed so far."""
+
+    def __init__(self, file: str, threads: int) -> None:
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(file.encode(), options)
+        if not self._model:
+            sys.exit(f"llama.cpp cannot load {file}")
+        self._threads = threads
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(MOST_TOKENS, 0, 1)
+        self._contexts: dict[tuple[int, int], Any] = {}
+
+    def about(self) -> str:
+        """Return what llama.cpp says of the model: architecture, size and kind of weights."""
+        text = ctypes.create_string_buffer(200)
+        llama_cpp.llama_model_desc(self._model, text, len(text))
+        return text.value.decode()
+
+    def generate(self, asked: Sequence[tuple[Sequence[int], int]]) -> list[list[int]]:
+        """Return the answer to each (prompt, number of tokens), all of them in one batch."""
+        requests = [Request(index, list(ids), len(ids) + count) for index, (ids, count) in enumerate(asked)]
+        context = self._context(len(requests), max(request.length for request in requests))
+        memory = llama_cpp.llama_get_memory(context)
+        llama_cpp.llama_memory_clear(memory, True)
+        running = requests
+        while running:
+            for request, index in self._step(context, running):
+                logits = llama_cpp.llama_get_logits_ith(context, index)
+                request.ids.append(int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax()))
+                if len(request.ids) == request.length:
+                    llama_cpp.llama_memory_seq_rm(memory, request.sequence, -1, -1)
+            running = [request for request in running if len(request.ids) < request.length]
+        return [request.ids[len(ids) :] for request, (ids, _) in zip(requests, asked, strict=True)]
+
+    def _step(self, context: Any, running: Iterable[Request]) -> list[tuple[Request, int]]:
+        """Compute a step; return the requests that get a token of it, and where their logits are."""
+        count = 0
+        sampled = []
+        for request in running:
+            part = request.ids[request.computed : request.computed + MOST_TOKENS - count]
+            for token in part:
+                self._batch.token[count] = token
+                self._batch.pos[count] = request.computed
+                self._batch.n_seq_id[count] = 1
+                self._batch.seq_id[count][0] = request.sequence
+                request.computed += 1
+                self._batch.logits[count] = request.computed == len(request.ids)
+                count += 1
+            if part and request.computed == len(request.ids):
+                sampled.append((request, count - 1))
+        self._batch.n_tokens = count
+        if code := llama_cpp.llama_decode(context, self._batch):
+            sys.exit(f"llama.cpp could not compute {count} tokens (llama_decode returned {code})")
+        return sampled
+
+    def _context(self, sequences: int, length: int) -> Any:
+        if (sequences, length) not in self._contexts:
+            options = llama_cpp.llama_context_default_params()
+            options.n_ctx = sequences * -(-length // 256) * 256
+            options.n_batch = MOST_TOKENS
+            options.n_seq_max = sequences  # each has a cache of its own, as by default: one for all was slower
+            options.n_threads = options.n_threads_batch = self._threads
+            context = llama_cpp.llama_init_from_model(self._model, options)
+            if not context:
+                sys.exit(f"llama.cpp could not make a context for {sequences} requests of {length} tokens")
+            self._contexts[sequences, length] = context
+        return self._contexts[sequences, length]
+
+
+def show_error(level: int, text: bytes, data: ctypes.c_void_p) -> None:
+    """Take what llama.cpp logs, thousands of lines, and print errors alone."""
+    if level == LOG_LEVEL_ERROR:
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Load `FILE.gguf THREADS`, then answer questions until stdin ends."""
+    file, threads = arguments
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    callback = llama_cpp.llama_log_callback(show_error)  # has to stay while llama.cpp may call it
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    model = Model(file, int(threads))
+    about = {"llama-cpp-python": llama_cpp.__version__, "dtype": model.about()}
+    print(json.dumps(about), file=answers, flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        requests = list(zip(question["ids"], question["output_tokens"], strict=True))
+        began_s = time.perf_counter()
+        batches = [requests] if question["batch"] else [[request] for request in requests]
+        ids = [answer for batch in batches for answer in model.generate(batch)]
+        answer = {"duration_s": time.perf_counter() - began_s, "ids": ids}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""`minisgl replay`: open, compute again, send again, take out and put in requests that were served."""

@@ -1,0 +1,151 @@
+"""Which recorded requests a command is about: from one moment to another, and by what was asked. Reads them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, TypeAlias, get_args
+
+import orjson
+
+from ops.connection import uid_in
+from ops.replay.origin import about_of
+from ops.replay.source import Source
+from pipeline.errors import UndecodableEvent
+from pipeline.events import Submitted, decode
+from pipeline.flags import flag
+from pipeline.log.protocol import Entry
+from pipeline.names import PROBE
+from pipeline.recording import Recording
+from pipeline.views.history import State, state_of
+from pipeline.walk import PROMPT
+from web.wire.uids import drawn_ms, uid_of
+
+SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MOMENT: Final = "2026-11-23T09:00 (UTC, or with an offset such as +01:00), -10m, -2h, or a uid"
+READ_AT_ONCE: Final = 32
+"""Histories in one read."""
+LOOK_EVERY_S: Final = 0.1
+"""Where it waits for requests that still run: how often it looks for those that have ended."""
+STATES: Final = tuple(state for state in get_args(State) if state not in ("queued", "tokenized", "running"))
+
+Where: TypeAlias = tuple[tuple[str, str], ...]
+
+
+def since(text: str) -> int:
+    """Return the moment that *text* means, in milliseconds since 1970. Raises ArgumentTypeError."""
+    if uid_of(uid_in(text)):
+        return drawn_ms(uid_in(text))
+    ago = re.fullmatch(r"-?([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    if ago:
+        return int((time.time() - float(ago[1]) * SECONDS[ago[2]]) * 1000)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a moment: {MOMENT}") from None
+    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def until(text: str) -> int:
+    """As `since`; the request of a uid is meant, too."""
+    return since(text) + bool(uid_of(uid_in(text)))
+
+
+def conditions(text: str) -> Where:
+    """Return the conditions `NAME=VALUE,..`. Raises ArgumentTypeError."""
+    pairs = []
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals or (name == "state" and value not in STATES):
+            expected = f"NAME=VALUE,.., where NAME is model, endpoint, owner, state ({', '.join(STATES)}) or a label"
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {expected}")
+        pairs.append((name, value))
+    return tuple(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceConfig:
+    """Which requests."""
+
+    since_ms: int = flag("--since", default=0, parse=since, help=f"requests made at or after this moment: {MOMENT}")
+    until_ms: int = flag("--until", default=0, parse=until, help="requests made before this moment, or up to a uid")
+    where: tuple[tuple[str, str], ...] = flag(
+        "--where",
+        default=(),
+        parse=conditions,
+        help="only requests with NAME=VALUE,..: model, endpoint, owner, state, or a label such as user",
+    )
+
+    @property
+    def names_moments(self) -> bool:
+        return bool(self.since_ms or self.until_ms)
+
+
+class Past:
+    """Reads requests that have ended, and counts those that it leaves out."""
+
+    def __init__(self, source: Source, choice: ChoiceConfig, *, wait: bool = False) -> None:
+        """With *wait*, `recordings` waits until those that run have ended."""
+        self._source = source
+        self._choice = choice
+        self._wait = wait
+        self.num_running = 0
+        self.num_gone = 0
+
+    def chosen(self) -> Iterator[Recording]:
+        """As `recordings`, of the requests that were made between the two moments."""
+        uids = self._source.made_between(self._choice.since_ms, self._choice.until_ms or 2**48)
+        yield from self.recordings(uids)
+
+    def recordings(self, uids: Sequence[str]) -> Iterator[Recording]:
+        """Yield those of *uids* that fulfil all conditions."""
+        running = yield from self._ended(uids)
+        while running and self._wait:
+            time.sleep(LOOK_EVERY_S)
+            living = self._source.log.alive(running)
+            over = [uid for uid in running if uid not in living]
+            running = [uid for uid in running if uid in living]
+            self.num_running += len((yield from self._ended(over)))
+        self.num_running += len(running)
+
+    def _ended(self, uids: Sequence[str]) -> Generator[Recording, None, list[str]]:
+        """Yield those that have ended; return those that have not."""
+        running: list[str] = []
+        for first in range(0, len(uids), READ_AT_ONCE):
+            some = uids[first : first + READ_AT_ONCE]
+            for uid, history in zip(some, self._source.histories(some), strict=True):
+                recording = Recording(uid, tuple(history), about_of(history))
+                if not history:
+                    self.num_gone += uid not in self._source.removed
+                elif history[0].fields.get("endpoint") == PROBE or not matches(history, self._choice.where):
+                    continue
+                elif recording.is_sealed:
+                    yield recording
+                else:
+                    running.append(uid)
+        return running
+
+
+def matches(history: Sequence[Entry], where: Where) -> bool:
+    """Say whether a history fulfils all conditions; one that cannot be read fulfils none."""
+    if not where:
+        return True
+    if not history:
+        return False
+    try:
+        submitted = decode(history[0].fields, without=PROMPT)
+    except UndecodableEvent:
+        return False
+    if not isinstance(submitted, Submitted):
+        return False
+    told = submitted.labels | {"model": submitted.model, "endpoint": submitted.endpoint, "owner": submitted.owner}
+    told |= {"state": state_of(history)}
+    return all(name in told and _text(told[name]) == value for name, value in where)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()

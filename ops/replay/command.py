@@ -1,0 +1,49 @@
+"""The command `minisgl replay`: a table of its actions, each loaded when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from pipeline.errors import ConfigError
+
+USAGE: Final = """\
+usage: minisgl replay show UID [--at N] [flags]        a request when it had N tokens
+       minisgl replay run UID.. [flags]                compute requests again, and compare token by token
+       minisgl replay diff FILE_A FILE_B [flags]       compare two recordings of the same requests
+       minisgl replay drive FILE|--since T [flags]     send recorded requests again, with their timing
+       minisgl replay schedule ENGINE [flags]          plan an engine's last steps again, and compare
+       minisgl replay dump [UID ..] [flags] FILE       write requests into a file, with all that happened to them
+       minisgl replay import FILE [flags]              put the requests of a file into a log
+       minisgl replay forget UID.. [flags]             remove requests, with everything that is kept of them
+
+Each explains its flags with --help.
+"""
+ACTIONS: Final[Mapping[str, str]] = {
+    "show": "ops.replay.show",
+    "run": "ops.replay.run",
+    "diff": "ops.replay.diff",
+    "drive": "ops.replay.drive",
+    "schedule": "ops.replay.schedule",
+    "dump": "ops.replay.dump",
+    "import": "ops.replay.importing",
+    "forget": "ops.replay.forget",
+}
+"""Each module has `main(arguments, environment)`, which returns the exit code."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Do one action; return its exit code.
+
+    Raises:
+        ConfigError: There is no such action.
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        sys.stdout.write(USAGE)
+        return 0
+    if arguments[0] not in ACTIONS:
+        raise ConfigError(f"minisgl replay: {arguments[0]} given, expected one of {', '.join(ACTIONS)}")
+    code: int = importlib.import_module(ACTIONS[arguments[0]]).main(arguments[1:], environment)
+    return code

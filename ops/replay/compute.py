@@ -1,0 +1,169 @@
+"""Recorded requests become new ones, which a log's workers compute: those of a server, or of this process."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from ops.replay.history import History
+from pipeline.errors import MiniSGLError
+from pipeline.events import Cancelled, Failed, Finished, Replay, SamplingParams, Submitted, Tokenized, new_uid
+from pipeline.log.protocol import StreamLog, Submission
+from pipeline.names import GENERATE
+from pipeline.process.config import ModelConfig
+from pipeline.recording import Recording
+from pipeline.sampling import MOST_LOGPROBS
+from pipeline.slots import read_statuses
+from stages.generate.config import EngineConfig
+
+OF_ENGINES: Final = (ModelConfig, EngineConfig)
+"""The flags of an engine that computes in a process of a tool."""
+LOWEST: Final = 2**31
+"""A priority after all that clients can ask for."""
+POLL_S: Final = 0.02
+MORE_S: Final = 10.0
+"""After its deadline, a request of a server that works has ended by now."""
+
+
+class NotComputed(MiniSGLError):
+    """A recorded request cannot be computed again, or was not."""
+
+
+def again(history: History, *, cached: bool = False, beyond: int = 0) -> Submitted:
+    """Return the request that computes *history* again.
+
+    It ends after the recorded tokens where the model did not end them; *beyond*: so many tokens later. With *cached* it
+    may read pages of the prefix cache.
+
+    Raises:
+        NotComputed: The history does not hold what an engine needs.
+    """
+    submitted, tokenized = _asked(history)
+    sampling, end = submitted.sampling, history.end
+    if not isinstance(end, Finished) or end.reason == "length":
+        most = len(history.tokens) + beyond
+        if not most:
+            raise NotComputed(f"{history.uid}: has no tokens to compare with; it ended before its first one")
+        sampling = sampling.model_copy(update={"max_tokens": most})
+    return _request(history, submitted, tokenized, tokenized.token_ids, sampling, tokenized.grammar, cached=cached)
+
+
+def scored(history: History, n: int, tokens: Sequence[int] = ()) -> Submitted:
+    """Return the request for the log-probabilities in the place of token *n*, with the recorded tokens before it: those
+    of *tokens*, or of the most probable ones.
+    """
+    submitted, tokenized = _asked(history)
+    prompt = tokenized.token_ids + history.token_ids[: n - 1]
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=MOST_LOGPROBS, logprob_token_ids=tuple(tokens))
+    return _request(history, submitted, tokenized, prompt, sampling)
+
+
+def _asked(history: History) -> tuple[Submitted, Tokenized]:
+    submitted, tokenized = history.submitted, history.tokenized
+    if submitted is None:
+        raise NotComputed(f"{history.uid}: its history begins with another event than `submitted`")
+    if submitted.task != "generate":
+        raise NotComputed(f"{history.uid}: the tokenizer alone answered it ({submitted.task}); no engine computed it")
+    if tokenized is None:
+        raise NotComputed(f"{history.uid}: ended before its prompt was tokenized; there is nothing to compute")
+    return submitted, tokenized
+
+
+def _request(
+    history: History,
+    submitted: Submitted,
+    tokenized: Tokenized,
+    prompt_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    grammar: str = "",
+    *,
+    cached: bool = False,
+) -> Submitted:
+    return Submitted(
+        endpoint=submitted.endpoint,
+        frontend="",
+        owner=submitted.owner,
+        model=submitted.model,
+        prompt_ids=prompt_ids,
+        sampling=sampling,
+        constraint=submitted.constraint if grammar else None,
+        priority=LOWEST,
+        labels=submitted.labels,
+        replay=Replay(of=history.uid, bad_words=tokenized.bad_words, grammar=grammar, cached=cached),
+    )
+
+
+class Computes(Protocol):
+    """Something that has requests computed."""
+
+    def compute(self, events: Sequence[Submitted]) -> list[History]:
+        """Return the histories of *events*, once all have ended. Raises NotComputed if that cannot be."""
+        ...
+
+
+class Computer:
+    """Has requests computed by the workers of *log*."""
+
+    def __init__(self, log: StreamLog, *, at_once: int, check: Callable[[], None] = lambda: None) -> None:
+        """At most *at_once* are in the log at a time. *check* raises when no worker is left that could compute."""
+        self.log = log
+        self._at_once = at_once
+        self.check = check
+
+    def compute(self, events: Sequence[Submitted]) -> list[History]:
+        """Return the histories of *events*, once all have ended. What runs is cancelled if this is interrupted.
+
+        Raises:
+            NotComputed: A request did not end in time: no worker takes it.
+        """
+        waiting, running = deque(enumerate(events)), dict[str, int]()
+        found: dict[int, History] = {}
+        progress_s = time.monotonic()
+        try:
+            while waiting or running:
+                self.check()
+                while waiting and len(running) < self._at_once and (uid := self._submit(waiting[0][1])):
+                    running[uid] = waiting.popleft()[0]
+                    progress_s = time.monotonic()
+                alive = self.log.alive(list(running))
+                ended = [uid for uid in running if uid not in alive]
+                for uid, entries in zip(ended, self.log.histories(ended), strict=True):
+                    found[running.pop(uid)] = History(Recording(uid, tuple(entries)))
+                    progress_s = time.monotonic()
+                if not ended:
+                    self._give_up_after(progress_s)
+                    time.sleep(POLL_S)
+        finally:
+            for uid in running:
+                self.log.end(uid, Cancelled(by="replay"), frontend="")
+        return [found[index] for index in range(len(events))]
+
+    def _submit(self, event: Submitted) -> str:
+        """Return the uid of the submitted request; empty if no more may wait now."""
+        uid = new_uid()
+        accepted = self.log.submit(uid, [event]).submission is Submission.ACCEPTED
+        return uid if accepted else ""
+
+    def _give_up_after(self, progress_s: float) -> None:
+        waited_s = time.monotonic() - progress_s
+        if waited_s > self.log.limits.timeout_s + MORE_S:
+            raise NotComputed(f"no request ended for {waited_s:.0f} s; minisgl top shows whether the workers are there")
+
+
+def refuse_without_engine(log: StreamLog) -> None:
+    """Raise NotComputed where no engine lives that could compute."""
+    if not read_statuses(log, GENERATE):
+        raise NotComputed("no engine of this server lives now; start one, or pass --model to compute in this process")
+
+
+def why_failed(history: History) -> str:
+    """Return why a replay came to no end of its own; empty if it did."""
+    match history.end:
+        case Finished():
+            return ""
+        case Failed() as end:
+            return f"{end.code}: {end.message}"
+        case end:
+            return f"it was {end.kind if end is not None else 'lost'}"

@@ -1,0 +1,91 @@
+"""`minisgl replay diff FILE_A FILE_B`: two recordings of the same requests, compared token by token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ops.config import PrintConfig
+from ops.replay.files import read_dump
+from ops.replay.history import History
+from ops.replay.report import lines_of, report
+from ops.replay.run import COULD_NOT, exit_code
+from ops.trace import as_json
+from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.flags import parse_flags
+
+ABOUT: Final = """\
+Compares the answers in two files of `minisgl replay dump`. Requests belong together if they have the same uid, if one
+computes the other again, or if they have the same prompt and sampling parameters. The exit code is 0 if all answers are
+identical, 1 if one differs, 2 if a file cannot be read or no request is in both.
+"""
+FLAGS: Final = (PrintConfig,)
+WHICH: Final = "two files"
+
+Asked: TypeAlias = tuple[tuple[int, ...], str]
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Compare two files and print what differs; return the exit code.
+
+    Raises:
+        ConfigError: The command line does not name two files, or one of them is not there.
+    """
+    paths = [Path(each) for each in arguments[:2] if not each.startswith("-")]
+    if len(paths) < 2 and not {"--help", "-h"} & set(arguments):
+        seen = " ".join(arguments) or "nothing"
+        raise ConfigError(
+            f"minisgl replay diff: {seen} given, expected two files first (see minisgl replay diff --help)"
+        )
+    (prints,) = parse_flags("replay diff FILE_A FILE_B", FLAGS, arguments[len(paths) :], environment, about=ABOUT)
+    try:
+        before, after = ([History(recording) for recording in read_dump(path)] for path in paths)
+    except ConfigError:
+        raise
+    except MiniSGLError as error:
+        sys.stderr.write(f"minisgl: {' '.join(str(error).split())}\n")
+        return COULD_NOT
+    pairs = list(pairs_of(before, after))
+    if not pairs:
+        sys.stderr.write(f"minisgl: no request is in both {paths[0]} and {paths[1]}\n")
+        return COULD_NOT
+    told = [report(history, [now]) for history, now in pairs]
+    differing = [each for each in told if each["differences"]]
+    identical, lone = len(told) - len(differing), [len(each) - len(pairs) for each in (before, after)]
+    if prints.as_json:
+        counts = {"compared": len(told), "identical": identical, "only_in_a": lone[0], "only_in_b": lone[1]}
+        sys.stdout.write(as_json(counts | {"requests": told}))
+    else:
+        lines = [line for each in differing for line in lines_of(each)]
+        lines.append(f"{len(told)} requests in both: {identical} identical, {len(differing)} different")
+        lines += [f"only in {path}: {count}" for path, count in zip(paths, lone, strict=True) if count]
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return max(exit_code(each) for each in told)
+
+
+def pairs_of(before: Iterable[History], after: Iterable[History]) -> Iterator[tuple[History, History]]:
+    """Yield which of *before* and *after* are the same request; each is in one pair at most."""
+    by_uid, by_asked = dict[str, History](), dict[Asked, list[History]]()
+    for history in before:
+        by_uid[history.uid] = history
+    rest = []
+    for now in after:
+        replay = now.submitted.replay if now.submitted is not None else None
+        found = by_uid.pop(now.uid, None) or (by_uid.pop(replay.of, None) if replay is not None else None)
+        if found is None:
+            rest.append(now)
+        else:
+            yield found, now
+    for history in by_uid.values():
+        by_asked.setdefault(_asked(history), []).append(history)
+    for now in rest:
+        if alike := by_asked.get(_asked(now)):
+            yield alike.pop(0), now
+
+
+def _asked(history: History) -> Asked:
+    """Return what decides about the tokens of a request."""
+    prompt = history.tokenized.token_ids if history.tokenized is not None else ()
+    return prompt, history.submitted.sampling.model_dump_json() if history.submitted is not None else ""

@@ -1,0 +1,117 @@
+"""`minisgl replay import`: puts the requests of a file into the log of a running server, as they were."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ops.config import ConnectConfig, PrintConfig
+from ops.connection import one_line, running_log
+from ops.replay.files import Dump, open_dump
+from ops.replay.origin import incoming
+from ops.trace import as_json
+from pipeline.errors import ConfigError, UndecodableEvent
+from pipeline.flags import flag, parse_flags, seconds, split_names, yes_or_no
+from pipeline.log.past import NotWhole
+from pipeline.log.protocol import RequestLimits, StreamLog
+from pipeline.recording import Recording
+from web.wire.uids import uid_of
+
+ABOUT: Final = """\
+Puts the requests of a FILE into the log of a running server: of one that replay dump wrote, of a batch of OpenAI, or of
+a trace of Mooncake. All tools show them. Nothing is computed. A request that the log has already stays as it is.
+"""
+DEFAULT_RETENTION_S: Final = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class ImportConfig:
+    """What becomes of the requests of a file."""
+
+    retention_s: float = flag(
+        "--retention", default=DEFAULT_RETENTION_S, parse=seconds, help="seconds for which they are kept"
+    )
+    keep_owner: bool = flag(
+        "--keep-owner",
+        default=False,
+        parse=yes_or_no,
+        help="they belong to the same API keys as where they were recorded; without it, only the admin key sees them",
+    )
+
+
+FLAGS: Final = (ConnectConfig, ImportConfig, PrintConfig)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the requests of a file."""
+
+    imported: int = 0
+    there: int = 0
+    """The log had them already."""
+    refused: list[str] = field(default_factory=list)
+    """Why, for each of the others."""
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Import the file; return the exit code: 1 if something in it could not be imported.
+
+    Raises:
+        ConfigError: The flags cannot work, or there is no such file.
+        DamagedFile: The file could not be read to its end; what came before is imported.
+        LogUnavailable: There is no such server; LogFull: it has no room for more.
+    """
+    names, flags = split_names(arguments, FLAGS)
+    connect, how, prints = parse_flags("replay import FILE", FLAGS, flags, environment, about=ABOUT)
+    if len(names) != 1:
+        raise ConfigError(f"minisgl replay import: expected one FILE, got {len(names)}; name one after the other")
+    path, tally = Path(names[0]), Tally()
+    dump = open_dump(path)
+    with running_log(connect, RequestLimits(retention_s=how.retention_s)) as log:
+        try:
+            take_in(log, dump, path.name, tally, keep_owner=how.keep_owner)
+        finally:
+            _say(names[0], tally, as_plain=prints.as_json)
+    return 1 if tally.refused else 0
+
+
+def take_in(log: StreamLog, dump: Dump, name: str, tally: Tally, *, keep_owner: bool) -> None:
+    """Import the requests of the file *name*, and count them in *tally*. Raises as `main` does."""
+    origin = origin_of(name, dump)
+    for recording in dump.recordings:
+        try:
+            if _import(log, recording, origin, keep_owner=keep_owner):
+                tally.imported += 1
+            else:
+                tally.there += 1
+        except (UndecodableEvent, NotWhole) as error:
+            tally.refused.append(f"{one_line(recording.uid)}: {one_line(str(error))}")
+
+
+def origin_of(name: str, dump: Dump) -> dict[str, Any]:
+    """Return what the label of an imported request says of its file."""
+    said = {key: dump.header[key] for key in ("made_ms", "namespace", "version") if key in dump.header}
+    return {"file": name} | said
+
+
+def _import(log: StreamLog, recording: Recording, origin: Mapping[str, Any], *, keep_owner: bool) -> bool:
+    if uid_of(recording.uid) != recording.uid:
+        raise UndecodableEvent("not a uid; expected 32 hex digits of a UUID version 7")
+    if not recording.is_sealed:
+        raise NotWhole("it has not ended; only whole requests can be imported")
+    return log.import_history(recording.uid, incoming(recording, origin, keep_owner=keep_owner))
+
+
+def _say(file: str, tally: Tally, *, as_plain: bool) -> None:
+    if as_plain:
+        told = {"file": file, "imported": tally.imported, "there": tally.there, "refused": tally.refused}
+        sys.stdout.write(as_json(told))
+        return
+    sys.stdout.write(f"{file}: {tally.imported:,} requests imported\n")
+    if tally.there:
+        sys.stdout.write(f"{tally.there:,} requests were there already and stay as they are\n")
+    for line in tally.refused:
+        sys.stderr.write(f"minisgl: not imported: {line}\n")

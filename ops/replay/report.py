@@ -1,0 +1,159 @@
+"""What came of computing a request again: where its tokens differ from the recorded ones, and what explains it.
+
+First as plain data, for --json, then as lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from ops.connection import one_line
+from ops.replay.compute import Computes, scored, why_failed
+from ops.replay.explain import explanations
+from ops.replay.history import Comparison, Difference, History
+from pipeline.events import ToldScore
+from pipeline.sampling import MOST_LOGPROBS
+
+SHOWN: Final = 5
+"""Most probable tokens that are shown."""
+
+
+def report(history: History, replays: Sequence[History], computer: Computes | None = None) -> dict[str, Any]:
+    """Compare the *replays* of a request with it, and look into each difference with the help of *computer*, if given.
+
+    `identical` is the number of replays without a difference. Equal differences are one item of `differences`: it says
+    how many `times` and in which `replays`.
+    """
+    differing: dict[Comparison, list[History]] = {}
+    for now in replays:
+        differing.setdefault(history.compare(now), []).append(now)
+    return {
+        "uid": history.uid,
+        "tokens": len(history.tokens),
+        "times": len(replays),
+        "replays": [now.uid for now in replays],
+        "identical": sum(len(those) for compared, those in differing.items() if compared.is_identical),
+        "differences": [
+            {"times": len(those), "replays": [now.uid for now in those]}
+            | different(history, those[0], compared, computer)
+            for compared, those in differing.items()
+            if not compared.is_identical
+        ],
+    }
+
+
+def computed_report(history: History, replays: Sequence[History], computer: Computes) -> dict[str, Any]:
+    """As `report`, of *replays* by *computer*; with `failed`, why one of them has no answer of its own."""
+    failures = [failure for now in replays if (failure := why_failed(now))]
+    return report(history, replays, computer) | ({"failed": failures[0]} if failures else {})
+
+
+def different(history: History, now: History, compared: Comparison, computer: Computes | None = None) -> dict[str, Any]:
+    """Return all that is known of a difference between a recorded answer and the one of *now*.
+
+    *computer* is asked which tokens are probable in its place.
+    """
+    if compared.difference is None:
+        return {"other": compared.other}
+    place = compared.difference
+    index = place.n - 1
+    recorded_by = history.tokens[index].by if index < len(history.tokens) else history.maker
+    made_by = now.tokens[index].by if index < len(now.tokens) else now.maker
+    told: dict[str, Any] = {"n": place.n, "recorded": {"token": place.recorded}, "now": {"token": place.now}}
+    told["explained_by"] = explanations(recorded_by, made_by)
+    score = history.tokens[index].score if index < len(history.tokens) else None
+    if score is not None:
+        told["recorded_scores"] = score.model_dump(mode="json")
+    if computer is not None:
+        told |= _probable(history, place, computer)
+    return told
+
+
+def _probable(history: History, place: Difference, computer: Computes) -> dict[str, Any]:
+    """Return the most probable tokens in the place of a difference, and how probable the two tokens are there."""
+    tokens = [token for token in (place.recorded, place.now) if token is not None]
+    best, theirs = (
+        _score_of(each) for each in computer.compute([scored(history, place.n), scored(history, place.n, tokens)])
+    )
+    if best is None or theirs is None:
+        return {}
+    ranks = {candidate.token: rank for rank, candidate in enumerate(best.top, 1)}
+    known = {candidate.token: candidate for candidate in (*best.top, *theirs.top)}
+
+    def stands(token: int | None) -> dict[str, Any]:
+        if token is None:
+            return {"token": None}
+        return {"token": token, "text": known[token].text, "logprob": known[token].logprob, "rank": ranks.get(token)}
+
+    return {
+        "recorded": stands(place.recorded),
+        "now": stands(place.now),
+        "most_probable": [candidate.model_dump(mode="json") for candidate in best.top[:SHOWN]],
+    }
+
+
+def _score_of(history: History) -> ToldScore | None:
+    return history.tokens[0].score if history.tokens else None
+
+
+def lines_of(told: Mapping[str, Any]) -> list[str]:
+    """Return a report in lines."""
+    uid, times, identical = told["uid"], told["times"], told["identical"]
+    lines = []
+    if "failed" in told:
+        lines.append(f"{uid}: could not be computed again: {one_line(told['failed'])}")
+    if "died" in told:
+        lines.append(f"{uid}: its process died: {told['died']}")
+    if told.get("beyond", 0) > 0:
+        lines.append(f"{uid}: its process made {_tokens(told['beyond'])} more than were recorded, and did not die")
+    lines += [f"  {one_line(line)}" for line in told.get("output", ())]
+    if times > 1:
+        lines.append(f"{uid}: {identical} of {times} identical, {_tokens(told['tokens'])}")
+    elif identical:
+        lines.append(f"{uid}: identical, {_tokens(told['tokens'])}")
+    for found in told["differences"]:
+        where = f"token {found['n']} differs" if "n" in found else found["other"]
+        count = f"{found['times']} times: " if times > 1 else ""
+        lines += [f"{uid}: {count}{where}, of {_tokens(told['tokens'])}", *(f"  {line}" for line in details_of(found))]
+    return lines
+
+
+def details_of(found: Mapping[str, Any]) -> list[str]:
+    """Return what is known of a difference, in lines."""
+    if "n" not in found:
+        return []
+    lines = [f"{name:<9} {_token(found[name])}" for name in ("recorded", "now")]
+    if "recorded_scores" in found:
+        score = found["recorded_scores"]
+        lines.append(f"recorded log-probability {short(score['logprob'])}; {_candidates(score['top'])}")
+    if "most_probable" in found:
+        lines.append(f"most probable now: {_candidates(found['most_probable'])}")
+    reasons = found["explained_by"]
+    return lines + ([f"explained by {reason}" for reason in reasons] or ["nothing recorded explains it"])
+
+
+def _token(one: Mapping[str, Any]) -> str:
+    if one["token"] is None:
+        return "the answer had ended"
+    if "text" not in one:
+        return f"token {one['token']}"
+    rank = f"number {one['rank']}" if one["rank"] else f"not among the {MOST_LOGPROBS} most probable"
+    return f"{_quoted(one['text'])} (token {one['token']}), log-probability now {short(one['logprob'])}, {rank}"
+
+
+def _candidates(candidates: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{_quoted(each['text'])} {short(each['logprob'])}" for each in candidates)
+
+
+def short(logprob: float) -> str:
+    """Return a log-probability for people."""
+    return f"{logprob + 0.0:.4g}"  # no minus before a zero
+
+
+def _quoted(text: str) -> str:
+    return f'"{one_line(text)}"'
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'s' if count != 1 else ''}"

@@ -1,0 +1,166 @@
+"""`minisgl replay run UID..`: compute recorded requests again, and compare them token by token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
+from ops.replay.compute import OF_ENGINES, Computer, Computes, NotComputed, again, refuse_without_engine
+from ops.replay.history import History
+from ops.replay.report import computed_report, lines_of
+from ops.replay.source import Source, open_source
+from ops.trace import as_json
+from pipeline.errors import ConfigError, MiniSGLError
+from pipeline.events import Failed
+from pipeline.flags import at_least, first_word, flag, flags_of, parse_flags, yes_or_no
+from pipeline.log.protocol import RequestLimits, StreamLog
+from web.config import RequestConfig
+
+ABOUT: Final = """\
+Computes requests again with their recorded tokens and seed, and compares the answers token by token. The running server
+computes them, with the lowest priority. With --model, or any other flag of an engine, this process does it, and the
+server is only read; a request that killed its engine gets a process of its own, and what that one died of is shown. The
+exit code is 0 if all answers are identical, 1 if one differs, 2 if one could not be computed.
+"""
+COULD_NOT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """How requests are computed again."""
+
+    times: int = flag("--times", default=1, parse=at_least(1), help="how often to compute each request")
+    at_once: int = flag(
+        "--at-once", default=16, parse=at_least(1), help="most requests that are computed at a time; 1: each alone"
+    )
+    cached: bool = flag(
+        "--cached", default=False, parse=yes_or_no, help="let them read the prefix cache; without, all is computed"
+    )
+    url: str = flag(
+        "--url",
+        default="",
+        help=(
+            "URL of another MiniSGL server that computes them, over HTTP. It may read its prefix cache, and it encodes "
+            "bad words itself [the server that has them]"
+        ),
+    )
+    key: str = flag(
+        "--api-key",
+        default="",
+        parse=first_word,
+        secret=True,
+        help=(
+            "key for --url; prefer MINISGL_API_KEY, because other users of this machine can read a command line [none]"
+        ),
+    )
+
+
+FLAGS: Final = (ConnectConfig, RequestConfig, RetentionConfig, ArchivedConfig, RunConfig, PrintConfig, *OF_ENGINES)
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Compute requests again and print what came of it; return the exit code.
+
+    Raises:
+        ConfigError: The flags cannot work.
+    """
+    names, flags = uids_first(arguments)
+    connect, requests, retention, archived, run, prints, *engine = parse_flags(
+        "replay run UID..", FLAGS, flags, environment, about=ABOUT
+    )
+    here = computes_here(flags)
+    if here and run.url:
+        raise ConfigError("--url and flags of an engine both say who computes; pass one of them")
+    limits = RequestLimits(requests.request_timeout_s, retention.retention_s, requests.max_queued_requests)
+    try:
+        with open_source(connect, archived.archive, retention.retention_s, limits) as source:
+            histories = [History(recording) for recording in source.recordings(names)]
+            deadly = [history.uid for history in histories if _is_deadly(history, source)]
+            if not here:
+                if deadly:
+                    raise NotComputed(
+                        f"{deadly[0]}: killed its engine, so the server does not compute it again; pass --model (and "
+                        "the flags of its engine) to compute it in a process of its own"
+                    )
+                reports = reports_of(histories, _computer(source.log, run, requests.request_timeout_s), run)
+        if here:
+            reports = _computed_here(histories, deadly, run, engine, requests.request_timeout_s)
+    except ConfigError:
+        raise
+    except MiniSGLError as error:
+        sys.stderr.write(f"minisgl: {' '.join(str(error).split())}\n")
+        return COULD_NOT
+    text = as_json(reports) if prints.as_json else "".join(f"{line}\n" for told in reports for line in lines_of(told))
+    sys.stdout.write(text)
+    return max(exit_code(told) for told in reports)
+
+
+def uids_first(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the uids that come first, and the flags after them.
+
+    Raises:
+        ConfigError: There is no uid, and nobody asks for help.
+    """
+    count = next((place for place, each in enumerate(arguments) if each.startswith("-")), len(arguments))
+    if not count and not {"--help", "-h"} & set(arguments):
+        seen = arguments[0] if arguments else "nothing"
+        raise ConfigError(f"minisgl replay run: {seen} given, expected uids first (see minisgl replay run --help)")
+    return arguments[:count], arguments[count:]
+
+
+def computes_here(flags: Sequence[str]) -> bool:
+    """Say whether *flags* have one of an engine, so that this process computes."""
+    names = {name for item in flags_of(OF_ENGINES) for name in item.metadata["flags"]}
+    return any(each.partition("=")[0] in names for each in flags)
+
+
+def reports_of(histories: Sequence[History], computer: Computes, run: RunConfig) -> list[dict[str, Any]]:
+    """Compute each of *histories* again, as often as *run* says, and return what came of it."""
+    events = [again(history, cached=run.cached) for history in histories]
+    computed = iter(computer.compute([event for event in events for _ in range(run.times)]))
+    replays = [[next(computed) for _ in range(run.times)] for _ in histories]
+    return [computed_report(history, those, computer) for history, those in zip(histories, replays, strict=True)]
+
+
+def exit_code(told: Mapping[str, Any]) -> int:
+    """Return 0 for a report of identical answers, 1 where one differs, 2 where one could not be computed."""
+    if "failed" in told:
+        return COULD_NOT
+    return int(told["identical"] < told["times"])
+
+
+def _computer(log: StreamLog, run: RunConfig, timeout_s: float) -> Computes:
+    """Return the server that --url names, or the one of *log*.
+
+    Raises:
+        NotComputed: No engine lives there.
+    """
+    if run.url:
+        from ops.replay.elsewhere import RemoteComputer
+
+        return RemoteComputer(run.url, run.key, at_once=run.at_once, timeout_s=timeout_s)
+    refuse_without_engine(log)
+    return Computer(log, at_once=run.at_once)
+
+
+def _is_deadly(history: History, source: Source) -> bool:
+    is_poisonous = isinstance(history.end, Failed) and history.end.code == "poisonous"
+    return is_poisonous or source.dead_letter(history.uid) is not None
+
+
+def _computed_here(
+    histories: Sequence[History], deadly: Sequence[str], run: RunConfig, engine: Sequence[Any], timeout_s: float
+) -> list[dict[str, Any]]:
+    """As `reports_of`, with an engine of this process; one that killed its engine gets a process of its own."""
+    from ops.replay.alone import compute_alone  # torch takes seconds, and is needed only here
+    from ops.replay.here import engine_here
+
+    harmless = [history for history in histories if history.uid not in deadly]
+    told = {history.uid: compute_alone(history, engine, timeout_s) for history in histories if history.uid in deadly}
+    if harmless:
+        with engine_here(*engine, at_once=run.at_once) as computer:
+            told |= {each["uid"]: each for each in reports_of(harmless, computer, run)}
+    return [told[history.uid] for history in histories]

@@ -1,0 +1,331 @@
+"""`minisgl replay schedule ENGINE`: plan an engine's journalled steps again, with its limits or with others."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ops.config import ConnectConfig, PrintConfig
+from ops.connection import columns, named_first, one_line, running_log
+from ops.replay.otherwise import FEWEST_FITTED, between_ms, fitted, lived_again, measured, parts_of
+from ops.trace import as_json
+from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
+from pipeline.events import Preempted, TakenOver
+from pipeline.flags import at_least, flag, parse_flags
+from pipeline.journal import Step, steps
+from pipeline.log.protocol import Entry, StreamLog
+from pipeline.names import parse_id
+from stages.generate.past import recorded_request
+from stages.generate.schedule.again import StepsMissing, differences
+from stages.generate.schedule.noted import snapshot_uids
+from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.request import NewRequest
+
+ABOUT: Final = """\
+Plans steps of an engine again, from its journal in Redis, and compares. ENGINE is a slot, such as generate-0.
+Exit code 0: the same; 1: different; 2: the journal lacks steps, or a prompt is gone.
+"""
+EXIT_DIFFERENT: Final = 1
+EXIT_IMPOSSIBLE: Final = 2
+READ_AT_ONCE: Final = 1000
+HISTORIES_AT_ONCE: Final = 64
+STEPS_BEHIND: Final = 300
+"""An engine may make so many tokens of a request after its end, before it hears of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsConfig:
+    """Which steps."""
+
+    first: str = flag("--from", default="", help="first step, such as 1200, or 3-1200 for one of epoch 3 [oldest]")
+    last: str = flag("--to", default="", help="last step [newest]")
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Other limits than the engine's."""
+
+    max_prefill_length: int = flag(
+        "--max-prefill-length",
+        default=0,
+        parse=at_least(1),
+        help="estimate what another limit would have done: prompt tokens per step while nothing decodes [as it was]",
+    )
+    mixed_prefill_length: int = flag(
+        "--mixed-prefill-length",
+        default=0,
+        parse=at_least(1),
+        help="estimate what another limit would have done: prompt tokens per step while streams run [as it was]",
+    )
+
+    def given(self) -> dict[str, int]:
+        """Return the limits that differ, as fields of ScheduleLimits."""
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value}
+        return given | ({"mixed_prefill_per_request": 0} if self.mixed_prefill_length else {})
+
+
+FLAGS: Final = (ConnectConfig, StepsConfig, LimitsConfig, PrintConfig)
+
+
+class CannotPlan(MiniSGLError):
+    """What the journal or the log holds is not enough to plan the steps again."""
+
+
+@dataclass(slots=True)
+class Requests:
+    """The requests of some steps: prompts and tokens from their histories, later tokens from the journal."""
+
+    log: StreamLog
+    tokens: Mapping[str, Mapping[int, int]]
+    """uid -> n -> token, from the journal."""
+    _known: dict[str, NewRequest] = field(default_factory=dict)
+    """With all output that their histories have."""
+
+    def learn(self, uids: Sequence[str]) -> None:
+        """Read the histories of *uids*, as far as they are there and hold a prompt."""
+        new = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
+        for at in range(0, len(new), HISTORIES_AT_ONCE):
+            some = new[at : at + HISTORIES_AT_ONCE]
+            for uid, history in zip(some, self.log.histories(some), strict=True):
+                request = recorded_request(uid, history)
+                if request is not None:
+                    self._known[uid] = request
+
+    @property
+    def uids(self) -> list[str]:
+        return list(self._known)
+
+    def all_tokens(self, uid: str) -> tuple[int, ...]:
+        """Return all output of a request that is known: a stop string or its client may have ended it."""
+        output, later = self._known[uid].output_ids, self.tokens.get(uid, {})
+        return self.request(uid, max(len(output), *later)).output_ids if later else output
+
+    def request(self, uid: str, n: int) -> NewRequest:
+        """Return a request as it was with *n* tokens of output.
+
+        Raises:
+            CannotPlan: Its prompt or one of the tokens is gone.
+        """
+        known = self._known.get(uid)
+        if known is None:
+            raise CannotPlan(
+                f"the prompt of {one_line(uid)} is gone: its history expired, or the request was removed; plan steps "
+                "that are not as old, or let the server keep histories longer (--retention)"
+            )
+        output, later = known.output_ids[:n], self.tokens.get(uid, {})
+        try:
+            output += tuple(later[number] for number in range(len(output) + 1, n + 1))
+        except KeyError as error:
+            raise CannotPlan(f"token {error} of {one_line(uid)} is neither in its history nor in the journal") from None
+        return dataclasses.replace(known, output_ids=output)
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Plan the steps again and say whether they are the same; return the exit code.
+
+    Raises:
+        ConfigError: The flags cannot work.
+        LogUnavailable: There is no such server.
+    """
+    engine, flags = named_first("replay schedule", arguments, "the slot of an engine, such as generate-0")
+    command = "replay schedule ENGINE"
+    connect, which, other, prints = parse_flags(command, FLAGS, flags, environment, about=ABOUT)
+    try:
+        with running_log(connect) as log:
+            told = planned_again(log, engine, which, other.given())
+    except (CannotPlan, StepsMissing, UndecodableEvent) as error:
+        sys.stderr.write(f"minisgl replay schedule: {error}\n")
+        return EXIT_IMPOSSIBLE
+    sys.stdout.write(as_json(told) if prints.as_json else "\n".join(_lines(told)) + "\n")
+    return 0 if told["identical"] else EXIT_DIFFERENT
+
+
+def planned_again(log: StreamLog, engine: str, which: StepsConfig, limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return what planning steps of *engine* again says, and what would have happened under other *limits*, if any.
+
+    Raises:
+        ConfigError: *which* names no steps.
+        CannotPlan: A step or a prompt is gone, or there are too few steps for an estimate.
+        UndecodableEvent: The journal is damaged.
+    """
+    found = steps_between(log, engine, which.first, which.last)
+    requests = Requests(log, found.tokens)
+    requests.learn([uid for step in found.steps for uid in _uids_in(step)] + snapshot_uids(found.steps[0].schedule))
+    counts = dict.fromkeys(("steps", "tokens", "arrivals", "preemptions", "takeovers"), 0)
+    difference: dict[str, Any] = {}
+    computed: list[tuple[Step, BatchPlan]] = []
+    for step, different in differences(found.steps, requests.request, lambda *one: computed.append(one)):
+        if different:
+            difference = {"step": step.id, "what": different}
+        if (step.epoch, step.number) >= found.first:
+            _count(counts, step)
+    told: dict[str, Any] = {
+        "engine": engine,
+        "from": "{}-{}".format(*found.first),
+        "to": found.steps[-1].id,
+        "snapshot": found.steps[0].id,
+    }
+    told |= counts | {"identical": not difference}
+    if difference:
+        return told | {"difference": difference}
+    return told | (_otherwise(found.steps, computed, requests, limits) if limits else {})
+
+
+def _otherwise(
+    steps: Sequence[Step], computed: Sequence[tuple[Step, BatchPlan]], requests: Requests, limits: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return what was measured from the snapshot on, and what is estimated for the same and for other *limits*."""
+    if len(computed) < FEWEST_FITTED:
+        raise CannotPlan(
+            f"{len(computed)} steps are too few for an estimate, which needs {FEWEST_FITTED}; ask for more"
+        )
+    time_of = fitted(
+        [parts_of(plan) for _, plan in computed],
+        [step.figures.forward_ms for step, _ in computed],
+        between_ms(steps),
+    )
+    tokens = {uid: requests.all_tokens(uid) for uid in requests.uids}
+    estimates = {
+        name: lived_again(steps, requests.request, tokens, time_of, **other)
+        for name, other in (("estimated_as_it_was", {}), ("estimated", limits))
+    }
+    outcomes = {"measured": measured(steps), **estimates}
+    return {
+        "limits": dict(limits),
+        "error_of_estimated_steps": round(time_of.error, 3),
+        "outcomes": {name: outcome.told() for name, outcome in outcomes.items()},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the journal has of the steps that were asked for."""
+
+    first: tuple[int, int]
+    """The first of them."""
+    steps: Sequence[Step]
+    """From the last snapshot before it on."""
+    tokens: Mapping[str, Mapping[int, int]]
+    """As in Requests, also of steps a little before the snapshot."""
+
+
+def steps_between(log: StreamLog, engine: str, first: str, last: str) -> Found:
+    """Read a journal from the last snapshot before *first* to *last*.
+
+    Raises:
+        ConfigError: *first* or *last* is no step.
+        CannotPlan: There is no journal, or no snapshot before *first*.
+    """
+    newest = log.journal(engine, max_entries=1, newest=True)
+    if not newest:
+        raise CannotPlan(
+            f"there is no journal of {one_line(engine)}: no such engine, no step within --retention, or the server "
+            "runs with --journal-bytes 0"
+        )
+    epoch = parse_id(newest[0].id)[0]
+    start, end = _step_id("--from", first, epoch), _step_id("--to", last, epoch)
+    if start and end and parse_id(start) > parse_id(end):
+        raise ConfigError(f"--from {first} comes after --to {last}; pass the earlier step first")
+    if start and parse_id(start) > parse_id(newest[0].id):
+        raise CannotPlan(f"the last step in the journal of {engine} is {newest[0].id}, before --from {first}")
+    snapshot = _snapshot_before(log, engine, start) if start else _first_snapshot(log, engine)
+    if not snapshot:
+        oldest = _first_snapshot(log, engine)
+        remedy = f"pass --from {oldest}" if oldest else "it has none at all yet; one is taken every 1,000 steps"
+        raise CannotPlan(f"the journal of {engine} has no snapshot of the schedule at or before {start}; {remedy}")
+    before = log.journal(engine, last=snapshot, max_entries=STEPS_BEHIND, newest=True)
+    entries = [*before, *_forward(log, engine, snapshot, end or "+")]
+    tokens: dict[str, dict[int, int]] = {}
+    found: list[Step] = []
+    for step in steps(entries):
+        for row in step.rows:
+            tokens.setdefault(row.uid, {})[row.n] = row.token
+        if parse_id(step.id) >= parse_id(snapshot):
+            found.append(step)
+    return Found(parse_id(start or snapshot), found, tokens)
+
+
+def _step_id(name: str, text: str, epoch: int) -> str:
+    """Return the id of a step that a user names; "" stays.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    given, dash, number = text.rpartition("-")
+    if not text:
+        return ""
+    if not number.isdecimal() or (dash and not given.isdecimal()):
+        raise ConfigError(f"{name} {text}: must be a step, such as 1200, or 3-1200 for one of epoch 3")
+    return f"{given or epoch}-{number}"
+
+
+def _snapshot_before(log: StreamLog, engine: str, step_id: str) -> str:
+    """Return the id of the last step with a snapshot up to *step_id*; "": there is none."""
+    last = step_id
+    while entries := log.journal(engine, last=last, max_entries=READ_AT_ONCE, newest=True):
+        with_one = [entry.id for entry in entries if "schedule" in entry.fields]
+        if with_one:
+            return with_one[-1]
+        last = f"({entries[0].id}"
+    return ""
+
+
+def _first_snapshot(log: StreamLog, engine: str) -> str:
+    first = "-"
+    while entries := log.journal(engine, first=first, max_entries=READ_AT_ONCE):
+        with_one = [entry.id for entry in entries if "schedule" in entry.fields]
+        if with_one:
+            return with_one[0]
+        first = f"({entries[-1].id}"
+    return ""
+
+
+def _forward(log: StreamLog, engine: str, after: str, last: str) -> Iterator[Entry]:
+    while entries := log.journal(engine, first=f"({after}", last=last, max_entries=READ_AT_ONCE):
+        yield from entries
+        after = entries[-1].id
+
+
+def _uids_in(step: Step) -> list[str]:
+    """Return the requests that came to the schedule in a step."""
+    return [word.rpartition(" ")[2] for word in step.given if word.startswith("add ")]
+
+
+def _count(counts: dict[str, int], step: Step) -> None:
+    counts["steps"] += 1
+    counts["tokens"] += len(step.rows)
+    counts["arrivals"] += len(_uids_in(step))
+    counts["preemptions"] += sum(isinstance(row.event, Preempted) for row in step.events)
+    counts["takeovers"] += sum(isinstance(row.event, TakenOver) for row in step.events)
+
+
+def _lines(told: Mapping[str, Any]) -> list[str]:
+    said = ", ".join(f"{told[name]:,} {name}" for name in ("steps", "tokens", "arrivals", "preemptions", "takeovers"))
+    lines = [
+        f"{told['engine']}: steps {told['from']} to {told['to']}, from the snapshot of {told['snapshot']} on",
+        said,
+    ]
+    if told["identical"]:
+        return [*lines, "planned again: identical", *(_estimates(told) if "outcomes" in told else [])]
+    difference = told["difference"]
+    return [*lines, f"planned again: different at step {difference['step']}", one_line(difference["what"])]
+
+
+def _estimates(told: Mapping[str, Any]) -> list[str]:
+    """Return a table: what was, what the estimate makes of it, and what it makes of other limits."""
+    outcomes = told["outcomes"]
+    rows = [("", "measured", "as it was, estimated", "with other limits, estimated")]
+    rows += [
+        (name.replace("_", " "), *(f"{outcomes[one][name]:,}" for one in outcomes)) for name in outcomes["measured"]
+    ]
+    share = f"{told['error_of_estimated_steps']:.0%}"
+    return [
+        "",
+        *columns(rows, right=(1, 2, 3)),
+        "",
+        "All of the last two columns is estimated, from a fit to the times of these steps.",
+        f"Half of the steps took less than {share} more or less than the fit says.",
+    ]

@@ -1,0 +1,158 @@
+"""`minisgl replay show UID [--at N]`: a recorded request when it had N tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
+from ops.connection import NotThere, named_first, one_line
+from ops.replay.history import History, State, said_of_end
+from ops.replay.report import short
+from ops.replay.source import open_source
+from ops.replay.waited import why
+from ops.trace import as_json, when
+from pipeline.errors import ConfigError
+from pipeline.events import SamplingParams, as_plain
+from pipeline.flags import at_least, flag, parse_flags
+from pipeline.log.protocol import StreamLog
+
+ABOUT: Final = """\
+Shows a request when it had N tokens: the text so far, the token ids, what token N was sampled from, who made it and
+when. Without --at, N is the last token. The most probable tokens are there if the client asked for log-probabilities.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ShowConfig:
+    """Which moment is shown."""
+
+    at: int | None = flag("--at", default=None, parse=at_least(0), help="number of tokens; 0: before the first [all]")
+
+
+FLAGS: Final = (ConnectConfig, RetentionConfig, ArchivedConfig, ShowConfig, PrintConfig)
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Print a request at one moment; return the exit code.
+
+    Raises:
+        ConfigError: The flags cannot work, or the request never had so many tokens.
+        NotThere: There is no such request.
+        LogUnavailable: There is no such server, and no archive is named.
+        UndecodableEvent: The history is damaged.
+    """
+    name, flags = named_first("replay show", arguments, "the uid of a request")
+    connect, retention, archived, shown, prints = parse_flags("replay show UID", FLAGS, flags, environment, about=ABOUT)
+    with open_source(connect, archived.archive, retention.retention_s) as source:
+        recordings = source.recordings([name])
+        if len(recordings) > 1:
+            uids = ", ".join(recording.uid for recording in recordings)
+            raise NotThere(f"{one_line(name)}: means {len(recordings)} requests; name one of them: {uids}")
+        history = History(recordings[0])
+        try:
+            state = history.at(len(history.tokens) if shown.at is None else shown.at)
+        except IndexError as error:
+            raise ConfigError(f"--at {shown.at}: {error}") from error
+        told = told_of(history, state) | waited(source.log, history, state)
+    sys.stdout.write(as_json(told) if prints.as_json else "".join(f"{line}\n" for line in lines_of(told)))
+    return 0
+
+
+def told_of(history: History, state: State) -> dict[str, Any]:
+    """Return *state* of a request as plain data."""
+    submitted, tokenized, last = history.submitted, history.tokenized, state.last
+    sampling = submitted.sampling if submitted is not None else SamplingParams()
+    prompt_ids = tokenized.token_ids if tokenized is not None else ()
+    told: dict[str, Any] = {
+        "uid": history.uid,
+        "state": said_of_end(history.end),
+        "n": state.n,
+        "tokens": len(history.tokens),
+        "submitted_ms": submitted.ms if submitted is not None else 0,
+        "at_ms": state.at_ms,
+        "pause_ms": state.pause_ms,
+        "prompt_tokens": len(prompt_ids),
+        "position": len(prompt_ids) + state.n - 1,
+        "sampling": sampling.model_dump(mode="json", exclude_defaults=True) | {"seed": sampling.seed},
+        "marks": [as_plain(mark) for mark in state.marks],
+        "text": state.text,
+        "token_ids": state.token_ids,
+    }
+    pauses = [(after.ms - before.ms, -after.n) for before, after in pairwise(history.tokens)]
+    if pauses:
+        pause_ms, place = max(pauses)
+        told["slowest"] = {"n": -place, "pause_ms": pause_ms}
+    if last is not None:
+        by = last.by
+        told |= {"token": last.id, "engine": by.engine, "epoch": by.epoch, "step": last.step, "chunks": last.chunks}
+        told |= {"weights": by.weights, "numerics": by.numerics, "version": by.version}
+        told |= {"scores": last.score.model_dump(mode="json")} if last.score is not None else {}
+    return told
+
+
+def waited(log: StreamLog, history: History, state: State) -> dict[str, Any]:
+    """Return what the engine did meanwhile, as plain data; nothing if its journal lacks the step of the token."""
+    last, submitted = state.last, history.submitted
+    if last is None or submitted is None:
+        return {}
+    since_ms = submitted.ms + state.at_ms - state.pause_ms
+    wait = why(log, last.by.engine, last.step, history.uid, state.n, since_ms)
+    return {} if wait is None else {"meanwhile": wait.reasons, "meanwhile_steps": wait.num_steps}
+
+
+def lines_of(told: Mapping[str, Any]) -> list[str]:
+    """Return it in lines, each with its name in front."""
+    rows = [
+        ("request", f"{one_line(told['uid'])}: {told['state']}, {told['tokens']:,} tokens"),
+        ("token", f"{told['n']:,}" + (f", id {told['token']}" if "token" in told else ": none yet")),
+        ("time", _time(told)),
+        *_slowest(told),
+        *_made(told),
+        *(("meanwhile" if not index else "", reason) for index, reason in enumerate(told.get("meanwhile", ()))),
+        *(("mark", _pairs(mark)) for mark in told["marks"]),
+        ("sampling", _pairs(told["sampling"])),
+        *_scores(told),
+        ("text", one_line(told["text"])),
+        ("ids", " ".join(map(str, told["token_ids"]))),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {text}".rstrip() for name, text in rows]
+
+
+def _time(told: Mapping[str, Any]) -> str:
+    before = "the token before" if told["n"] > 1 else "it was submitted"
+    now = when(told["submitted_ms"] + told["at_ms"])
+    return f"{now}, {told['at_ms'] / 1000:,.3f} s after submit, {told['pause_ms'] / 1000:,.3f} s after {before}"
+
+
+def _slowest(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "slowest" not in told or told["slowest"]["n"] == told["n"]:
+        return []
+    n, pause_ms = told["slowest"]["n"], told["slowest"]["pause_ms"]
+    return [("slowest", f"token {n:,}, {pause_ms / 1000:,.3f} s after the token before (--at {n})")]
+
+
+def _made(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "token" not in told:
+        return []
+    prompt = f", with the last of {told['chunks']} chunks of its prompt" if told["chunks"] else ""
+    how = {name: told[name] for name in ("weights", "numerics", "version") if told[name]}
+    step = f"epoch {told['epoch']}, step {told['step'].partition('-')[2]}{prompt}"
+    return [("engine", f"{one_line(told['engine'])} {step}"), ("with", _pairs(how))]
+
+
+def _scores(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "scores" not in told:
+        return []
+    score = told["scores"]
+    texts = [f"{each['text']!r} {short(each['logprob'])}" for each in (score, *score["top"])]
+    names = ("logprob", "probable", *("" for _ in score["top"]))
+    return list(zip(names, texts, strict=False))
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{one_line(str(name))}={one_line(str(value))}" for name, value in values.items())

@@ -1,0 +1,213 @@
+"""Recorded requests as traffic: what is sent again, when, and where its client leaves. Sends nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import orjson
+
+from ops.replay.outcomes import FAILED, Outcome, outcome_of
+from ops.shell.params import Settings
+from pipeline.errors import UndecodableEvent
+from pipeline.events import Presentation, SamplingParams, Submitted
+from pipeline.names import base_uid
+from pipeline.recording import Recording
+from pipeline.walk import walk
+from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
+from web.wire.resend import ENDPOINTS, Body, request_body
+from web.wire.sglang.schemas import SGLangSampling
+from web.wire.uids import index_of
+
+Form = Literal["chunks", "whole", "text"]
+"""How a stream brings its text: in OpenAI's chunks; all of it again in each frame (SGLang); as it is (Mini-SGLang)."""
+OPENAI: Final[Mapping[str, frozenset[str]]] = {
+    path: frozenset(
+        f"{names} model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream "
+        "stream_options temperature top_p".split()
+    )
+    for path, names in (
+        (CHAT_ENDPOINT, "messages max_completion_tokens response_format tools tool_choice top_logprobs"),
+        (COMPLETIONS_ENDPOINT, "prompt"),
+    )
+}
+"""The fields that servers with OpenAI's API know. Labels are not sent: they change nothing."""
+NO_SETTINGS: Final = Settings({}, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is known of the server before anything is sent."""
+
+    is_ours: bool
+    """It is a MiniSGL, which takes every field and whose histories can be read."""
+    models: tuple[str, ...] = ()
+    """The names that it serves; none if it does not say."""
+    model: str = ""
+    """The name that all requests use; empty: each uses the recorded one, if it is served."""
+    settings: Settings = NO_SETTINGS
+    """Fields that all bodies set, or leave out."""
+
+    def model_for(self, recorded: str) -> str:
+        """Return the name that a request uses."""
+        if self.model or not self.models or recorded in self.models:
+            return self.model or recorded
+        return self.models[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Where the client of a request leaves."""
+
+    characters: int
+    """After so many characters of the answer; 0: after the time."""
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One body, and what came of it when it was recorded."""
+
+    uids: tuple[str, ...]
+    """Of the recorded request; several if they were siblings."""
+    due_s: float
+    """After the first one."""
+    path: str
+    body: bytes
+    form: Form
+    before: tuple[Outcome, ...]
+    """One for each of `uids`."""
+    leave: Leave | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is sent, the earliest first, and what is not."""
+
+    planned: tuple[Planned, ...]
+    recorded_s: float
+    """From the first recorded request to the last."""
+    left_out: Mapping[str, int]
+    """Why requests are not sent -> how many."""
+    dropped: Mapping[str, int]
+    """Fields that the server would not know -> how many bodies had them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    uid: str
+    submitted: Submitted
+    outcome: Outcome
+
+
+def traffic_of(recordings: Iterable[Recording], target: Target, *, speed: float = 1.0) -> Traffic:
+    """Plan to send *recordings* again at *speed* times their pace. Siblings are one body, as they were.
+
+    If the file lacks some of them, each of the others is a body of its own.
+    """
+    families: dict[str, list[_Recorded]] = {}
+    left_out: Counter[str] = Counter()
+    for recording in recordings:
+        recorded, reason = _read(recording)
+        if recorded is None:
+            left_out[reason] += 1
+        else:
+            families.setdefault(base_uid(recorded.uid), []).append(recorded)
+    bodies: list[list[_Recorded]] = []
+    for family in families.values():
+        family.sort(key=lambda one: index_of(one.uid))
+        bodies += [family] if len(family) == family[0].submitted.siblings else [[one] for one in family]
+    bodies.sort(key=lambda body: (body[0].submitted.ms, body[0].uid))
+    moments_ms = [body[0].submitted.ms for body in bodies] or [0]
+    dropped: Counter[str] = Counter()
+    planned = [_planned(body, moments_ms[0], target, speed, dropped) for body in bodies]
+    return Traffic(tuple(planned), (moments_ms[-1] - moments_ms[0]) / 1000, left_out, dropped)
+
+
+def _read(recording: Recording) -> tuple[_Recorded | None, str]:
+    """Return what can be sent of *recording*, or the reason why nothing can."""
+    try:
+        events = [moment.event for moment in walk(recording.entries, over_holes=True)]
+    except UndecodableEvent:
+        return None, "that cannot be read"
+    match events:
+        case [Submitted() as submitted, *_]:
+            pass
+        case _:
+            return None, "without a beginning"
+    if submitted.task != "generate" or submitted.endpoint not in ENDPOINTS:
+        return None, f"of {submitted.endpoint or 'no endpoint'}"
+    if submitted.replay is not None:
+        return None, "that computed another one again"
+    ids = submitted.prompt_ids if submitted.endpoint != CHAT_ENDPOINT else ()
+    if not (submitted.messages or submitted.prompt or ids):
+        return None, "without a prompt"
+    return _Recorded(recording.uid, submitted, outcome_of(events)), ""
+
+
+def _planned(body: Sequence[_Recorded], first_ms: int, target: Target, speed: float, dropped: Counter[str]) -> Planned:
+    model = target.model_for(body[0].submitted.model)
+    events = [one.submitted.model_copy(update={"model": model}) for one in body]
+    outcomes = tuple(one.outcome for one in body)
+    if target.is_ours:
+        path, fields = events[0].endpoint, request_body(events)
+    else:
+        path, fields = translated(events, outcomes[0].output_tokens, dropped)
+    return Planned(
+        uids=tuple(one.uid for one in body),
+        due_s=(events[0].ms - first_ms) / 1000 / speed,
+        path=path,
+        body=orjson.dumps(_with_settings(fields, target.settings)),
+        form="chunks" if path != GENERATE_ENDPOINT else "whole" if events[0].presentation.whole_text else "text",
+        before=outcomes,
+        leave=leave_of(events[0].presentation, outcomes),
+    )
+
+
+def leave_of(shown: Presentation, outcomes: Sequence[Outcome]) -> Leave | None:
+    """Return where the client of a request left; None if it stayed, or one of the siblings failed."""
+    left = [outcome for outcome in outcomes if outcome.by_client]
+    if not left or any(outcome.end == FAILED for outcome in outcomes):
+        return None
+    after_s = max(outcome.e2e_ms or 0 for outcome in left) / 1000
+    counts = shown.stream and not shown.echo  # a stream with `echo` begins with the prompt
+    characters = sum(len(outcome.text.replace("\r\n", "\n")) for outcome in outcomes) if counts else 0
+    return Leave(characters, after_s)
+
+
+def translated(events: Sequence[Submitted], num_tokens: int, dropped: Counter[str]) -> tuple[str, Body]:
+    """Return path and body for any server with OpenAI's API, always as a stream. Count fields that are *dropped*.
+
+    Prompts that no template touches go to /v1/completions. Its default length is 16 tokens. So a request without a
+    limit gets *num_tokens*, the length of the recorded answer.
+    """
+    first = events[0]
+    path = CHAT_ENDPOINT if first.messages else COMPLETIONS_ENDPOINT
+    shown = Presentation(stream=True, include_usage=True, choices=first.presentation.choices)
+    limit = first.limit if path == CHAT_ENDPOINT and first.limit in OPENAI[path] else "max_tokens"
+    plain = {"endpoint": path, "limit": "", "presentation": shown}
+    body = request_body([event.model_copy(update=plain) for event in events])
+    longest = first.sampling.max_tokens or (max(num_tokens, 1) if path == COMPLETIONS_ENDPOINT else None)
+    body = {name: value for name, value in body.items() if name not in ("max_tokens", "n_predict")}
+    body |= {} if longest is None else {limit: longest}
+    defaults = SamplingParams().model_dump()
+    dropped.update(
+        name
+        for name, value in body.items()
+        if name not in OPENAI[path] and name not in first.labels and value != defaults.get(name)
+    )
+    return path, {name: value for name, value in body.items() if name in OPENAI[path]}
+
+
+def _with_settings(body: Body, settings: Settings) -> Body:
+    """Return *body* with the user's fields; SGLang's form has those of sampling in an object of their own."""
+    body = dict(body)
+    params: dict[str, Any] = dict(body.get("sampling_params", {}))
+    for name in (*settings.taken_back, *settings.values):
+        place = params if params and name in SGLangSampling.model_fields else body
+        place.pop(name, None)
+        if name in settings.values:
+            place[name] = settings.values[name]
+    return body | ({"sampling_params": params} if params else {})

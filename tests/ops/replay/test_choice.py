@@ -1,0 +1,97 @@
+"""Which requests `--since`, `--until` and `--where` mean."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import pytest
+
+from ops.replay.choice import ChoiceConfig, conditions, matches, since, until
+from ops.shell.config import ShellConfig
+from pipeline.errors import ConfigError
+from pipeline.events import Cancelled, SamplingParams, Submitted, encode, new_uid
+from pipeline.flags import parse_flags, split_names
+from pipeline.log.protocol import Entry
+from pipeline.names import SEAL, SUBMITTED_ID
+from web.wire.uids import drawn_ms
+
+NINE_MS = 1795424400_000  # 2026-11-23 09:00 UTC
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-11-23T09:00", "2026-11-23 09:00:00.000", "2026-11-23T09:00Z", "2026-11-23T10:30+01:30"]
+)
+def test_a_moment_without_an_offset_is_utc(text: str) -> None:
+    assert since(text) == NINE_MS
+    assert until(text) == NINE_MS
+
+
+@pytest.mark.parametrize(("text", "ago_s"), [("-10m", 600), ("10m", 600), ("-2h", 7200), ("-1.5d", 129600), ("-3s", 3)])
+def test_a_moment_may_be_some_time_ago(text: str, ago_s: float) -> None:
+    assert since(text) / 1000 == pytest.approx(time.time() - ago_s, abs=2)
+
+
+def test_a_uid_means_its_moment_and_until_it_includes_it() -> None:
+    uid = new_uid()
+    assert since(uid) == since(f"chatcmpl-{uid.upper()}") == drawn_ms(uid)
+    assert until(uid) == drawn_ms(uid) + 1
+
+
+@pytest.mark.parametrize("text", ["yesterday", "", "10", "-5y", "2026-13-01T00:00", "0" * 32])
+def test_what_is_no_moment_is_refused_with_what_one_looks_like(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"must be a moment: 2026-11-23T09:00 \(UTC"):
+        since(text)
+
+
+def history(**fields: object) -> list[Entry]:
+    event = Submitted.model_validate(
+        {"endpoint": "/v1/completions", "frontend": "web-0", "sampling": SamplingParams()} | fields
+    )
+    return [Entry(SUBMITTED_ID, encode(event)), Entry(SEAL, encode(Cancelled(by="client")))]
+
+
+def test_all_conditions_must_hold() -> None:
+    asked = history(model="demo", owner="team", labels={"user": "ann", "store": True, "state": "odd"})
+    for text in ("model=demo", "state=cancelled", "owner=team,user=ann", "endpoint=/v1/completions", "store=true"):
+        assert matches(asked, conditions(text)), text
+    for text in ("model=other", "state=finished", "owner=team,user=bob", "safety_identifier=x", "safety_identifier="):
+        assert not matches(asked, conditions(text)), text
+    assert matches(asked, ())
+
+
+def test_what_cannot_be_read_fulfils_no_condition() -> None:
+    assert not matches([Entry(SUBMITTED_ID, {"kind": "odd"})], conditions("model="))
+    assert not matches(history()[1:], conditions("state=cancelled"))
+    assert matches([Entry(SUBMITTED_ID, {"kind": "odd"})], ())
+    assert matches([], ()) and not matches([], conditions("model=demo"))
+
+
+@pytest.mark.parametrize("text", ["model", "a=b,c", "state=over"])
+def test_a_condition_has_a_name_and_a_value(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be NAME=VALUE"):
+        conditions(text)
+
+
+def test_flags_and_names_may_be_mixed_and_values_may_begin_with_a_dash() -> None:
+    names, flags = split_names(
+        ["a", "--since", "-10m", "b", "--where=model=x", "--until", "2026-11-23T09:00", "c"], (ChoiceConfig,)
+    )
+    assert names == ["a", "b", "c"]
+    (choice,) = parse_flags("tool", (ChoiceConfig,), flags, {})
+    assert choice.where == (("model", "x"),)
+    assert choice.until_ms == NINE_MS
+    assert choice.since_ms / 1000 == pytest.approx(time.time() - 600, abs=2)
+
+
+def test_a_flag_of_several_values_takes_all_words_up_to_the_next_flag() -> None:
+    arguments = ["a", "--set", "b=1", "c=2", "--since", "-10m", "d", "--set"]
+    names, flags = split_names(arguments, (ChoiceConfig, ShellConfig))
+    assert names == ["a", "d"]
+    assert flags == ["--set", "b=1", "c=2", "--since=-10m", "--set"]
+
+
+def test_an_unknown_flag_and_one_without_its_value_are_errors() -> None:
+    for arguments in (["--sinse", "-10m"], ["file", "--since"]):
+        with pytest.raises(ConfigError):
+            parse_flags("tool", (ChoiceConfig,), split_names(arguments, (ChoiceConfig,))[1], {})

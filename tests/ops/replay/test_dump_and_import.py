@@ -1,0 +1,308 @@
+"""`minisgl replay dump` and `import` on a real Redis: what goes out comes in again, here or elsewhere."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from lived_requests import LivedRequests
+from log_contract import submitted
+from redis_servers import command, until
+from tool import Tool
+
+from minisgl import main
+from ops.replay.files import open_dump, read_dump, write_dump
+from pipeline.events import Cancelled, Failed, new_uid
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import RedisLog
+from pipeline.names import SEAL, Names
+from pipeline.recording import Recording
+from pipeline.walk import walk
+
+
+@pytest.fixture
+def dump(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("replay dump", redis_url, capsys)
+
+
+@pytest.fixture
+def bring_in(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("replay import", redis_url, capsys)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "requests.zst"
+
+
+def finished(lived: LivedRequests, *texts: str, **how: Any) -> str:
+    """Return a request that was answered with *texts*."""
+    uid = lived.running(**how)
+    lived.tokens(uid, *(texts or ("Hel", "lo")))
+    lived.finished(uid, len(texts or "ab"))
+    return uid
+
+
+def uids_in(path: Path) -> list[str]:
+    return [recording.uid for recording in read_dump(path)]
+
+
+# dump
+
+
+def test_a_dump_has_every_request_that_has_ended_and_counts_those_that_run(
+    lived: LivedRequests, dump: Tool, path: Path
+) -> None:
+    uids = [finished(lived), lived.submitted(), lived.running()]
+    lived.ended(uids[1], Cancelled(by="client"))
+    lines = dump(str(path))
+    assert lines == [
+        f"{path}: 2 requests, {path.stat().st_size:,} bytes",
+        "left out: 1 requests that have not ended (--wait waits for them)",
+    ]
+    found = list(read_dump(path))
+    assert [recording.uid for recording in found] == uids[:2]
+    assert [list(recording.entries) for recording in found] == lived.log.histories(uids[:2])
+    assert open_dump(path).header["namespace"] == "minisgl"
+
+
+def test_what_was_dumped_is_told_as_json(lived: LivedRequests, dump: Tool, path: Path) -> None:
+    finished(lived)
+    lived.running()
+    left_out = {"running": 1, "expired": 0, "unfit": 0}
+    told = dump.json(str(path))
+    assert told == {"file": str(path), "bytes": path.stat().st_size, "requests": 1, "left_out": left_out}
+
+
+def test_requests_are_chosen_by_uid_moment_and_what_was_asked(lived: LivedRequests, dump: Tool, tmp_path: Path) -> None:
+    uids = []
+    for user in ("ann", "bob", "ann", "ann"):
+        uids.append(finished(lived, labels={"user": user}))
+        time.sleep(0.002)  # uids of one millisecond have no order
+    chosen = {
+        (uids[2], f"cmpl-{uids[0]}"): [uids[2], uids[0]],
+        ("--since", uids[1]): uids[1:],
+        ("--until", uids[1]): uids[:2],
+        ("--since", uids[1], "--until", uids[2]): uids[1:3],
+        ("--since", "-10m", "--where", "user=ann"): [uids[0], *uids[2:]],
+        ("--where", "model=nonsense,state=finished"): uids,
+        ("--until", "-10m"): [],
+        (uids[0], uids[1], "--where", "user=bob"): uids[1:2],
+    }
+    for number, (arguments, expected) in enumerate(chosen.items()):
+        file = tmp_path / str(number)
+        dump(*arguments, str(file))
+        assert uids_in(file) == expected, arguments
+
+
+def test_the_uid_of_siblings_means_all_of_them(log: RedisLog, lived: LivedRequests, dump: Tool, path: Path) -> None:
+    uid = new_uid()
+    log.submit(uid, [submitted(number=number, prompt="long " * 50) for number in range(3)])
+    for number in range(3):
+        lived.ended(f"{uid}.{number}", Cancelled(by="client"))
+    dump(uid, str(path))
+    assert uids_in(path) == [f"{uid}.{number}" for number in range(3)]
+    assert all("prompt" in recording.entries[0].fields for recording in read_dump(path))
+
+
+def test_wait_waits_for_those_that_run(lived: LivedRequests, dump: Tool, path: Path) -> None:
+    first, last = finished(lived), lived.running()
+
+    def end_later() -> None:
+        until(lambda: any(path.parent.iterdir()))
+        lived.finished(last, 0)
+
+    thread = threading.Thread(target=end_later)
+    thread.start()
+    lines = dump("--wait", str(path))
+    thread.join()
+    assert lines == [f"{path}: 2 requests, {path.stat().st_size:,} bytes"]
+    assert uids_in(path) == [first, last]
+
+
+def test_a_request_that_is_not_there_says_why_and_no_file_is_made(lived: LivedRequests, dump: Tool, path: Path) -> None:
+    assert "unknown here" in dump.failure(finished(lived), new_uid(), str(path))
+    assert not path.exists()
+
+
+def test_flags_that_cannot_work_are_told(dump: Tool, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uid = new_uid()
+    for arguments, said in {
+        (): "expected a FILE to write",
+        (uid, "--since", "-10m", str(path)): "name UIDs, or moments with --since and --until, not both",
+        ("--since", "soon", str(path)): "'soon': must be a moment: 2026-11-23T09:00 (UTC",
+        ("--where", "model", str(path)): "must be NAME=VALUE",
+        (str(path.parent),): "there is such a file already",
+    }.items():
+        assert main(["replay", "dump", *arguments, "--redis-url", dump.url]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_redacted_dump_has_no_word_of_what_was_said(lived: LivedRequests, dump: Tool, path: Path) -> None:
+    lived.owner = "somebody"
+    uid = finished(lived, "wordwords", prompt="secrecy", labels={"user": "anybody"})
+    broken = finished(lived)
+    command(dump.url, "DEL", Names().request(broken))
+    for entry_id, kind in (("0-1", "odd"), (SEAL, "finished")):
+        command(dump.url, "XADD", Names().request(broken), entry_id, "kind", kind)
+    lines = dump("--redact", str(path))
+    assert lines[1:] == ["left out: 1 requests that cannot be redacted, or that the format cannot hold"]
+    (recording,) = read_dump(path)
+    text = json.dumps([recording.about, [dict(entry.fields) for entry in recording.entries]])
+    assert not any(word in text for word in ("wordw", "secre", "somebody", "anybody"))
+    assert recording.uid == uid
+    assert open_dump(path).header["redacted"]
+    second = path.with_name("second")
+    dump("--redact", str(second))
+    (again,) = read_dump(second)
+    assert again.entries == recording.entries
+    assert again.about["redacted"]["blocks"] != recording.about["redacted"]["blocks"]
+
+
+# import
+
+
+def test_what_was_dumped_is_there_again_after_the_log_was_lost(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uids = [finished(lived), finished(lived, "ü", '"\x00', "", prompt="\U0001f600"), lived.submitted()]
+    lived.ended(uids[2], Failed(status=400, code="invalid_value", message="No."))
+    trace = Tool("trace", dump.url, capsys)
+    told, histories = [trace.json(uid) for uid in uids], lived.log.histories(uids)
+    dump(str(path))
+    command(dump.url, "FLUSHALL")
+    assert bring_in(str(path)) == [f"{path}: 3 requests imported"]
+    again = [trace.json(uid) for uid in uids]
+    origins = [story["labels"].pop("imported_from") for story in again]
+    assert again == told
+    header = open_dump(path).header
+    origin = {"file": path.name} | {name: header[name] for name in ("made_ms", "namespace", "version")}
+    assert origins == [origin] * 3
+    for before, after in zip(histories, lived.log.histories(uids), strict=True):
+        assert after[1:] == before[1:]
+        assert [moment[1:] for moment in walk(after[1:])] == [moment[1:] for moment in walk(before[1:])]
+    assert lived.log.living() == []
+    (line,) = [line for line in trace(uids[0]) if "imported_from" in line]
+    assert path.name in line
+
+
+def test_an_import_leaves_what_is_there_and_can_be_repeated(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
+) -> None:
+    uids = [finished(lived), finished(lived)]
+    dump(str(path))
+    command(dump.url, "DEL", Names().request(uids[1]))
+    before = lived.log.histories(uids[:1])
+    lines = [f"{path}: 1 requests imported", "1 requests were there already and stay as they are"]
+    assert bring_in(str(path)) == lines
+    assert lived.log.histories(uids[:1]) == before
+    assert bring_in.json(str(path)) == {"file": str(path), "imported": 0, "there": 2, "refused": []}
+
+
+def test_the_owner_comes_in_only_if_it_is_asked_for(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
+) -> None:
+    lived.owner = "team"
+    uid = finished(lived)
+    dump(str(path))
+    for flags, owner in (((), ""), (("--keep-owner",), "team")):
+        command(dump.url, "DEL", Names().request(uid))
+        bring_in(*flags, str(path))
+        assert lived.log.histories([uid])[0][0].fields.get("owner", "") == owner
+
+
+def test_imported_requests_have_a_retention_of_their_own(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
+) -> None:
+    uid = finished(lived)
+    dump(str(path))
+    for flags, expected_s in (((), 86400), (("--retention", "100"), 100)):
+        command(dump.url, "DEL", Names().request(uid))
+        bring_in(str(path), *flags)
+        assert expected_s - 30 < command(dump.url, "PTTL", Names().request(uid)) / 1000 <= expected_s
+
+
+def test_an_imported_request_that_is_dumped_again_says_where_it_was_first(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path
+) -> None:
+    uid = finished(lived)
+    dump("--redact", str(path))
+    command(dump.url, "FLUSHALL")
+    bring_in(str(path))
+    (first,) = lived.log.histories([uid])
+    second = path.with_name("second")
+    dump(str(second))
+    command(dump.url, "FLUSHALL")
+    bring_in(str(second))
+    assert lived.log.histories([uid]) == [first]
+    assert [one.about for one in read_dump(second)] == [one.about for one in read_dump(path)]
+
+
+def recorded(uid: str, *entries: tuple[str, dict[str, str]]) -> Recording:
+    return Recording(uid, tuple(Entry(*entry) for entry in entries))
+
+
+BEGUN = ("0-1", {"kind": "submitted", "ms": "1", "endpoint": "e", "frontend": "w", "sampling": "{}"})
+OVER = (SEAL, {"kind": "cancelled", "ms": "2", "by": "client"})
+
+
+def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(
+    dump: Tool, bring_in: Tool, log: RedisLog, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uids = [new_uid() for _ in range(6)]
+    odd = (OVER[0], OVER[1] | {"v": "2"})
+    write_dump(
+        path,
+        [
+            recorded(uids[0], BEGUN),
+            recorded(uids[1], BEGUN, odd),
+            recorded("../live", BEGUN, OVER),
+            recorded(uids[2], OVER),
+            recorded(uids[3], BEGUN, ("0-2", {"kind": "odd"}), OVER),
+            recorded(uids[4], BEGUN, BEGUN, OVER),
+            recorded(uids[5], BEGUN, OVER),
+        ],
+    )
+    assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"{path}: 1 requests imported\n"
+    reasons = [line.removeprefix("minisgl: not imported: ") for line in err.splitlines()]
+    for uid, reason, said in zip(
+        [uids[0], uids[1], "../live", uids[2], uids[3], uids[4]],
+        ["it has not ended", "version 2", "not a uid", "expected submitted", "unknown kind", "rising order"],
+        reasons,
+        strict=True,
+    ):
+        assert said.startswith(f"{uid}: ") and reason in said
+    assert command(dump.url, "KEYS", "*") == [Names().request(uids[5]).encode()]
+
+
+def test_what_comes_before_a_damage_is_imported(
+    lived: LivedRequests, dump: Tool, bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uids = [finished(lived), finished(lived)]
+    dump(str(path))
+    command(dump.url, "FLUSHALL")
+    text = zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes())
+    path.write_bytes(text[: text.index(uids[1].encode()) + 50])
+    assert main(["replay", "import", str(path), "--redis-url", dump.url]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"{path}: 1 requests imported\n"
+    assert err.startswith(f"minisgl: {path}, line 3: not JSON")
+    assert lived.log.made_between(0, 2**48) == uids[:1]
+
+
+def test_a_file_that_is_no_dump_changes_nothing(bring_in: Tool, path: Path) -> None:
+    path.write_text("what?\n")
+    assert f"{path}, line 1: expected the header of a dump" in bring_in.failure(str(path))
+
+
+def test_import_takes_one_file_that_is_there(bring_in: Tool, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in {(): "expected one FILE, got 0", (str(path),): "cannot be read: No such file"}.items():
+        assert main(["replay", "import", *arguments, "--redis-url", bring_in.url]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""`minisgl replay schedule`: an engine's journalled steps are planned again, or it says why they cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+import pytest
+from journalled import ENGINE, EPOCH, Life, live
+from log_contract import put
+
+from minisgl import main
+from pipeline.events import Submitted, Tokenized, TokensProduced, encode
+from pipeline.log.memory import MemoryLog
+from pipeline.log.protocol import Entry
+from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, Names, tokens_id
+
+NUM_STEPS, EVERY = 300, 100
+Tool = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no overlap", "overlap"])
+def life(request: pytest.FixtureRequest) -> Life:
+    return live("radix", NUM_STEPS, EVERY, overlap=request.param)
+
+
+@pytest.fixture
+def log(life: Life) -> MemoryLog:
+    """The journal of that life, and the histories of its requests."""
+    log = MemoryLog(Names())
+    for uid, new in life.came.items():
+        submitted = Submitted(endpoint="e", frontend="web-0", sampling=new.sampling, priority=new.priority)
+        tokenized = Tokenized(token_ids=new.prompt_ids, fingerprint="t", by="tokenize-0")
+        produced = [TokensProduced(tokens=(token,), text="", step="1-1") for token in life.made[uid]]
+        ids = [SUBMITTED_ID, TOKENIZED_ID, *(tokens_id(n) for n in range(1, len(produced) + 1))]
+        for entry_id, event in zip(ids, (submitted, tokenized, *produced), strict=True):
+            put(log, log.names.request(uid), encode(event), entry_id)
+    for entry in life.journal():
+        put(log, log.names.journal(ENGINE), entry.fields, entry.id)
+    return log
+
+
+@pytest.fixture
+def tool(log: MemoryLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
+    @contextlib.contextmanager
+    def here(_: object) -> Iterator[MemoryLog]:
+        yield log
+
+    monkeypatch.setattr("ops.replay.schedule.running_log", here)
+
+    def run(*flags: str) -> tuple[int, str, str]:
+        code = main(["replay", "schedule", *flags])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def entries(log: MemoryLog) -> list[Entry]:
+    return log.journal(ENGINE)
+
+
+def drop(log: MemoryLog, *ids: str) -> None:
+    stream = log._streams.by_key[log.names.journal(ENGINE)]
+    for entry_id in ids:
+        epoch, number = map(int, entry_id.split("-"))
+        del stream.entries[epoch, number]
+
+
+def test_all_steps_of_a_journal_are_planned_again(tool: Tool, life: Life) -> None:
+    code, out, _ = tool(ENGINE)
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == f"{ENGINE}: steps {EPOCH}-1 to {EPOCH}-{life.steps[-1][0]}, from the snapshot of {EPOCH}-1 on"
+    assert lines[1].startswith(f"{len(life.steps)} steps, ") and " arrivals, " in lines[1]
+    assert lines[2] == "planned again: identical"
+
+
+def test_steps_in_the_middle_begin_with_the_snapshot_before_them(tool: Tool, log: MemoryLog) -> None:
+    snapshots = [entry.id for entry in entries(log) if "schedule" in entry.fields]
+    code, out, _ = tool(ENGINE, "--from", "250", "--to", f"{EPOCH}-260", "--json")
+    told = orjson.loads(out)
+    assert code == 0 and told["identical"]
+    assert (told["from"], told["to"], told["snapshot"]) == (f"{EPOCH}-250", f"{EPOCH}-260", snapshots[2])
+    assert told["steps"] == 11
+
+
+def test_the_first_different_step_is_told(tool: Tool, log: MemoryLog) -> None:
+    entry = next(entry for entry in entries(log)[60:] if "chunks" in entry.fields)
+    fields: Any = entry.fields
+    stream = log._streams.by_key[log.names.journal(ENGINE)]
+    epoch, number = map(int, entry.id.split("-"))
+    stream.entries[epoch, number] = {name: text for name, text in fields.items() if name != "chunks"}
+    code, out, _ = tool(ENGINE)
+    assert code == 1
+    assert out.splitlines()[2:] == [f"planned again: different at step {entry.id}", out.splitlines()[-1]]
+    assert out.splitlines()[-1].startswith("the chunks of prompts: (")
+    assert orjson.loads(tool(ENGINE, "--json")[1])["difference"]["step"] == entry.id
+
+
+def test_a_prompt_that_is_gone_is_named(tool: Tool, log: MemoryLog) -> None:
+    log.forget(["r3"])
+    code, out, error = tool(ENGINE)
+    assert (code, out) == (2, "")
+    assert "the prompt of r3 is gone" in error and "--retention" in error
+
+
+def test_tokens_after_the_end_of_a_history_come_from_the_journal(tool: Tool, log: MemoryLog, life: Life) -> None:
+    for uid in life.came:
+        stream = log._streams.by_key[log.names.request(uid)]
+        for entry_id in [each for each in stream.entries if each[0] > len(life.came[uid].output_ids)]:
+            del stream.entries[entry_id]
+    assert tool(ENGINE)[0] == 0
+    assert tool(ENGINE, "--from", "150")[0] == 0
+
+
+def test_a_step_that_is_missing_is_named(tool: Tool, log: MemoryLog) -> None:
+    kept = entries(log)
+    drop(log, kept[40].id)
+    code, _, error = tool(ENGINE)
+    assert code == 2
+    assert f"the journal lacks the step {kept[40].id}" in error
+
+
+def test_an_old_part_without_a_snapshot_is_refused(tool: Tool, log: MemoryLog) -> None:
+    kept = entries(log)
+    drop(log, *(entry.id for entry in kept[:20]))
+    code, _, error = tool(ENGINE, "--from", "30")
+    first = next(entry.id for entry in kept[20:] if "schedule" in entry.fields)
+    assert code == 2
+    assert f"no snapshot of the schedule at or before {EPOCH}-30; pass --from {first}" in error
+    assert tool(ENGINE)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "expected the slot of an engine"),
+        ((ENGINE, "--from", "soon"), "--from soon: must be a step, such as 1200, or 3-1200 for one of epoch 3"),
+        ((ENGINE, "--to", "x-3"), "--to x-3: must be a step"),
+        (("generate-7",), "there is no journal of generate-7"),
+        ((ENGINE, "--from", "200", "--to", "100"), "--from 200 comes after --to 100"),
+        ((ENGINE, "--from", "99999"), f"the last step in the journal of {ENGINE} is "),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_said(tool: Tool, flags: tuple[str, ...], said: str) -> None:
+    code, out, error = tool(*flags)
+    assert (code, out) == (2, "")
+    assert said in error
+
+
+def test_other_limits_are_estimated_beside_what_was_measured(tool: Tool) -> None:
+    code, out, _ = tool(ENGINE, "--max-prefill-length", "4", "--mixed-prefill-length", "2")
+    lines = out.splitlines()
+    assert code == 0 and lines[2] == "planned again: identical"
+    assert lines[4].split("  ")[-3:] == ["measured", "as it was, estimated", "with other limits, estimated"]
+    assert [line.split("  ")[0] for line in lines[5:8]] == ["steps", "tokens", "preemptions"]
+    assert lines[-2].startswith("All of the last two columns is estimated")
+    told = orjson.loads(tool(ENGINE, "--max-prefill-length", "4", "--json")[1])
+    assert told["limits"] == {"max_prefill_length": 4}
+    assert set(told["outcomes"]) == {"measured", "estimated_as_it_was", "estimated"}
+    assert told["outcomes"]["estimated"]["steps"] > told["outcomes"]["estimated_as_it_was"]["steps"]
+
+
+def test_too_few_steps_are_no_ground_for_an_estimate(tool: Tool) -> None:
+    code, out, error = tool(ENGINE, "--to", "10", "--max-prefill-length", "4")
+    assert (code, out) == (2, "")
+    assert "steps are too few for an estimate" in error

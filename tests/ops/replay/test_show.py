@@ -1,0 +1,146 @@
+"""`minisgl replay show` on a real Redis."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from lived_requests import LivedRequests
+from redis_servers import command
+from tool import Tool
+
+from minisgl import main
+from ops.replay.history import History
+from pipeline.events import (
+    Chunk,
+    Figures,
+    SamplingParams,
+    StepCompleted,
+    Submitted,
+    TokenRow,
+    TokensProduced,
+    ToldCandidate,
+    ToldScore,
+    encode,
+    new_uid,
+)
+from pipeline.journal import JournalWriter
+from pipeline.log.protocol import Entry, Produced
+from pipeline.names import Names
+
+
+@pytest.fixture
+def show(redis_url: str, capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("replay show", redis_url, capsys)
+
+
+def finished(lived: LivedRequests) -> str:
+    uid = lived.running()
+    lived.tokens(uid, "He", "ll", "o\n")
+    lived.finished(uid, 3)
+    return uid
+
+
+def test_the_last_token_is_shown_unless_another_is_named(lived: LivedRequests, show: Tool) -> None:
+    uid = finished(lived)
+    lines = dict(line.split(maxsplit=1) for line in show(uid))
+    assert lines["request"] == f"{uid}: finished (stop), 3 tokens"
+    assert lines["token"] == "3, id 43"
+    assert lines["engine"] == "generate-0 epoch 1, step 3"
+    assert lines["with"] == "weights=w1"
+    assert lines["time"].startswith("20") and "s after submit" in lines["time"]
+    assert lines["sampling"] == "temperature=0.5 seed=7 max_tokens=20"
+    assert (lines["text"], lines["ids"]) == (r"Hello\n", "41 42 43")
+    lines = dict(line.split(maxsplit=1) for line in show(uid, "--at", "1"))
+    assert (lines["token"], lines["text"], lines["ids"]) == ("1, id 41", "He", "41")
+    assert lines["mark"].startswith("kind=admitted engine=generate-0")
+
+
+def test_json_has_the_state_at_every_token(lived: LivedRequests, show: Tool) -> None:
+    uid = finished(lived)
+    told = [show.json(uid, "--at", str(n)) for n in range(4)]
+    assert [each["text"] for each in told] == ["", "He", "Hell", "Hello\n"]
+    assert [each.get("token") for each in told] == [None, 41, 42, 43]
+    assert [each["position"] for each in told] == [each["prompt_tokens"] + each["n"] - 1 for each in told]
+    assert "engine" not in told[0] and told[0]["tokens"] == 3
+
+
+def test_what_the_engine_did_between_two_tokens_is_told_from_its_journal(
+    lived: LivedRequests, show: Tool, redis_url: str
+) -> None:
+    uid = finished(lived)
+    row, chunk = TokenRow(uid=uid, n=3, token=43), Chunk(uid="other", start=0, count=6000)
+    step = StepCompleted(rows=(row,), chunks=(chunk,), figures=Figures(forward_ms=1))
+    entry = Entry("1-3", {"ms": str(show.json(uid)["submitted_ms"] + 5000)} | encode(step))
+    fields = JournalWriter().fields(entry, step)
+    command(redis_url, "XADD", Names().journal("generate-0"), entry.id, *itertools.chain(*fields.items()))
+    assert show.json(uid)["meanwhile"][0] == "a prompt of 6,000 tokens was prefilled in 1 chunk"
+    assert any(line.startswith("meanwhile  a prompt of 6,000 tokens") for line in show(uid))
+    assert "meanwhile" not in show.json(uid, "--at", "2")
+
+
+def test_the_token_that_came_last_after_the_one_before_is_named(
+    lived: LivedRequests, show: Tool, redis_url: str
+) -> None:
+    uid = finished(lived)
+    entries = lived.log.histories([uid])[0]
+    command(redis_url, "DEL", Names().request(uid))
+    submitted_ms = int(entries[0].fields["ms"])
+    for entry in entries:
+        after_ms = {"1-0": 900, "2-0": 1300}.get(entry.id, 1400)
+        moved = {**entry.fields, "ms": str(submitted_ms + (after_ms if entry.id >= "1" else 0))}
+        command(redis_url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+    lines = dict(line.split(maxsplit=1) for line in show(uid))
+    assert lines["slowest"] == "token 2, 0.400 s after the token before (--at 2)"
+    assert not any(line.startswith("slowest") for line in show(uid, "--at", "2"))
+    assert show.json(uid)["slowest"] == {"n": 2, "pause_ms": 400}
+
+
+def test_recorded_log_probabilities_are_shown(lived: LivedRequests, show: Tool) -> None:
+    uid = lived.running()
+    top = (ToldCandidate(token=41, text="He", logprob=-0.25), ToldCandidate(token=9, text="\x1b", logprob=-2))
+    score = ToldScore(token=41, text="He", logprob=-0.25, top=top)
+    event = TokensProduced(tokens=(41,), text="He", step="1-1", scores=(score,))
+    assert lived._detokenizer.say(Produced(uid, "1-0", 1, event, "web-0"))
+    lines = show(uid)
+    at = next(place for place, line in enumerate(lines) if line.startswith("logprob"))
+    assert [line.split() for line in lines[at : at + 3]] == [
+        ["logprob", "'He'", "-0.25"],
+        ["probable", "'He'", "-0.25"],
+        [r"'\x1b'", "-2"],
+    ]
+
+
+def test_a_request_that_waits_has_no_token_yet(lived: LivedRequests, show: Tool) -> None:
+    lines = show(lived.submitted())
+    assert "token     0: none yet" in lines and not any(line.startswith("engine") for line in lines)
+
+
+def test_a_token_that_never_was_is_an_error_of_the_command_line(
+    lived: LivedRequests, show: Tool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uid = finished(lived)
+    assert main(["replay", "show", uid, "--at", "4", "--redis-url", show.url]) == 2
+    assert f"--at 4: {uid} has 3 tokens; expected a number from 0 to that" in capsys.readouterr().err
+
+
+def test_an_absent_request_says_why_and_several_are_named(lived: LivedRequests, show: Tool) -> None:
+    assert "unknown here" in show.failure(new_uid())
+    assert "not a uid" in show.failure("nonsense")
+    base, event = new_uid(), Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams())
+    lived.log.submit(base, [event, event])
+    assert f"means 2 requests; name one of them: {base}.0, {base}.1" in show.failure(base)
+    assert show.json(f"{base}.1")["uid"] == f"{base}.1"
+
+
+def test_a_request_whose_history_has_expired_is_read_from_its_dead_letter(lived: LivedRequests, show: Tool) -> None:
+    uid = lived.dead()
+    told = show.json(uid)
+    command(show.url, "DEL", Names().request(uid))
+    assert show.json(uid) == told and told["state"] == "failed (killed_its_worker)"
+
+
+def test_a_notebook_opens_the_same_request(lived: LivedRequests, redis_url: str) -> None:
+    uid = finished(lived)
+    history = History.open(uid, redis_url=redis_url)
+    assert (history.uid, history.text) == (uid, "Hello\n")

@@ -1,0 +1,41 @@
+"""How the process of an engine imports torch: without what a CPU never needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers import ROOT
+
+IMPORT = "import sys\nfrom ops.serve.worker import _import_torch\n_import_torch()\nimport torch\n"
+
+
+def printed(program: str, *, before: Path = ROOT) -> str:
+    """Return what *program* prints; it finds modules in the folder *before* first."""
+    line = [sys.executable, "-c", f"import sys\nsys.path[:0] = [{str(before)!r}, {str(ROOT)!r}]\n{program}"]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_descriptions_of_operations_are_imported_where_there_is_a_gpu_or_when_they_are_needed(
+    gpu: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        f"from torch import _meta_registrations\nclass cuda:\n    is_available = staticmethod(lambda: {gpu})\n"
+    )
+    (tmp_path / "torch" / "_meta_registrations.py").write_text("is_whole = True\n")
+    program = f"{IMPORT}print('torch._meta_registrations' in sys.modules)\nimport torch._meta_registrations as found\n"
+    assert printed(f"{program}print(found.is_whole)", before=tmp_path).split() == [str(gpu), "True"]
+
+
+@pytest.mark.slow  # it imports torch in a process of its own
+def test_without_a_gpu_what_only_tracers_need_is_not_imported_and_can_be_later() -> None:
+    program = (
+        "print(torch.cuda.is_available() or 'torch._refs' not in sys.modules)\n"
+        "import torch._meta_registrations\n"
+        "print(tuple(torch.empty(2, 3, device='meta').nanmedian(dim=1).values.shape))\n"
+    )
+    assert printed(IMPORT + program) == "True\n(2,)\n"
