@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import settings
 from redis_servers import PLACES, Servers
-from selection import chosen
+from selection import chosen, group_of_file
 
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import StreamLog
@@ -26,6 +30,21 @@ for _name in ("COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 settings.register_profile("default", deadline=None)  # how long an example takes is a matter of the machine
 settings.load_profile("default")
+# httpx reads the certificates of all authorities for each call, which takes 25 ms; tests make thousands of calls.
+httpx._transports.default.create_ssl_context = functools.cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Let one process of a run collect before the others: half of that work is to compile the tests for all."""
+    if not hasattr(session.config, "workerinput"):
+        return (yield)
+    with Path(__file__).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,11 +62,12 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     """Deal out whole files, since their tests share servers and models; files of one `xdist_group` to one process."""
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadGroupScheduling):  # type: ignore[misc]  # xdist has no annotations
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no annotations
         def _split_scope(self, nodeid: str) -> str:
-            return str(super()._split_scope(nodeid)).partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return group_of_file(config.rootpath / file) or file
 
     return ByFile(config, log)
 

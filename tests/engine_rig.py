@@ -113,6 +113,7 @@ class Scene:
         serving: Serving | None = None,
         numerics: str = "",
         pace: Pace | None = None,
+        overlap: bool = False,
     ) -> Iterator[Running]:
         """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends.
 
@@ -137,7 +138,7 @@ class Scene:
             serving=serving,
         )
         engine = engine or CountingEngine(pace_s)
-        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures, pace)
+        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures, pace, overlap=overlap)
         item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
         thread = threading.Thread(target=item.run)
         log_thread.start()

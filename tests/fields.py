@@ -20,6 +20,8 @@ FEW = {"allowed_token_ids": list(range(100, 140)), "max_tokens": 64, "temperatur
 PROMPT = "Tell me how a log remembers."
 PARTIAL = {"messages": [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two"}]}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+GRAMMAR = 'root ::= [xy] "-" [0-9]'
 EOS = "the end-of-sequence token"
 """Stands for its id."""
 
@@ -184,6 +186,54 @@ FIELDS = (
         lambda said: {"bad_words": [_first_word(said)]},
     ),
     Field(
+        "response_format", "`text`, `json_object` or `json_schema`", "`text`",
+        "The answer is a JSON object, or JSON that the schema in `json_schema` allows, whatever `strict` says.",
+        GREEDY, {"type": "json_schema", "json_schema": {"name": "two", "schema": SCHEMA}},
+        lambda a, b: not _is_two(a) and _is_two(b) and b.reason == "stop", {"type": "json_schema"},
+    ),
+    Field(
+        "structured_outputs", "one of `json`, `regex`, `choice`, `grammar`, `json_object`", "none",
+        "The same, as in vLLM; `choice`: one of these texts. With JSON, `whitespace_pattern` says what whitespace is.",
+        GREEDY, {"choice": ["red", "blue"]}, lambda a, b: b.text in ("red", "blue") and b.reason == "stop", {},
+    ),
+    Field(
+        "guided_json", "a schema, or its text", "none", "vLLM's older name of `structured_outputs.json`.",
+        GREEDY, SCHEMA, lambda a, b: not _is_two(a) and _is_two(b), "{",
+    ),
+    Field(
+        "guided_regex", "text", "none", "vLLM's older name of `structured_outputs.regex`.",
+        GREEDY, "[xy]{4}", lambda a, b: len(b.text) == 4 and set(b.text) <= set("xy") and b.reason == "stop", "",
+    ),
+    Field(
+        "guided_choice", "up to 4,096 texts", "none", "vLLM's older name of `structured_outputs.choice`.",
+        GREEDY, ["red", "blue"], lambda a, b: b.text in ("red", "blue") and b.reason == "stop", [],
+    ),
+    Field(
+        "guided_grammar", "text", "none", "vLLM's older name of `structured_outputs.grammar`.",
+        GREEDY, GRAMMAR, lambda a, b: b.text[:2] in ("x-", "y-") and len(b.text) == 3 and b.reason == "stop", "",
+    ),
+    Field(
+        "guided_whitespace_pattern", "text, with a schema", "one space, or a line break and up to 16 spaces",
+        "Pattern of the whitespace between tokens of JSON, for all fields but `structured_outputs`. Empty: none.",
+        {**GREEDY, "guided_json": SCHEMA}, "", lambda a, b: _is_two(a) and _is_two(b) and " " not in b.text, 3,
+    ),
+    Field(
+        "json_schema", "a schema, or its text", "none", "SGLang's and llama.cpp's name of `structured_outputs.json`.",
+        GREEDY, SCHEMA, lambda a, b: not _is_two(a) and _is_two(b), [1],
+    ),
+    Field(
+        "regex", "text", "none", "SGLang's name of `structured_outputs.regex`.",
+        GREEDY, "[xy]{4}", lambda a, b: len(b.text) == 4 and set(b.text) <= set("xy") and b.reason == "stop", "",
+    ),
+    Field(
+        "ebnf", "text", "none", "SGLang's name of `structured_outputs.grammar`.",
+        GREEDY, GRAMMAR, lambda a, b: b.text[:2] in ("x-", "y-") and len(b.text) == 3 and b.reason == "stop", "",
+    ),
+    Field(
+        "grammar", "text", "none", "llama.cpp's name of `structured_outputs.grammar`. Empty: none.",
+        GREEDY, GRAMMAR, lambda a, b: b.text[:2] in ("x-", "y-") and len(b.text) == 3 and b.reason == "stop", 3,
+    ),
+    Field(
         "include_stop_str_in_output", "true or false", "false", "Keeps the stop text at the end of the answer.",
         GREEDY, None, lambda a, b: b.text.endswith(a.text[3:5]) and a.text.startswith(b.text) and b.reason == "stop", 1,
         more=lambda said: {"stop": said.text[3:5], "include_stop_str_in_output": True},
@@ -324,6 +374,11 @@ FIELDS = (
 def _pieces(said: Said) -> list[str]:
     """Return the texts of an answer's tokens, without the spaces around them."""
     return [str(one["token"]).strip() for one in said.choice["logprobs"]["content"]]
+
+
+def _is_two(said: Said) -> bool:
+    """Whether an answer is what SCHEMA allows."""
+    return "".join(said.text.split()) in ("[1,1]", "[1,2]", "[2,1]", "[2,2]")
 
 
 def _first_word(said: Said) -> str:

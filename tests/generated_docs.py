@@ -19,6 +19,7 @@ import fields
 import minisgl
 from ops.shell.lines import COMMANDS
 from pipeline.metrics.families import FAMILIES
+from web.wire.constraints import StructuredOutputs
 from web.wire.fields import TABLE, Field, Place
 from web.wire.openai.messages import Message
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
@@ -27,7 +28,7 @@ from web.wire.openai.tokenizer import DetokenizeRequest, TokenizeRequest
 from web.wire.sglang.schemas import AbortRequest, SGLangRequest, SGLangSampling
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ("tokenize", "generate", "detokenize", "web")
+STAGES = ("tokenize", "generate", "detokenize", "web", "archive")
 BENCHES = ("offline", "serve", "pipeline", "compare", "tail", "attack", "gpu")
 
 
@@ -65,11 +66,14 @@ def flags_of(command: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def flags(commands: Mapping[str, str]) -> str:
-    """Return a table of the flags of several *commands*, each with the name that the last column has for it."""
+def flags(commands: Mapping[str, str], *, without: str = "") -> str:
+    """Return a table of the flags of several *commands*, each with the name that the last column has for it. Those that
+    the command *without* has, too, are left out.
+    """
+    left_out = flags_of(without) if without else []
     users: dict[tuple[str, str, str], list[str]] = {}
     for command, name in commands.items():
-        for row in flags_of(command):
+        for row in (row for row in flags_of(command) if row not in left_out):
             users.setdefault(row, []).append(name)
     head, line = "| flag | meaning | default | used by |", "|---|---|---|---|"
     return "\n".join([head, line, *(f"| {' | '.join([*row, ', '.join(names)])} |" for row, names in users.items())])
@@ -104,16 +108,21 @@ def other_fields() -> str:
     objects: Mapping[Place, tuple[str, type[Strict]]] = {
         "message": ("a message", Message),
         "stream_options": ("`stream_options`", StreamOptions),
+        "structured_outputs": ("`structured_outputs`", StructuredOutputs),
         "tokenize": ("/tokenize", TokenizeRequest),
         "detokenize": ("/detokenize", DetokenizeRequest),
         "abort": ("/abort_request", AbortRequest),
     }
     rows = [
-        f"| {name} | `{row.name}` | {_outcome(row, model.model_fields)} | {_told(row)} |"
+        f"| {name} | `{row.name}` | {_outcome(row, _names(model))} | {_told(row)} |"
         for place, (name, model) in objects.items()
         for row in sorted(TABLE[place], key=lambda row: row.name)
     ]
     return "\n".join(["| of | field | here | values that pass | use instead |", "|---|---|---|---|---|", *rows])
+
+
+def _names(model: type[Strict]) -> list[str]:
+    return [info.alias or name for name, info in model.model_fields.items()]
 
 
 def _outcome(row: Field, declared: Collection[str]) -> str:
@@ -145,6 +154,7 @@ def shell_commands() -> str:
     return "\n".join(["| command | effect |", "|---|---|", *rows])
 
 
+REPLAYS = ("replay show", "replay run", "replay diff", "replay dump", "replay import", "replay forget")
 TOOLS = ("trace", "top", "dead ls", "dead show", "dead requeue", "dead drop")
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "fields": fields.table,
@@ -153,7 +163,10 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "metrics": metrics,
     "flags of serve and stage": partial(flags, {"serve": "serve"} | {f"stage {name}": name for name in STAGES}),
     "flags of trace, top and dead": partial(flags, {name: name for name in TOOLS}),
+    "flags of replay": partial(flags, {name: name for name in REPLAYS}, without="serve"),
+    "flags of replay schedule": partial(more_flags, "replay schedule"),
     "commands of shell": shell_commands,
+    "flags of replay drive": partial(more_flags, "replay drive"),
     "flags of shell": partial(more_flags, "shell"),
     **{f"flags of bench {name}": partial(more_flags, f"bench {name}") for name in BENCHES},
 }

@@ -295,8 +295,8 @@ class Detokenizer:
         self.owner = scene.own("detokenize-0")
         self._numbers = itertools.count(1)
 
-    def read_step(self) -> Entry:
-        self.scene.step(self.engine, next(self._numbers))
+    def read_step(self, *ended: str) -> Entry:
+        self.scene.step(self.engine, next(self._numbers), *ended)
         return self.scene.read_one(self.scene.steps, self.owner.slot)
 
     def commit(self, entry: Entry, *events: Produced) -> bool:

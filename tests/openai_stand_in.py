@@ -81,6 +81,8 @@ class OpenAIStandIn:
     cut: bool = False
     """Whether the connection breaks after the frames."""
     model: str = "stand-in"
+    version: object = None
+    """What /version says; None: there is no such path."""
     uid: str = ""
     """What a stream's header says, where its request can be read again."""
     rest: Callable[[str], Frames | tuple[int, object]] = field(default=lambda last_id: (404, {}))
@@ -88,6 +90,9 @@ class OpenAIStandIn:
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.model}]})
+
+    async def say_version(self, request: web.Request) -> web.Response:
+        return web.json_response(self.version, status=404 if self.version is None else 200)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         assert request.match_info["uid"] == self.uid
@@ -128,6 +133,7 @@ def listening() -> Iterator[OpenAIStandIn]:
     async def listen() -> None:
         app = web.Application()
         app.router.add_get("/v1/models", server.models)
+        app.router.add_get("/version", server.say_version)
         app.router.add_get("/v1/requests/{uid}/events", server.events)
         app.router.add_post("/v1/chat/completions", server.complete)
         app.router.add_post("/v1/completions", server.complete)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -53,16 +54,17 @@ def until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
     while not condition():
         if time.monotonic() > deadline_s:
             pytest.fail(f"what was waited for did not happen in {timeout_s} s")
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def command(url: str, *words: str | int | bytes) -> Any:
     """Send one command on a connection of its own, as an operator would, and return the reply as it comes."""
-    with redis.Redis.from_url(url.removesuffix(QUERY), protocol=2) as client:
+    with redis.Redis.from_url(url.removesuffix(QUERY), protocol=2, driver_info=None) as client:
         client.response_callbacks.clear()
         return client.execute_command(*words)
 
 
+@functools.cache
 def version_of(binary: Path) -> tuple[int, ...]:
     text = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"v=(\d+)\.(\d+)", text)
@@ -203,8 +205,11 @@ class Servers:
             server = self._stack.enter_context(running_server(self.binary(place), self._folder(place)))
             self._urls[place] = server.url
         url = self._urls[place]
-        for words in ("REPLICAOF NO ONE", "CONFIG SET maxmemory 0", "FLUSHALL", "SCRIPT FLUSH"):
-            command(url, *words.split())
+        with redis.Redis.from_url(url, protocol=2, driver_info=None) as client:
+            together = client.pipeline(transaction=False)
+            for words in ("REPLICAOF NO ONE", "CONFIG SET maxmemory 0", "FLUSHALL", "SCRIPT FLUSH"):
+                together.execute_command(*words.split())
+            together.execute()
         return url + QUERY
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipeline.events import EventRow, SamplingParams, StepRow, TokenRow
+from stages.generate.flights import Launches
 from stages.generate.kvcache import make_cache
 from stages.generate.schedule.plan import BatchPlan, Computed
 from stages.generate.schedule.request import NewRequest
@@ -69,6 +71,22 @@ def steps(
         assert schedule.problems() == []
         number += 1
         assert number < 10_000, "it does not end"
+
+
+def steps_ahead(schedule: Schedule, engine: Launches) -> Iterator[Step]:
+    """Give all steps until nothing is left to do, each launched before the one before has landed."""
+    flights: deque[tuple[BatchPlan, list[StepRow], Any]] = deque()
+    while True:
+        planned = schedule.plan()
+        if planned is not None:
+            flights.append((*planned, engine.launch(planned[0], flights[-1][2] if flights else None)))
+        elif not flights:
+            return
+        if planned is None or len(flights) == 2:
+            plan, marks, launched = flights.popleft()
+            computed = engine.wait(launched)
+            yield plan, marks, schedule.complete(computed.token_ids, computed.scores)
+            assert schedule.problems() == []
 
 
 def num_samples(plan: BatchPlan) -> int:

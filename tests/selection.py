@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Final, TypeVar
 
 import pytest
@@ -25,22 +28,40 @@ def rest_at_night(values: Iterable[object], *, first: int = 1) -> list[object]:
     return [*params[:first], *(pytest.param(*param.values, marks=pytest.mark.night) for param in params[first:])]
 
 
+GROUP: Final = re.compile(r'xdist_group\("(\w+)"\)')
+
+
+@functools.cache
+def group_of_file(file: Path) -> str:
+    """Return the `xdist_group` of all tests in *file*, or "".
+
+    It is read from the text: pytest-xdist 3.8 tells the groups to its scheduler no more since pytest 9.2.
+    """
+    found = GROUP.search(file.read_text())
+    return found[1] if found else ""
+
+
+def group_of(item: pytest.Item) -> str:
+    """Return the `xdist_group` of a test, or ""."""
+    return group_of_file(item.path)
+
+
 def chosen(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the tests of this run and those that wait for the night.
 
     The slow ones come first, with files of each folder in turn: those of one folder are alike, and processes that all
-    wait at a time would leave the cores idle.
+    wait at a time would leave the cores idle. Files of one group come one after the other: they share a server.
     """
     left = [item for item in items if item.get_closest_marker("night") and not AT_NIGHT]
     run = [item for item in items if AT_NIGHT or not item.get_closest_marker("night")]
     places: dict[str, dict[str, int]] = {}
 
     def place(item: pytest.Item) -> float:
-        """Return the place of a slow test's file in its folder."""
+        """Return the place of a slow test's file, or of its group, in its folder."""
         if item.get_closest_marker("slow") is None:
             return float("inf")
         file, _, _ = item.nodeid.partition("::")
         in_folder = places.setdefault(file.split("/")[1], {})
-        return in_folder.setdefault(file, len(in_folder))
+        return in_folder.setdefault(group_of(item) or file, len(in_folder))
 
     return sorted(run, key=place), left

@@ -23,6 +23,7 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 
 ROOT = Path(__file__).resolve().parent.parent
+MINISGL = (sys.executable, str(ROOT / "minisgl.py"))
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
 NARROW = 128
@@ -129,7 +130,7 @@ def run_command(
     arguments: Sequence[str],
     folder: Path,
     *,
-    program: Sequence[str] = (sys.executable, str(ROOT / "minisgl.py")),
+    program: Sequence[str] = MINISGL,
     environment: Mapping[str, str] | None = None,
 ) -> Command:
     """Start `minisgl <arguments>` with its output in *folder*."""
@@ -169,6 +170,7 @@ def serve(
     ready: bool = True,
     demo: bool = False,
     environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = MINISGL,
 ) -> Iterator[Server]:
     """Run `minisgl serve` with its data in *folder* until the block ends, and see that nothing of it is left.
 
@@ -179,7 +181,8 @@ def serve(
     where = ["--redis-url", redis_url] if redis_url else ["--data-dir", str(folder / "data")]
     if not demo and "--model" not in flags:
         where += ["--model", str(nonsense.ensure(folder / "models"))]
-    command = run_command(["serve", "--port", str(port), *where, *flags], folder, environment=environment)
+    line = ["serve", "--port", str(port), *where, *flags]
+    command = run_command(line, folder, program=program, environment=environment)
     server = Server(command, url, redis_url or f"unix://{folder / 'data' / 'redis.sock'}")
     try:
         if ready:

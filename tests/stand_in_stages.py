@@ -39,7 +39,7 @@ from stages.tokenize.worker import MOST_ANSWERED
 
 MODELS = ("org/demo", "demo")
 CONTEXT = 128
-NUMERICS = "bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512"
+NUMERICS = "bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512/sampler-2"
 RENEW_S = 3.0
 
 Script = Iterator[tuple[int, TokensProduced | End] | None]

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import psutil
+from selection import by_night
 from servers import Command, Server, eventually
 
 from pipeline.events import AnyEvent, TokensProduced, decode
@@ -17,7 +18,7 @@ from pipeline.log.protocol import Inbox
 from pipeline.log.redis import RedisLog
 from pipeline.names import STAGES
 
-LONG = 1200
+LONG = by_night(800, 1200)
 """Tokens of an answer that is long enough to be disturbed."""
 PROMPTS = tuple(f"Tell me story number {number}." for number in range(4))
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("minisgl", "ops", "pipeline", "stages", "web")
-STAGES = ("stages.tokenize", "stages.generate", "stages.detokenize")
+STAGES = ("stages.tokenize", "stages.generate", "stages.detokenize", "stages.archive")
 UNTIL_THE_WORKERS_START = (
     "ops.serve.command, pipeline.process.observe, pipeline.process.redis_server, pipeline.process.supervisor, "
     "stages.generate.model.folder, web.listener, ops.serve.with_shell"
@@ -27,6 +27,9 @@ WITH_TORCH = (
     "stages.generate.kvcache.pool",
     "stages.generate.model.decoder",
     "stages.generate.model.layers",
+    "stages.generate.ranks.channel",
+    "stages.generate.ranks.stores",
+    "stages.generate.ranks.ways",
     "stages.generate.resolve",
 )
 """Where tensors are. Everything else starts fast and small, and the schedule decides without them."""
@@ -122,7 +125,7 @@ def test_nothing_imports_the_training_of_the_demo_model() -> None:
 
 def test_torch_is_for_the_tensors_of_the_engine_alone() -> None:
     everybody_else = tuple(name for name in all_imports() if not within(name, *WITH_TORCH, "ops"))
-    training = ("ops.demo_model.network", "ops.demo_model.train", "ops.demo_model.evaluate")
+    training = tuple(f"ops.demo_model.{name}" for name in ("network", "train", "evaluate", "precision"))
     served = tuple(name for name in all_imports() if within(name, "ops.demo_model") and not within(name, *training))
     assert not offences((*everybody_else, *served), ("torch",))
 

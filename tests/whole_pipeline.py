@@ -37,10 +37,10 @@ class LetterEncoder:
     fingerprint = "letters"
 
     def render(self, event: Submitted) -> Rendered:
-        return Rendered(event.prompt, True, "prompt")
+        return Rendered(event.prompt, True, "prompt", event.prompt_ids)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
-        return [tuple(map(ord, prompt.text)) for prompt in prompts]
+        return [prompt.token_ids or tuple(map(ord, prompt.text)) for prompt in prompts]
 
     def refuse_too_long(self, prompt: Rendered, context: int) -> None:
         """Nothing is."""

@@ -1,6 +1,7 @@
 """Kill and stop every process of a running server while it serves, and see that no request notices.
 
     make chaos                      the real model: every answer must be that of a run that nobody disturbed
+    make chaos ARGS="--tp 2"        the same with an engine of two ranks; rank 0 is the engine
     make chaos ARGS="--chain"       two of each stage, and a model whose tokens certify themselves
 
 What was disturbed and what came of it is printed; the exit code is 1 when anything is wrong.
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Final, Literal, NoReturn, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 import aiohttp
 import psutil
@@ -30,20 +31,22 @@ import redis
 from chaos.chain_model import CHAIN_TOKENS, check_chain, make_chain_model, text_of, tokens_of
 from chaos.clients import Answer, Ask, stream
 from chaos.quiet import Story, quiet_run, read_story, some_bodies
-from chaos.scene import ROLES, Look, Scene, apart, together
+from chaos.scene import ROLES, Look, Scene, apart, roles_of, together
 from checkpoints import make_checkpoint
 from servers import eventually
 
 from pipeline.errors import LogError, UndecodableEvent
 from pipeline.events import Submitted, decode
 from pipeline.log.protocol import Entry
-from pipeline.names import GENERATE, SEAL, STAGES, TOKENIZE, parse_id
+from pipeline.names import GENERATE, SEAL, STAGES, TOKENIZE, parse_id, rank_of
 from web.wire.endpoints import CHAT_ENDPOINT
 
 Action = Literal["kill", "stop"]
 ACTIONS: Final[tuple[Action, Action]] = ("kill", "stop")
 LEASE_S: Final = 1.0
 STOP_S: Final = 2.5 * LEASE_S
+RANK_STOP_S: Final = 6 * LEASE_S
+"""So long that its engine gives a rank up."""
 MAX_RUNNING: Final = 16
 """Requests that all engines together compute at once: of a larger burst the rest waits without tokens."""
 ENGINE_BURST: Final = 36
@@ -77,8 +80,12 @@ class Settings:
     """Time between two hits, at least."""
     seed: int = 0
     chain: bool = False
+    overlap: str = "off"
+    """The engine's flag."""
     roles: tuple[str, ...] = ROLES
     actions: tuple[Action, ...] = ACTIONS
+    num_ranks: int = 1
+    """Of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +117,17 @@ def planned_hits(settings: Settings) -> list[Hit]:
         for turn in range(settings.turns)
         for place, role in enumerate(settings.roles)
     ]
-    num_engine = sum(role == GENERATE for role, _ in pairs)
+    num_engine = sum(_computes(role) for role, _ in pairs)
     others = len(pairs) - num_engine
     for_others = (settings.requests - num_engine * ENGINE_BURST) // max(others, 1)
     if pairs and for_others < 2:
         raise SystemExit(f"--requests {settings.requests}: too few for {len(pairs)} hits; ask for more or fewer turns")
-    return [Hit(role, action, ENGINE_BURST if role == GENERATE else for_others) for role, action in pairs]
+    return [Hit(role, action, ENGINE_BURST if _computes(role) else for_others) for role, action in pairs]
+
+
+def _computes(role: str) -> bool:
+    """Whether it is the role of an engine or of one of its ranks."""
+    return role == GENERATE or rank_of(role) is not None
 
 
 class Population:
@@ -170,7 +182,7 @@ async def disturb(scene: Scene, settings: Settings, make: MakeRequest) -> tuple[
         tally.answers, num_hanging = await population.answers(SETTLE_S + settings.requests / 10)
     if num_hanging:
         tally.problems.append(f"{num_hanging} clients are still waiting for the end of their stream")
-    kills = Counter({role: tally.hits[role, "kill"] for role in ROLES})
+    kills = Counter({role: tally.hits[role, "kill"] for role in scene.roles})
     if not await _eventually(lambda: tally.restarts >= kills):
         tally.problems.append(f"killed {dict(kills)}, but came back {dict(tally.restarts)}")
     watch.cancel()
@@ -193,9 +205,10 @@ async def _hit(hit: Hit, look: Look, population: Population, draw: random.Random
         return
     victim.suspend()
     try:
-        await asyncio.sleep(STOP_S)
+        await asyncio.sleep(STOP_S if rank_of(hit.role) is None else RANK_STOP_S)
     finally:
-        victim.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # its supervisor ended it
+            victim.resume()
 
 
 async def _moment(
@@ -203,7 +216,7 @@ async def _moment(
 ) -> tuple[psutil.Process, int, int] | None:
     """Wait until the victim is ready and enough is in flight; begin more requests when a burst went by."""
     few = hit.burst // 3
-    needed = {GENERATE: (FEWEST, FEWEST), TOKENIZE: (0, few)}.get(hit.role, (few, 0))
+    needed = (FEWEST, FEWEST) if _computes(hit.role) else (0, few) if hit.role == TOKENIZE else (few, 0)
     deadline_s = time.monotonic() + MOMENT_S
     while time.monotonic() < deadline_s:
         with contextlib.suppress(redis.RedisError, LogError, psutil.NoSuchProcess):
@@ -224,7 +237,7 @@ async def _watch(scene: Scene, tally: Tally) -> NoReturn:
     with contextlib.closing(Look(scene.redis_url)) as look:
         while True:
             scene.tend()
-            for role in ROLES:
+            for role in scene.roles:
                 with contextlib.suppress(redis.RedisError, LogError):
                     ready = set(await asyncio.to_thread(look.ready, role))
                     tally.restarts[role] += len(ready - seen.setdefault(role, ready))
@@ -334,7 +347,8 @@ def run_real(settings: Settings, folder: Path) -> Tally:
         index = random.Random(settings.seed + number).choice(which)
         return Ask(f"chaos-{number}", bodies[index]), same_as(stories[index])
 
-    with together(folder / "chaos", model, lease_s=LEASE_S, max_running=MAX_RUNNING) as scene:
+    more: dict[str, Any] = {"overlap": settings.overlap, "num_ranks": settings.num_ranks}
+    with together(folder / "chaos", model, lease_s=LEASE_S, max_running=MAX_RUNNING, **more) as scene:
         return _disturb_and_check(scene, settings, make)
 
 
@@ -349,7 +363,8 @@ def run_chain(settings: Settings, folder: Path) -> Tally:
         body = {"prompt": text_of(prompt), "max_tokens": settings.tokens, "ignore_eos": True}
         return Ask(f"chaos-{number}", body), one_chain(prompt, settings.tokens)
 
-    with apart(folder / "chaos", model, lease_s=LEASE_S, max_running=MAX_RUNNING // 2) as scene:
+    chaos = apart(folder / "chaos", model, lease_s=LEASE_S, max_running=MAX_RUNNING // 2, overlap=settings.overlap)
+    with chaos as scene:
         return _disturb_and_check(scene, settings, make)
 
 
@@ -368,7 +383,7 @@ def _disturb_and_check(scene: Scene, settings: Settings, make: MakeRequest) -> T
 
 def report(scene: Scene, tally: Tally) -> None:
     """Print what was done and what came of it."""
-    for role in ROLES:
+    for role in scene.roles:
         counts = f"{tally.hits[role, 'kill']} kills, {tally.hits[role, 'stop']} stops, {tally.restarts[role]} restarts"
         say(f"{role:>11}: {counts}")
     answers = tally.answers
@@ -402,13 +417,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--turns", type=int, default=usual.turns, help="how often each role is hit")
     parser.add_argument("--every", type=float, default=usual.every_s, help="seconds between hits")
     parser.add_argument("--seed", type=int, default=usual.seed)
-    parser.add_argument("--roles", nargs="*", choices=ROLES, default=ROLES)
+    parser.add_argument("--tp", type=int, default=usual.num_ranks, help="ranks of the engine; not with --chain")
+    parser.add_argument("--roles", nargs="*", help=f"who is hit: {', '.join(ROLES)}; with --tp also rank-1 .. [all]")
     parser.add_argument("--actions", nargs="*", choices=ACTIONS, default=ACTIONS)
     parser.add_argument("--chain", action="store_true", help="two of each stage, and tokens that certify themselves")
+    parser.add_argument("--overlap", choices=("on", "off"), default=usual.overlap, help="as of minisgl serve")
     parser.add_argument("--folder", type=Path, help="of logs and data [a new one, removed when all is well]")
     given = parser.parse_args(arguments)
-    roles, actions = tuple(given.roles), tuple(given.actions)
-    settings = Settings(given.requests, given.tokens, given.turns, given.every, given.seed, given.chain, roles, actions)
+    if given.chain and given.tp > 1:
+        parser.error("--chain: its engines have no ranks; leave out --tp")
+    every = roles_of(given.tp)
+    roles, actions = tuple(every if given.roles is None else given.roles), tuple(given.actions)
+    if unknown := set(roles) - set(every):
+        parser.error(f"--roles: {', '.join(sorted(unknown))}: expected some of {', '.join(every)}")
+    numbers = given.requests, given.tokens, given.turns, given.every, given.seed
+    settings = Settings(*numbers, given.chain, given.overlap, roles, actions, given.tp)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what ends the servers
     folder = given.folder or Path(tempfile.mkdtemp(prefix="minisgl-chaos-"))
     tally = (run_chain if settings.chain else run_real)(settings, folder)

@@ -1,15 +1,18 @@
 """Runs in a copy of the project, as `python -m chaos.mutate REPORT first|all`: patches it in turn and runs the tests.
 
-One process does it all, because a patch of a Lua text needs no module imported anew. REPORT is JSON: `Report`.
+A patch of a Lua text needs no module imported anew, so one session of pytest runs the tests of all of these. REPORT is
+JSON: `Report`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
+import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, TypedDict
 
@@ -18,8 +21,12 @@ from chaos.mutations import MACHINE, MUTATIONS, Mutation
 from redis_servers import PLACES, find_servers
 
 COPY: Final = Path.cwd()
-OPTIONS: Final = "-q -p no:cacheprovider --hypothesis-profile=mutated --hypothesis-seed=1 --timeout=200"
-"""Always the same random numbers."""
+OPTIONS: Final = "-q -p no:cacheprovider --hypothesis-profile=mutated --timeout=200"
+SEEDS: Final = {"first": 3, "all": 1}
+"""Always the same random numbers. With 3, random stories soon find what they alone find; with 1 they find all."""
+
+Round = tuple[Sequence[str], Callable[[], AbstractContextManager[None]]]
+"""Some tests, and what is done around them."""
 
 
 class Report(TypedDict):
@@ -33,11 +40,16 @@ class Report(TypedDict):
     """Modules that did not come from the copy."""
 
 
-class Messages:
-    """Collects what tests say."""
+class Rounds:
+    """Runs some tests of one session in each round, and collects what they say.
 
-    def __init__(self) -> None:
-        self.by_test: dict[str, str] = {}
+    Modules, collected tests and the Redis of the session are there once for all rounds.
+    """
+
+    def __init__(self, rounds: Sequence[Round]) -> None:
+        self._rounds = rounds
+        self.said: list[dict[str, str]] = []
+        """Of each round: what its tests said, by their name."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self) -> None:
@@ -46,11 +58,20 @@ class Messages:
         # Stories that fail are not shortened.
         settings.register_profile("mutated", phases=[Phase.generate], database=None, report_multiple_bugs=False)
 
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        for tests, around in self._rounds:
+            self.said.append({})
+            with around():
+                for item in session.items:
+                    if any(item.nodeid == test or item.nodeid.startswith(f"{test}[") for test in tests):
+                        item.config.hook.pytest_runtest_protocol(item=item, nextitem=session)
+        return True
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.rpartition("::")[2]
         crash = getattr(report.longrepr, "reprcrash", None)
         said = (crash.message if crash else str(report.longrepr)) if report.failed else ""
-        self.by_test[name] = self.by_test.get(name, "") + said
+        self.said[-1][name] = self.said[-1].get(name, "") + said
 
 
 def apply(mutation: Mutation, folder: Path) -> None:
@@ -82,6 +103,7 @@ def forget(path: Path) -> None:
         operation.script_text.cache_clear()
         operation.script_sha.cache_clear()
         return
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)  # a patch may be of the same second
     for name, module in list(sys.modules.items()):
         if is_ours(getattr(module, "__file__", None)) and not name.startswith("chaos"):
             del sys.modules[name]
@@ -91,28 +113,45 @@ def is_ours(file: str | None) -> bool:
     return file is not None and Path(file).is_relative_to(COPY)
 
 
-def messages_of(tests: Sequence[str]) -> dict[str, str]:
-    """Run *tests* on one server, and return what they said."""
-    place = next(place for place in PLACES if place in find_servers())
-    messages = Messages()
-    pytest.main([*OPTIONS.split(), *(test.format(server=place) for test in tests)], plugins=[messages])
-    return messages.by_test
+def messages_of(rounds: Sequence[Round], seed: int) -> list[dict[str, str]]:
+    """Run the tests of each round in one session of pytest, and return what they said in each."""
+    plugin = Rounds(rounds)
+    options = [*OPTIONS.split(), f"--hypothesis-seed={seed}"]
+    pytest.main([*options, *sorted({test for tests, _ in rounds for test in tests})], plugins=[plugin])
+    return plugin.said
+
+
+def strangers() -> list[str]:
+    """Return the modules of the project that this process has, but not from the copy."""
+    return [
+        f"{name} is {module.__file__}"
+        for name, module in sys.modules.items()
+        if name.split(".")[0] in ("pipeline", "stages") and not is_ours(module.__file__)
+    ]
 
 
 def main(path: str, how_many: str) -> None:
-    tests = {mutation: mutation.caught_by[: None if how_many == "all" else 1] for mutation in MUTATIONS}
+    place = next(place for place in PLACES if place in find_servers())
+    tests = {
+        mutation: [test.format(server=place) for test in mutation.caught_by[: None if how_many == "all" else 1]]
+        for mutation in MUTATIONS
+    }
     # Stories pass or fail where they are; here they would pass slowly.
-    unchanged = messages_of(sorted({test for some in tests.values() for test in some} - {MACHINE}))
-    report = Report(unchanged=unchanged, mutated={}, elsewhere=[])
+    without_stories = {test for some in tests.values() for test in some} - {MACHINE.format(server=place)}
+    commits = [mutation for mutation in MUTATIONS if mutation.file.endswith(".lua")]
+    unchanged, *said = messages_of(
+        [(sorted(without_stories), contextlib.nullcontext)]
+        + [(tests[mutation], functools.partial(applied, mutation)) for mutation in commits],
+        SEEDS[how_many],
+    )
+    mutated = {mutation.name: messages for mutation, messages in zip(commits, said, strict=True)}
+    elsewhere = strangers()
     for mutation in MUTATIONS:
-        with applied(mutation):
-            report["mutated"][mutation.name] = messages_of(tests[mutation])
-            report["elsewhere"] += [
-                f"{mutation.name}: {name} is {module.__file__}"
-                for name, module in sys.modules.items()
-                if name.split(".")[0] in ("pipeline", "stages") and not is_ours(module.__file__)
-            ]
-    Path(path).write_text(json.dumps(report))
+        if mutation not in commits:
+            with applied(mutation):
+                [mutated[mutation.name]] = messages_of([(tests[mutation], contextlib.nullcontext)], SEEDS[how_many])
+                elsewhere += strangers()
+    Path(path).write_text(json.dumps(Report(unchanged=unchanged, mutated=mutated, elsewhere=elsewhere)))
 
 
 if __name__ == "__main__":

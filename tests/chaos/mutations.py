@@ -13,7 +13,12 @@ COMMITS: Final = "pipeline/log/commits"
 CONTRACT: Final = "tests/pipeline/log/contract"
 REDIS: Final = "tests/pipeline/log/test_redis_log.py::"
 SIBLINGS: Final = "tests/pipeline/log/test_redis_log_siblings.py::"
+FORGETTING: Final = "tests/pipeline/log/test_redis_log_forgetting.py::"
 TAKEOVER: Final = "tests/stages/generate/test_takeover.py::"
+AHEAD: Final = "tests/stages/generate/schedule/test_ahead.py::"
+OVERLAP: Final = "tests/stages/generate/test_overlap.py::"
+STORIES: Final = f"{OVERLAP}test_a_request_gets_the_same_with_overlap_and_without"
+"""Random stories of an engine's loop."""
 MACHINE: Final = (
     "tests/pipeline/log/test_commit_machine.py"
     "::test_whatever_workers_do_every_request_ends_once_and_as_the_model_says[{server}]"
@@ -98,6 +103,12 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         contract("produced", "test_a_repeated_produced_is_lost_and_changes_nothing")),
     lua("step", "a request that ended stays in `tokenized`", "  redis.call('XDEL', KEYS[4], ARGV[i])\n", "",
         contract("step", "test_a_step_deletes_the_entries_that_ended")),
+    Mutation("a journal grows without end", f"{COMMITS}/produced.lua", "    redis.call('XDEL', key, first[1])\n",
+        "    return\n",
+        (contract("journal", "test_the_oldest_steps_leave_a_journal_that_is_full"),)),
+    Mutation("a journal is kept where memory is short", f"{COMMITS}/produced.lua",
+        " then redis.call('DEL', key) end\n", " then end\n",
+        (contract("journal", "test_where_memory_is_short_the_journal_goes_and_the_step_is_committed"),)),
     # explicit ids
     lua("step", "steps have the ids of a clock", "redis.pcall('XADD', KEYS[3], ARGV[3], 'ms'",
         "redis.pcall('XADD', KEYS[3], '*', 'ms'",
@@ -112,11 +123,10 @@ end
     lua("step", "a step that is there already is an error",
         "if type(added) == 'table' and not string.find(added.err, 'equal or smaller', 1, true) then return added end\n",
         "if type(added) == 'table' then return added end\n"),
-    lua("produced", "tokens have the ids of a clock in a history", "if append(history, id, slice(",
-        "if append(history, id == SEAL and id or '*', slice(",
+    lua("produced", "tokens have the ids of a clock in a history", "'NOMKSTREAM', args[at + 1], 'ms'",
+        "'NOMKSTREAM', '*', 'ms'",
         contract("produced", "test_produced_writes_histories_and_consumes_the_step")),
-    lua("lib", "a row that is refused loses those after it", "redis.pcall('XADD', history",
-        "redis.call('XADD', history"),
+    lua("produced", "a row that is refused loses those after it", "try('XADD', keys[i]", "redis.call('XADD', keys[i]"),
     lua("lib", "a history that is gone begins anew", "'XADD', history, 'NOMKSTREAM', id", "'XADD', history, id",
         contract("end", "test_end_of_an_unknown_request_makes_no_history")),
     # the end, once
@@ -138,6 +148,26 @@ end
     Mutation("steps are lost behind an id that no engine wrote", f"{COMMITS}/step.lua",
         "if type(added) == 'table' and is_behind() then", "if false then",
         (contract("bury", "test_a_step_waits_for_an_entry_beyond_it_and_loses_nothing", "-1-9"),)),
+    # archivers
+    Mutation("a namespace without an archiver keeps what nobody reads", f"{COMMITS}/lib.lua",
+        "redis.pcall('XADD', ended, 'NOMKSTREAM', '*'", "redis.pcall('XADD', ended, '*'",
+        (contract("archivers", "test_without_archivers_nothing_is_kept_for_them"),)),
+    Mutation("a request that a step ends is not archived", f"{COMMITS}/produced.lua",
+        "    tell_archivers(KEYS[5], KEYS[6], uid, ARGV[4], now)\n", "",
+        (contract("archivers", "test_whatever_ends_a_request_names_it_once"),)),
+    Mutation("a dead archiver fills Redis", f"{COMMITS}/lib.lua",
+        "redis.call('XTRIM', ended, 'MINID', oldest)", "0",
+        (contract("archivers", "test_what_nobody_has_read_within_the_retention_is_dropped_and_counted"),)),
+    Mutation("an archiver that lost its slot consumes entries", f"{COMMITS}/archived.lua", FENCE, "",
+        (contract("archivers", "test_who_lost_its_slot_consumes_nothing"),)),
+    # ranks
+    Mutation("a rank 0 that lost its slot forms a group", f"{COMMITS}/form.lua", FENCE, "",
+        (contract("ranks", "test_only_who_holds_a_slot_of_rank_0_forms"),)),
+    Mutation("a repeated formation starts the ranks again", f"{COMMITS}/form.lua",
+        "if newest and newest[2][2] == ARGV[4] then return newest[1] end\n", "",
+        (contract("ranks", "test_the_same_formation_again_is_the_same_entry"),)),
+    Mutation("a rank that lost its slot says that it has joined", f"{COMMITS}/joined.lua", FENCE, "",
+        (contract("ranks", "test_a_rank_that_lost_its_slot_consumes_no_formation"),)),
     # slots
     lua("acquire", "two owners of a slot have one epoch", "'^%d+')) + 1\n", "'^%d+'))\n",
         contract("slots", "test_acquire_gives_rising_epochs_and_refuses_a_held_slot")),
@@ -160,6 +190,39 @@ end
     lua("submit", "a history is kept for ever", "  redis.call('PEXPIREAT', history, gone)\n", "",
         f"{REDIS}test_every_key_has_a_time_to_live_but_the_lasting_ones[{{server}}]"),
     lua("submit", "a request is submitted twice", "if redis.call('EXISTS', KEYS[i]) == 1 then", "if false then"),
+    # requests that come from elsewhere
+    Mutation("an import writes into a history that is there", f"{COMMITS}/import.lua",
+        "if redis.call('EXISTS', KEYS[1]) == 1 then return 'THERE' end\n", "",
+        (contract("past", "test_an_import_leaves_the_history_that_is_there"),)),
+    Mutation("an imported history is kept for ever", f"{COMMITS}/import.lua",
+        "redis.call('PEXPIRE', KEYS[1], ARGV[1])\n", "",
+        ("tests/pipeline/log/test_redis_log_past.py::test_an_import_makes_one_key_with_a_time_to_live[{server}]",)),
+    # requests that are to be forgotten
+    Mutation("who has not ended is erased", f"{COMMITS}/erase.lua",
+        "if last[1] and last[1][1] ~= SEAL then return 'LIVES' end\n", "",
+        (contract("forgetting", "test_who_has_not_ended_is_not_erased"),)),
+    Mutation("archivers do not hear of what is erased", f"{COMMITS}/erase.lua",
+        "if ARGV[3] == '1' then", "if false then",
+        (contract("forgetting", "test_a_finished_tombstone_says_so_and_tells_no_archiver"),)),
+    Mutation("what is purged stays beside its neighbours", f"{COMMITS}/purge.lua",
+        "    if not left_out[entry[1]] then redis.call('XADD', KEYS[2], entry[1], unpack(entry[2])) end\n",
+        "    redis.call('XADD', KEYS[2], entry[1], unpack(entry[2]))\n",
+        (contract("forgetting", "test_what_is_purged_is_gone_and_all_else_is_as_it_was"),)),
+    Mutation("two who purge a stream undo each other's work", f"{COMMITS}/purge.lua",
+        " or marked[2][2] ~= version then\n", " then\n",
+        (f"{FORGETTING}test_who_purges_while_another_one_did_begins_again[{{server}}]",)),
+    Mutation("what was trimmed while others were purged comes back", f"{COMMITS}/purge.lua",
+        "if first then redis.call('XTRIM'", "if false then redis.call('XTRIM'",
+        (f"{FORGETTING}test_what_is_trimmed_while_others_are_purged_does_not_come_back[{{server}}-trimmed]",)),
+    Mutation("a letter that was dropped while others were purged comes back", f"{COMMITS}/drop_dead.lua",
+        "redis.call('HINCRBY', KEYS[2], KEYS[1], 1)", "redis.call('HINCRBY', KEYS[2], KEYS[1], 0)",
+        (f"{FORGETTING}test_a_letter_that_is_dropped_while_others_are_purged_does_not_come_back[{{server}}]",)),
+    Mutation("who erases drops what others have not archived", f"{COMMITS}/erase.lua",
+        "'NOMKSTREAM', '*'", "'NOMKSTREAM', 'MAXLEN', '1', '*'",
+        (contract("archivers", "test_a_tool_whose_retention_is_shorter_drops_nothing"),)),
+    Mutation("an entry after a purge has the id of one that is gone", f"{COMMITS}/purge.lua",
+        "redis.pcall('XADD', KEYS[2], last[1], 'last', '')", "false",
+        (contract("forgetting", "test_a_stream_goes_on_after_a_purge_as_if_nothing_had_been_taken_out"),)),
     # how many wait
     Mutation("what ended while it waited counts", f"{COMMITS}/submit.lua",
         "local living = redis.call('ZCARD', KEYS[1])",
@@ -221,4 +284,19 @@ end
         "stages/generate/log_thread.py",
         "if self._log.backlog(Inbox.steps(self._log.names, slot)):", "if False:",
         (f"{TAKEOVER}test_an_engine_waits_for_the_steps_of_a_dead_one_and_serves_its_own_meanwhile[memory]",)),
+
+    # overlap
+    Mutation("a request that came back gets the token in flight of the one that left",
+        "stages/generate/schedule/schedule.py",
+        "if self._by_uid.get(request.uid) is not request:", "if request.uid not in self._by_uid:",
+        (f"{AHEAD}test_a_uid_that_left_and_came_back_does_not_get_the_old_token",)),
+    Mutation("pages are given back while a step in flight writes to them", "stages/generate/schedule/schedule.py",
+        "for request in [request for request in self._leaving if request.last_plan <= self._num_landed]:",
+        "for request in self._leaving[:]:",
+        (f"{AHEAD}test_what_follows_the_end_of_a_request_is_forgotten",)),
+    Mutation("a step that computes nothing is committed before the one in flight", "stages/generate/worker.py",
+        "elif self._flights:", "elif False:", (f"{OVERLAP}test_what_waits_for_the_step_in_flight[cancel]", STORIES)),
+    Mutation("a takeover is committed before the step in flight", "stages/generate/worker.py",
+        "ahead = self._overlap and not takes_over and not self._suspects", "ahead = self._overlap",
+        (f"{OVERLAP}test_what_waits_for_the_step_in_flight[takeover]", STORIES)),
 )  # fmt: skip

@@ -26,8 +26,9 @@ from pipeline.process.observe import configure_logging
 from pipeline.process.parent import die_with_supervisor
 from stages.detokenize.worker import load_decoder
 from stages.generate.config import GenerateConfig
+from stages.generate.flights import Forward
 from stages.generate.schedule.plan import BatchPlan, Computed
-from stages.generate.worker import Forward, Loaded, load, run_engine
+from stages.generate.worker import Loaded, load, run_engine
 from stages.tokenize import worker as tokenize
 from stages.tokenize.config import TokenizeConfig
 from stages.tokenize.prompts import PromptEncoder, Rendered

@@ -18,7 +18,7 @@ from servers import ROOT, Command, free_port, run_command, wait_until_ready
 
 from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names, parse_id
+from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB, Names, parse_id, rank_stage
 from pipeline.process.redis_server import EmbeddedRedis
 from pipeline.slots import Status, read_statuses
 
@@ -32,6 +32,11 @@ NUM_PAGES: Final = 48
 """Of an engine that makes chains: too few for all that it runs, so that some are preempted."""
 
 
+def roles_of(num_ranks: int) -> tuple[str, ...]:
+    """Return the roles where an engine has so many ranks. Rank 0 is the engine."""
+    return (*ROLES, *map(rank_stage, range(1, num_ranks)))
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     """A server, or stages apart."""
@@ -43,6 +48,8 @@ class Scene:
     """Workers of each stage."""
     tend: Callable[[], None]
     """Keeps alive what nobody else does."""
+    roles: tuple[str, ...] = ROLES
+    """Whose processes there are."""
 
     def errors(self) -> Counter[str]:
         """Return how often each warning and error was logged."""
@@ -57,29 +64,40 @@ class Scene:
 
 @contextlib.contextmanager
 def together(
-    folder: Path, model: Path, *, lease_s: float, max_running: int, environment: Mapping[str, str] | None = None
+    folder: Path,
+    model: Path,
+    *,
+    lease_s: float,
+    max_running: int,
+    overlap: str = "off",
+    num_ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Scene]:
     """Run `minisgl serve` with its embedded Redis."""
     port, data = free_port(), folder / "data"
     where = ["--port", str(port), "--data-dir", str(data), "--model", str(model), "--lease", str(lease_s)]
-    command = run_command(["serve", *where, *_engine_flags(max_running)], folder, environment=environment)
+    flags = [*_engine_flags(max_running, overlap), "--tp", str(num_ranks)]
+    command = run_command(["serve", *where, *flags], folder, environment=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_until_ready(url, [command])
-        yield Scene(url, f"unix://{data / 'redis.sock'}", [command], 1, lambda: None)
+        yield Scene(url, f"unix://{data / 'redis.sock'}", [command], 1, lambda: None, roles_of(num_ranks))
     finally:
         command.stop()
 
 
 @contextlib.contextmanager
-def apart(folder: Path, model: Path, *, lease_s: float, max_running: int) -> Iterator[Scene]:
+def apart(folder: Path, model: Path, *, lease_s: float, max_running: int, overlap: str = "off") -> Iterator[Scene]:
     """Run two workers of each stage around a Redis of their own, with engines that make chains."""
     server = EmbeddedRedis(folder / "redis")
     port = free_port()
     where = ["--redis-url", server.url, "--lease", str(lease_s), "--replicas", "2"]
     flags = {
         TOKENIZE: ["--model", str(model)],
-        GENERATE: ["--model", str(model), "--dummy-weight", *_engine_flags(max_running), "--num-pages", str(NUM_PAGES)],
+        GENERATE: [
+            *("--model", str(model), "--dummy-weight", "--num-pages", str(NUM_PAGES)),
+            *_engine_flags(max_running, overlap),
+        ],
         DETOKENIZE: ["--model", str(model)],
         WEB: ["--port", str(port)],
     }
@@ -97,9 +115,10 @@ def apart(folder: Path, model: Path, *, lease_s: float, max_running: int) -> Ite
         server.stop()
 
 
-def _engine_flags(max_running: int) -> list[str]:
+def _engine_flags(max_running: int, overlap: str) -> list[str]:
     # One thread: two that wait for each other by spinning would starve the processes that are to be seen at work.
-    return ["--page-size", str(PAGE_SIZE), "--max-running-requests", str(max_running), "--threads", "1"]
+    sizes = ["--page-size", str(PAGE_SIZE), "--max-running-requests", str(max_running), "--threads", "1"]
+    return [*sizes, "--overlap", overlap]
 
 
 class Look:

@@ -23,7 +23,8 @@ from chaos.driver import (
     wrong_with,
 )
 from chaos.quiet import Story, read_story
-from chaos.scene import ROLES
+from chaos.scene import ROLES, roles_of
+from selection import rest_at_night
 
 from pipeline.events import (
     Event,
@@ -134,19 +135,29 @@ def test_too_few_requests_for_the_hits_are_refused() -> None:
         planned_hits(Settings(requests=20))
 
 
-def in_order(tally: Tally) -> None:
+def in_order(tally: Tally, roles: Sequence[str] = ROLES) -> None:
     assert tally.problems == []
     assert len(tally.answers) >= SMALL.requests
-    assert min(tally.hits[role, action] for role in ROLES for action in ACTIONS) > 0
-    assert min(tally.restarts[role] for role in ROLES) > 0
+    assert min(tally.hits[role, action] for role in roles for action in ACTIONS) > 0
+    assert min(tally.restarts[role] for role in roles) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.night
-def test_every_answer_is_that_of_an_undisturbed_run_whatever_is_killed_or_stopped(tmp_path: Path) -> None:
-    in_order(run_real(SMALL, tmp_path))
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_every_answer_is_that_of_an_undisturbed_run_whatever_is_killed_or_stopped(tmp_path: Path, overlap: str) -> None:
+    in_order(run_real(dataclasses.replace(SMALL, overlap=overlap), tmp_path))
 
 
 @pytest.mark.slow
-def test_every_answer_is_one_chain_whatever_is_killed_or_stopped_of_two_of_each(tmp_path: Path) -> None:
-    in_order(run_chain(SMALL, tmp_path))
+@pytest.mark.night
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_every_answer_of_two_ranks_is_that_of_one_that_nobody_disturbs(tmp_path: Path, overlap: str) -> None:
+    settings = dataclasses.replace(SMALL, requests=200, overlap=overlap, roles=roles_of(2), num_ranks=2)
+    in_order(run_real(settings, tmp_path), settings.roles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", rest_at_night(["on", "off"]))
+def test_every_answer_is_one_chain_whatever_is_killed_or_stopped_of_two_of_each(tmp_path: Path, overlap: str) -> None:
+    in_order(run_chain(dataclasses.replace(SMALL, overlap=overlap), tmp_path))

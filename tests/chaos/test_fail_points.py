@@ -18,7 +18,7 @@ from chaos.driver import LEASE_S, MAX_RUNNING, same_as, wrong_with
 from chaos.quiet import Story, ask_all, quiet_run, some_bodies
 from chaos.scene import Look, Scene, together
 from checkpoints import make_checkpoint
-from selection import rest_at_night
+from selection import by_night, rest_at_night
 from servers import eventually
 
 from pipeline.errors import LogError
@@ -31,6 +31,7 @@ ELSEWHERE = {
     "web.on_disconnect": "its client has left: there is no answer to look at",
     "janitor.mid_sweep": "the requests have ended by their deadline",
     "generate.during_drain": "the server stops",
+    **{name: "no request passes it" for name in POINTS if name.partition(".")[0] in ("archive", "forget")},
 }
 """Points that no request passes which is answered in full."""
 AT_START_ONLY = ("generate.after_lease", "generate.mid_takeover", "generate.after_takeover_committed")
@@ -53,7 +54,7 @@ class Model:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("fail-points")
     checkpoint = make_checkpoint(folder / "model", "qwen3")
-    bodies = some_bodies(40, NUM_TOKENS, 0)
+    bodies = some_bodies(by_night(WAVE, 40), NUM_TOKENS, 0)
     with together(folder / "quiet", checkpoint, lease_s=LEASE_S, max_running=MAX_RUNNING) as scene:
         return Model(checkpoint, bodies, quiet_run(scene.url, scene.redis_url, checkpoint, bodies))
 

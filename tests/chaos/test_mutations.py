@@ -34,7 +34,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     paths = os.pathsep.join([str(folder), str(folder / "tests")])
-    environment = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "STORIES": "1000", "MINISGL_NIGHT": "1"}
+    environment = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "", "STORIES": "1000", "MINISGL_NIGHT": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "chaos.mutate", "report.json", HOW_MANY],
         cwd=folder,

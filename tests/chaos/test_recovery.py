@@ -257,7 +257,8 @@ def test_times_of_a_log_are_read_from_its_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peers", [1, pytest.param(2, marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("peers", [1, 2])
 def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "qwen3", "qwen3", max_positions=2048)
     flags = ["--model", str(folder), "--threads", "1", "--runs", "1", "--requests", "6", "--input-len", "8-20"]
@@ -284,7 +285,7 @@ def test_a_killed_engine_is_measured(peers: int, tmp_path: Path) -> None:
     if peers == 1:
         assert run["lease_s"] == 0 and 0 < run["noticed_s"] <= run["freed_s"] + 0.05
         assert run["freed_s"] < run["owner_s"] <= run["start_s"] < medians["longest_pause_s"] + 1
-        assert 0 < run["load_s"] < run["start_s"]
+        assert 0 <= run["load_s"] < run["start_s"]  # so small a model is loaded in no time
     else:
         assert run["lease_s"] == 1 and run["start_s"] == 0 and run["noticed_s"] is None
         assert 0.3 < run["freed_s"] <= run["owner_s"]  # nobody gives the lease back, it runs out

@@ -41,8 +41,15 @@ VALUES = {
     "MINISGL_ALLOW_HOST": "localhost gpu-box",
     "MINISGL_ALLOW_ORIGIN": "https://chat.example.com",
     "MINISGL_TOKENIZERS": "2",
+    "MINISGL_DP": "2",
+    "MINISGL_GRAPH": "64",
+    "MINISGL_ATTN": "fi",
     "MINISGL_HOST": "0.0.0.0",
     "MINISGL_DATA_DIR": "/data",
+    "MINISGL_ARCHIVE": "/archive",
+    "MINISGL_TO": "/archive",
+    "MINISGL_RETAIN": "7d",
+    "MINISGL_MAX_BYTES": "5G",
 }
 """What a user may set each variable to."""
 REFERENCE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}")
@@ -99,10 +106,12 @@ def test_the_root_file_includes_the_other() -> None:
 def test_there_is_one_server_and_each_stage_by_itself() -> None:
     assert {name: service["profiles"] for name, service in OURS.items()} == {
         "minisgl": ["server"],
+        "gpu": ["gpu"],
         "web": ["stages"],
         "tokenize": ["stages"],
         "generate": ["stages"],
         "detokenize": ["stages"],
+        "archive": ["archive"],
     }
 
 
@@ -110,9 +119,9 @@ def test_there_is_one_server_and_each_stage_by_itself() -> None:
 def test_the_command_of_a_service_is_a_command_line_of_ours(name: str) -> None:
     service = OURS[name]
     command = service["command"]
-    assert command == ("serve" if name == "minisgl" else f"stage {name}")
+    assert command == {"minisgl": "serve", "gpu": "serve --device cuda"}.get(name, f"stage {name}")
     set_here = {variable for variable in service["environment"] if variable.startswith("MINISGL_")}
-    assert set_here <= variables(command), "what the command does not heed is not offered to be set"
+    assert set_here <= variables(command.partition(" --")[0]), "what the command does not heed is not offered to be set"
     values = VALUES | {"MINISGL_REDIS_URL": service["environment"]["MINISGL_REDIS_URL"]}
     config = parse_command(command.split(), {variable: values[variable] for variable in set_here})
     assert config.log.redis_url == service["environment"]["MINISGL_REDIS_URL"]
@@ -121,6 +130,7 @@ def test_the_command_of_a_service_is_a_command_line_of_ours(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_a_service_comes_to_redis_as_its_own_user(name: str, tmp_path: Path) -> None:
     url = OURS[name]["environment"]["MINISGL_REDIS_URL"]
+    name = "minisgl" if name == "gpu" else name  # both are whole servers
     assert f"password_file=/passwords/{name}" in url
     (tmp_path / name).write_text("pw")
     address = parse_address(url.replace("/passwords", str(tmp_path)))
@@ -129,9 +139,16 @@ def test_a_service_comes_to_redis_as_its_own_user(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", SERVICES)
+def test_who_archives_or_reads_the_archive_has_it_at_the_place_where_the_image_keeps_it(name: str) -> None:
+    mounted = {volume.split(":")[1] for volume in SERVICES[name]["volumes"]}
+    assert ("/archive" in mounted) is (name in ("minisgl", "gpu", "web", "archive"))
+    assert {"/models", "/data", "/archive"} == set(yaml.safe_load(dict(last_stage())["VOLUME"]))
+
+
+@pytest.mark.parametrize("name", SERVICES)
 def test_every_port_is_bound_to_loopback_unless_told_otherwise(name: str) -> None:
     ports = SERVICES[name].get("ports", [])
-    assert (len(ports) == 1) is (name in ("minisgl", "web"))
+    assert (len(ports) == 1) is (name in ("minisgl", "gpu", "web"))
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in ports)
 
 
@@ -190,6 +207,14 @@ def test_what_the_image_starts_is_a_command_line_of_ours() -> None:
     config = parse_command(command, flags)
     assert isinstance(config, ServerConfig)
     assert (config.web.host, str(config.data_dir)) == ("0.0.0.0", "/data")
+
+
+def test_the_profile_for_a_gpu_has_one_and_an_image_with_what_it_needs() -> None:
+    service = OURS["gpu"]
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", "1", ["gpu"])
+    assert service["build"]["args"] == {**OURS["minisgl"]["build"]["args"], "EXTRA": "cuda"}
+    assert service["image"] != OURS["minisgl"]["image"]
 
 
 def test_the_image_is_healthy_when_it_is_ready() -> None:

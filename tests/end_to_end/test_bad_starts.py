@@ -84,6 +84,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a model that is not there": ("serve --model {folder}/none", "", ["{folder}/none", "not a folder", "--model"]),
     "a model that is cut off": ("serve --model {model}", "", ["{model}", "model.safetensors", "truncated"]),
     "a stage's model": ("stage generate --model {model} --redis-url {redis}", "", ["{model}", "truncated"]),
+    "ranks that cannot divide the model": ("serve --tp 7", "", ["--tp 7", "query heads", "pass one of 1, 2"]),
+    "machines without a common name": ("serve --tp 2 --nnodes 2", "", ["--nnodes 2", "--group is missing"]),
     "a model of the hub": (
         "serve --model someone/small-model",
         "HF_HUB_OFFLINE=1",

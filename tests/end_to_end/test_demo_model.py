@@ -141,7 +141,7 @@ def begin_together(server: Server, log: RedisLog, *groups: Sequence[Answered]) -
 def test_it_is_what_is_served_without_a_model(server: Server) -> None:
     (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert model["id"] == DEMO_ID
-    assert "No --model was given, so the demo model answers" in server.command.output
+    eventually(lambda: "No --model was given, so the demo model answers" in server.command.output, "it says so")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

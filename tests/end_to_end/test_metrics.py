@@ -117,7 +117,7 @@ def test_after_some_requests_every_count_is_exactly_theirs(server: Server) -> No
     }
     for name, expected_ms in milliseconds.items():
         assert since.count(f"{name}_sum") * 1000 == pytest.approx(expected_ms, abs=0.01), name
-        assert expected_ms > 0, name
+    assert milliseconds["e2e_request_latency_seconds"] > 0  # the parts of so short a time can all be 0 ms
     cache = {"block_size": str(PAGE_SIZE), "enable_prefix_caching": "True", "slot": "generate-0", "model_name": "llama"}
     assert since.now.total("cache_config_info", **cache) == 1
     assert since.now.values("process_resident_memory_bytes", "slot") == {f"{stage}-0" for stage in STAGES}

@@ -47,7 +47,7 @@ def test_what_tools_look_for_is_there(server: Server, path: str) -> None:
         (CHAT, {}),
         (CHAT, HELLO | {"max_tokens": -1}),
         (CHAT, HELLO | {"presence_penalty": 3}),
-        (CHAT, HELLO | {"response_format": {"type": "json_object"}}),
+        (CHAT, HELLO | {"response_format": {"type": "json_schema"}}),
         (COMPLETIONS, {"prompt": ""}),
         (COMPLETIONS, {"prompt": []}),
         (GENERATE, {"text": ""}),

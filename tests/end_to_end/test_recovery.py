@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from checkpoints import make_checkpoint
+from selection import by_night
 from servers import Server, eventually, is_alive, serve
 from streams import Stream, assert_nothing_is_left, events_of, family_of, num_of, token_counts
 
@@ -21,7 +22,7 @@ from stages.generate.past import TOKENS_IN_DOUBT
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 20
+NUM_REQUESTS = by_night(8, 20)
 NUM_TOKENS = 600
 NUM_KILLS = 3
 SHARED = "You are the log, and the log is the memory of the program. Whatever dies, you go on from where it was. " * 2
@@ -115,7 +116,7 @@ def resumed(server: Server, stream: Stream) -> tuple[str, str]:
     headers = {"last-event-id": ids[-1]} if ids else {}
     events = httpx.get(f"{server.url}/v1/requests/{stream.uid}/events", headers=headers, timeout=60)
     assert events.status_code == 200, events.text
-    seen = [frame for frame in _frames(stream.lines, until_last_id=True) if ids]
+    seen = _frames(stream.lines, until_last_id=True) if ids else []
     frames = [*seen, *_frames(events.text.splitlines())]
     text = "".join(frame["choices"][0]["delta"].get("content", "") for frame in frames)
     return text, frames[-1]["choices"][0]["finish_reason"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bursts import BURST, answers_of, burst, engines_of, uids_of
 from redis_servers import find_servers, running_server
 from selection import rest_at_night
 from servers import Command, Server, eventually, free_port, is_alive, run_command, wait_until_ready
@@ -127,6 +128,14 @@ def test_both_engines_share_the_work(stages: Stages, undisturbed: dict[str, tupl
             event.engine for stream in streams for event in events_of(log, stream.uid) if event.kind == "admitted"
         }
     assert engines == {"generate-0", "generate-1"}
+
+
+def test_both_engines_share_a_burst(stages: Stages) -> None:
+    with burst(stages.server, 16) as coming, stages.server.log() as log:
+        answers_of(coming)
+        taken = engines_of(log, uids_of(coming))
+    # How evenly is a matter of time: test_engines counts that over five bursts.
+    assert sum(taken.values()) == BURST and min(taken["generate-0"], taken["generate-1"]) >= 1, taken
 
 
 def test_when_redis_stands_still_nobody_takes_over_from_the_living(

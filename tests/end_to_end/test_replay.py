@@ -1,0 +1,83 @@
+"""`minisgl replay` beside a real server: shown, computed again on it, over HTTP, and in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from checkpoints import TEXT, make_checkpoint
+from fresh_logs import fresh_logs
+from kernel_variants import VARIANTS
+from servers import Server, serve
+
+from minisgl import main
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("llama3_server"),
+    pytest.mark.skipif(not VARIANTS, reason="torch alone promises no equal tokens"),
+]
+BODY = {
+    "prompt": "The log is what happened. " * 8,  # more than one chunk
+    "n": 2,
+    "max_tokens": 24,
+    "temperature": 1,
+    "frequency_penalty": 1,
+    "logit_bias": {"70": 3},
+    "bad_words": ["the"],
+    "logprobs": 2,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def logs_as_in_a_new_process() -> Iterator[None]:
+    with fresh_logs():
+        yield
+
+
+def test_answers_are_computed_again_on_the_server_over_http_and_here(
+    llama3_server: Server, llama3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    response = httpx.post(f"{llama3_server.url}/v1/completions", json=BODY, timeout=60)
+    assert response.status_code == 200, response.text
+    uid, redis = response.headers["x-minisgl-uid"], ("--redis-url", llama3_server.redis_url)
+    here = ("--model", str(llama3), "--dtype", "float32", "--num-pages", "64", "--threads", "1")
+    for where in ((), ("--cached",), ("--url", llama3_server.url), here):
+        code = main(["replay", "run", uid, "--times", "2", "--json", *redis, *where])
+        told = json.loads(capsys.readouterr().out)
+        assert [(each["uid"], each["identical"], each["tokens"]) for each in told] == [
+            (f"{uid}.0", 2, 24),
+            (f"{uid}.1", 2, 24),
+        ], where
+        assert code == 0
+    for choice, index in zip(response.json()["choices"], (0, 1), strict=True):
+        assert main(["replay", "show", f"{uid}.{index}", "--json", *redis]) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == choice["text"]
+
+
+@pytest.mark.night  # a server of two ranks, and two more ranks in this process
+def test_what_two_ranks_computed_is_identical_on_two_and_explained_by_their_number_on_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama3", dtype="bfloat16", max_positions=512)
+    flags, body = ("--model", str(model), "--threads", "1"), {"max_tokens": 150, "temperature": 1, "ignore_eos": True}
+    with serve(tmp_path, *flags, "--tp", "2") as server:
+        bodies = [body | {"prompt": TEXT[20 * index :][:100], "seed": index} for index in range(8)]
+        url = f"{server.url}/v1/completions"
+        uids = [httpx.post(url, json=each, timeout=120).headers["x-minisgl-uid"] for each in bodies]
+
+        def replayed(num_ranks: str) -> tuple[int, list[dict[str, Any]]]:
+            code = main(["replay", "run", *uids, "--json", "--redis-url", server.redis_url, *flags, "--tp", num_ranks])
+            return code, json.loads(capsys.readouterr().out)
+
+        code, told = replayed("2")
+        assert [(each["identical"], each["tokens"]) for each in told] == [(1, 150)] * 8 and code == 0
+        code, told = replayed("1")
+        differences = [found for each in told for found in each["differences"]]
+        assert code == 1 and len(differences) == sum(1 - each["identical"] for each in told)
+        assert all(found["explained_by"] == ["ranks: recorded ranks-2, now ranks-1"] for found in differences)

@@ -1,0 +1,373 @@
+"""Answers that are bound to schemas, patterns and grammars: with all stages in this process, and on servers."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import json
+import random
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import httpx
+import jsonschema
+import pytest
+from checkpoints import make_checkpoint
+from fresh_logs import fresh_logs
+from kernel_variants import VARIANTS
+from llguidance import LLMatcher, LLTokenizer
+from openai import BadRequestError, LengthFinishReasonError, OpenAI
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from selection import by_night
+from servers import Server, eventually, serve
+from streams import Stream, events_of, num_of
+from transformers import PreTrainedTokenizerFast
+
+from minisgl import main
+from ops.offline.stages import Stages
+from ops.replay.compute import Computer, again
+from ops.replay.history import History
+from pipeline.constraint import Constraint
+from pipeline.events import Failed, Finished, SamplingParams, Submitted, TakenOver
+from pipeline.flags import parse_config
+from pipeline.names import GENERATE
+from stages.generate.config import GenerateConfig
+
+pytestmark = pytest.mark.slow
+
+NUM_SCHEMAS: Final = by_night(50, 1000)
+NUM_EVILS: Final = by_night(5, 20)
+MOST_TOKENS: Final = 300
+DEPTH: Final = 2
+SIZES: Final = ("--page-size", "4", "--max-seq-len", "352")
+PROMPT: Final = "She sells sea shells by the sea shore; the shells she sells are sea shells. "
+NEEDS_KERNELS: Final = pytest.mark.skipif(not VARIANTS, reason="torch alone promises no equal tokens")
+
+
+def schema(draw: random.Random, depth: int = DEPTH) -> dict[str, Any]:
+    """Return a schema whose answers are short, so that a model that says anything comes to their end."""
+    kinds = ["integer", "string", "pattern", "enum", "const", "boolean", "format"]
+    if depth:
+        kinds += ["object", "object", "array", "anyOf"]
+    match draw.choice(kinds):
+        case "integer":
+            least = draw.randrange(-1000, 1000)
+            return {"type": "integer", "minimum": least, "maximum": least + draw.randrange(2000)}
+        case "string":
+            return {"type": "string", "minLength": draw.randrange(3), "maxLength": draw.randrange(3, 12)}
+        case "pattern":
+            return {
+                "type": "string",
+                "pattern": draw.choice(["^[a-f]{2,5}$", "^(yes|no)$", r"^\d{3}-\d{4}$", "^é?x+y$"]),
+            }
+        case "enum":
+            return {"enum": draw.sample(["red", "grün", 3, None, False, "a b", [1], {"k": 1}], draw.randrange(1, 5))}
+        case "const":
+            return {"const": draw.choice(["fixed", 42, None, True, "“quoted”"])}
+        case "format":
+            return {"type": "string", "format": draw.choice(["date", "uuid", "ipv4", "time"])}
+        case "object":
+            names = draw.sample(["id", "name", "größe", "tags", "x y", "a/b"], draw.randrange(1, 4))
+            required = [name for name in names if draw.random() < 0.6]
+            properties = {name: schema(draw, depth - 1) for name in names}
+            return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        case "array":
+            return {"type": "array", "items": schema(draw, depth - 1), "minItems": draw.randrange(2), "maxItems": 3}
+        case "anyOf":
+            return {"anyOf": [schema(draw, depth - 1) for _ in range(2)]}
+        case _:
+            return {"type": "boolean"}
+
+
+SCHEMAS: Final = [schema(random.Random(number)) for number in range(NUM_SCHEMAS)]
+EVILS: Final[Sequence[tuple[Literal["json", "regex", "grammar"], Any]]] = (
+    ("regex", "((a{100}){100}){100}"),
+    ("regex", "(a?){500}a{500}"),
+    ("grammar", "start: " + " | ".join(f'"{number:05d}"' for number in range(5000))),
+    ("json", {"anyOf": [{"properties": {f"k{i}": {"type": "string"} for i in range(j)}} for j in range(60)]}),
+    ("grammar", "start: T\nT: /.{0,300}/ & /(.*a.{8}b.*)/ & ~/(.*c.{9}d.*)/ & /.*(e.{10}f).*/"),
+    ("regex", "(a|b|c){1000,5000}[^d]*e{500}"),
+    ("regex", "(.*a){20}.*b"),
+    ("regex", r"((.*)(.*)(.*)(.*)[0-9]){30}"),
+    ("regex", r"(.*a.{18}){3}"),
+    ("regex", r"(\p{L}{1,50}){50}"),
+    ("grammar", 'start: a a a a a a a a\na: "x" | a a | ""'),
+    ("grammar", 'start: start start | "a" | ""'),
+    ("grammar", 'start: "(" start? ")"'),
+    ("grammar", "\n".join(["start: r0", *(f"r{i}: r{i + 1} r{i + 1}" for i in range(30)), 'r30: "a"'])),
+    ("grammar", "\n".join(["start: r0", *(f"r{i}: r{i + 1} | r{i + 1} r{i + 1}" for i in range(20)), 'r20: "a"'])),
+    ("grammar", "start: T\nT: /(.|\\n)*/ & ~/(.|\\n)*(a|b).{30}c(.|\\n)*/"),
+    ("json", {"type": "string", "pattern": "^(a|aa|aaa|.*b.*c.*d.*e.*f){1,40}$", "minLength": 500, "maxLength": 1000}),
+    ("json", {"type": "string", "minLength": 50000, "maxLength": 100000}),
+    ("json", {"type": "number", "multipleOf": 0.0001, "minimum": 0.1234567, "maximum": 99999.87654}),
+    ("json", {"type": "array", "minItems": 2000, "maxItems": 5000, "items": {"type": "integer", "minimum": -(10**8)}}),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("bound") / "llama3", "llama3", max_positions=1024)
+
+
+def started(model: Path, *flags: str) -> Stages:
+    arguments = ["--model", str(model), "--dtype", "float32", *SIZES, *flags]
+    return Stages(parse_config("stage generate", GenerateConfig, arguments, {}), model, lambda engine: engine)
+
+
+@pytest.fixture(scope="module")
+def stages(model: Path) -> Iterator[Stages]:
+    stages = started(model, "--num-pages", "2048")
+    yield stages
+    stages.close()
+
+
+def bound(kind: Literal["json", "regex", "grammar"], what: Any, seed: int, **sampling: Any) -> Submitted:
+    constraint = Constraint(kind=kind, text=json.dumps(what) if kind == "json" else what, param="field")
+    params = SamplingParams(**{"temperature": 1, "seed": seed, "max_tokens": MOST_TOKENS} | sampling)
+    return Submitted(endpoint="e", frontend="", prompt=f"{seed} {PROMPT}", sampling=params, constraint=constraint)
+
+
+REQUESTS: Final = [bound("json", schema, seed) for seed, schema in enumerate(SCHEMAS)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(stages: Stages) -> list[History]:
+    """How each request was answered when nothing happened."""
+    return Computer(stages.log, at_once=64).compute(REQUESTS)
+
+
+def test_what_ends_by_itself_validates_and_what_is_cut_off_is_the_beginning_of_it(
+    model: Path, undisturbed: list[History]
+) -> None:
+    eos_ids = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
+    tokenizer = LLTokenizer(str(model / "tokenizer.json"), None, eos_ids)
+    num_stopped = 0
+    for schema, history in zip(SCHEMAS, undisturbed, strict=True):
+        assert isinstance(history.end, Finished), (schema, history.end)
+        if history.end.reason == "stop":
+            num_stopped += 1
+            jsonschema.validate(json.loads(history.text), schema, cls=jsonschema.Draft202012Validator)
+        else:
+            assert history.tokenized is not None
+            matcher = LLMatcher(tokenizer, history.tokenized.grammar)
+            assert matcher.consume_tokens(list(history.token_ids)), (schema, history.text)
+    assert num_stopped >= 0.9 * NUM_SCHEMAS
+    assert len({history.text for history in undisturbed}) > 0.5 * NUM_SCHEMAS
+
+
+@NEEDS_KERNELS
+def test_preemptions_overlap_and_a_replay_give_the_same_tokens(
+    model: Path, stages: Stages, undisturbed: list[History]
+) -> None:
+    expected = [history.token_ids for history in undisturbed]
+    crowded = started(model, "--num-pages", "88", "--overlap", "on")
+    try:
+        found = Computer(crowded.log, at_once=64).compute(REQUESTS)
+        assert [history.token_ids for history in found] == expected
+        assert any(entry.fields["kind"] == "preempted" for history in found for entry in history.recording.entries)
+    finally:
+        crowded.close()
+    replayed = Computer(stages.log, at_once=64).compute([again(history) for history in undisturbed])
+    assert [history.token_ids for history in replayed] == expected
+
+
+def test_evil_grammars_end_soon_and_disturb_no_other_request(stages: Stages) -> None:
+    others = [
+        Submitted(endpoint="e", frontend="", prompt=f"Tell {n}", sampling=SamplingParams(seed=n, max_tokens=200))
+        for n in range(8)
+    ]
+    computer = Computer(stages.log, at_once=64)
+    quiet = [history.token_ids for history in computer.compute(others)]
+    began_s = time.monotonic()
+    evils = [bound(kind, what, 0, max_tokens=50) for kind, what in EVILS[:NUM_EVILS]]
+    histories = computer.compute([*others, *evils])
+    assert time.monotonic() - began_s < 10 * by_night(1, 4)
+    assert [history.token_ids for history in histories[:8]] == quiet
+    for (kind, what), history in zip(EVILS, histories[8:], strict=False):
+        if isinstance(history.end, Failed):
+            assert history.end.status == 400, (kind, what, history.end)
+            assert history.end.code in ("grammar_too_complex", "unsupported_schema", "invalid_grammar"), history.end
+        else:
+            assert isinstance(history.end, Finished), (kind, what, history.end)
+    assert any(isinstance(history.end, Failed) for history in histories[8:])
+
+
+def test_no_other_wish_breaks_a_constraint(stages: Stages) -> None:
+    wishes: list[dict[str, Any]] = [
+        {"ignore_eos": True},
+        {"min_tokens": 100},
+        {"logit_bias": ((300, 100.0),)},
+        {"allowed_token_ids": (300, 301)},
+        {"bad_words": ("yes", "no", "y", "n")},
+        {"temperature": 0, "repetition_penalty": 2.0},
+        {"temperature": 2, "typical_p": 0.1, "logprobs": 2},
+    ]
+    asked = [bound("regex", "yes|no", 1, **wish) for wish in wishes]
+    for wish, history in zip(wishes, Computer(stages.log, at_once=64).compute(asked), strict=True):
+        assert isinstance(history.end, Finished) and history.end.reason == "stop", (wish, history.end)
+        assert history.text in ("yes", "no"), wish
+
+
+@NEEDS_KERNELS
+@pytest.mark.night
+def test_after_each_death_of_an_engine_bound_answers_are_those_of_the_quiet_run(
+    model: Path, undisturbed: list[History], tmp_path: Path
+) -> None:
+    def ask(request: Submitted) -> tuple[str, str]:
+        assert request.constraint is not None
+        schema = {"json_schema": {"name": "a", "schema": json.loads(request.constraint.text)}, "type": "json_schema"}
+        sampling = {"temperature": 1, "seed": request.sampling.seed, "max_tokens": MOST_TOKENS}
+        body = {"prompt": request.prompt, "response_format": schema, **sampling}
+        response = http.post("/v1/completions", json=body)
+        return response.json()["choices"][0]["text"], response.headers["x-minisgl-uid"]
+
+    expected = {request.prompt: history.text for request, history in zip(REQUESTS, undisturbed, strict=True)}
+    flags = ("--model", str(model), "--dtype", "float32", "--lease", "1", *SIZES)
+    with (
+        serve(tmp_path, *flags) as server,
+        server.log() as log,
+        httpx.Client(base_url=server.url, timeout=120) as http,
+        ThreadPoolExecutor(32) as pool,
+    ):
+        taken_over = 0
+        for number in range(1, 4):
+            asked = [(request.prompt, pool.submit(ask, request)) for request in REQUESTS[:50]]
+            eventually(lambda asked=asked: any(answer.done() for _, answer in asked), "the first answers have come")  # type: ignore[misc]
+            (engine,) = server.command.workers(GENERATE)
+            engine.kill()
+            for prompt, answer in asked:
+                text, uid = answer.result()
+                assert text == expected[prompt], (number, prompt)
+                taken_over += num_of(events_of(log, uid), TakenOver)
+            eventually(lambda: len(server.command.workers(GENERATE)) == 1, "another engine is there")
+        assert taken_over
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Step(BaseModel):
+    explanation: str
+    output: str
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str
+
+
+class Tree(BaseModel):
+    value: int
+    children: list[Tree] = Field(max_length=1)
+
+
+def of_fields(name: str, /, **fields: Any) -> type[BaseModel]:
+    return create_model(name, **fields)
+
+
+MODELS: Final = (
+    of_fields("Answer", steps=(list[Step], ...), final=(str, ...)),
+    of_fields("Person", name=(str, ...), age=(Annotated[int, Field(ge=0, le=120)], ...)),
+    of_fields("Optional", a=(int | None, ...), b=(str | None, None)),
+    of_fields("Union", value=(int | str, ...)),
+    of_fields("Colors", color=(Color, ...), both=(list[Color], ...)),
+    of_fields("Choice", answer=(Literal["yes", "no"], ...)),
+    of_fields("Number", value=(Annotated[float, Field(gt=0, lt=1)], ...)),
+    of_fields("Flags", on=(bool, ...), off=(None, ...)),
+    of_fields("Dates", day=(datetime.date, ...), time=(datetime.time, ...)),
+    of_fields("Moment", at=(datetime.datetime, ...)),
+    of_fields("Identity", id=(uuid.UUID, ...)),
+    of_fields("Code", code=(Annotated[str, Field(pattern=r"^[A-Z]{2}-\d{3}$")], ...)),
+    of_fields("Short", text=(Annotated[str, Field(min_length=2, max_length=5)], ...)),
+    of_fields("Few", items=(Annotated[list[int], Field(min_length=1, max_length=3)], ...)),
+    of_fields("Pair", pair=(tuple[int, str], ...)),
+    of_fields("Nested", rows=(list[list[int]], ...)),
+    of_fields("Pet", pet=(Annotated[Cat | Dog, Field(discriminator="kind")], ...)),
+    of_fields("Pets", pets=(list[Cat | Dog], ...)),
+    of_fields("Money", amount=(decimal.Decimal, ...)),
+    of_fields("Named", value=(Annotated[int, Field(alias="class", description="a class")], ...)),
+    of_fields("Multiple", value=(Annotated[int, Field(multiple_of=5)], ...)),
+    Tree,
+    of_fields("Unique", values=(set[int], ...)),  # `uniqueItems`
+)
+
+
+@pytest.mark.xdist_group("llama3_server")
+def test_typical_pydantic_models_are_parsed(llama3_server: Server, llama3: Path) -> None:
+    """The model may use few letters, so that it comes to the end of its texts."""
+    client = OpenAI(base_url=f"{llama3_server.url}/v1", api_key="none", max_retries=0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(llama3)
+    ids = tokenizer('{}[]":,.-0123456789abTZ', add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    parsed, refused = [], []
+    for model in MODELS:
+        try:
+            answer = client.chat.completions.parse(
+                model="default",
+                messages=[{"role": "user", "content": "Say it."}],
+                response_format=model,
+                max_tokens=400,
+                seed=1,
+                extra_body={"allowed_token_ids": sorted(set(ids))},
+            )
+            assert isinstance(answer.choices[0].message.parsed, model)
+            parsed.append(model.__name__)
+        except BadRequestError as error:
+            refused.append((model.__name__, error.code))
+        except LengthFinishReasonError:
+            pass
+    assert refused == [("Unique", "unsupported_schema")] and len(parsed) >= 20, parsed
+
+
+class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Literal["here", "there"]
+    number: int | None
+
+
+@pytest.mark.xdist_group("llama3_server")
+def test_a_client_parses_what_it_asked_for_streamed_or_whole_and_it_is_replayed(
+    llama3_server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = OpenAI(base_url=f"{llama3_server.url}/v1", api_key="none")
+    answer = client.chat.completions.parse(
+        model="default", messages=[{"role": "user", "content": "Where?"}], response_format=Place, seed=2, max_tokens=80
+    )
+    assert isinstance(answer.choices[0].message.parsed, Place)
+    schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": Place.model_json_schema()}}
+    body = {"messages": [{"role": "user", "content": "Where?"}], "response_format": schema, "seed": 2, "max_tokens": 80}
+    whole = llama3_server.post(body)
+    text = whole.json()["choices"][0]["message"]["content"]
+    streamed = Stream(llama3_server, "Where?", response_format=schema, seed=2, max_tokens=80, temperature=1)
+    assert streamed.answer == (text, "stop")
+    generated = httpx.post(
+        f"{llama3_server.url}/generate",
+        json={"text": "Where?", "sampling_params": {"regex": "here|there", "n": 2}},
+        timeout=60,
+    )
+    assert {one["text"] for one in generated.json()} <= {"here", "there"}
+    bad = llama3_server.post(body | {"response_format": {"type": "json_object", "schema": {"not": {}}}})
+    error = bad.json()["error"]
+    assert (bad.status_code, error["code"], error["param"]) == (400, "unsupported_schema", "response_format.schema")
+    uid = whole.headers["x-minisgl-uid"]
+    with fresh_logs():
+        redis = ("--redis-url", llama3_server.redis_url)
+        for where in ((), ("--url", llama3_server.url)):
+            code = main(["replay", "run", uid, "--json", *redis, *where])
+            (told,) = json.loads(capsys.readouterr().out)
+            assert code == 0 or not VARIANTS
+            assert told["identical"] == 1 or not VARIANTS
+        assert main(["trace", uid, *redis]) == 0
+        assert "constraint=json" in capsys.readouterr().out
