@@ -1,4 +1,6 @@
-"""The command: a table of commands, each imported when it is called; and `LLM` and `SamplingParams`, for Python."""
+"""The command: a table of commands, each imported when it is called; and `LLM`, `SamplingParams` and `History`, for
+Python.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,18 @@ from pipeline.errors import ConfigError, MiniSGLError
 
 if TYPE_CHECKING:
     from ops.offline import LLM as LLM
+    from ops.replay.history import History as History
     from pipeline.events import SamplingParams as SamplingParams
 
 USAGE: Final = """\
 usage: minisgl serve [flags]                everything on this machine; `python -m minisgl [flags]` means the same
-       minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize or web
+       minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize, web or archive
        minisgl shell [flags]                chat in the terminal, with any OpenAI server
        minisgl trace UID [flags]            what happened to a request
+       minisgl replay ACTION [flags]        past requests and steps again: schedule
        minisgl top [flags]                  a running server, live in the terminal
        minisgl dead ACTION [flags]          requests that crashed their workers: ls, show, requeue or drop
+       minisgl replay ACTION [flags]        recorded requests: show, run, diff, drive, schedule, dump, import, forget
        minisgl bench KIND [flags]           measure: offline, serve, pipeline, compare, tail, attack or gpu
        minisgl --version
 
@@ -39,6 +44,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "stage": "ops.serve.command",
     "shell": "ops.shell.command",
     "trace": "ops.trace",
+    "replay": "ops.replay.command",
     "top": "ops.top.command",
     "dead": "ops.dead",
     "bench": "ops.bench.command",
@@ -60,6 +66,10 @@ def __getattr__(name: str) -> object:
         from pipeline.events import SamplingParams
 
         return SamplingParams
+    if name == "History":
+        from ops.replay.history import History
+
+        return History
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
