@@ -16,11 +16,18 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.constraint import Constraint as Constraint
 from pipeline.errors import UndecodableEvent
+from pipeline.markup import Calls as Calls
+from pipeline.markup import Markup as Markup
 from pipeline.names import new_uid as new_uid
 from pipeline.readable import check_readable
 from pipeline.sampling import MOST_LOGPROBS as MOST_LOGPROBS
 from pipeline.sampling import SamplingParams as SamplingParams
 from pipeline.sampling import Value as Value
+from pipeline.scores import Score as Score
+from pipeline.scores import ToldCandidate as ToldCandidate
+from pipeline.scores import ToldPrompt as ToldPrompt
+from pipeline.scores import ToldScore as ToldScore
+from pipeline.scores import ToldToken as ToldToken
 
 FinishReason = Literal["stop", "length"]
 Task = Literal["generate", "tokenize", "detokenize", "describe"]
@@ -41,50 +48,6 @@ class Timings(Value):
     admitted_ms: int
     first_token_ms: int
     total_ms: int
-
-
-class Score(Value):
-    """How probable the model finds a token, from its own logits: before bias, penalties and temperature."""
-
-    logprob: float
-    """Natural logarithm."""
-    top: tuple[tuple[int, float], ...] = ()
-    """The most probable tokens and their log-probabilities, the most probable one first."""
-
-
-class ToldToken(Value):
-    """A token as clients are told of it."""
-
-    token: int
-    text: str
-    """If its bytes are not UTF-8: `bytes:` and each byte as `\\x..`, as OpenAI writes it."""
-
-
-class ToldCandidate(ToldToken):
-    """A token and its log-probability in one place."""
-
-    logprob: float
-
-
-class ToldScore(ToldCandidate):
-    """A token of the prompt or the answer, and the most probable tokens in its place."""
-
-    top: tuple[ToldCandidate, ...] = ()
-
-
-class ToldPrompt(Value):
-    """What a client asked to be told about its prompt."""
-
-    num_tokens: int
-    cached_tokens: int = 0
-    token_ids: tuple[int, ...] = ()
-    """If it asked for them."""
-    text: str = ""
-    """If it asked for its prompt before the answer (`echo`)."""
-    scores: tuple[ToldScore, ...] = ()
-    """Of all tokens but the first, if it asked for them."""
-    first: ToldToken | None = None
-    """The first token, which has no score, if the others have one."""
 
 
 class Templating(Value):
@@ -178,6 +141,10 @@ class Submitted(Event):
     sampling: SamplingParams
     constraint: Constraint | None = None
     """What the answer must be."""
+    calls: Calls | None = None
+    """What the client says about tool calls; None: it sent no tools."""
+    thinking_budget: int | None = None
+    """Most tokens of thinking."""
     task: Task = "generate"
     """The tokenizer answers all but the first: the tokens of a prompt, the text of `prompt_ids`, what it is itself."""
     return_pieces: bool = False
@@ -219,6 +186,8 @@ class Tokenized(Event):
     """Sequences of tokens that the output must not have."""
     grammar: str = ""
     """What the output must be: a Lark grammar with llguidance's additions; empty: anything."""
+    markup: Markup = Markup()
+    """How the text of the answer is to be read."""
 
 
 class Admitted(Event):
@@ -277,6 +246,8 @@ class TokensProduced(Event):
     """One for each of `tokens`, if the client asked for them."""
     prompt: ToldPrompt | None = None
     """With the first token, if the client asked about its prompt."""
+    markup: Markup | None = None
+    """With the first token, if the text has markup."""
 
 
 class Finished(Event):
