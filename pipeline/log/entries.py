@@ -127,7 +127,7 @@ def is_tombstone(history: Sequence[Entry]) -> bool:
 
 def _is_one_token(event: TokensProduced) -> bool:
     """Say whether it has one token, and nothing else that is not always there."""
-    return event.count == len(event.tokens) == 1 and not (event.chunks or event.scores or event.prompt)
+    return event.count == len(event.tokens) == 1 and not (event.chunks or event.scores or event.prompt or event.markup)
 
 
 def say_skipped(entry_id: str, error: str) -> None:

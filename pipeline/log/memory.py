@@ -294,24 +294,24 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
     def step(
         self,
         owner: Owner,
-        number: int,
-        event: StepCompleted,
+        steps: Mapping[int, StepCompleted],
         *,
         ended: Sequence[str],
         control_cursor: str,
         lease_ms: int,
     ) -> StepCommitted:
-        steps = self.names.steps(owner.slot)
+        key = self.names.steps(owner.slot)
         with self._changed:
             self._leases.fence(owner)
             if self._leases.holder(owner.slot) is not None:
                 self._leases.hold(owner, lease_ms)
-            self._streams.append_step(steps, f"{owner.epoch}-{number}", self._stamped(encode(event)))
+            said = {f"{owner.epoch}-{number}": self._stamped(encode(event)) for number, event in steps.items()}
+            self._streams.append_steps(key, said)
             for entry_id in ended:
                 self._streams.consume(Inbox.tokenized(self.names), entry_id)
             waiting = self._streams.get(self.names.tokenized)
             newest = id_text(next(reversed(waiting.entries), (0, 0))) if waiting is not None else "0-0"
-            return StepCommitted(self._streams.length(steps), newest, *self._control_after(control_cursor))
+            return StepCommitted(self._streams.length(key), newest, *self._control_after(control_cursor))
 
     def flush(self, by: str) -> str:
         with self._changed:
@@ -322,14 +322,18 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
     # detokenizers
 
     def produced(
-        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], journal: Journalled = None
+        self, owner: Owner, entries: Sequence[Entry], engine: str, events: Sequence[Produced], journal: Journalled = ()
     ) -> bool:
         with self._changed:
             self._leases.fence(owner)
+            inbox = Inbox.steps(self.names, engine)
+            if len(entries) > 1 and not self._streams.are_pending(inbox, entries):
+                return False
             if journal and self.limits.journal_bytes:
                 key, limits = self.names.journal(engine), self.limits
-                self._streams.keep(key, entry.id, journal, limits.journal_bytes, limits.retention_ms)
-            if not self._streams.consume(Inbox.steps(self.names, engine), entry.id):
+                for entry, kept in zip(entries, journal, strict=True):
+                    self._streams.keep(key, entry.id, kept, limits.journal_bytes, limits.retention_ms)
+            if not all(self._streams.consume(inbox, entry.id) for entry in entries):
                 return False
             histories, replies = produced_words(events)
             for item, words in zip(events, histories, strict=True):

@@ -128,16 +128,22 @@ class Streams:
         self._changed()
         return stream
 
-    def append_step(self, key: str, entry_id: str, fields: Mapping[str, str]) -> None:
-        """Append a step of an engine, unless it is there or was. Raises LogUnavailable while there is a larger id."""
-        stream = self.get(key)
-        if stream is not None and stream.last > parse_id(entry_id):
+    def append_steps(self, key: str, steps: Mapping[str, Mapping[str, str]]) -> None:
+        """Append steps of an engine, by id, unless they are there or were.
+
+        Raises LogUnavailable while there is an entry of somebody else that they cannot follow.
+        """
+        stream, ids = self.get(key), list(steps)
+        if stream is not None and stream.last >= parse_id(ids[0]):
+            if stream.last == parse_id(ids[-1]):
+                return
             if stream.entries:
-                raise LogUnavailable(f"{key} has an entry after {entry_id} that no engine wrote; waiting for it")
+                raise LogUnavailable(f"{key} has an entry after {ids[0]} that no engine wrote; waiting for it")
             stream.last = (0, 0)
             for group in stream.groups.values():
                 group.delivered = (0, 0)
-        self.append(key, entry_id, fields, make=True)
+        for entry_id, fields in steps.items():
+            self.append(key, entry_id, fields, make=True)
 
     def keep(self, key: str, entry_id: str, fields: Mapping[str, str], most_bytes: int, kept_ms: int) -> None:
         """Append a step to a journal and delete the oldest: those beyond *most_bytes*, or older than *kept_ms*."""
@@ -170,6 +176,12 @@ class Streams:
         stream = self.get(inbox.stream)
         group = stream.groups.get(inbox.group) if stream is not None else None
         return stream.read(group.pending) if stream is not None and group is not None else []
+
+    def are_pending(self, inbox: Inbox, entries: Iterable[Entry]) -> bool:
+        """Say whether all *entries* were delivered and not consumed."""
+        stream = self.get(inbox.stream)
+        group = stream.groups.get(inbox.group) if stream is not None else None
+        return group is not None and all(parse_id(entry.id) in group.pending for entry in entries)
 
     def deliver(self, inbox: Inbox, consumer: str, max_entries: int) -> list[Entry]:
         stream, group = self.group(inbox)

@@ -235,8 +235,8 @@ class Occupancy:
     """Requests that have not ended."""
 
 
-Journalled: TypeAlias = Mapping[str, str] | None
-"""A step as the journal keeps it: see `pipeline.journal`."""
+Journalled: TypeAlias = Sequence[Mapping[str, str]]
+"""Steps as the journal keeps them (`pipeline.journal`), one for each entry; none: they are not kept."""
 
 
 class StreamLog(PastRequests, Protocol):
@@ -378,16 +378,16 @@ class StreamLog(PastRequests, Protocol):
     def step(
         self,
         owner: Owner,
-        number: int,
-        event: StepCompleted,
+        steps: Mapping[int, StepCompleted],
         *,
         ended: Sequence[str],
         control_cursor: str,
         lease_ms: int,
     ) -> StepCommitted:
-        """Append step `<epoch>-<number>` of an engine and consume the `tokenized` entries *ended*. Raises Fenced.
+        """Append *steps* of an engine, all or none, and consume the `tokenized` entries *ended*. Raises Fenced.
 
-        Raises LogUnavailable while the stream holds an entry with a larger id, which is not the engine's.
+        A step has the id `<epoch>-<number>`. The numbers ascend. A caller that did not hear the answer commits the same
+        steps again. Raises LogUnavailable while the stream holds an entry after them, which is not the engine's.
         """
 
     def flush(self, by: str) -> str:
@@ -399,12 +399,12 @@ class StreamLog(PastRequests, Protocol):
     # detokenizers
 
     def produced(
-        self, owner: Owner, entry: Entry, engine: str, events: Sequence[Produced], journal: Journalled = None
+        self, owner: Owner, entries: Sequence[Entry], engine: str, events: Sequence[Produced], journal: Journalled = ()
     ) -> bool:
-        """Consume a step and write what follows from it to the histories and the replies. Raises Fenced.
+        """Consume steps and write what follows from them to the histories and the replies. Raises Fenced.
 
-        *journal* goes into the engine's journal, with the step's id, and the oldest entries leave it. Where memory is
-        short, the whole journal goes instead.
+        Nothing is written unless all *entries* are pending. *journal* goes into the engine's journal, with the ids of
+        the steps, and the oldest entries leave it. Where memory is short, the whole journal goes instead.
         """
 
     def journal(

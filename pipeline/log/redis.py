@@ -159,6 +159,7 @@ class AsyncRedisLog:
     """The part of the log that a frontend needs, for asyncio. Methods of StreamLog's names do what those do."""
 
     def __init__(self, url: str, names: Names, limits: RequestLimits = DEFAULT_LIMITS) -> None:
+        self.url = url
         self.names = names
         self.limits = limits
         self._driver = AsyncDriver(url)
@@ -166,6 +167,10 @@ class AsyncRedisLog:
 
     async def close(self) -> None:
         await self._driver.close()
+
+    def for_a_thread(self) -> RedisLog:
+        """Return a log on connections of its own, for a thread."""
+        return RedisLog(self.url, self.names, self.limits)
 
     submit = _awaited(requests.submit)
     end = _awaited(requests.end)
@@ -182,5 +187,12 @@ class AsyncRedisLog:
     server = _awaited(frontends.server)
     used_bytes = _awaited(frontends.used_bytes)
     occupancy = _awaited(frontends.occupancy)
+    peek = _awaited(frontends.peek)
+    lengths = _awaited(requests.lengths)
+    journal = _awaited(workers.journal)
+    dead_letters = _awaited(requests.dead_letters)
+    dead_letter = _awaited(requests.dead_letter)
+    drop_dead = _awaited(requests.drop_dead)
     open_replies = _awaited(frontends.open_replies)
     read_replies = _awaited(frontends.read_replies)
+    requests = _awaited(frontends.requests)  # the last one: it hides the module

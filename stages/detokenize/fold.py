@@ -31,6 +31,7 @@ from pipeline.events import (
     Usage,
 )
 from pipeline.log.protocol import Produced
+from pipeline.markup import Markup
 from pipeline.names import SEAL, parse_id, tokens_id
 from pipeline.walk import Moment
 from stages.detokenize.text import Decoder, IncrementalText, StopStrings
@@ -44,6 +45,8 @@ class _Request:
     prompt_tokens: int
     prompt_ids: tuple[int, ...]
     """Where the client is told of its prompt, with the first token."""
+    markup: Markup | None
+    """Of its text, where there is any; told with the first token."""
     text: IncrementalText
     stops: StopStrings
     n: int
@@ -165,12 +168,16 @@ class DetokenizeFold:
 
     def _begin(self, submitted: Submitted, tokenized: Tokenized) -> _Request:
         sampling = submitted.sampling
-        decode = self._decoder.plain if sampling.skip_special_tokens else self._decoder.special
+        decode = self._decoder.special
+        if sampling.skip_special_tokens:
+            kept = tokenized.markup.tokens
+            decode = self._decoder.keeping(kept) if kept else self._decoder.plain
         tells_prompt = submitted.presentation.tells_prompt or sampling.prompt_logprobs is not None
         return _Request(
             submitted=submitted if tells_prompt else submitted.model_copy(update={"prompt": "", "prompt_ids": ()}),
             prompt_tokens=len(tokenized.token_ids),
             prompt_ids=tokenized.token_ids if tells_prompt else (),
+            markup=None if tokenized.markup == Markup() else tokenized.markup,
             text=IncrementalText(decode, tokenized.token_ids),
             stops=StopStrings(sampling.stop, include=sampling.include_stop_str_in_output),
             n=0,
@@ -194,6 +201,8 @@ class DetokenizeFold:
         if request.prompt_ids:
             more["prompt"] = self._told_prompt(request, row.prompt_scores or ())
             request.prompt_ids = ()
+        if row.n == 1 and request.markup is not None:
+            more["markup"] = request.markup
         tokens = TokensProduced(tokens=(row.token,), text=text, step=step_id, **more)
         frontend = request.submitted.frontend
         produced = [Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend)]

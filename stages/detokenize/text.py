@@ -4,7 +4,7 @@ string may still remove. Knows one request at a time, and nothing of the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from stages.detokenize.token_text import TokenText
@@ -23,6 +23,13 @@ class Decoder:
     """With them."""
     piece: TokenText
     """Of a single token."""
+    special_ids: frozenset[int] = frozenset()
+    """The special tokens."""
+
+    def keeping(self, kept: Collection[int]) -> Decode:
+        """Return the function without special tokens, but with those that are *kept*."""
+        dropped = self.special_ids.difference(kept)
+        return lambda token_ids: self.special([token for token in token_ids if token not in dropped])
 
 
 PROMPT_TAIL = 5

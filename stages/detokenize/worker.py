@@ -1,4 +1,4 @@
-"""StepCompleted -> histories and replies. The detokenizer in slot i serves engine i: one step in, one commit out."""
+"""StepCompleted -> histories and replies. The detokenizer in slot i serves engine i: one read in, one commit out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -35,12 +36,23 @@ from stages.detokenize.token_text import token_text_of
 logger = structlog.get_logger()
 
 MOST_READ = 16
+MOST_ROWS_TOGETHER = 256
+"""Steps with so many rows are not committed together with a further one: Redis does nothing else meanwhile."""
 LOOK_EVERY_S = 0.3
 """Pause between two looks at the slots of other detokenizers. A slot that is free at two in a row gets a guest."""
 LOAD_TIMEOUT_S = 600.0
 """Patience of the watchdog while the tokenizer is loaded."""
 NOT_TOLD = NOT_COMPUTED - {"prompt", "prompt_ids"}
 """Fields of Submitted that no answer repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Folded:
+    """A step that was folded."""
+
+    entry: Entry
+    step: StepCompleted
+    produced: Sequence[Produced]
 
 
 class DetokenizeWorker:
@@ -63,16 +75,20 @@ class DetokenizeWorker:
         self._journal = JournalWriter() if log.limits.journal_bytes else None
 
     def handle(self, entries: Sequence[Entry]) -> None:
-        """Fold and commit each step."""
+        """Fold each step, and commit together those that follow each other and need no history."""
         failpoint("detokenize.after_read")
+        folded: list[_Folded] = []
         for entry in entries:
-            last, self._last = self._last, parse_id(entry.id)
-            if self._last[0] > last[0]:
-                self.forget()
-            if not _follows(self._last, last):
-                for earlier in self._stranded(entry):
-                    self._handle(earlier)
-            self._handle(entry)
+            step = self._next_step(entry, folded)
+            if step is None:
+                self._commit(folded)
+                folded = []
+                self._catch_up(entry)
+                step = self._learnt_step(entry)
+            self._last = parse_id(entry.id)
+            if step is not None:
+                folded += self._fold_step(entry, step, folded)
+        self._commit(folded)
 
     def forget(self) -> None:
         """Forget all requests. The next steps are folded on their histories."""
@@ -98,7 +114,28 @@ class DetokenizeWorker:
             if ended:
                 self._meter.failed()
                 self._measures.add(BURIED)
-        self._commit(entry, self._step(entry), [])
+        self._produce([_Folded(entry, self._step(entry), [])])
+
+    def _next_step(self, entry: Entry, folded: Sequence[_Folded]) -> StepCompleted | None:
+        """Return the step of *entry*, if it can be folded on top of those that are not committed; else None."""
+        if not folded or parse_id(entry.id) != (self._last[0], self._last[1] + 1):
+            return None
+        if sum(len(one.step.rows) for one in folded) >= MOST_ROWS_TOGETHER:
+            return None
+        try:
+            step = self._step(entry)
+        except UndecodableEvent:  # whoever reads it next says so
+            return None
+        return None if self._fold.unknown(step) else step
+
+    def _catch_up(self, entry: Entry) -> None:
+        """Forget what was of an earlier epoch, and handle what lies before *entry*."""
+        last, this = self._last, parse_id(entry.id)
+        if this[0] > last[0]:
+            self.forget()
+        if not _follows(this, last):
+            for earlier in self._stranded(entry):
+                self._handle_alone(earlier)
 
     def _stranded(self, entry: Entry) -> list[Entry]:
         """Return the entries before *entry* that this slot has read and not consumed.
@@ -108,35 +145,63 @@ class DetokenizeWorker:
         mine = self._log.pending(Inbox.steps(self._log.names, self._engine), self._slot_lease.owner.slot)
         return [earlier for earlier in mine if parse_id(earlier.id) < parse_id(entry.id)]
 
-    def _handle(self, entry: Entry) -> None:
-        self._slot_lease.came_round()
+    def _handle_alone(self, entry: Entry) -> None:
+        step = self._learnt_step(entry)
+        if step is not None:
+            self._commit(self._fold_step(entry, step, []))
+
+    def _learnt_step(self, entry: Entry) -> StepCompleted | None:
+        """Return the step of *entry* once the histories are known that it goes on with; None if it was refused."""
         try:
             step = self._step(entry)
         except UndecodableEvent as error:
             self._refuse(entry, error)
-            return
+            return None
         self._read_epoch = parse_id(entry.id)[0]
         if unknown := self._fold.unknown(step):
             for uid, history in zip(unknown, self._log.histories(unknown), strict=True):
                 self._learn(uid, history)
+        return step
+
+    def _fold_step(self, entry: Entry, step: StepCompleted, before: list[_Folded]) -> list[_Folded]:
+        """Fold a step; nothing comes of one that is refused. Then those *before* it are committed, and taken out."""
         try:
-            produced = self._fold.apply(step, entry.id)
+            return [_Folded(entry, step, self._fold.apply(step, entry.id))]
         except Exception as error:  # numbers that no engine writes, such as a token below 0
+            self._commit(before)
+            before.clear()
             self._refuse(entry, UndecodableEvent(f"the step cannot be told: {error!r}"))
+            return []
+
+    def _commit(self, folded: Sequence[_Folded]) -> None:
+        """Commit steps together. If one of them was consumed before, each is folded and committed alone."""
+        if not folded:
             return
+        self._slot_lease.came_round()
         try:
             failpoint("detokenize.before_commit")
-            if self._commit(entry, step, produced):
-                self._meter.committed(step, produced)
-            else:
-                self._meter.forget(step)
+            is_done = self._produce(folded)
+            if not is_done and len(folded) > 1:
+                self._forget_steps(folded)
+                for one in folded:
+                    self._handle_alone(one.entry)
+                return
+            for one in folded:
+                if is_done:
+                    self._meter.committed(one.step, one.produced)
+                else:
+                    self._meter.forget(one.step)
             failpoint("detokenize.after_commit")
-            if self._fold.holds_text(step):
+            if self._fold.holds_text(folded[-1].step):
                 failpoint("detokenize.mid_character")
         except LogError:
-            self._fold.forget(step)
-            self._meter.forget(step)
+            self._forget_steps(folded)
             raise
+
+    def _forget_steps(self, folded: Sequence[_Folded]) -> None:
+        for one in folded:
+            self._fold.forget(one.step)
+            self._meter.forget(one.step)
 
     def _refuse(self, entry: Entry, error: UndecodableEvent) -> None:
         """Bury a step, or leave it to a newer worker.
@@ -186,11 +251,14 @@ class DetokenizeWorker:
         prompts = [moment.event for moment in moments if isinstance(moment.event, Tokenized)]
         return mine.why_not_continued(Serving(tokenizer=prompts[0].fingerprint)) if mine and prompts else ""
 
-    def _commit(self, entry: Entry, step: StepCompleted, produced: Sequence[Produced]) -> bool:
-        """Consume a step; False when it was consumed before."""
-        journal = self._journal.fields(entry, step) if self._journal is not None else None
+    def _produce(self, folded: Sequence[_Folded]) -> bool:
+        """Consume steps; False when one of them was consumed before."""
+        journal = [self._journal.fields(one.entry, one.step) for one in folded] if self._journal is not None else []
+        produced = [item for one in folded for item in one.produced]
         began_s = time.perf_counter()
-        done = self._log.produced(self._slot_lease.owner, entry, self._engine, produced, journal)
+        done = self._log.produced(
+            self._slot_lease.owner, [one.entry for one in folded], self._engine, produced, journal
+        )
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "produced")
         return done
 
@@ -223,7 +291,8 @@ def load_decoder(folder: Path) -> Decoder:
         raise ConfigError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error}); copy the model's again") from error
 
     plain, special = (functools.partial(tokenizer.decode, skip_special_tokens=skip) for skip in (True, False))
-    return Decoder(plain, special, token_text_of(tokenizer))
+    ids = frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return Decoder(plain, special, token_text_of(tokenizer), ids)
 
 
 def serve(

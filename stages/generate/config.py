@@ -29,8 +29,8 @@ def own_address(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r}: must be one IP address of this machine, such as 10.0.0.5")
 
 
-def graph_size(text: str) -> int:
-    """Parse a number of requests; `auto` is -1."""
+def whole_or_auto(text: str) -> int:
+    """Parse a number of at least 0; `auto` is -1."""
     return -1 if text == "auto" else at_least(0)(text)
 
 
@@ -139,14 +139,33 @@ class EngineConfig:
             "ranks (--tp), and off for a CPU, where each token would come a step later"
         ),
     )
+    commit_interval_ms: int = flag(
+        "--commit-interval",
+        default=-1,
+        parse=whole_or_auto,
+        help=(
+            "milliseconds, at most 1000, for which the next tokens of streams may wait, so that one commit has those "
+            "of several short steps; first tokens and ends never wait; 0: each step is committed at once [10 on CPU, "
+            "2 on CUDA]"
+        ),
+    )
     graph: int = flag(
         "--graph",
         "--cuda-graph-max-bs",
         default=-1,
-        parse=graph_size,
+        parse=whole_or_auto,
         help=(
             "decode steps of up to so many requests are recorded as CUDA graphs; 0: none [with --attn fi or fa,fi as "
             "many as --max-running-requests, at most 256]"
+        ),
+    )
+    deterministic: bool = flag(
+        "--deterministic",
+        default=False,
+        parse=yes_or_no,
+        help=(
+            "same tokens for a request alone and in any batch; on a GPU slower, with --attn fi or torch, one rank; the "
+            "CPU kernels always compute so"
         ),
     )
     page_size: int = flag(

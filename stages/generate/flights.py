@@ -170,10 +170,12 @@ class Flights:
     def _without_misfits(self) -> tuple[list[StepRow], list[str]]:
         """Fail the requests whose grammars turned out to be too complex; return their rows and uids."""
         misfits = self._schedule.misfits()
-        for uid, _, _ in misfits:
+        for uid, *_ in misfits:
             self._schedule.drop(uid)
-        rows: list[StepRow] = [EventRow(uid=uid, n=n, event=refusal(reason)) for uid, n, reason in misfits]
-        return rows, [uid for uid, _, _ in misfits]
+        rows: list[StepRow] = [
+            EventRow(uid=uid, n=n, event=refusal(reason, param)) for uid, n, reason, param in misfits
+        ]
+        return rows, [uid for uid, *_ in misfits]
 
     def _of_requests_here(self, plan: BatchPlan, computed: Computed) -> Computed:
         """Return the tokens of those requests that did not end while the step ran."""

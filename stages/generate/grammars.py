@@ -35,7 +35,7 @@ MOST_KEPT: Final = 64
 """Compiled grammars that are kept for the next request with the same one."""
 COMPILE_S: Final = 5.0
 """A compilation that takes longer is stuck: the limits end others in a fraction of a second."""
-LIMITS_SAY: Final = ("too many", "too complex", "limit", "max is", "unable to determine")
+LIMITS_SAY: Final = ("too many", "too complex", "limit", "max is", "unable to determine", "fuel exhausted")
 """llguidance has no codes of errors. With one of these words it is a limit that refuses a grammar."""
 
 NewMatcher = Callable[[bool], "LLMatcher"]
@@ -145,6 +145,10 @@ class Grammars:
         """Return how many requests wait for their grammars."""
         return len(self._in_hand)
 
+    def __contains__(self, uid: str) -> bool:
+        """Return whether the request *uid* waits for its grammar."""
+        return uid in self._in_hand
+
     def begin(self, arrived: Arrived) -> None:
         """Compile the grammar of a request, and take in its output."""
         job = _Job(arrived)
@@ -173,7 +177,7 @@ class Grammars:
             self._start_compiler()
             if not stuck.arrived.request.output_ids:
                 reason = f"its compilation takes more than {self._compile_s:g} s"
-                found += self._taken_out(stuck, _too_complex(reason))
+                found += self._taken_out(stuck, _too_complex(reason, stuck.arrived.request.grammar_param))
         return found
 
     def wait(self, timeout_s: float) -> None:
@@ -228,11 +232,11 @@ class Grammars:
             message = (
                 "This model has no end-of-sequence token, so no grammar can end its answer; leave the grammar out."
             )
-            return Failed(status=400, code="unsupported_parameter", message=message)
+            return Failed(status=400, code="unsupported_parameter", message=message, param=request.grammar_param)
         try:
             first = self._new(request.grammar, is_fresh=False)
             if first.is_error():
-                return refusal(_brief(first.get_error()))
+                return refusal(_brief(first.get_error()), request.grammar_param)
 
             def new(is_fresh: bool) -> LLMatcher:
                 return self._new(request.grammar, is_fresh=is_fresh)
@@ -241,7 +245,7 @@ class Grammars:
         except BaseException as error:  # a panic in Rust is no Exception, and this thread must go on
             logger.exception("grammar_not_compiled", uid=request.uid)
             return Failed(status=500, code="engine_error", message=f"The grammar could not be compiled: {error!r}")
-        return refusal(matcher.error) if matcher.error else matcher
+        return refusal(matcher.error, request.grammar_param) if matcher.error else matcher
 
     def _new(self, grammar: str, *, is_fresh: bool) -> LLMatcher:
         with self._lock:
@@ -302,18 +306,18 @@ class _Spelled:
         raise AssertionError("the model chooses all tokens (no_forcing)")
 
 
-def refusal(reason: str) -> Failed:
-    """Return the end of a request whose grammar llguidance does not follow any further."""
+def refusal(reason: str, param: str = "") -> Failed:
+    """Return the end of a request whose grammar llguidance does not follow any further; *param* asked for it."""
     if any(word in reason.lower() for word in LIMITS_SAY):
-        return _too_complex(reason)
+        return _too_complex(reason, param)
     told = "no token can come next" if "NoExtension" in reason else reason
     message = f"The grammar of the answer cannot be followed with this model's tokens: {told}"
-    return Failed(status=400, code="invalid_grammar", message=message)
+    return Failed(status=400, code="invalid_grammar", message=message, param=param)
 
 
-def _too_complex(reason: str) -> Failed:
+def _too_complex(reason: str, param: str) -> Failed:
     message = f"The grammar of the answer is too complex: {reason}; ask for less repetition, depth or choice."
-    return Failed(status=400, code="grammar_too_complex", message=message)
+    return Failed(status=400, code="grammar_too_complex", message=message, param=param)
 
 
 def _brief(reason: str) -> str:

@@ -54,6 +54,8 @@ def load_engine(
         quantization=settings.quantization,
         threads=settings.threads,
         graph=settings.graph,
+        needs_graph=config.engine.graph > 0,
+        deterministic=settings.deterministic,
         measure=measure,
         dummy=config.engine.dummy_weight,
         collectives=collectives,
@@ -76,7 +78,8 @@ def load_engine(
         context=settings.limits.context,
         threads=settings.threads,
         overlap=settings.overlap,
-        graph=settings.graph,
+        graph=engine.graph,
+        batch_invariant=settings.batch_invariant,
         numerics=settings.numerics,
         **_heads_of(spec, settings),
     )

@@ -1,6 +1,6 @@
 """The thread between an engine and the log: it commits steps and brings new requests and news of ended ones.
 
-One step may be on its way while the engine computes the next. The engine waits only to hand over a second one.
+Some steps may be on their way while the engine computes the next. `stages.generate.outbox` says which, and how many.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from stages.generate.news import Ended as Ended
 from stages.generate.news import Flush as Flush
 from stages.generate.news import Lost as Lost
 from stages.generate.news import News as News
+from stages.generate.outbox import Group, Idle, Outbox, Step
 from stages.generate.past import Past, past_of
 
 logger = structlog.get_logger()
@@ -49,25 +50,6 @@ MOST_CLAIMED = 500
 """Requests of a dead engine that are claimed at once."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    number: int
-    event: StepCompleted
-    ended: tuple[str, ...]
-    room: int
-    done: threading.Event
-    """Set once it is committed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    room: int
-    heard: int
-    """How many news the engine has read. When the thread has told more, the engine is no longer idle."""
-    brief: bool
-    """The engine has something else to wait for, so one look is enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +118,12 @@ class LogThread:
         came_round: Callable[[], None],
         measures: Measures | None = None,
         serving: Serving | None = None,
+        commit_interval_s: float = 0.0,
     ) -> None:
-        """Serve *owner*'s engine. A request that others began with something else than *serving* fails."""
+        """Serve *owner*'s engine. A request that others began with something else than *serving* fails.
+
+        *commit_interval_s*: how long a step may wait for the next ones, to be committed together.
+        """
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._num_told = 0
         self._num_heard = 0
@@ -149,8 +135,7 @@ class LogThread:
         self._serving = serving or Serving()
         self._inbox = Inbox.tokenized(log.names)
         self._unreadable = UnreadableEntries(log, self._inbox, self._measures, owner)
-        self._jobs: queue.SimpleQueue[_Step | _Idle] = queue.SimpleQueue()
-        self._place = threading.Lock()  # held while a job waits: queue.Queue, with its size, is slow Python code
+        self._outbox = Outbox(commit_interval_s)
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
         self._prompt_ids: tuple[int, ...] = ()
@@ -176,22 +161,25 @@ class LogThread:
     def commit(
         self, number: int, event: StepCompleted, ended: Sequence[str], room: int, *, settled: bool = False
     ) -> None:
-        """Hand over step *number*, which consumes the entries of the uids in *ended*. Wait while one is on its way.
+        """Hand over step *number*, which consumes the entries of the uids in *ended*.
 
-        With *settled*, also wait until this step is committed.
+        Wait while too many are on their way. With *settled*, also wait until this step is committed.
         """
-        job = _Step(number, event, tuple(ended), room, threading.Event())
-        self._put(job)
-        while settled and self._thread.is_alive() and not job.done.wait(0.5):
+        while not self._outbox.has_place(0.5):
+            if not self._thread.is_alive():
+                return
+            self._came_round()  # Redis is slow or away: no reason for the watchdog to end the process
+        group = self._outbox.put(Step(number, event, tuple(ended), room), at_once=settled)
+        while settled and self._thread.is_alive() and not group.committed.wait(0.5):
             self._came_round()
 
     def idle(self, room: int) -> None:
         """Say that there is nothing to compute, so that the thread waits for news."""
-        self._put(_Idle(room, self._num_heard, brief=False))
+        self._say_idle(Idle(room, self._num_heard, brief=False))
 
     def look(self, room: int) -> None:
         """Say that there is nothing to compute yet, so that the thread looks once for news."""
-        self._put(_Idle(room, self._num_heard, brief=True))
+        self._say_idle(Idle(room, self._num_heard, brief=True))
 
     def hear(self, timeout_s: float = 0.0) -> News | None:
         """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
@@ -204,38 +192,39 @@ class LogThread:
 
     def stop(self) -> None:
         """Commit the steps that were handed over, and end the thread."""
+        self._outbox.close()
         self._stopped.set()
         self._thread.join()
 
-    def _put(self, job: _Step | _Idle) -> None:
-        while self._thread.is_alive():
-            if self._place.acquire(timeout=0.5):
-                self._jobs.put(job)
-                return
-            self._came_round()  # Redis is slow or away: no reason for the watchdog to end the process
+    def _say_idle(self, idle: Idle) -> None:
+        while self._thread.is_alive() and not self._outbox.idle(idle, 0.5):
+            self._came_round()
 
     def _run(self) -> None:
         try:
             self._keep_trying(lambda: self._log.prepare(self._inbox))
             self._keep_trying(self._adopt)
             while True:
-                try:
-                    job = self._jobs.get(timeout=0.1)
-                except queue.Empty:
+                job = self._outbox.take(0.1)
+                if job is None:
                     if self._stopped.is_set():
                         return
                     continue
-                self._place.release()
-                if isinstance(job, _Step):
-                    newest = self._keep_trying(lambda job=job: self._commit(job))  # type: ignore[misc]  # bound at once
-                    job.done.set()
-                    if job.room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
-                        self._keep_trying(lambda job=job: self._take(job.room))  # type: ignore[misc]
-                else:
+                if isinstance(job, Idle):
                     self._wait_for_news(job)
-                self._keep_trying(self._advance_takeover)  # after the step, for which clients wait
+                else:
+                    self._pass(*job)
+                self._keep_trying(self._advance_takeover)  # after the steps, for which clients wait
         except Exception as error:  # the engine must hear of it, whatever it is
             self._tell(Lost(error))
+
+    def _pass(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
+        """Commit steps, and take what came meanwhile."""
+        newest = self._keep_trying(lambda: self._commit(steps))
+        self._outbox.committed(groups)
+        room = steps[-1].room
+        if room > 0 and (self._deliveries == "unseen" or parse_id(newest) > parse_id(self._cursor)):
+            self._keep_trying(lambda: self._take(room))
 
     def _tell(self, news: News) -> None:
         self._num_told += 1
@@ -271,21 +260,20 @@ class LogThread:
             raise Fenced("Redis was started again, or another one took its place")
         self._incarnation, self._redis = incarnation, "same"
 
-    def _commit(self, job: _Step) -> str:
-        """Commit a step; return the id of the newest request that waits for an engine, or was given to one."""
-        entry_ids = [self._entry_ids[uid] for uid in job.ended if uid in self._entry_ids]
+    def _commit(self, steps: Sequence[Step]) -> str:
+        """Commit steps; return the id of the newest request that waits for an engine, or was given to one."""
+        ended = [uid for step in steps for uid in step.ended]
         began_s = time.perf_counter()
         done = self._log.step(
             self._owner,
-            job.number,
-            job.event,
-            ended=entry_ids,
+            {step.number: step.event for step in steps},
+            ended=[self._entry_ids[uid] for uid in ended if uid in self._entry_ids],
             control_cursor=self._control_cursor,
             lease_ms=self._lease_ms,
         )
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "step")
         failpoint("generate.after_commit")
-        for uid in job.ended:
+        for uid in ended:
             self._entry_ids.pop(uid, None)
         self._pass_on(done.ended, done.flush, done.control_cursor)
         if time.monotonic() - self._live_s > LIVE_EVERY_S:
@@ -324,7 +312,7 @@ class LogThread:
                 logger.info("waiting_for", stages=[slot])
             self._detokenizer = "absent"
 
-    def _wait_for_news(self, job: _Idle) -> None:
+    def _wait_for_news(self, job: Idle) -> None:
         while self._num_told == job.heard and not self._stopped.is_set():
             self._came_round()
             self._keep_trying(lambda: self._take(job.room))

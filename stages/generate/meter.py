@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipeline.events import Admitted, EventRow, Preempted, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import (
+    CACHE_CONFIG,
     GENERATION_TOKENS,
     KV_CACHE_USAGE,
     NUM_PREEMPTIONS,
@@ -19,6 +20,7 @@ from pipeline.metrics.families import (
     STEP_TOKENS,
     TAKEOVERS,
 )
+from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan
 from stages.generate.schedule.schedule import Schedule
 
@@ -66,3 +68,9 @@ class EngineMeter:
         self._measures.set(NUM_RUNNING, figures.running)
         self._measures.set(NUM_WAITING, figures.waiting)
         self._measures.set(KV_CACHE_USAGE, 1 - figures.free_pages / self._schedule.num_pages)
+
+
+def measure_cache(measures: Measures, settings: Settings) -> None:
+    """Tell what the cache is like, with vLLM's labels and words."""
+    dtype, shares = str(settings.dtype).removeprefix("torch."), settings.cache != "naive"
+    measures.set(CACHE_CONFIG, 1, str(settings.page_size), dtype, str(shares), str(settings.num_pages))

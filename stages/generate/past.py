@@ -10,12 +10,13 @@ from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
 from pipeline.serving import Serving
 from pipeline.walk import NOT_COMPUTED, walk
+from stages.generate.outbox import MOST_HANDED_OVER
 from stages.generate.schedule.request import NewRequest
 
-TOKENS_IN_DOUBT = 4
-"""An engine that dies may have computed three steps that are not in the log: one was on its way, one waited behind it,
-and with overlap one had not landed. It dies in the fourth. A successor has come further than that only when it has made
-this many tokens.
+TOKENS_IN_DOUBT = MOST_HANDED_OVER + 2
+"""An engine that dies may have computed steps that are not in the log: those that it had handed over, and with overlap
+one that had not landed. It dies in the next. A successor has come further than that only when it has made this many
+tokens.
 """
 MOST_DEATHS_ALONE = 3
 """A request fails for good when so many engines died while they computed nothing else."""
@@ -112,5 +113,6 @@ def _request(uid: str, submitted: Submitted, tokenized: Tokenized, output: Seque
         priority=submitted.priority,
         bad_words=tokenized.bad_words,
         grammar=tokenized.grammar,
+        grammar_param=tokenized.grammar_param,
         reads_cache=submitted.replay is None or submitted.replay.cached,
     )

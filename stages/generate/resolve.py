@@ -5,26 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Final
 
 import structlog
 import torch
 
 from pipeline.errors import ConfigError
-from stages.generate.attention import AttentionShape
-from stages.generate.attention.flashinfer import why_not
+from stages.generate.attention import DETERMINISTIC, AttentionShape
+from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.config import EngineConfig, ShareConfig
 from stages.generate.forward import sampler
 from stages.generate.kernels import MOST_THREADS, VERSION, library
 from stages.generate.kernels.memory import step_bytes
 from stages.generate.kvcache.pool import CPU_LIMIT_BYTES, available_memory_bytes, num_pages_for
 from stages.generate.machine import bfloat16_is_slow, cpus_of, quota_cores, usable_cores, usable_cpus
+from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.layers.experts import can_group
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.schedule import ScheduleLimits
 
 MOST_GRAPH_ROWS: Final = 256
 """Where no flag says it. A larger step keeps the device busy without a graph."""
+MOST_COMMIT_INTERVAL_MS: Final = 1000
+"""While steps wait, the log thread hears of no new request."""
 
 logger = structlog.get_logger()
 
@@ -62,35 +66,47 @@ class Settings:
     """The CPUs that the engine keeps to; empty: any."""
     graph: int = 0
     """Decode steps of up to so many rows are recorded as CUDA graphs."""
+    commit_interval_s: float = 0.0
+    """How long a step may wait for the next ones, to be committed with them."""
+    deterministic: bool = False
+    """Whether torch, too, computes a row with the same bits whatever is computed beside it."""
+    gpu: str = ""
+    """Where torch is deterministic: the name of the GPU, which chooses the kernels, and the version of FlashInfer."""
 
     @property
     def paced(self) -> bool:
         """Whether measured times decide how many prompt tokens come beside streams. Chunks differ from run to run then,
         and must not change tokens.
         """
-        return self.batch_invariant and self.mixed_prefill_is_auto
+        return self.batch_invariant and self.mixed_prefill_is_auto and self.device.type == "cpu"
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a request gets the same tokens, bit for bit, whatever is computed beside it."""
-        return self.kernels != "torch"
+        return self.kernels != "torch" or self.deterministic
 
     @property
     def numerics(self) -> str:
         """Name everything that may change a token although the weights are the same.
 
-        With kernels: dtype/quantization/variant/version/page size/torch/sampler. Engines with equal ones compute equal
-        bits. With torch alone: dtype/quantization/torch/attention/sampler, which is no promise. Several ranks add their
-        number at the end.
+        With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal ones
+        compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance, which is no
+        promise unless it is deterministic: that adds the page size and the GPU. Several ranks add their number at the
+        end.
         """
         cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
         by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
-        if self.batch_invariant:
+        if self.kernels != "torch":
             by = f"{self.kernels}/{VERSION}/{self.page_size}/{by_torch}"
         else:
             by = f"{by_torch}/{self.attention}"
-        ranks = f"/ranks-{self.num_ranks}" if self.num_ranks > 1 else ""
-        return f"{str(self.dtype).removeprefix('torch.')}/{self.quantization}/{by}/sampler-{sampler.VERSION}{ranks}"
+        parts = [str(self.dtype).removeprefix("torch."), self.quantization, by, f"sampler-{sampler.VERSION}"]
+        parts.append(f"llguidance-{metadata.version('llguidance')}")  # its masks decide tokens
+        if self.deterministic and self.kernels == "torch":
+            parts.append(f"deterministic-{BLOCK_ROWS}-pages-{self.page_size}-{self.gpu}")
+        if self.num_ranks > 1:
+            parts.append(f"ranks-{self.num_ranks}")
+        return "/".join(parts)
 
     @property
     def of_all_ranks(self) -> str:
@@ -184,7 +200,15 @@ def resolve(
         num_ranks=config.tp,
         cpus=frozenset() if cuda else _cpus(share),
         graph=resolve_graph(config, spec, attention, dtype, device),
+        commit_interval_s=_commit_interval_ms(config, cuda=cuda) / 1000,
+        deterministic=config.deterministic,
+        gpu=_gpu(config, attention, device),
     )
+
+
+def _commit_interval_ms(config: EngineConfig, *, cuda: bool) -> int:
+    """On a CPU the engine shares its cores with all that a commit wakes."""
+    return config.commit_interval_ms if config.commit_interval_ms >= 0 else 2 if cuda else 10
 
 
 def _device_of(local_rank: int, ranks_here: int) -> torch.device:
@@ -208,6 +232,32 @@ def _check_flags(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> None:
             f"--num-pages {config.num_pages} and --memory-ratio {config.memory_ratio} both say how large the cache is; "
             "pass one of them"
         )
+    if config.commit_interval_ms > MOST_COMMIT_INTERVAL_MS:
+        raise ConfigError(
+            f"--commit-interval {config.commit_interval_ms}: tokens of streams may wait for at most "
+            f"{MOST_COMMIT_INTERVAL_MS} ms; pass at most that"
+        )
+
+
+def _gpu(config: EngineConfig, attention: str, device: torch.device) -> str:
+    """Return on which GPU an engine is deterministic, and with which FlashInfer; empty where that decides nothing.
+
+    Raises:
+        ConfigError: It cannot be deterministic there.
+    """
+    if not config.deterministic or device.type != "cuda":
+        return ""
+    if attention not in DETERMINISTIC:
+        raise ConfigError(
+            f"--deterministic: attention by {attention} depends on the batch; pass --attn fi, or --attn torch"
+        )
+    if config.tp > 1:
+        raise ConfigError(
+            f"--deterministic with --tp {config.tp}: the ranks on GPUs add in an order that depends on the batch; "
+            "leave one of them out"
+        )
+    name = "-".join(torch.cuda.get_device_name(device).lower().replace("/", "-").split())
+    return f"{name}-flashinfer-{load_library().__version__}" if attention == "fi" else name
 
 
 def _available_bytes(device: torch.device, share: ShareConfig) -> int:
@@ -282,6 +332,8 @@ def resolve_kernels(config: EngineConfig, device: torch.device) -> tuple[str, st
         if needing:
             raise ConfigError(f"{needing} is for CPUs, and this engine computes on a GPU; pass --device cpu")
         return "torch", ""
+    if config.deterministic and not needing:
+        needing = "--deterministic"
     if config.kernels == "torch" or config.attention != "auto":
         if needing:
             given = "--kernels torch" if config.kernels == "torch" else f"--attn {config.attention}"
@@ -333,6 +385,8 @@ def resolve_graph(
     reason = ""
     if attention not in ("fi", "fa,fi"):
         reason = "only --attn fi and fa,fi on CUDA can be recorded"
+    elif config.deterministic:
+        reason = "--deterministic computes without graphs"
     elif config.tp > 1:
         reason = "several ranks (--tp) compute without graphs"
     elif spec.experts.layers and not can_group(dtype, device, spec.hidden_size, spec.experts.intermediate_size):

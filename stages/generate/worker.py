@@ -21,20 +21,20 @@ from pipeline.errors import Fenced
 from pipeline.events import EventRow, Failed, Figures, StepCompleted, StepRow, TakenOver, TokenRow
 from pipeline.log.protocol import Owner, StreamLog
 from pipeline.metrics.counters import Measures
-from pipeline.metrics.families import CACHE_CONFIG
 from pipeline.names import GENERATE
 from pipeline.process.failpoints import failpoint
 from pipeline.process.priority import give_way
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, progress_reporter, wait_until_it_fits
 from pipeline.worker import Stop, WorkerProcess
+from stages.generate.books import Books
 from stages.generate.config import DefaultsConfig, GenerateConfig
 from stages.generate.flights import Flight, Flights, Forward
 from stages.generate.grammars import Grammars
 from stages.generate.kvcache import make_cache
 from stages.generate.loading import load_engine
 from stages.generate.log_thread import Arrived, Ended, Flush, LogThread, Lost, News
-from stages.generate.meter import EngineMeter
+from stages.generate.meter import EngineMeter, measure_cache
 from stages.generate.model.checkpoint import check_folder, fingerprint, model_id
 from stages.generate.model.recommended import FILE as RECOMMENDATIONS
 from stages.generate.model.recommended import read_recommended
@@ -57,10 +57,6 @@ SWITCH_INTERVAL_S = 0.0005
 """How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
 GRAMMAR_POLL_S = 0.005
 """An idle engine looks so often for news while it waits for a grammar."""
-FEWEST_STEPS_BETWEEN_CHECKS = 100
-"""An idle engine checks its books of pages after so many steps, or after as many as it has pages if those are more: the
-cost of a check grows with them.
-"""
 
 
 class GenerateWorker:
@@ -98,8 +94,9 @@ class GenerateWorker:
         self._resumed: dict[str, int] = {}
         """uid -> n of requests that another owner of a slot had begun, until they are planned here."""
         self._suspects = Suspects()
-        self._next_check = 0
-        """Number of the step from which on the books are checked again."""
+        self._uncompiled: list[Arrived] = []
+        """Those that came with a grammar that nobody has begun to compile."""
+        self._books = Books(schedule, slot_lease)
         self._meter = EngineMeter(measures or Measures(), schedule)
         self._flights = Flights(engine, schedule, self._meter, pace)
         self._snapshot = schedule.snapshot() if isinstance(schedule, NotedSchedule) else ""
@@ -121,6 +118,9 @@ class GenerateWorker:
             if not ahead or self._snapshot_is_due or self._flights.have_failed:
                 self._land_until(0)
             self._try_suspects()
+            if self._uncompiled and not self._suspects:  # else new grammars would hold up the trials for ever
+                self._begin_grammars()
+                self._try_suspects()
             if self._launch():
                 self._land_until(1 if ahead else 0)
             elif self._flights:
@@ -129,7 +129,7 @@ class GenerateWorker:
                 self._commit(self._schedule.skip_step(), [], [], Figures())
             else:
                 (self._log_thread.look if self._grammars else self._log_thread.idle)(self._room)
-                self._check_books()
+                self._books.check()
                 self._wait_for_news(stop)
         self._land_until(0)
         if self._schedule.num_running:
@@ -174,7 +174,8 @@ class GenerateWorker:
     @property
     def _room(self) -> int:
         """How many new requests may be taken from the log now."""
-        return max(self._schedule.room - (len(self._grammars) if self._grammars else 0), 0)
+        uncompiled = len(self._uncompiled) + (len(self._grammars) if self._grammars else 0)
+        return max(self._schedule.room - uncompiled, 0)
 
     def _wait_for_news(self, stop: Stop) -> None:
         if self._grammars:
@@ -187,35 +188,19 @@ class GenerateWorker:
                 self._fold(news)
                 return
 
-    def _check_books(self) -> None:
-        """Check the books of pages while the engine is idle. Report what is wrong and go on.
-
-        A lost page costs memory. An engine that ended because of it would cost every request.
-        """
-        if self._schedule.next_step < self._next_check:
-            return
-        self._next_check = self._schedule.next_step + max(FEWEST_STEPS_BETWEEN_CHECKS, self._schedule.num_pages)
-        try:
-            problems = self._schedule.problems()
-        except Exception as error:  # books so wrong that they cannot be read
-            problems = [f"the check failed: {error!r}"]
-        if problems:
-            times = self._slot_lease.status.books_wrong + 1
-            logger.error("books_wrong", problems=problems, times=times)
-            self._slot_lease.say(books_wrong=times)
-
     def _fold(self, news: News) -> None:
         match news:
             case Arrived(request) as arrived:
                 if request.grammar:
                     assert self._grammars is not None, "an engine without grammars got a request with one"
-                    self._grammars.begin(arrived)
+                    self._uncompiled.append(arrived)
                 else:
                     self._enter(arrived)
             case Ended(uid):
                 self._schedule.drop(uid)
                 if self._grammars is not None:
                     self._grammars.drop(uid)
+                self._uncompiled = [other for other in self._uncompiled if other.request.uid != uid]
                 self._resumed.pop(uid, None)
                 self._suspects.drop(uid)
                 self._let_go.append(uid)
@@ -229,26 +214,59 @@ class GenerateWorker:
     def _enter(self, arrived: Arrived) -> None:
         """Let a request run, or wait for its trial. Its grammar is compiled."""
         request = arrived.request
-        if arrived.resumed:
+        if arrived.resumed and not request.grammar:
             self._resumed[request.uid] = len(request.output_ids)
-        if arrived.suspect:
+        if arrived.suspect and not request.grammar:
             self._suspects.add(request)
         else:
             self._add(request)
 
+    def _begin_grammars(self) -> None:
+        """Have the grammars compiled of those that came. A suspect waits for its trial."""
+        came = {arrived.request.uid for arrived in self._uncompiled}
+        self._say_taken_over([one.request for one in self._uncompiled if one.resumed and not one.suspect], alone=False)
+        uncompiled, self._uncompiled = self._uncompiled, []  # without those that ended meanwhile
+        for arrived in uncompiled:
+            if arrived.request.uid not in came:
+                self._uncompiled.append(arrived)
+            elif arrived.suspect:
+                self._suspects.add(arrived.request)
+            else:
+                self._compile(arrived)
+
+    def _compile(self, arrived: Arrived) -> None:
+        assert self._grammars is not None, "an engine without grammars got a request with one"
+        self._grammars.begin(arrived)
+
+    def _say_taken_over(self, requests: Sequence[NewRequest], *, alone: bool) -> None:
+        """Commit that this engine took over *requests*, before it compiles their grammars: it may die of that."""
+        if not requests:
+            return
+        self._land_until(0)
+        rows = [self._taken_over(request.uid, len(request.output_ids), alone=alone) for request in requests]
+        self._commit(self._schedule.skip_step(), rows, [], Figures(), settled=True)
+        failpoint("generate.after_takeover_committed")
+        self._take_in()  # as in _take_over
+
     def _try_suspects(self) -> None:
-        """Let the next suspect run alone, once the trial of the one before is over."""
+        """Let the next suspect run alone, once the trial before is over. No grammar is compiled beside it."""
         trial = self._suspects.trial
         if trial is not None:
-            if not trial.is_over(self._schedule.num_output(trial.uid)):
+            is_compiled = self._grammars is None or trial.uid not in self._grammars
+            if not is_compiled or not trial.is_over(self._schedule.num_output(trial.uid)):
                 return
             self._end_trial()
-        request = self._suspects.begin()
+        request = None if self._grammars else self._suspects.begin()
         if request is None:
             return
         logger.warning("runs_alone", uid=request.uid, n=len(request.output_ids))
+        self._land_until(0)
         self._rows += self._schedule.isolate(request.uid)
-        if not self._add(request):
+        if request.grammar:
+            self._say_taken_over([request], alone=True)
+            if request.uid not in self._let_go:  # it may have ended meanwhile
+                self._compile(Arrived(request, resumed=True, suspect=True))
+        elif not self._add(request):
             self._end_trial()
 
     def _end_trial(self) -> None:
@@ -260,20 +278,23 @@ class GenerateWorker:
 
         It is in the log before anything is computed for them, so an engine that dies of a request has left its mark.
         """
-        identity, trial = self._schedule.identity, self._suspects.trial
+        trial = self._suspects.trial
         rows: list[StepRow] = []
         for mark in marks:
             n = self._resumed.pop(mark.uid, None) if isinstance(mark, EventRow) else None
             if n is not None:
-                alone = trial is not None and trial.uid == mark.uid
-                event = TakenOver(engine=identity.engine, epoch=identity.epoch, numerics=identity.numerics, alone=alone)
-                rows.append(EventRow(uid=mark.uid, n=n, event=event))
+                rows.append(self._taken_over(mark.uid, n, alone=trial is not None and trial.uid == mark.uid))
         if rows:
             figures = Figures(mixed_prefill_length=budget)
             self._commit(plan.step, [*rows, *marks], [], figures, settled=True)
             failpoint("generate.after_takeover_committed")
             self._take_in()  # raises if it could not be committed because the slot has another owner
         return bool(rows)
+
+    def _taken_over(self, uid: str, n: int, *, alone: bool) -> EventRow:
+        by = self._schedule.identity
+        event = TakenOver(engine=by.engine, epoch=by.epoch, numerics=by.numerics, alone=alone)
+        return EventRow(uid=uid, n=n, event=event)
 
     def _add(self, request: NewRequest) -> bool:
         """Queue a request; False when it can never run here: the next step says so."""
@@ -404,7 +425,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
     with process.loading("torch", LOAD_TIMEOUT_S) as announcement:
         wait_until_it_fits(process.log, serving, process.stop)  # a load takes long, and may need what the others have
         loaded = load(config, folder, progress_reporter(announcement, "weights"))
-    _measure_cache(measures, loaded.settings)
+    measure_cache(measures, loaded.settings)
     defaults = sampling_defaults(config.defaults, folder)
     pace = Pace() if loaded.settings.paced else None
     for slot_lease in process.slot_leases(loaded.can_serve(serving)):
@@ -417,6 +438,7 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
             came_round=functools.partial(slot_lease.came_round, patience_s=STEP_TIMEOUT_S),
             measures=measures,
             serving=serving,
+            commit_interval_s=loaded.settings.commit_interval_s,
         )
         log_thread.start()
         slot_lease.say(
@@ -442,12 +464,6 @@ def run_engine(config: GenerateConfig, open_log: Callable[[], StreamLog], folder
             grammars.close()
             log_thread.stop()
     return 0
-
-
-def _measure_cache(measures: Measures, settings: Settings) -> None:
-    """Tell what the cache is like, with vLLM's labels and words."""
-    dtype, shares = str(settings.dtype).removeprefix("torch."), settings.cache != "naive"
-    measures.set(CACHE_CONFIG, 1, str(settings.page_size), dtype, str(shares), str(settings.num_pages))
 
 
 def sampling_defaults(config: DefaultsConfig, folder: Path) -> Mapping[str, int | float]:

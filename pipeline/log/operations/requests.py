@@ -274,6 +274,15 @@ def entries(log: LogContext, uid: str, ids: Sequence[str], *, whole: bool = True
     return {entry.id: entry for entry in read or ()}
 
 
+def lengths(log: LogContext, uids: Sequence[str]) -> Batch[dict[str, int]]:
+    """Return how many entries each history has; 0 where there is none. One that was erased has its end alone."""
+
+    def parse(replies: list[Any]) -> dict[str, int]:
+        return {uid: length or 0 for uid, length in zip(uids, replies, strict=True)}
+
+    return Batch([["XLEN", log.names.request(uid)] for uid in uids], parse, any_type=True)
+
+
 def read_histories(log: LogContext, cursors: Mapping[str, str], *, block_ms: int) -> Steps[dict[str, list[Entry]]]:
     """Wait up to *block_ms* until one of the histories uid -> id has something after the id; return what they have.
     A history that is gone is waited for like one to come.
@@ -326,6 +335,11 @@ def dead_letters(log: LogContext, max_entries: int, *, before: str = "") -> Comm
     return Command(
         ["XREVRANGE", log.names.dead, f"({before}" if before else "+", "-", "COUNT", max_entries], letters_of
     )
+
+
+def dead_letter(log: LogContext, entry_id: str) -> Command[Entry | None]:
+    """Return the letter with this id; None if there is none."""
+    return Command(["XRANGE", log.names.dead, entry_id, entry_id], lambda reply: next(iter(letters_of(reply)), None))
 
 
 def drop_dead(log: LogContext, entry_id: str) -> Script[bool]:

@@ -74,8 +74,7 @@ def wait(log: LogContext, cursor: str, control_cursor: str, *, block_ms: int) ->
 def step(
     log: LogContext,
     owner: Owner,
-    number: int,
-    event: StepCompleted,
+    steps: Mapping[int, StepCompleted],
     *,
     ended: Sequence[str],
     control_cursor: str,
@@ -83,16 +82,18 @@ def step(
 ) -> Script[StepCommitted]:
     def parse(reply: Any) -> StepCommitted:
         if reply == b"BEHIND":
-            raise LogUnavailable(
-                f"{names.steps(slot)} has an entry after {step_id} that no engine wrote; waiting for it"
-            )
+            first = f"{owner.epoch}-{min(steps)}"
+            raise LogUnavailable(f"{names.steps(slot)} has an entry after {first} that no engine wrote; waiting for it")
         length, newest, uids, cursor, flush = unless_fenced(owner, reply)
         return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush))
 
-    slot, names, step_id = owner.slot, log.names, f"{owner.epoch}-{number}"
+    slot, names = owner.slot, log.names
     keys = [names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control]
-    args: Words = [str(owner), lease_ms, step_id, control_cursor, len(ended), *ended]
-    return Script("step", keys, [*args, *written(event)], parse, once=True)
+    args: list[str | int | bytes] = [str(owner), lease_ms, control_cursor, len(ended), *ended]
+    for number, event in steps.items():
+        fields = written(event)
+        args += [f"{owner.epoch}-{number}", len(fields), *fields]
+    return Script("step", keys, args, parse, once=True)
 
 
 def flush(log: LogContext, by: str) -> Script[str]:
@@ -105,25 +106,27 @@ def flush(log: LogContext, by: str) -> Script[str]:
 def produced(
     log: LogContext,
     owner: Owner,
-    entry: Entry,
+    entries: Sequence[Entry],
     engine: str,
     events: Sequence[Produced],
-    journal: Journalled = None,
+    journal: Journalled = (),
 ) -> Script[bool]:
     names, limits = log.names, log.limits
     keys = [names.owner(owner.slot), names.steps(engine), names.live, names.control]
     keys += [names.ended, names.archive, names.journal(engine)]
     histories, replies = produced_words(events)
-    tokens: list[str | bytes] = []
+    tokens: dict[bytes, list[str | bytes]] = {entry.id.encode(): [] for entry in entries}
+    histories_of: dict[bytes, list[str]] = {step: [] for step in tokens}
     others: list[tuple[Produced, dict[str, bytes]]] = []
-    others_of, step = set[str](), entry.id.encode()
+    others_of = set[str]()
     for item, fields in zip(events, histories, strict=True):
-        if tuple(fields) == TOKENS_ALONE and fields["step"] == step and item.uid not in others_of:
-            keys.append(names.request(item.uid))
-            tokens += (item.entry_id, fields["tokens"], fields["text"])
+        if tuple(fields) == TOKENS_ALONE and (step := fields["step"]) in tokens and item.uid not in others_of:
+            histories_of[step].append(names.request(item.uid))
+            tokens[step] += (item.entry_id, fields["tokens"], fields["text"])
         else:
             others.append((item, fields))
             others_of.add(item.uid)
+    keys += chain.from_iterable(histories_of.values())
     index: dict[str, int] = {}
 
     def key_index(key: str) -> int:
@@ -143,9 +146,12 @@ def produced(
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
         payloads += [key_index(names.replies(frontend)), payload]
-    noted = flat(journal) if journal and limits.journal_bytes else []
-    args: Words = [str(owner), entry.id, REPLY_CAP, limits.retention_ms, limits.journal_bytes, JOURNAL_CAP]
-    args = [*args, len(noted), *noted, len(replies), *payloads, len(tokens) // 3, *tokens, *writes]
+    noted = [flat(fields) for fields in journal] if journal and limits.journal_bytes else [[] for _ in entries]
+    steps: list[str | int | bytes] = []
+    for entry, words, of_step in zip(entries, noted, tokens.values(), strict=True):
+        steps += (entry.id, len(words), *words, len(of_step) // 3, *of_step)
+    args: Words = [str(owner), REPLY_CAP, limits.retention_ms, limits.journal_bytes, JOURNAL_CAP, len(entries), *steps]
+    args = [*args, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(unless_fenced(owner, reply)), once=True)
 
 

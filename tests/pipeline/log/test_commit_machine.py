@@ -171,8 +171,8 @@ class Engine:
     gone: dict[str, Entry] = field(default_factory=dict)
     """What ended elsewhere: the next step lets it go."""
     marks: list[StepRow] = field(default_factory=list)
-    owed: Step | None = None
-    """A step whose answer was lost: it is committed again before anything else."""
+    owed: tuple[Step, ...] = ()
+    """Steps whose answer was lost: they are committed again before anything else."""
     has_adopted: bool = False
     is_sure: bool = True
     """No answer of `take` was lost."""
@@ -310,11 +310,15 @@ class Story(RuleBasedStateMachine):
         again=SELDOM,
         twice=st.booleans(),
         lost=SELDOM,
+        count=st.sampled_from([1, 1, 2, 3]),
     )
-    def engine(self, which: int, action: str, some: int, ends: int, again: bool, twice: bool, lost: bool) -> None:
+    def engine(
+        self, which: int, action: str, some: int, ends: int, again: bool, twice: bool, lost: bool, count: int
+    ) -> None:
+        """It commits *count* steps together."""
         self.twice = twice
         with contextlib.suppress(Fenced):
-            self.engine_acts(pick(self.engines, which), action, some, ends & ends >> 1, again, lost)
+            self.engine_acts(pick(self.engines, which), action, some, ends & ends >> 1, again, lost, count)
 
     @precondition(lambda self: self.detokenizers)
     @rule(
@@ -323,11 +327,13 @@ class Story(RuleBasedStateMachine):
         stops=SOME,
         twice=st.booleans(),
         lost=SELDOM,
+        count=st.sampled_from([1, 1, 2, 3]),
     )
-    def detokenizer(self, which: int, action: str, stops: int, twice: bool, lost: bool) -> None:
+    def detokenizer(self, which: int, action: str, stops: int, twice: bool, lost: bool, count: int) -> None:
+        """It consumes up to *count* steps together."""
         self.twice = twice
         with contextlib.suppress(Fenced):
-            self.detokenizer_acts(pick(self.detokenizers, which), action, stops & stops >> 1 & stops >> 2, lost)
+            self.detokenizer_acts(pick(self.detokenizers, which), action, stops & stops >> 1 & stops >> 2, lost, count)
 
     @rule(losses=st.lists(LOSSES, max_size=3), twice=st.booleans())
     def all_work_for_a_while(self, losses: list[Loss | None], twice: bool) -> None:
@@ -509,16 +515,23 @@ class Story(RuleBasedStateMachine):
     # engines
 
     def engine_acts(
-        self, engine: Engine, action: str, some: int = 255, ends: int = 0, again: bool = False, lost: bool = False
+        self,
+        engine: Engine,
+        action: str,
+        some: int = 255,
+        ends: int = 0,
+        again: bool = False,
+        lost: bool = False,
+        count: int = 1,
     ) -> None:
-        if engine.owed is not None:
-            self.commit_step(engine, engine.owed, lost)
+        if engine.owed:
+            self.commit_steps(engine, engine.owed, lost)
         elif not engine.has_adopted:
             self.adopt(engine)
         elif action == "take":
             self.take(engine, lost)
         elif action == "step":
-            self.commit_step(engine, self.next_step(engine, some, ends, again), lost)
+            self.commit_steps(engine, self.next_steps(engine, some, ends, again, count), lost)
         elif action == "look":
             self.look_who_lives(engine)
         elif action == "guest":
@@ -581,32 +594,45 @@ class Story(RuleBasedStateMachine):
                 mark = TakenOver(engine=engine.owner.slot, epoch=engine.owner.epoch)
                 engine.marks.append(EventRow(uid=uid, n=len(tokens), event=mark))
 
-    def next_step(self, engine: Engine, some: int, ends: int, again: bool) -> Step:
-        """Let *some* of the running requests have a token, and *ends* of them end; *again*: rows are repeated too."""
-        rows: list[StepRow] = list(engine.marks)
-        ended = [entry.id for entry in engine.gone.values()]
-        for place, (uid, request) in enumerate(engine.running.items()):
-            bit = 1 << place % 8
-            n = len(request.tokens)
-            if again and n:
-                rows.append(TokenRow(uid=uid, n=n, token=request.tokens[-1]))
-            if some & bit:
-                token = certified_token(next(self.numbers), request.prompt, request.tokens)
-                row = TokenRow(uid=uid, n=n + 1, token=token, end="length" if ends & bit else None)
-                rows += [row, row] if again and row.end is None else [row]
-                ended += [request.entry.id] if row.end else []
-        return Step(engine.number + 1, StepCompleted(rows=tuple(rows), let_go=tuple(engine.gone)), tuple(ended))
+    def next_steps(self, engine: Engine, some: int, ends: int, again: bool, count: int) -> tuple[Step, ...]:
+        """Let *some* of the running requests have a token in each of *count* steps, and *ends* of them end in the last;
+        *again*: rows are repeated too."""
+        running, steps = dict(engine.running), list[Step]()
+        for number in range(1, count + 1):
+            rows: list[StepRow] = list(engine.marks) if number == 1 else []
+            let_go = dict(engine.gone) if number == 1 else {}
+            ended = [entry.id for entry in let_go.values()]
+            for place, (uid, request) in enumerate(running.items()):
+                bit = 1 << place % 8
+                n = len(request.tokens)
+                if again and n:
+                    rows.append(TokenRow(uid=uid, n=n, token=request.tokens[-1]))
+                if some & bit:
+                    token = certified_token(next(self.numbers), request.prompt, request.tokens)
+                    ends_now = ends & bit and number == count
+                    row = TokenRow(uid=uid, n=n + 1, token=token, end="length" if ends_now else None)
+                    rows += [row, row] if again and row.end is None else [row]
+                    ended += [request.entry.id] if row.end else []
+                    running[uid] = Running(request.entry, request.prompt, (*request.tokens, token))
+            event = StepCompleted(rows=tuple(rows), let_go=tuple(let_go))
+            steps.append(Step(engine.number + number, event, tuple(ended)))
+        return tuple(steps)
 
-    def commit_step(self, engine: Engine, step: Step, lost: bool = False) -> None:
-        engine.owed = None
+    def commit_steps(self, engine: Engine, steps: tuple[Step, ...], lost: bool = False) -> None:
+        engine.owed = ()
+        events = {step.number: step.event for step in steps}
+        ended = [entry_id for step in steps for entry_id in step.ended]
         done: StepCommitted = self.say(
-            lambda log: log.step(
-                engine.owner, step.number, step.event, ended=step.ended, control_cursor=engine.cursor, lease_ms=LONG_MS
-            )
+            lambda log: log.step(engine.owner, events, ended=ended, control_cursor=engine.cursor, lease_ms=LONG_MS)
         )
         if lost:
-            engine.owed = step
+            engine.owed = steps
             return
+        for step in steps:
+            self.go_on(engine, step)
+        self.hear(engine, done)
+
+    def go_on(self, engine: Engine, step: Step) -> None:
         engine.number = step.number
         engine.marks = engine.marks[sum(isinstance(row, EventRow) for row in step.event.rows) :]
         for uid in step.event.let_go:
@@ -617,7 +643,6 @@ class Story(RuleBasedStateMachine):
                 engine.running[row.uid] = Running(request.entry, request.prompt, (*request.tokens, row.token))
                 if row.end is not None:
                     del engine.running[row.uid]
-        self.hear(engine, done)
 
     def hear(self, engine: Engine, said: Taken | StepCommitted) -> None:
         engine.cursor = said.control_cursor
@@ -639,7 +664,9 @@ class Story(RuleBasedStateMachine):
 
     # detokenizers
 
-    def detokenizer_acts(self, worker: Detokenizer, action: str, stops: int = 0, lost: bool = False) -> None:
+    def detokenizer_acts(
+        self, worker: Detokenizer, action: str, stops: int = 0, lost: bool = False, count: int = 1
+    ) -> None:
         if not worker.is_sure or action == "look":
             worker.in_hand = self.ask(lambda log: log.pending(worker.inbox, worker.owner.slot))
             worker.is_sure = True
@@ -648,11 +675,13 @@ class Story(RuleBasedStateMachine):
             self.give(worker, entries, lost)
         else:
             self.take_stranded(worker)
-            entry = worker.in_hand[0]
-            said = self.said_in(entry, stops)
-            self.say(lambda log: log.produced(worker.owner, entry, worker.engine, said))
-            if not lost:
-                worker.in_hand.pop(0)
+            entries = worker.in_hand[:count]
+            said = self.said_in(entries, stops)
+            done = self.say(lambda log: log.produced(worker.owner, entries, worker.engine, said))
+            if not done and len(entries) > 1:  # one of them was consumed before; the others were not
+                worker.is_sure = False
+            elif not lost:
+                del worker.in_hand[: len(entries)]
 
     def take_stranded(self, worker: Detokenizer) -> None:
         """Take what this slot has read before and not consumed: who had the slot before may read once more, late."""
@@ -660,22 +689,26 @@ class Story(RuleBasedStateMachine):
         mine = self.ask(lambda log: log.pending(worker.inbox, worker.owner.slot))
         worker.in_hand = [entry for entry in mine if parse_id(entry.id) < first] + worker.in_hand
 
-    def said_in(self, entry: Entry, stops: int) -> list[Produced]:
-        """Return what follows from a step; where a bit of *stops* is set, the text of a token meets a stop string."""
+    def said_in(self, entries: Sequence[Entry], stops: int) -> list[Produced]:
+        """Return what follows from steps; where a bit of *stops* is set, the text of a token meets a stop string."""
+        marks: dict[tuple[str, int], int] = {}
+        return [item for entry in entries for item in self.said_in_step(entry, stops, marks)]
+
+    def said_in_step(self, entry: Entry, stops: int, marks: dict[tuple[str, int], int]) -> list[Produced]:
         step = decode(entry.fields)
         assert isinstance(step, StepCompleted)
         said: list[Produced] = []
-        marks: dict[str, int] = {}
         for place, row in enumerate(step.rows):
             frontend = self.frontends[row.uid]
             if isinstance(row, EventRow):
-                if row.uid not in marks:
+                mark = (row.uid, row.n)
+                if mark not in marks:
                     (history,) = self.ground.log.histories([row.uid])
                     n, k = parse_id(history[-1].id) if history else (0, 0)
-                    marks[row.uid] = k if n == row.n else 0
-                marks[row.uid] += 1
+                    marks[mark] = k if n == row.n else 0
+                marks[mark] += 1
                 assert isinstance(row.event, TakenOver)
-                said.append(Produced(row.uid, f"{row.n}-{marks[row.uid]}", row.n, row.event, frontend))
+                said.append(Produced(row.uid, f"{row.n}-{marks[mark]}", row.n, row.event, frontend))
                 continue
             tokens = TokensProduced(count=1, tokens=(row.token,), text="x", step=entry.id)
             said.append(Produced(row.uid, tokens_id(row.n), row.n, tokens, frontend))

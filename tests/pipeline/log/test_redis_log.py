@@ -42,7 +42,7 @@ COMMITS = [path.stem for path in Path("pipeline/log/commits").resolve().glob("*.
 
 
 def produced(scene: Scene, owner: Owner, entry: Entry) -> bool:
-    return scene.log.produced(owner, entry, "generate-0", [say_tokens("a", 1)])
+    return scene.log.produced(owner, [entry], "generate-0", [say_tokens("a", 1)])
 
 
 # full memory
@@ -430,7 +430,7 @@ def test_a_whole_request_leaves_the_work_streams_empty(log: RedisLog, scene: Sce
     scene.step(engine, 1, *(entry.id for entry in taken.entries))
     entry = scene.read_one(STEPS, "detokenize-0")
     said = [Produced("a", SEAL, 0, CANCELLED, "web-0")]
-    assert log.produced(detokenizer, entry, "generate-0", said)
+    assert log.produced(detokenizer, [entry], "generate-0", said)
     for inbox in (SUBMITTED, TOKENIZED, STEPS):
         assert log.backlog(inbox) == 0
         assert command(log.url, "XPENDING", inbox.stream, inbox.group)[0] == 0

@@ -18,6 +18,7 @@ from pipeline.events import (
     Figures,
     Finished,
     FinishReason,
+    Markup,
     Preempted,
     Presentation,
     SamplingParams,
@@ -34,16 +35,22 @@ from pipeline.log.protocol import Produced
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
 from stages.detokenize.fold import DetokenizeFold
 
+NO_MARKUP = Markup()
+
 
 def history(
-    tokens: str = "", prompt_ids: tuple[int, ...] = (1, 2, 3), submitted: dict[str, Any] | None = None, **sampling: Any
+    tokens: str = "",
+    prompt_ids: tuple[int, ...] = (1, 2, 3),
+    submitted: dict[str, Any] | None = None,
+    markup: Markup = NO_MARKUP,
+    **sampling: Any,
 ) -> list[tuple[str, AnyEvent]]:
     """Return the history of a request that has these *tokens*; *submitted* are more fields of its first event."""
     params = SamplingParams.model_validate(sampling)
     first = Submitted(ms=1000, endpoint="chat", frontend="web-0", sampling=params, **(submitted or {}))
     return [
         (SUBMITTED_ID, first),
-        (TOKENIZED_ID, Tokenized(ms=1001, token_ids=prompt_ids, fingerprint="f", by="tokenize-0")),
+        (TOKENIZED_ID, Tokenized(ms=1001, token_ids=prompt_ids, fingerprint="f", by="tokenize-0", markup=markup)),
         *(
             (tokens_id(n), TokensProduced(ms=1002, count=1, tokens=(ord(letter),), text=letter, step="1-1"))
             for n, letter in enumerate(tokens, start=1)
@@ -337,3 +344,26 @@ def test_a_prompt_is_remembered_only_where_it_is_told(echo: bool) -> None:
 def test_who_asked_for_nothing_is_told_nothing_of_the_prompt() -> None:
     event = tokens(Fold().says("x"))
     assert event.prompt is None and event.scores == ()
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 4])
+def test_special_tokens_of_the_markup_are_text_and_others_are_not_also_in_a_history_that_is_learnt(
+    num_before: int,
+) -> None:
+    letters = "aÐbÑcÐ"
+    fold = Fold(letters[:num_before], markup=Markup(tools="mistral", tokens=(ord("Ð"),)))
+    expected = "".join(letter for letter in letters[num_before:] if letter != "Ñ")
+    assert text(fold.says(letters[num_before:])) == expected
+    shown = Fold(markup=Markup(tools="mistral", tokens=(ord("Ð"),)), skip_special_tokens=False)
+    assert text(shown.says(letters)) == letters
+    assert text(Fold().says(letters)) == "abc"
+
+
+def test_the_markup_is_told_with_the_first_token_alone() -> None:
+    markup = Markup(tools="hermes", think=("<think>", "</think>"), opens_thinking=True)
+    told = [item.event for item in Fold(markup=markup).says("abc")]
+    assert [event.markup for event in told if isinstance(event, TokensProduced)] == [markup, None, None]
+    assert [event.markup for event in (tokens(Fold("a", markup=markup).says("b")), tokens(Fold().says("a")))] == [
+        None,
+        None,
+    ]

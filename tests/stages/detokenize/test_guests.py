@@ -90,7 +90,7 @@ class Engine:
 
     def step(self, *rows: StepRow) -> None:
         event, number = StepCompleted(rows=rows), next(self._numbers)
-        self.log.step(self.owner, number, event, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)
+        self.log.step(self.owner, {number: event}, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)
 
     def says(self, uid: str, text: str | bytes, *, first: int = 1, last: bool = False) -> None:
         """Say the tokens of *text* of a request, of which the first has the number *first*: a step for each."""

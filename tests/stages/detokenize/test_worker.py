@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
+from dialects import make_tokenizer
 from folds import DECODER, token_row
 from log_contract import put
 from measured import count_of
 from structlog.testing import capture_logs
+from tokenizers import Tokenizer
 
 from pipeline.errors import LogUnavailable
 from pipeline.events import (
@@ -39,7 +42,7 @@ from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, Names
 from pipeline.serving import Serving
 from pipeline.slots import SlotLease
 from stages.detokenize.fold import DetokenizeFold
-from stages.detokenize.worker import DetokenizeWorker
+from stages.detokenize.worker import DetokenizeWorker, load_decoder
 
 LEASE_MS = 60_000
 UID = "0" * 32
@@ -83,7 +86,7 @@ class Rig:
 
     def step(self, number: int, *rows: TokenRow) -> Entry:
         event = StepCompleted(rows=rows)
-        self.log.step(self.engine, number, event, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)
+        self.log.step(self.engine, {number: event}, ended=[], control_cursor="0-0", lease_ms=LEASE_MS)
         (entry,) = self.log.read(self.inbox, "detokenize-0", max_entries=1, block_ms=10)
         return entry
 
@@ -108,12 +111,12 @@ def row(n: int, letter: str, *, last: bool = False, uid: str = UID) -> TokenRow:
     return token_row(uid, n, letter, "length" if last else None)
 
 
-def test_a_step_reaches_the_history_and_the_frontend_in_one_commit(rig: Rig) -> None:
+def test_steps_of_one_read_reach_the_history_and_the_frontend_in_one_commit(rig: Rig) -> None:
     rig.worker.handle([rig.step(1, row(1, "a")), rig.step(2, row(2, "b", last=True))])
     assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
     _, replies = rig.log.read_replies("web-0", "0-0", block_ms=10)
     assert [reply.n for reply in replies] == [1, 2, 2] and isinstance(replies[-1].event, Finished)
-    assert rig.counted() == (1, 1, 2, 1, 0)
+    assert rig.counted() == (1, 1, 1, 1, 0)
     assert rig.log.alive([UID]) == set()
 
 
@@ -133,6 +136,41 @@ def test_a_successor_continues_from_the_histories(rig: Rig) -> None:
     rig.worker.handle([rig.step(1, row(1, "a"))])
     rig.another_worker().handle([rig.step(2, row(2, "b"))])
     assert rig.text() == "ab" and rig.counted() == (1, 1, 2, 0, 0)
+
+
+def test_of_steps_of_which_one_was_consumed_before_the_others_are_said(rig: Rig) -> None:
+    """As when Redis stood still, and the commit of one of them took place after its caller had given up."""
+    entries = [rig.step(number, row(number, letter)) for number, letter in enumerate("abc", 1)]
+    rig.another_worker().handle(entries[:1])
+    rig.worker.handle(entries)
+    assert rig.text() == "abc" and rig.log.backlog(rig.inbox) == 0
+    _, replies = rig.log.read_replies("web-0", "0-0", block_ms=10)
+    assert [reply.n for reply in replies] == [1, 2, 3]
+    assert rig.counted()[2] == 1 + 1 + 3, "the first alone, all in vain, each alone"
+
+
+def test_a_step_that_needs_a_history_is_not_committed_with_those_before(rig: Rig) -> None:
+    """The history of a request that comes in the second step may be written by the first."""
+    other = "1" * 32
+    rig.submit(other)
+    entries = [rig.step(1, row(1, "a")), rig.step(2, row(2, "b"), row(1, "x", uid=other)), rig.step(3, row(3, "c"))]
+    rig.worker.handle(entries)
+    assert (rig.text(), rig.text(other)) == ("abc", "x") and rig.counted()[2] == 2
+
+
+def test_steps_with_many_rows_are_not_committed_together(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.detokenize.worker.MOST_ROWS_TOGETHER", 2)
+    rig.worker.handle([rig.step(number, row(number, letter)) for number, letter in enumerate("abcde", 1)])
+    assert rig.text() == "abcde" and rig.counted()[2] == 3
+
+
+def test_steps_before_one_that_cannot_be_told_are_said(rig: Rig) -> None:
+    rig.worker.handle([rig.step(1, row(1, "a"))])
+    entries = [rig.step(2, row(2, "b")), rig.step(3, TokenRow(uid=UID, n=3, token=-1)), rig.step(4, row(4, "d"))]
+    rig.worker.handle(entries)
+    assert rig.text() == "ab" and rig.log.backlog(rig.inbox) == 0
+    (letter,) = rig.log.dead_letters(9)
+    assert "cannot be told" in letter.fields["error"] and "3" in letter.fields["entry"]
 
 
 @pytest.mark.parametrize("is_done", [True, False], ids=["its reply was lost", "it never took place"])
@@ -267,3 +305,14 @@ def test_a_history_with_a_hole_as_large_as_ids_can_be_ends_its_request_alone(rig
     failed = rig.last_reply()
     assert isinstance(failed, Failed) and failed.code == "log_lost" and f"1 to {2**64 - 2}" in failed.message
     assert rig.log.dead_letters(9) == []
+
+
+def test_a_decoder_keeps_the_special_tokens_that_it_is_told_to(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, "mistral_names")
+    tokenizer, decoder = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), load_decoder(tmp_path)
+    ids = tokenizer.encode("so [TOOL_CALLS]look[ARGS]{}<|im_end|> <think>é</think>", add_special_tokens=False).ids
+    assert decoder.plain(ids) == "so look{} <think>é</think>"
+    calls, args = tokenizer.encode("[TOOL_CALLS][ARGS]", add_special_tokens=False).ids
+    assert decoder.keeping({calls, args})(ids) == "so [TOOL_CALLS]look[ARGS]{} <think>é</think>"
+    assert decoder.keeping({calls})(ids) == "so [TOOL_CALLS]look{} <think>é</think>"
+    assert decoder.keeping(())(ids) == decoder.plain(ids)

@@ -112,7 +112,11 @@ class GivesUp:
 
 def test_a_request_whose_matcher_gives_up_fails_alone_and_before_its_token_counts() -> None:
     schedule = make_schedule()
-    for new in (request("a"), replace(request("b", output=(7, 7)), grammar="g", matcher=GivesUp()), request("c")):
+    for new in (
+        request("a"),
+        replace(request("b", output=(7, 7)), grammar="g", grammar_param="ebnf", matcher=GivesUp()),
+        request("c"),
+    ):
         assert schedule.add(new) is None
     flights = Flights(Engine(not_numbers=(1,)), schedule, EngineMeter(Measures(), schedule), None)
     planned = schedule.plan()
@@ -123,12 +127,17 @@ def test_a_request_whose_matcher_gives_up_fails_alone_and_before_its_token_count
     (told,) = (row for row in rows if isinstance(row, EventRow))
     assert (told.uid, told.n, failed) == ("b", 2, ["b"])
     assert isinstance(told.event, Failed) and told.event.code == "grammar_too_complex"
+    assert told.event.param == "ebnf"
     assert schedule.problems() == [] and schedule.num_running == 2
 
 
 def test_a_matcher_that_gives_up_fails_its_request_also_when_the_step_fails_for_another_one() -> None:
     schedule = make_schedule()
-    for new in (request("a"), replace(request("b", output=(7, 7)), grammar="g", matcher=GivesUp()), request("c")):
+    for new in (
+        request("a"),
+        replace(request("b", output=(7, 7)), grammar="g", grammar_param="ebnf", matcher=GivesUp()),
+        request("c"),
+    ):
         assert schedule.add(new) is None
     flights = Flights(Engine(not_numbers=(0, 1)), schedule, EngineMeter(Measures(), schedule), None)
     planned = schedule.plan()

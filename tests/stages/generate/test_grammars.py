@@ -49,7 +49,9 @@ def grammars() -> Iterator[Grammars]:
 
 
 def arrived(uid: str, grammar: str, output: Sequence[int] = ()) -> Arrived:
-    return Arrived(dataclasses.replace(request(uid, output=output), grammar=grammar), resumed=bool(output))
+    return Arrived(
+        dataclasses.replace(request(uid, output=output), grammar=grammar, grammar_param="regex"), resumed=bool(output)
+    )
 
 
 def ready(grammars: Grammars, count: int = 1) -> dict[str, GrammarMatcher | Failed]:
@@ -116,7 +118,7 @@ def test_a_request_fails_before_it_runs_if_its_grammar_cannot_be_followed(
     grammars.begin(arrived("good", LETTERS))
     found = ready(grammars, 2)
     failed = found["bad"]
-    assert isinstance(failed, Failed) and (failed.status, failed.code) == (400, code)
+    assert isinstance(failed, Failed) and (failed.status, failed.code, failed.param) == (400, code, "regex")
     assert isinstance(found["good"], GrammarMatcher) and len(grammars) == 0
 
 
@@ -174,6 +176,7 @@ def test_a_compilation_that_is_stuck_ends_its_request_and_no_other_one(monkeypat
     found = ready(grammars, 2)
     failed = found["stuck"]
     assert isinstance(failed, Failed) and failed.code == "grammar_too_complex" and "0.05 s" in failed.message
+    assert failed.param == "regex"
     assert isinstance(found["good"], GrammarMatcher)
     assert len(grammars) == 1, "a request with tokens waits"
     gate.set()

@@ -40,7 +40,7 @@ def steps_of(scene: Scene) -> list[StepCompleted]:
 
 
 def test_every_token_and_every_step_is_counted(scene: Scene) -> None:
-    with scene.running() as engine:
+    with scene.running(commit_interval_s=0.0) as engine:
         scene.send(10, 11, max_tokens=3)
         scene.send(20, 21, 22, 23, 24, max_tokens=4)
         until(lambda: counted(engine, GENERATION_TOKENS) == [7] and scene.is_consumed)
@@ -80,7 +80,7 @@ def test_what_the_prefix_cache_saves_is_counted_once_for_each_request(scene: Sce
 
 def test_a_preempted_request_counts_as_such_and_its_prompt_not_again(scene: Scene) -> None:
     limits = dataclasses.replace(LIMITS, context=32)
-    with scene.running(limits=limits, cache=RadixCache(8, 4)) as engine:
+    with scene.running(limits=limits, cache=RadixCache(8, 4), commit_interval_s=0.0) as engine:
         engine.engine.gate.clear()  # both come before the first is done
         for start in (10, 60):
             scene.send(start, start + 1, start + 2, start + 3, max_tokens=20)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from stages.generate.schedule.schedule import ScheduleLimits
 CPU = EngineConfig(device="cpu")
 NONE = "this build has no kernels"
 BOTH = ("avx512", "avx2")
+LAST = f"sampler-{SAMPLER}/llguidance-{metadata.version('llguidance')}"
 TORCH = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
@@ -65,6 +68,18 @@ def test_steps_overlap_on_a_gpu_unless_a_flag_says_otherwise(
     monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**30)
     config = replace(CPU, device=device, overlap=overlap, attention="reference")
     assert resolve(config, spec).overlap == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "flag_ms", "expected_s"), [("cpu", -1, 0.010), ("cuda", -1, 0.002), ("cpu", 0, 0.0), ("cuda", 25, 0.025)]
+)
+def test_short_steps_are_committed_together_for_as_long_as_suits_the_device(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, device: str, flag_ms: int, expected_s: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(resolve_module, "available_memory_bytes", lambda device: 2**30)
+    config = replace(CPU, device=device, commit_interval_ms=flag_ms, attention="reference")
+    assert resolve(config, spec).commit_interval_s == expected_s
 
 
 def test_auto_on_a_cpu(spec: ModelSpec) -> None:
@@ -221,15 +236,80 @@ def test_where_torch_is_slow_with_the_dtype_of_the_checkpoint_auto_is_float32(
 def test_the_numerics_of_kernels_are_what_their_bits_depend_on(spec: ModelSpec, kernels: Kernels) -> None:
     kernels(BOTH)
     wide = resolve(CPU, spec)
-    assert wide.numerics == f"float32/none/avx512/{VERSION}/64/{TORCH}/sampler-{SAMPLER}" and wide.batch_invariant
+    assert wide.numerics == f"float32/none/avx512/{VERSION}/64/{TORCH}/{LAST}" and wide.batch_invariant
     other = resolve(replace(CPU, dtype="bfloat16", quantization="int8", kernels="avx2", page_size=16), spec)
-    assert other.numerics == f"bfloat16/int8/avx2/{VERSION}/16/{TORCH}/sampler-{SAMPLER}"
+    assert other.numerics == f"bfloat16/int8/avx2/{VERSION}/16/{TORCH}/{LAST}"
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 with FlashInfer."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    monkeypatch.setattr(resolve_module, "why_not", lambda shape, prefill: "")
+    monkeypatch.setattr(resolve_module, "load_library", lambda: SimpleNamespace(__version__="0.6.13"))
+
+
+DETERMINISTIC = EngineConfig(device="cuda", num_pages=4, deterministic=True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_deterministic_on_a_gpu_is_batch_invariant_and_its_numerics_name_what_its_bits_depend_on(
+    spec: ModelSpec,
+) -> None:
+    by = f"torch-{torch.__version__}-cuda"
+    how, last = "deterministic-128-pages-16-nvidia-h100-80gb-hbm3", LAST
+    settings = resolve(DETERMINISTIC, spec)
+    assert (settings.batch_invariant, settings.deterministic, settings.paced) == (True, True, False)
+    assert settings.numerics == f"float32/none/{by}/fi/{last}/{how}-flashinfer-0.6.13"
+    in_torch = resolve(replace(DETERMINISTIC, attention="torch"), spec)
+    assert in_torch.numerics == f"float32/none/{by}/torch/{last}/{how}"
+    plain = resolve(replace(DETERMINISTIC, deterministic=False), spec)
+    assert (plain.batch_invariant, plain.numerics) == (False, f"float32/none/{by}/fi/{last}")
+
+
+def test_the_kernels_of_a_cpu_are_deterministic_with_the_flag_and_without(spec: ModelSpec, kernels: Kernels) -> None:
+    kernels(BOTH)
+    one, other = (resolve(replace(CPU, deterministic=each), spec) for each in (True, False))
+    assert one.numerics == other.numerics and one.batch_invariant and other.batch_invariant
+
+
+@pytest.mark.parametrize(
+    ("variants", "options", "message"),
+    [
+        (BOTH, {"kernels": "torch"}, "needs the CPU kernels, but with --kernels torch torch computes; leave one of"),
+        (BOTH, {"attention": "reference"}, "needs the CPU kernels, but with --attn reference torch computes"),
+        ((), {}, f"needs the CPU kernels, and none can run here ({NONE}); leave it out"),
+        (
+            (),
+            {"device": "cuda", "attention": "reference"},
+            "attention by reference depends on the batch; pass --attn fi, or --attn torch",
+        ),
+        ((), {"device": "cuda", "attention": "fa,fi"}, "attention by fa,fi depends on the batch; pass --attn fi"),
+        ((), {"device": "cuda", "tp": 2}, "with --tp 2: the ranks on GPUs add in an order that depends on the batch"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_deterministic_is_refused_where_nothing_computes_so(
+    spec: ModelSpec, kernels: Kernels, variants: Sequence[str], options: dict[str, Any], message: str
+) -> None:
+    kernels(variants)
+    with pytest.raises(ConfigError) as refused:
+        resolve(replace(CPU, num_pages=4, deterministic=True, **options), spec)
+    assert str(refused.value).startswith("--deterministic") and message in str(refused.value)
 
 
 def test_the_numerics_of_torch_name_its_version_and_attention(spec: ModelSpec) -> None:
-    assert resolve(CPU, spec).numerics == f"float32/none/{TORCH}/torch/sampler-{SAMPLER}"
+    assert resolve(CPU, spec).numerics == f"float32/none/{TORCH}/torch/{LAST}"
     other = resolve(replace(CPU, dtype="bfloat16", attention="reference"), spec)
-    assert (other.batch_invariant, other.numerics) == (False, f"bfloat16/none/{TORCH}/reference/sampler-{SAMPLER}")
+    assert (other.batch_invariant, other.numerics) == (
+        False,
+        f"bfloat16/none/{TORCH}/reference/{LAST}",
+    )
 
 
 def test_int8_leaves_more_memory_to_the_cache(
@@ -266,6 +346,7 @@ def test_the_memory_of_a_step_is_not_given_to_the_cache(
     [
         (replace(CPU, max_seq_len=513), False, "the model knows 512 positions"),
         (replace(CPU, num_pages=4, memory_ratio=0.5), False, "pass one of them"),
+        (replace(CPU, commit_interval_ms=1001), False, "pass at most that"),
         (EngineConfig(device="cuda"), False, "torch sees no CUDA device"),
     ],
 )
@@ -316,7 +397,7 @@ def test_torch_knows_what_else_the_usual_variable_means(text: str, monkeypatch: 
 def test_an_engine_says_why_torch_computes_and_in_another_dtype(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: None)
+    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: SimpleNamespace(graph=0))
     folder = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
 
     def said(*flags: str) -> list[tuple[str, str]]:
@@ -394,7 +475,7 @@ def test_an_engine_that_starts_again_has_as_many_pages_as_before(
 
 def test_an_engine_keeps_to_its_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: None)
+    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: SimpleNamespace(graph=0))
     monkeypatch.setattr("os.sched_setaffinity", lambda *arguments: kept.append(arguments))
     monkeypatch.setattr(resolve_module, "cpus_of", lambda engine, *_: (frozenset({engine, 99}), 1))
     folder = make_checkpoint(tmp_path, "qwen3")
@@ -457,6 +538,8 @@ LOOP = ExpertsSpec((0,), 4, 2, 40, True)
         (replace(FI, attention="torch", graph=8), None, "only --attn fi and fa,fi on CUDA can be recorded"),
         (replace(FI, tp=2), None, 0),
         (replace(FI, tp=2, graph=8), None, "several ranks (--tp) compute without graphs"),
+        (replace(FI, deterministic=True), None, 0),
+        (replace(FI, deterministic=True, graph=8), None, "--deterministic computes without graphs"),
         (CPU, None, 0),
         (replace(CPU, graph=8), None, "only --attn fi and fa,fi on CUDA can be recorded"),
         (FI, LOOP, 0),
@@ -472,7 +555,9 @@ def test_decode_steps_are_recorded_where_they_can_be(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
     monkeypatch.setattr(resolve_module, "why_not", lambda shape, prefill: "")
+    monkeypatch.setattr(resolve_module, "load_library", lambda: SimpleNamespace(__version__="0.6.13"))
     spec = spec if experts is None else replace(spec, experts=experts)
     if isinstance(expected, int):
         assert resolve(config, spec).graph == expected

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene
+from engine_rig import CONTEXT, LEASE_MS, LIMITS, POISON, CountingEngine, Running, Scene, detokenizing
 from measured import count_of
 from redis_servers import LossyProxy, Servers, command, until
 
@@ -44,13 +44,11 @@ from pipeline.log.redis import RedisLog
 from pipeline.metrics.families import BURIED, GENERATION_TOKENS, PROMPT_TOKENS, REQUEST_SUCCESS, TAKEOVERS
 from pipeline.names import Names, sibling_uids, slot_name
 from pipeline.serving import Serving
-from pipeline.slots import SlotLease, Status, acquire_slot, read_statuses
+from pipeline.slots import SlotLease, Status, read_statuses
 from pipeline.worker import Stop
-from stages.detokenize.text import Decoder
-from stages.detokenize.worker import serve
 from stages.generate.config import GenerateConfig
 from stages.generate.kernels import VERSION
-from stages.generate.past import Past, past_of
+from stages.generate.past import TOKENS_IN_DOUBT, Past, past_of
 from stages.generate.resolve import Settings
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 from stages.generate.worker import Loaded, run_engine
@@ -64,33 +62,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have who waits for something new look round more often."""
     monkeypatch.setattr("stages.generate.log_thread.BLOCK_MS", 20)
     monkeypatch.setattr("pipeline.worker.BLOCK_MS", 20)
-
-
-def letters(token_ids: Sequence[int]) -> str:
-    return "".join(map(chr, token_ids))
-
-
-LETTERS = Decoder(letters, letters, chr)
-
-
-@contextlib.contextmanager
-def detokenizing(scene: Scene, *indices: int) -> Iterator[None]:
-    """Run the detokenizers of these engines, where a token is a character."""
-    if not indices:
-        yield
-        return
-    log, stop = scene.another_log(), Stop()
-    owner = acquire_slot(log, "detokenize", LEASE_MS, preferred=indices[0])
-    slot_lease = SlotLease(scene.another_log(), owner, LEASE_MS)
-    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, stop))
-    thread.start()
-    try:
-        with detokenizing(scene, *indices[1:]):
-            yield
-    finally:
-        stop.set()
-        thread.join(30)
-        slot_lease.leave()
 
 
 @contextlib.contextmanager
@@ -145,7 +116,7 @@ class DeadEngine:
 
     def step(self, *rows: StepRow) -> None:
         number, event = next(self._numbers), StepCompleted(rows=rows)
-        self.log.step(self.owner, number, event, ended=(), control_cursor="0-0", lease_ms=LEASE_MS)
+        self.log.step(self.owner, {number: event}, ended=(), control_cursor="0-0", lease_ms=LEASE_MS)
 
 
 class Witness(CountingEngine):
@@ -607,16 +578,17 @@ def test_who_waits_behind_requests_that_kill_engines_ends_well(scene: Scene) -> 
 
 
 def test_the_count_of_deaths_begins_again_when_a_request_has_come_past_where_it_can_have_been(scene: Scene) -> None:
-    lives = Lives(scene, 10, max_tokens=9)
+    doubt = TOKENS_IN_DOUBT
+    lives = Lives(scene, 10, max_tokens=2 * doubt + 1)
     said = []
-    for deadly in (10, 10, 12, 14, 14, 18):
+    for deadly in (10, 10, 12, 10 + doubt, 10 + doubt, 10 + 2 * doubt):
         lives.until_death(deadly)
         past = lives.past(10)
         assert past is not None
         said.append((len(past.request.output_ids), past.num_taken_over, past.num_alone))
-    assert said == [(0, 0, 0), (0, 1, 0), (2, 2, 1), (4, 1, 1), (4, 2, 2), (8, 0, 0)]
+    assert said == [(0, 0, 0), (0, 1, 0), (2, 2, 1), (doubt, 1, 1), (doubt, 2, 2), (2 * doubt, 0, 0)]
     lives.until_ended(CountingEngine())
-    assert lives.tokens(10) == list(range(11, 20)) and scene.log.dead_letters(9) == []
+    assert lives.tokens(10) == list(range(11, 12 + 2 * doubt)) and scene.log.dead_letters(9) == []
 
 
 def test_a_request_that_kills_engines_whose_last_steps_are_lost_is_found_in_as_many_deaths(scene: Scene) -> None:
@@ -656,7 +628,7 @@ def test_what_comes_while_a_suspect_runs_waits_until_that_has_a_token(scene: Sce
 
     engine = Recorder()
     engine.gate.clear()
-    with lives.one(engine, limits=replace(LIMITS, max_prefill_length=2)) as life:
+    with lives.one(engine, limits=replace(LIMITS, max_prefill_length=2), commit_interval_s=0.0) as life:
         until(lambda: life.schedule.num_running == 1)
         new = scene.send(30, max_tokens=4)
         engine.gate.set()

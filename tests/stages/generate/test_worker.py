@@ -94,7 +94,7 @@ class Steps:
                     event = TokensProduced(count=1, tokens=(row.token,), text="x", step=entry.id)
                     produced.append(Produced(row.uid, tokens_id(row.n), row.n, event, "web-0"))
                     last = row.n
-            assert self.log.produced(owner, entry, "generate-0", produced)
+            assert self.log.produced(owner, [entry], "generate-0", produced)
         return last
 
 

@@ -28,7 +28,7 @@ def note(detokenizer: Detokenizer, text: str = "41") -> str:
     """Commit one more step and its note; return its id."""
     entry = detokenizer.read_step()
     log = detokenizer.scene.log
-    assert log.produced(detokenizer.owner, entry, "generate-0", [say_tokens("a", 1)], NOTE | {"tokens": text})
+    assert log.produced(detokenizer.owner, [entry], "generate-0", [say_tokens("a", 1)], [NOTE | {"tokens": text}])
     return entry.id
 
 
@@ -74,7 +74,7 @@ def test_the_oldest_steps_leave_a_journal_that_is_full(log: StreamLog, detokeniz
 def test_a_step_is_kept_no_longer_than_histories_are(log: StreamLog, detokenizer: Detokenizer) -> None:
     old = str(int(NOTE["ms"]) - int(LIMITS.retention_ms) - 1000)
     entry = detokenizer.read_step()
-    assert log.produced(detokenizer.owner, entry, "generate-0", [], NOTE | {"ms": old})
+    assert log.produced(detokenizer.owner, [entry], "generate-0", [], [NOTE | {"ms": old}])
     assert note(detokenizer) in ids(log) and entry.id not in ids(log)
 
 
@@ -92,10 +92,20 @@ def test_a_journal_is_gone_when_its_last_step_is_as_old_as_histories_get(
     until(lambda: log.journal("generate-0") == [])
 
 
+def test_steps_that_are_consumed_together_are_in_the_journal_in_order(log: StreamLog, detokenizer: Detokenizer) -> None:
+    entries = [detokenizer.read_step() for _ in range(3)]
+    notes = [NOTE | {"tokens": text} for text in ("41", "42", "43")]
+    assert log.produced(detokenizer.owner, entries, "generate-0", [], notes)
+    kept = log.journal("generate-0")
+    assert [(entry.id, entry.fields["tokens"]) for entry in kept] == [
+        (entry.id, text) for entry, text in zip(entries, ("41", "42", "43"), strict=True)
+    ]
+
+
 def test_a_step_that_is_committed_again_is_in_the_journal_once(log: StreamLog, detokenizer: Detokenizer) -> None:
     entry = detokenizer.read_step()
     for done in (True, False):
-        assert log.produced(detokenizer.owner, entry, "generate-0", [], NOTE) is done
+        assert log.produced(detokenizer.owner, [entry], "generate-0", [], [NOTE]) is done
     assert ids(log) == [entry.id]
 
 
@@ -115,7 +125,7 @@ def test_where_memory_is_short_the_journal_goes_and_the_step_is_committed(
     entry = detokenizer.read_step()
     command(log.url, "CONFIG", "SET", "maxmemory", "1")
     try:
-        assert log.produced(detokenizer.owner, entry, "generate-0", [say_tokens("a", 2)], NOTE)
+        assert log.produced(detokenizer.owner, [entry], "generate-0", [say_tokens("a", 2)], [NOTE])
     finally:
         command(log.url, "CONFIG", "SET", "maxmemory", "0")
     assert log.journal("generate-0") == []

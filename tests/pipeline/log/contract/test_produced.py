@@ -9,10 +9,10 @@ from log_contract import FINISHED, SHORT_MS, STEPS, Detokenizer, Scene, limits, 
 from redis_servers import until
 
 from pipeline.errors import Fenced
-from pipeline.events import Admitted, Mark, Preempted, TokensProduced
+from pipeline.events import Admitted, Mark, Markup, Preempted, TokensProduced
 from pipeline.log.entries import REPLY_CAP
 from pipeline.log.protocol import Produced, Reply, StreamLog
-from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, tokens_id
+from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, parse_id, tokens_id
 
 
 def test_produced_writes_histories_and_consumes_the_step(
@@ -41,11 +41,62 @@ def test_tokens_with_more_and_without_are_in_their_histories_in_the_order_of_the
     mark = Produced("b", "1-1", 1, Preempted(engine="generate-0", epoch=1, step=1), "web-0")
     rows = [said("a", 1), said("b", 1), mark, said("b", 2), said("c", 1, chunks=2, text="ü"), said("c", 2, step="7-7")]
     rows += [said("a", 2, tokens=(1, 2), count=2), said("a", 3)]
+    rows += [said("a", 4, markup=Markup(tools="hermes"))]
     assert detokenizer.commit(entry, *rows)
     for uid in ("a", "b", "c"):
         mine = [row for row in rows if row.uid == uid]
         assert scene.ids(uid) == [SUBMITTED_ID, TOKENIZED_ID, *(row.entry_id for row in mine)]
         assert scene.events(uid)[2:] == [row.event for row in mine]
+
+
+def test_several_steps_are_consumed_in_one_commit_and_told_in_one_reply(
+    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+) -> None:
+    cursor = log.open_replies("web-0")
+    scene.accept("a", "b", "c")
+    entries = [detokenizer.read_step() for _ in range(3)]
+
+    def said(uid: str, n: int, at: int, **more: Any) -> Produced:
+        event = TokensProduced(**{"tokens": (40 + n,), "text": "x", "step": entries[at].id} | more)
+        return Produced(uid, tokens_id(n), n, event, "web-0")
+
+    mark = Produced("b", "1-1", 1, Preempted(engine="generate-0", epoch=1, step=1), "web-0")
+    rows = [said("a", 1, 0), said("b", 1, 0), said("a", 2, 1), mark, said("c", 1, 1), said("a", 3, 2), said("b", 2, 2)]
+    rows += [said("c", 2, 2, chunks=2), say_end("c", FINISHED)]
+    assert log.produced(detokenizer.owner, entries, "generate-0", rows)
+    for uid in ("a", "b", "c"):
+        mine = [row for row in rows if row.uid == uid]
+        assert scene.ids(uid) == [SUBMITTED_ID, TOKENIZED_ID, *(row.entry_id for row in mine)]
+        assert scene.events(uid)[2:] == [row.event for row in mine]
+    assert log.pending(STEPS, "detokenize-0") == [] and log.backlog(STEPS) == 0
+    _, replies = log.read_replies("web-0", cursor, block_ms=0)
+    assert [(reply.uid, reply.n) for reply in replies] == [(row.uid, row.n) for row in rows if row is not mark]
+    assert put_in_one_entry(log, cursor)
+
+
+def put_in_one_entry(log: StreamLog, cursor: str) -> bool:
+    """Say whether all that a frontend was told came as one entry, for which it wakes once."""
+    last, replies = log.read_replies("web-0", cursor, block_ms=0)
+    return bool(replies) and log.read_replies("web-0", before(last), block_ms=0)[1] == replies
+
+
+def before(entry_id: str) -> str:
+    ms, number = parse_id(entry_id)
+    return f"{ms}-{number - 1}" if number else f"{ms - 1}-9"
+
+
+def test_several_steps_are_consumed_together_or_not_at_all(
+    log: StreamLog, scene: Scene, detokenizer: Detokenizer
+) -> None:
+    """The second try of a commit whose answer was late may find that one of them was consumed alone meanwhile."""
+    scene.accept("a")
+    first, second = detokenizer.read_step(), detokenizer.read_step()
+    assert detokenizer.commit(first, say_tokens("a", 1))
+    both = [say_tokens("a", 1), say_tokens("a", 2)]
+    assert not log.produced(detokenizer.owner, [first, second], "generate-0", both)
+    assert not log.produced(detokenizer.owner, [second, first], "generate-0", both)
+    assert scene.ids() == [SUBMITTED_ID, TOKENIZED_ID, "1-0"] and log.pending(STEPS, "detokenize-0") == [second]
+    assert detokenizer.commit(second, say_tokens("a", 2))
 
 
 def test_produced_is_fenced(log: StreamLog, scene: Scene, detokenizer: Detokenizer) -> None:

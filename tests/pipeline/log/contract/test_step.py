@@ -7,7 +7,7 @@ from log_contract import LONG_MS, STEPS, TOKENIZED, Detokenizer, Scene, step_of
 
 from pipeline.errors import Fenced, LogUnavailable
 from pipeline.events import decode
-from pipeline.log.protocol import StreamLog
+from pipeline.log.protocol import Entry, StreamLog
 from pipeline.names import parse_id
 
 # step
@@ -41,6 +41,56 @@ def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: StreamLog, sc
     first = scene.step(owner, 1, entry.id)
     assert scene.step(owner, 1, entry.id) == first
     assert len(log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)) == 1
+
+
+def test_several_steps_are_one_commit(log: StreamLog, scene: Scene) -> None:
+    scene.accept("a", "b")
+    owner = scene.own("generate-0")
+    ended = [entry.id for entry in scene.take(owner)]
+    scene.step(owner, 1)
+    steps = {number: step_of(n=number) for number in (2, 3, 5)}
+    for _ in range(2):  # the second time as an engine does it that did not hear the answer
+        done = log.step(owner, steps, ended=ended, control_cursor="0-0", lease_ms=LONG_MS)
+        assert done.steps_length == 4 and log.backlog(TOKENIZED) == 0
+    entries = log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)
+    assert [entry.id for entry in entries] == ["1-1", "1-2", "1-3", "1-5"]
+    assert [decode(entry.fields).model_copy(update={"ms": 0}) for entry in entries[1:]] == list(steps.values())
+
+
+def test_several_steps_that_were_consumed_meanwhile_are_not_appended_again(
+    log: StreamLog, detokenizer: Detokenizer
+) -> None:
+    steps = {number: step_of(n=number) for number in (1, 2, 3)}
+
+    def commit() -> int:
+        return log.step(detokenizer.engine, steps, ended=(), control_cursor="0-0", lease_ms=LONG_MS).steps_length
+
+    assert commit() == 3
+    for left in (2, 1, 0):
+        (entry,) = log.read(STEPS, "detokenize-0", max_entries=1, block_ms=0)
+        assert detokenizer.commit(entry) and commit() == left
+
+
+def test_of_several_steps_none_is_appended_where_one_cannot_be(log: StreamLog, scene: Scene) -> None:
+    owner = scene.own("generate-0")
+    scene.step(owner, 2)
+    steps = {number: step_of(n=number) for number in (1, 2, 3)}
+    with pytest.raises(LogUnavailable, match="after 1-1 that no engine wrote"):
+        log.step(owner, steps, ended=(), control_cursor="0-0", lease_ms=LONG_MS)
+    assert log.backlog(STEPS) == 1
+
+
+def test_who_waits_for_steps_gets_all_that_are_committed_together(log: StreamLog, scene: Scene) -> None:
+    owner = scene.own("generate-0")
+    steps = {number: step_of(n=number) for number in (1, 2, 3)}
+
+    def commit() -> None:
+        log.step(owner, steps, ended=(), control_cursor="0-0", lease_ms=LONG_MS)
+
+    def wait(log: StreamLog) -> list[Entry]:
+        return log.read(STEPS, "detokenize-0", max_entries=16, block_ms=1000)
+
+    assert [entry.id for entry in scene.meanwhile(wait, commit)] == ["1-1", "1-2", "1-3"]
 
 
 def test_a_step_of_an_older_number_is_not_appended(log: StreamLog, scene: Scene) -> None:
@@ -81,7 +131,7 @@ def test_a_step_says_whether_there_may_be_something_to_take(log: StreamLog, scen
 
 def test_a_step_keeps_the_lease(log: StreamLog, scene: Scene) -> None:
     owner = scene.own("generate-0", lease_ms=LONG_MS)
-    log.step(owner, 1, step_of(), ended=(), control_cursor="0-0", lease_ms=10 * LONG_MS)
+    log.step(owner, {1: step_of()}, ended=(), control_cursor="0-0", lease_ms=10 * LONG_MS)
     assert log.lease("generate-0").ttl_ms > LONG_MS
 
 

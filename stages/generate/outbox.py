@@ -1,0 +1,193 @@
+"""What an engine's loop hands to its log thread: steps, in groups that are committed together, and that it is idle.
+
+One commit wakes Redis, the detokenizer and the web process, which share their cores with the forward pass. So where
+steps are short, one commit has those of a short interval. Decides which steps wait, and knows no log.
+
+    a step                                                                  its group
+    has more than the next tokens of streams: a first token, an end, a mark  is closed: it is committed at once
+    would wait until the next one, and that comes after the interval         is closed
+    is the last of MOST_TOGETHER                                             is closed
+    anything else                                                            waits for the next step, or for its time
+
+Groups that have waited for the same commit of Redis are committed together, too. So where Redis is slow, commits become
+fewer. Without an interval each step is a commit of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pipeline.events import EventRow, StepCompleted
+
+MOST_TOGETHER: Final = 4
+"""A group has no more steps."""
+MOST_HANDED_OVER: Final = 8
+"""An engine waits while so many steps are handed over and not committed. `past.TOKENS_IN_DOUBT` counts on it."""
+FEWEST_HANDED_OVER: Final = 2
+"""The same, where each step is committed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that was computed, and what its commit ends."""
+
+    number: int
+    event: StepCompleted
+    ended: tuple[str, ...]
+    """Uids whose entries the commit consumes."""
+    room: int
+    """How many new requests the engine could take after it."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it has nothing but the next tokens of streams."""
+        event = self.event
+        if self.ended or event.let_go or event.schedule or event.figures.prefill_rows:
+            return False
+        return not any(type(row) is EventRow for row in event.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The engine has nothing to compute."""
+
+    room: int
+    heard: int
+    """How many news the engine has read. When the thread has told more, the engine is no longer idle."""
+    brief: bool
+    """The engine has something else to wait for, so one look is enough."""
+
+
+class Group:
+    """Steps that are committed together. The engine adds some, and the log thread takes them all."""
+
+    def __init__(self, step: Step, until_s: float) -> None:
+        """*until_s*: when it is taken at the latest."""
+        self.until_s = until_s
+        self.committed = threading.Event()
+        self.is_open = True
+        """Whether the engine may add to it, unless it was taken."""
+        self._steps = [step]
+        self._is_taken = False
+        self._lock = threading.Lock()
+        self._closed = threading.Lock()  # held until it is closed: an Event is slow Python code
+        self._closed.acquire()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: Step) -> bool:
+        """Add a step; False: the group was taken, because its time was over."""
+        with self._lock:
+            if not self._is_taken:
+                self._steps.append(step)
+            return not self._is_taken
+
+    def close(self) -> None:
+        """Have it taken now. Nothing can be added."""
+        if self.is_open:
+            self.is_open = False
+            self._closed.release()
+
+    def take(self, wait_s: float) -> Sequence[Step]:
+        """Wait until it is closed, for *wait_s* at most, and return its steps."""
+        self._closed.acquire(timeout=max(wait_s, 0.0))
+        with self._lock:
+            self._is_taken = True
+        return self._steps
+
+
+class Outbox:
+    """The queue from an engine's loop to its log thread."""
+
+    def __init__(self, interval_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """*interval_s*: how long a step waits for the next one at most; 0: each step is a commit of its own."""
+        self._interval_s = interval_s
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[Group | Idle] = queue.SimpleQueue()
+        self._next: Group | Idle | None = None
+        """What the log thread has read and not begun."""
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()  # a Semaphore is slow Python code
+        for _ in range(MOST_HANDED_OVER if interval_s else FEWEST_HANDED_OVER):
+            self._places.put(None)
+        self._place_to_idle = threading.Lock()  # held while an Idle waits
+        self._open: Group | None = None
+        """The group to which the next step is added."""
+        self._last_s = -1.0
+        """When the last step was handed over."""
+
+    # for the engine's loop
+
+    def has_place(self, timeout_s: float) -> bool:
+        """Wait until one more step may be handed over, for *timeout_s* at most; True: the caller hands over one."""
+        if self._open is not None and self._places.empty():
+            self.close()  # its steps must not wait for one that waits for them
+        try:
+            self._places.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
+
+    def put(self, step: Step, *, at_once: bool = False) -> Group:
+        """Hand over a step, after `has_place`; return its group. *at_once*: it waits for no other step."""
+        now_s = self._clock()
+        next_s, self._last_s = now_s + (now_s - self._last_s), now_s  # it takes as long as this one
+        group, is_new = self._open, False
+        if group is None or not group.add(step):
+            group, is_new = Group(step, now_s + self._interval_s), True
+        if at_once or len(group) >= MOST_TOGETHER or next_s > group.until_s or not step.may_wait:
+            group.close()
+        self._open = group if group.is_open else None
+        if is_new:
+            self._jobs.put(group)
+        return group
+
+    def close(self) -> None:
+        """Have all steps committed that were handed over."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def idle(self, idle: Idle, timeout_s: float) -> bool:
+        """Say that the engine is idle; False: the last time that it was waits still, after *timeout_s*."""
+        self.close()
+        if not self._place_to_idle.acquire(timeout=timeout_s):
+            return False
+        self._jobs.put(idle)
+        return True
+
+    # for the log thread
+
+    def take(self, timeout_s: float) -> tuple[Sequence[Group], Sequence[Step]] | Idle | None:
+        """Wait for what is to be done; None: there was nothing for *timeout_s*.
+
+        Of several groups all are committed together. Then the caller calls `committed` with them.
+        """
+        job, self._next = self._next, None
+        try:
+            job = self._jobs.get(timeout=timeout_s) if job is None else job
+            if isinstance(job, Idle):
+                self._place_to_idle.release()
+                return job
+            groups, steps = [job], list(job.take(job.until_s - self._clock()))
+            while self._interval_s and self._next is None and not self._jobs.empty():
+                self._next = self._jobs.get_nowait()
+                if isinstance(self._next, Group) and not self._next.is_open:
+                    groups.append(self._next)
+                    steps += self._next.take(0.0)
+                    self._next = None
+        except queue.Empty:
+            return None
+        return groups, steps
+
+    def committed(self, groups: Sequence[Group]) -> None:
+        """Say that these are in the log. So many more steps may be handed over."""
+        for group in groups:
+            for _ in range(len(group)):
+                self._places.put(None)
+            group.committed.set()
