@@ -15,9 +15,11 @@ from typing import Final
 
 from ops.demo_model import wordings
 from ops.demo_model.messages import ADD, GET_WEATHER, SPOKEN, TOOLS, Conversation, Exchange, Message, called, spoken
+from ops.demo_model.phases import BOTH_TOOLS, FOURTH_PHASE, SHARES, STYLES, THIRD_PHASE
+from ops.demo_model.renamed import INVENTED, Namer, Tool, plain
 from ops.demo_model.wordings import POLITE_AFTER, POLITE_BEFORE, is_held_out
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Count this up with every change of the corpus; a checkpoint names its version."""
 
 WORD: Final = re.compile(r"[A-Za-z]+")
@@ -56,7 +58,8 @@ class Maker:
         self._random = random
         self._held_out = held_out
         self._phase = phase
-        self._is_last = phase == NUM_PHASES - 1
+        self._is_late = phase >= THIRD_PHASE
+        self._namer = Namer(random, self.invented, held_out=held_out)
 
     # Wordings
 
@@ -216,7 +219,7 @@ class Maker:
         random = self._random
 
         def draw() -> tuple[int, ...]:
-            weights = (9, 5, 5) if self._is_last else (14, 5, 1)
+            weights = (9, 5, 5) if self._is_late else (14, 5, 1)
             steps = length or random.randint(*random.choices(((1, 12), (12, 40), (40, 110)), weights)[0])
             first = 1 if random.random() < 0.3 else random.randint(0, 100 if random.random() < 0.8 else 900)
             return first, first + steps
@@ -340,9 +343,10 @@ class Maker:
     def conversation(self) -> Conversation:
         """Return a random conversation for the training."""
         chance = self._random.random()
-        if chance < 0.22:
+        memory, tools = SHARES[self._phase]
+        if chance < memory:
             return self.memory()
-        if chance < 0.29:
+        if chance < memory + tools:
             return self.tools()
         return self.plain()
 
@@ -350,7 +354,7 @@ class Maker:
         """Return one to four exchanges, most often without a system prompt."""
         random = self._random
         chance = random.random()
-        plain, capitals = (0.55, 0.8) if self._is_last else (0.8, 0.9)
+        plain, capitals = STYLES[self._phase]
         style = "" if chance < plain else "capitals" if chance < capitals else "word"
         exchanges = [self.exchange(style) for _ in range(random.choice((1, 1, 2, 3, 4)))]
         return Conversation("plain", (*self.system(style), *spoken(exchanges, style)))
@@ -386,29 +390,38 @@ class Maker:
     def tools(self) -> Conversation:
         """Return a conversation with tools; some of its requests need them."""
         random = self._random
-        declared = self.declared(both=random.random() < 0.5)
-        names = [tool["function"]["name"] for tool in declared]
+        renamed = self._phase >= FOURTH_PHASE and random.random() < 0.85
+        declared = self.declared(both=random.random() < BOTH_TOOLS[self._phase], renamed=renamed)
+        kinds = [tool.kind for tool in declared]
         messages: list[Message] = [*self.system("")]
         for _ in range(random.choice((1, 2, 3, 4))):
             if random.random() < 0.25:
-                messages += spoken([self.exchange("", without=[WITHOUT_TOOL[name] for name in names])], "")
+                messages += spoken([self.exchange("", without=[WITHOUT_TOOL[kind] for kind in kinds])], "")
             else:
-                messages += self.call(random.choice(names))
-        return Conversation("tools", tuple(messages), declared)
+                messages += self.call(random.choice(declared))
+        shown = [tool.declared for tool in declared]
+        if renamed and random.random() < 0.25:
+            shown.insert(random.randint(0, len(shown)), self._namer.other())
+        return Conversation("tools", tuple(messages), tuple(shown))
 
-    def declared(self, *, both: bool) -> tuple[Message, ...]:
-        """Return the tools of a conversation, both or one of them."""
-        tools = [self._random.choice(GET_WEATHER), self._random.choice(ADD)]
+    def declared(self, *, both: bool, renamed: bool = False, invented: float = INVENTED) -> tuple[Tool, ...]:
+        """Return the tools of a conversation, both or one of them; *renamed*: not under their own names."""
+        if renamed:
+            weather = self._namer.tool("get_weather", invented=invented)
+            tools = [weather, self._namer.tool("add", but=[weather.name], invented=invented)]
+        else:
+            tools = [plain(self._random.choice(GET_WEATHER)), plain(self._random.choice(ADD))]
         self._random.shuffle(tools)
         return tuple(tools if both else tools[:1])
 
-    def call(self, name: str) -> tuple[Message, ...]:
-        """Return a request that needs the tool *name*, its call, its result and the answer."""
+    def call(self, tool: Tool) -> tuple[Message, ...]:
+        """Return a request that needs *tool*, its call, its result and the answer."""
         random = self._random
-        if name == "add":
+        if tool.kind == "add":
             a, b = self.numbers(lambda: self._terms(difference=False))
             result = random.choice(("{}", '{{"sum": {}}}', '{{"result": {}}}')).format(a + b)
-            return called(self.ask("add", a=a, b=b), name, {"a": a, "b": b}, result, f"{a} + {b} = {a + b}")
+            arguments = dict(zip(tool.keys, (a, b), strict=True))
+            return called(self.ask("add", a=a, b=b), tool.name, arguments, result, f"{a} + {b} = {a + b}")
         city, degrees = self.city(), random.randint(-15, 39)
         sky = random.choice(wordings.values("skies")) if random.random() < 0.8 else self.word()
         results = (
@@ -420,7 +433,8 @@ class Maker:
             json.dumps({"condition": sky, "temperature": degrees}),
         )
         answer = f"It is {sky} and {degrees} degrees in {city}."
-        return called(self.ask("weather", city=city), name, {"city": city}, random.choice(results), answer)
+        request = self.ask("weather", city=city)
+        return called(request, tool.name, {tool.keys[0]: city}, random.choice(results), answer)
 
     def exchange(
         self, style: str, *, without: Sequence[Callable[[Maker], Exchange]] = (), brief: bool = False
@@ -443,27 +457,26 @@ NO_ORDER: Final = frozenset(
 )
 """First words that cannot follow `please`."""
 
-WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], tuple[float, float, float]]] = {
-    Maker.greet: (2, 1, 1),
-    Maker.introduce: (1.5, 1, 1),
-    Maker.small_talk: (1, 0.5, 0.5),
-    Maker.unknown: (3, 1.5, 2),
-    Maker.weather: (0.6, 0.4, 0.4),
-    Maker.echo: (9, 8, 28),
-    Maker.spell: (4, 1.5, 1.5),
-    Maker.reverse: (6, 7, 8),
-    Maker.count: (7, 6, 8),
-    Maker.add: (17, 20, 20),
-    Maker.subtract: (17, 22, 22),
-    Maker.compare: (7, 6, 5),
-    Maker.sort: (10, 30, 16),
-    Maker.days: (4, 2, 2),
-    Maker.person: (6, 2, 14),
-    Maker.not_told: (0.5, 0.5, 0.5),
+WEIGHTS: Final[Mapping[Callable[[Maker], Exchange], tuple[float, ...]]] = {
+    Maker.greet: (2, 1, 1, 1, 1),
+    Maker.introduce: (1.5, 1, 1, 1, 1),
+    Maker.small_talk: (1, 0.5, 0.5, 0.5, 0.5),
+    Maker.unknown: (3, 1.5, 2, 2, 2),
+    Maker.weather: (0.6, 0.4, 0.4, 0.4, 0.4),
+    Maker.echo: (9, 8, 28, 20, 20),
+    Maker.spell: (4, 1.5, 1.5, 1.5, 1.5),
+    Maker.reverse: (6, 7, 8, 8, 8),
+    Maker.count: (7, 6, 8, 8, 8),
+    Maker.add: (17, 20, 20, 20, 20),
+    Maker.subtract: (17, 22, 22, 22, 22),
+    Maker.compare: (7, 6, 5, 5, 5),
+    Maker.sort: (10, 30, 16, 16, 16),
+    Maker.days: (4, 2, 2, 2, 2),
+    Maker.person: (6, 2, 14, 14, 14),
+    Maker.not_told: (0.5, 0.5, 0.5, 0.5, 0.5),
 }
 """The weight of each kind of exchange in each phase of the training: first hard kinds more than easy ones, then mainly
-the kinds that are learnt last, at the end those with errors left."""
-NUM_PHASES: Final = 3
+the kinds that are learnt last, then those with errors left. The phases of tools keep all of that up."""
 WITHOUT_TOOL: Final[Mapping[str, Callable[[Maker], Exchange]]] = {"get_weather": Maker.weather, "add": Maker.add}
 """Tool -> the exchange that it replaces."""
 

@@ -37,11 +37,24 @@ def _alone(make: Callable[[Maker], Exchange], style: str = "") -> Callable[[Make
     return conversation
 
 
-def _call(name: str, num_messages: int) -> Callable[[Maker], Conversation]:
-    """Return the maker of a conversation that calls the tool *name*: four messages, call second, answer last."""
+def _call(kind: str, num_messages: int) -> Callable[[Maker], Conversation]:
+    """Return the maker of a conversation that calls a tool of *kind*: four messages, call second, answer last."""
 
     def conversation(maker: Maker) -> Conversation:
-        return Conversation("", maker.call(name)[:num_messages], maker.declared(both=True))
+        tools = maker.declared(both=True)
+        (tool,) = (tool for tool in tools if tool.kind == kind)
+        return Conversation("", maker.call(tool)[:num_messages], tuple(each.declared for each in tools))
+
+    return conversation
+
+
+def _call_renamed(num_messages: int, *, invented: float) -> Callable[[Maker], Conversation]:
+    """Return the maker of a conversation that calls one of two tools whose names no training has met."""
+
+    def conversation(maker: Maker) -> Conversation:
+        tools = maker.declared(both=True, renamed=True, invented=invented)
+        called = maker.call(tools[maker.chance(0, 1)])
+        return Conversation("", called[:num_messages], tuple(each.declared for each in tools))
 
     return conversation
 
@@ -68,6 +81,9 @@ FAMILIES: Final[Mapping[str, Callable[[Maker], Conversation]]] = {
     "use get_weather": _call("get_weather", 4),
     "call add": _call("add", 2),
     "use add": _call("add", 4),
+    "call a renamed tool": _call_renamed(2, invented=0),
+    "use a renamed tool": _call_renamed(4, invented=0),
+    "call an invented name": _call_renamed(2, invented=1),
     "recall, to 300": lambda maker: maker.memory(num_between=maker.chance(0, 8)),
     "recall, 300 to 1000": lambda maker: maker.memory(num_between=maker.chance(8, 30)),
 }

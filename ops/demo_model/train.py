@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from ops.demo_model.corpus import VERSION, conversations
@@ -40,7 +40,7 @@ class Plan:
     """Everything that determines the result."""
 
     seed: int = 1
-    steps: int = 5750
+    steps: int = 6590
     first_tokens: int = 2048
     """Tokens per step at first: many small steps."""
     tokens: int = 4096
@@ -48,12 +48,24 @@ class Plan:
     small_steps: int = 1000
     second_phase: int = 2100
     third_phase: int = 5000
-    """The steps at which the phases of the corpus begin."""
+    fourth_phase: int = 5750
+    fifth_phase: int = 6450
+    """The steps at which the phases of the corpus begin. The fourth one begins with weights that are rounded as in a
+    checkpoint, and with new optimizers, so that it can also begin with a checkpoint."""
     warmup_steps: int = 50
     decay: float = 0.3
     """The last part of the first two phases, in which the rate falls to 0."""
     third_rate: float = 0.3
     """The share of the full rate at the start of the third phase; it falls to 0 again."""
+    fourth_rate: float = 0.3
+    """The highest share of the full rate in the fourth phase, after `fourth_warmup` steps."""
+    fourth_warmup: int = 15
+    slow_fall: int = 800
+    fast_fall: int = 6360
+    """The rate of the fourth phase falls as if it reached 0 after `slow_fall` steps. From the step `fast_fall` on it
+    falls faster, to 0 after the last step."""
+    fifth_rate: float = 0.12
+    """The share of the full rate at the start of the fifth phase; it falls to 0."""
     matrix_rate: float = 3e-3
     rate: float = 3e-3
     """Learning rates: Muon for matrices, AdamW for the rest."""
@@ -63,12 +75,20 @@ class Plan:
         return self.first_tokens if step < self.small_steps else self.tokens
 
     def phase_at(self, step: int) -> int:
-        return (step >= self.second_phase) + (step >= self.third_phase)
+        begins = (self.second_phase, self.third_phase, self.fourth_phase, self.fifth_phase)
+        return sum(step >= begin for begin in begins)
 
     def rate_at(self, step: int) -> float:
         """Return the share of the full rate in a step."""
+        if step >= self.fifth_phase:
+            return self.fifth_rate * (self.steps - step) / (self.steps - self.fifth_phase)
+        if step >= self.fourth_phase:
+            left = (self.fourth_phase + self.slow_fall - min(step, self.fast_fall)) / self.slow_fall
+            if step > self.fast_fall:
+                left *= (self.fifth_phase - step) / (self.fifth_phase - self.fast_fall)
+            return self.fourth_rate * min((step - self.fourth_phase + 1) / self.fourth_warmup, left)
         if step >= self.third_phase:
-            return self.third_rate * (self.steps - step) / (self.steps - self.third_phase)
+            return self.third_rate * (self.fourth_phase - step) / (self.fourth_phase - self.third_phase)
         left = (self.third_phase - step) / (self.third_phase * self.decay)
         return min(1.0, (step + 1) / self.warmup_steps, left)
 
@@ -86,10 +106,13 @@ class Training:
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         self._fill, self._stop = (id_of(tokenizer, token) for token in (END, STOP))
-        weights = self.model.weights
+        self._optimizers = self._new_optimizers()
+
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+        plan, weights = self.plan, self.model.weights
         matrices = [weight for name, weight in weights.items() if weight.ndim == 2 and "embed" not in name]
         others = [weight for name, weight in weights.items() if weight.ndim == 1 or "embed" in name]
-        self._optimizers: list[torch.optim.Optimizer] = [
+        return [
             torch.optim.Muon(
                 matrices, lr=plan.matrix_rate, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw"
             ),
@@ -98,6 +121,10 @@ class Training:
 
     def advance(self) -> float:
         """Take one step and return its loss per learned token."""
+        if self.step == self.plan.fourth_phase:
+            for weight in self.model.weights.values():
+                weight.data.copy_(weight.data.bfloat16())
+            self._optimizers = self._new_optimizers()
         self.model.dtype = torch.float32 if self.step < NUM_RECORDED else torch.bfloat16
         batch = self._batch()
         num_learned = sum(sum(learned) for _, learned in batch)
@@ -154,6 +181,23 @@ class Training:
             weight.data.copy_(state["weights"][name])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+
+    def begin_with(self, checkpoint: Path) -> None:
+        """Begin with the fourth phase: *checkpoint* was written at its start.
+
+        Raises:
+            ValueError: It is of another shape, plan or step.
+        """
+        record = json.loads((checkpoint / RECORD_FILE).read_text())
+        plan = {name: value for name, value in asdict(self.plan).items() if name in record["plan"]}
+        seen = (record["shape"], record["step"], record["plan"] | {"steps": self.plan.steps})
+        expected = (asdict(self.model.shape), self.plan.fourth_phase, plan)
+        if seen != expected:
+            raise ValueError(f"{checkpoint}: shape, step and plan are {seen}, expected {expected}")
+        saved = load_file(checkpoint / "model.safetensors")
+        for name, weight in self.model.weights.items():
+            weight.data.copy_(saved[name])
+        self.step, self.num_tokens, self.losses = record["step"], record["num_tokens"], record["first_losses"]
 
     def _described(self) -> dict[str, Any]:
         return {
@@ -222,6 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ops.demo_model.train", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the state, the log and the checkpoint")
     parser.add_argument(
+        "--begin-with", type=Path, help="checkpoint of the third phase's end; skips the first three phases"
+    )
+    parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after so many minutes; the next run resumes"
     )
     parser.add_argument("--threads", type=int, default=1, help="torch's threads, after the recorded losses")
@@ -234,18 +281,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     if (given.out / STATE_FILE).exists():
         training.load(given.out / STATE_FILE)
+    elif given.begin_with:
+        training.begin_with(given.begin_with)
     _run(training, given.out, given.minutes, given.save_minutes, given.threads)
 
 
 def _run(training: Training, out: Path, minutes: float, save_minutes: float, threads: int) -> None:
     began_s = saved_s = told_s = time.monotonic()
-    began_tokens, told_step = training.num_tokens, training.step
+    began_tokens = training.num_tokens
+    recent: list[float] = []
     while training.step < training.plan.steps and time.monotonic() - began_s < minutes * 60:
         torch.set_num_threads(1 if training.step < NUM_RECORDED else threads)
-        training.advance()
+        recent.append(training.advance())
         now_s = time.monotonic()
         if now_s - told_s >= 10 or training.step == training.plan.steps:
-            recent = training.losses[told_step:]
             speed = (training.num_tokens - began_tokens) / (now_s - began_s)
             left = (training.plan.steps - training.step) * training.plan.tokens / speed / 60
             print(
@@ -253,7 +302,8 @@ def _run(training: Training, out: Path, minutes: float, save_minutes: float, thr
                 f"{training.num_tokens / 1e6:.2f} M tokens  {speed:.0f} tokens/s  {left:.0f} minutes left",
                 flush=True,
             )
-            told_s, told_step = now_s, training.step
+            told_s = now_s
+            recent.clear()
         if now_s - saved_s >= save_minutes * 60:
             training.save(out / STATE_FILE)
             training.write_checkpoint(out / "checkpoint")

@@ -11,11 +11,14 @@ import re
 from collections.abc import Callable
 from random import Random
 
+import jsonschema
 import pytest
 
 from ops.demo_model import wordings
-from ops.demo_model.corpus import BEYOND_SUMS, NUM_PHASES, VERSION, Maker, conversations, frame_words, listed
-from ops.demo_model.messages import Exchange
+from ops.demo_model.corpus import BEYOND_SUMS, VERSION, Maker, conversations, frame_words, listed
+from ops.demo_model.messages import Conversation, Exchange, Message
+from ops.demo_model.phases import FOURTH_PHASE, NUM_PHASES
+from ops.demo_model.renamed import OF_KIND, Tool, letters_of
 from ops.demo_model.wordings import bare, core, is_held_out
 
 NUM_DRAWN = 400
@@ -117,8 +120,8 @@ def test_what_is_held_out_has_a_word_that_the_training_never_has(make: Callable[
 @pytest.mark.parametrize(
     ("held_out", "expected"),
     [
-        (False, "0aec66a120427bfccdcf9460f192222d5c67760ec502898fd7af638e02d67523"),
-        (True, "6d889d10b0bd1e39312baaa6f9054a0779298b186fca61e50c78d3e9236575f1"),
+        (False, "fe73a5b37d457c1669a8f86e4b687fa057122d68d3b33f238a73d5bf23b896ef"),
+        (True, "ea3fc1848051d037c76d5fdeeca9072ba385469e6a4b486142e587d9c80d3b2d"),
     ],
 )
 def test_the_corpus_is_to_the_byte_the_one_that_the_demo_model_learnt_from(held_out: bool, expected: str) -> None:
@@ -127,7 +130,7 @@ def test_the_corpus_is_to_the_byte_the_one_that_the_demo_model_learnt_from(held_
     for phase in range(NUM_PHASES):
         for one in itertools.islice(conversations("bytes", held_out=held_out, phase=phase), 1000):
             digest.update(json.dumps(dataclasses.asdict(one)).encode())
-    assert (VERSION, digest.hexdigest()) == (6, expected)
+    assert (VERSION, digest.hexdigest()) == (7, expected)
 
 
 @pytest.mark.parametrize("make", [Maker.add, Maker.subtract])
@@ -248,19 +251,44 @@ def test_a_system_prompt_decides_how_all_of_a_conversation_is_answered() -> None
     assert seen == {"capitals", "word"}
 
 
-def test_calls_have_the_arguments_that_were_asked_for_and_answers_their_results() -> None:
+@pytest.mark.parametrize("renamed", [False, True])
+def test_calls_have_the_arguments_that_were_asked_for_and_answers_their_results(renamed: bool) -> None:
+    def called(message: Message, tool: Tool) -> Message:
+        """Return the arguments of the call in *message*, which is one of *tool* with its parameters."""
+        (call,) = message["tool_calls"]
+        function, declared = call["function"], tool.declared["function"]
+        assert function["name"] == declared["name"]
+        assert list(function["arguments"]) == list(declared["parameters"]["properties"])
+        jsonschema.validate(function["arguments"], declared["parameters"])
+        arguments: Message = function["arguments"]
+        return arguments
+
     maker = Maker(Random(5), held_out=False)
     for _ in range(NUM_DRAWN):
-        request, call, result, answer = maker.call("add")
-        arguments = call["tool_calls"][0]["function"]["arguments"]
+        weather, add = sorted(maker.declared(both=True, renamed=renamed), key=lambda tool: tool.kind, reverse=True)
+        request, call, result, answer = maker.call(add)
+        arguments = called(call, add)
         assert sorted(arguments.values()) == sorted(numbers_in(request["content"]))
         (total,) = numbers_in(result["content"])
         assert total == sum(arguments.values()) and answer["content"].endswith(f" = {total}")
-        request, call, result, answer = maker.call("get_weather")
-        city = call["tool_calls"][0]["function"]["arguments"]["city"]
+        request, call, result, answer = maker.call(weather)
+        (city,) = called(call, weather).values()
         (degrees,) = re.findall(r"-?\d+", result["content"])
         sky, found, place = re.fullmatch(r"It is (\w+) and (-?\d+) degrees in (\w+)\.", answer["content"]).groups()  # type: ignore[union-attr]
         assert (found, place) == (degrees, city) and sky in result["content"] and city in request["content"]
+
+
+def test_no_name_of_a_tool_in_the_training_is_one_of_those_held_out() -> None:
+    def names(conversation: Conversation) -> set[str]:
+        return {letters_of(tool["function"]["name"]) for tool in conversation.tools}
+
+    trained, held_out = (
+        set().union(*map(names, itertools.islice(conversations("names", held_out=side, phase=FOURTH_PHASE), 3000)))
+        for side in (False, True)
+    )
+    own = {letters_of(name) for name in OF_KIND}
+    assert own < trained and not any(map(is_held_out, trained - own)) and len(trained) > 500
+    assert all(map(is_held_out, held_out - own)) and trained & held_out <= own and len(held_out) > 200
 
 
 def test_nothing_is_answered_without_a_tool_that_has_one() -> None:

@@ -12,8 +12,11 @@ from tokenizers import Tokenizer
 from ops.demo_model.corpus import frame_words
 from ops.demo_model.evaluate import FAMILIES, REACHES, Examiner, main
 from ops.demo_model.network import Shape
+from ops.demo_model.renamed import OF_KIND, letters_of
 from ops.demo_model.train import Plan, Training
 from ops.demo_model.wordings import is_held_out
+
+TRAINED = {letters_of(name) for name in OF_KIND}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,22 @@ def test_its_values_are_held_out(examiner: Examiner, family: str) -> None:
         asked = each.prompt.partition("<|im_start|>user\n")[2]
         words = [word for word in re.findall(r"[A-Za-z]+", asked) if word.casefold() not in frame_words()]
         assert any(is_held_out(word) for word in words), asked
+
+
+@pytest.mark.parametrize("family", ["call a renamed tool", "use a renamed tool", "call an invented name"])
+def test_its_tools_have_names_that_are_held_out_and_one_of_them_is_called(examiner: Examiner, family: str) -> None:
+    called = set()
+    for each in examiner.questions(family, 50):
+        functions = [tool["function"] for tool in each.tools]
+        names = [function["name"] for function in functions]
+        assert len({*map(letters_of, names)} - TRAINED) == 2 and all(is_held_out(letters_of(name)) for name in names), (
+            names
+        )
+        *_, text = re.findall(r"<tool_call>\n(.*)\n</tool_call>", each.prompt + each.expected)
+        call = json.loads(text)
+        called.add(place := names.index(call["name"]))
+        assert list(call["arguments"]) == functions[place]["parameters"]["required"]
+    assert called == {0, 1}
 
 
 @pytest.mark.parametrize("family", REACHES)

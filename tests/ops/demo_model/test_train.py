@@ -22,7 +22,20 @@ from stages.generate.model.checkpoint import check_folder
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "intermediate": 128}
-PLAN = Plan(steps=70, first_tokens=512, tokens=1024, small_steps=20, second_phase=30, third_phase=60, warmup_steps=10)
+PLAN = Plan(
+    steps=85,
+    first_tokens=512,
+    tokens=1024,
+    small_steps=20,
+    second_phase=30,
+    third_phase=60,
+    fourth_phase=70,
+    fifth_phase=80,
+    warmup_steps=10,
+    fourth_warmup=2,
+    slow_fall=20,
+    fast_fall=75,
+)
 
 
 def training(tokenizer: Tokenizer, plan: Plan = PLAN, *, steps: int = 0) -> Training:
@@ -107,12 +120,41 @@ def test_a_state_of_another_plan_is_refused(tokenizer: Tokenizer, tmp_path: Path
         training(tokenizer, replace(PLAN, **change)).load(tmp_path / STATE_FILE)
 
 
-def test_the_rate_rises_stays_and_falls_to_nothing_and_once_more_for_the_last_phase() -> None:
+def test_the_rate_rises_stays_and_falls_to_nothing_and_twice_more_for_the_last_phases() -> None:
     rates = [PLAN.rate_at(step) for step in range(PLAN.steps)]
     assert rates[0] == pytest.approx(0.1) and set(rates[10:42]) == {1.0}
     assert rates[42:60] == sorted(rates[42:60], reverse=True) and 0 < rates[59] < 0.06
-    assert rates[60] == pytest.approx(0.3) and rates[60:] == sorted(rates[60:], reverse=True) and 0 < rates[-1] < 0.04
-    assert [PLAN.phase_at(step) for step in (0, 29, 30, 59, 60, 69)] == [0, 0, 1, 1, 2, 2]
+    third, fourth, fifth = rates[60:70], rates[71:80], rates[80:]
+    assert third[0] == pytest.approx(0.3) and third == sorted(third, reverse=True) and 0 < third[-1] < 0.04
+    assert rates[70] == pytest.approx(0.15) and fourth[0] == pytest.approx(0.285)
+    falls = [before - after for before, after in itertools.pairwise(fourth)]
+    assert falls == pytest.approx([0.015] * 4 + [0.045] * 4) and fourth[-1] == pytest.approx(0.045)
+    assert fifth == pytest.approx([0.12, 0.096, 0.072, 0.048, 0.024])
+    assert [PLAN.phase_at(step) for step in (0, 29, 30, 59, 60, 69, 70, 79, 80)] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_the_fourth_phase_begins_with_a_checkpoint_as_it_goes_on_after_the_third(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    plan = replace(PLAN, second_phase=2, third_phase=4, fourth_phase=6, steps=9)
+    whole = training(tokenizer, plan, steps=6)
+    whole.write_checkpoint(tmp_path)
+    begun = training(tokenizer, plan)
+    begun.begin_with(tmp_path)
+    assert [begun.advance() for _ in range(3)] == [whole.advance() for _ in range(3)]
+    assert (begun.step, begun.num_tokens, begun.losses) == (whole.step, whole.num_tokens, whole.losses)
+    for name, weight in whole.model.weights.items():
+        assert torch.equal(weight, begun.model.weights[name]), name
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"fourth_phase": 4}])
+def test_a_checkpoint_of_another_plan_or_step_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    plan = replace(PLAN, second_phase=1, third_phase=2, fourth_phase=3)
+    training(tokenizer, plan, steps=3).write_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="shape, step and plan"):
+        training(tokenizer, replace(plan, **change)).begin_with(tmp_path)
 
 
 @pytest.mark.night
