@@ -1,5 +1,8 @@
 """FlashInfer's paged attention on a CPU. Each call is bound to the signature that a version has (`tests/signatures`).
 It is computed in torch from the same arrays. A copy to the device happens when the device gets there.
+
+As in FlashInfer the rounding of a row depends on its batch: with few rows its tokens are split into parts, whose
+results are merged, unless a plan disables that.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch import Tensor
 
 # T = packed tokens, B = rows, H = query heads, K = kv heads, D = head dim, Q = queries of a row, C = its tokens
 
+MULTIPROCESSORS = 4
+"""With fewer rows than that, they are split."""
 TOO_SMALL = "Buffer overflow when allocating memory for batch_prefill_tmp_v. Increase the workspace buffer size."
 
 
@@ -55,6 +60,8 @@ class Double:
         """How large the workspace for floats must be."""
         self.error = ""
         """What every plan raises."""
+        self.parts: list[int] = []
+        """Into how many parts each computation splits the tokens of a row."""
         self.plans: list[str] = []
         """The calls that planned, in their order."""
         self.built: list[str] = []
@@ -176,8 +183,11 @@ class Wrapper:
             qo_indptr, indptr, indices, last_page_len = arrays
             lengths_B = (indptr.diff() - 1) * plan.page_size + last_page_len
             assert torch.equal(ints[: lengths_B.nbytes].view(torch.int32), lengths_B), "the schedule of another step"
+            parts = 1 if plan.disable_split_kv else max(1, MULTIPROCESSORS // len(lengths_B))
+            self.library.parts.append(parts)
             pages = (indptr, indices, last_page_len, plan.page_size)
-            here(out_THD).copy_(_attend(here(q_THD), (k, v), qo_indptr, *pages, scale, causal, plan.window_left))
+            how = (scale, causal, plan.window_left, parts)
+            here(out_THD).copy_(_attend(here(q_THD), (k, v), qo_indptr, *pages, *how))
 
         self.library.stream.launch(compute)
         return out_THD
@@ -195,6 +205,8 @@ class Decode(Wrapper):
             self.buffers = tuple(map(here, named))
 
     def check_sizes(self, given: SimpleNamespace) -> None:
+        unwritten = "blocks of the grid beyond the rows would read indices that nobody wrote"
+        assert not given.disable_split_kv and given.fixed_split_size in (None, -1), unwritten
         if len(given.last_page_len) != len(self.buffers[2]):
             raise ValueError("The batch size should be fixed in cudagraph mode")
         if len(given.indices) > len(self.buffers[1]):
@@ -251,6 +263,7 @@ def _attend(
     sm_scale: float,
     causal: bool,
     window_left: int,
+    parts: int,
 ) -> Tensor:
     rows = []
     for row, (begin, end) in enumerate(pairwise(qo_indptr.tolist())):
@@ -262,14 +275,16 @@ def _attend(
         if window_left >= 0:
             seen &= distance <= window_left
         groups = q_THD.shape[1] // len(k_KCD)
-        o_HQD = torch.nn.functional.scaled_dot_product_attention(
-            q_THD[begin:end].transpose(0, 1).float(),
-            k_KCD.repeat_interleave(groups, 0),
-            v_KCD.repeat_interleave(groups, 0),
-            attn_mask=seen,
-            scale=sm_scale,
-        )
-        rows.append(o_HQD.transpose(0, 1))
+        q_HQD = q_THD[begin:end].transpose(0, 1).float() * sm_scale
+        scores_HQC = (q_HQD @ k_KCD.repeat_interleave(groups, 0).transpose(1, 2)).masked_fill(~seen, float("-inf"))
+        most_HQ1 = scores_HQC.amax(-1, keepdim=True)
+        p_HQC = (scores_HQC - most_HQ1).exp()
+        o_HQD, sum_HQ1 = torch.zeros_like(q_HQD), torch.zeros_like(most_HQ1)
+        size = -(-length // parts)
+        for part in (slice(first, first + size) for first in range(0, length, size)):
+            o_HQD += p_HQC[..., part] @ v_KCD.repeat_interleave(groups, 0)[:, part]
+            sum_HQ1 += p_HQC[..., part].sum(-1, keepdim=True)
+        rows.append((o_HQD / sum_HQ1).transpose(0, 1))
     return torch.cat(rows).to(q_THD.dtype)
 
 

@@ -87,7 +87,7 @@ class Lives:
         for uid in uids:
             watch.time("end", self._log.end, uid, Cancelled(by="bench"), frontend=FRONTEND)
         self._commit_step(StepCompleted(rows=(), let_go=tuple(uids)), entry_ids, Stopwatch())
-        self._log.produced(self._detokenizer, self._read_step(), self._engine.slot, [])
+        self._log.produced(self._detokenizer, [self._read_step()], self._engine.slot, [])
 
     def _submit(self, uids: list[str], watch: Stopwatch) -> None:
         log = self._log
@@ -114,15 +114,14 @@ class Lives:
         entry = self._read_step()
         event = TokensProduced(count=1, tokens=(token,), text=" word", step=entry.id)
         produced = [Produced(uid, tokens_id(n), n, event, FRONTEND) for uid in uids]
-        watch.time("produced", self._log.produced, self._detokenizer, entry, self._engine.slot, produced)
+        watch.time("produced", self._log.produced, self._detokenizer, [entry], self._engine.slot, produced)
 
     def _commit_step(self, event: StepCompleted, ended: list[str], watch: Stopwatch) -> None:
         done = watch.time(
             "step",
             self._log.step,
             self._engine,
-            next(self._numbers),
-            event,
+            {next(self._numbers): event},
             ended=ended,
             control_cursor=self._control_cursor,
             lease_ms=LEASE_MS,

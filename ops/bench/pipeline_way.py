@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -82,10 +82,10 @@ class TimedLog(RedisLog):
         self.steps_us: list[tuple[int, float]] = []
         """(number of rows, time) of each step."""
 
-    def step(self, owner: Owner, number: int, event: StepCompleted, **options: Any) -> StepCommitted:
+    def step(self, owner: Owner, steps: Mapping[int, StepCompleted], **options: Any) -> StepCommitted:
         began_s = time.perf_counter()
-        done = super().step(owner, number, event, **options)
-        self.steps_us.append((len(event.rows), (time.perf_counter() - began_s) * 1e6))
+        done = super().step(owner, steps, **options)
+        self.steps_us.append((sum(len(event.rows) for event in steps.values()), (time.perf_counter() - began_s) * 1e6))
         return done
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -232,6 +233,51 @@ def test_every_build_argument_is_documented_and_offered_by_compose() -> None:
     assert set(RAW["x-minisgl"]["build"]["args"]) == arguments
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "cuda" in extras
+
+
+PIP = """#!/bin/sh
+case "$*" in
+    */dev/stdin) echo "pip $*: $(cat)" ;;
+    *) echo "pip $*" ;;
+esac >> "$SAID"
+"""
+
+
+def built(folder: Path, extra: str) -> tuple[list[str], list[str]]:
+    """Run the build stage's commands with a `pip` that installs nothing; return its calls, and the requirements."""
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (folder / "bin").mkdir()
+    (folder / "bin" / "pip").write_text(PIP)
+    (folder / "bin" / "pip").chmod(0o755)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    instructions = dockerfile()[: -len(last_stage())]
+    arguments = dict(rest.split("=", 1) for word, rest in instructions if word == "ARG")
+    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "SAID": str(folder / "said")}
+    environment |= {"EXTRA": extra, "TORCH_INDEX": arguments["TORCH_INDEX"]}
+    requirements = folder / "requirements.txt"
+    for word, rest in instructions:
+        if word == "RUN" and "-m venv" not in rest:
+            line = re.sub(r"--mount=\S+ *", "", rest).replace("/requirements.txt", str(requirements))
+            subprocess.run(["sh", "-ec", line], cwd=folder, env=environment, check=True)
+    said = (folder / "said").read_text().replace(str(requirements), "/requirements.txt")
+    return said.splitlines(), requirements.read_text().splitlines()
+
+
+def test_the_image_for_gpus_has_torch_with_cuda_and_flashinfer_and_the_other_one_neither(tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
+    rest = ["pip install -r /requirements.txt", "pip install --no-deps ."]
+    said, requirements = built(tmp_path / "gpu", "cuda")
+    assert said == [f"pip install -r /dev/stdin: {torch}", *rest], "PyPI's torch is the one with CUDA"
+    assert requirements == [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    assert any(each.startswith("flashinfer-python") for each in requirements)
+    said, requirements = built(tmp_path / "cpu", "")
+    index = "https://download.pytorch.org/whl/cpu"
+    assert said == [f"pip install --extra-index-url {index} -r /dev/stdin: {torch}", *rest]
+    assert requirements == project["dependencies"]
+    with pytest.raises(subprocess.CalledProcessError):
+        built(tmp_path / "other", "rocm")
 
 
 def test_what_the_wheel_is_made_of_reaches_the_build() -> None:

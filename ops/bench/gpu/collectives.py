@@ -1,4 +1,5 @@
-"""Phase `collectives`: NCCL with one rank, and two processes over gloo on one device: what ranks would pay a step.
+"""Phase `collectives`: NCCL with one rank, and two processes over gloo on one device: whether an engine of these ranks
+computes what one process computes, and what they would pay a step.
 
 Run as a program it is one rank: `python -m ops.bench.gpu.collectives BACKEND DEVICE SIZE RANK RANKS FILE`, a line of
 JSON for each measurement of rank 0 on stdout.
@@ -16,9 +17,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
+from ops.bench.gpu.engine import sampling
+from ops.bench.gpu.pages import make_plan
 from ops.bench.gpu.phase import Report, Scale, Skip, attempt
+from ops.bench.models import Shape, write_config
+from stages.generate.forward.collectives import ALONE, GlooCollectives, NcclCollectives
+from stages.generate.forward.engine import Engine
+from stages.generate.model.spec import read_spec
 
 GROUPS: Final = (("nccl x1", "nccl", "cuda", 1), ("gloo x2 GPU", "gloo", "cuda", 2), ("gloo x2 CPU", "gloo", "cpu", 2))
 FRAME_NUMBERS: Final = 1024
@@ -27,6 +37,12 @@ HIDDEN: Final = (1024, 4096)
 ROWS: Final = (1, 256)
 ROUNDS: Final = {"toy": 3, "small": 20, "full": 50}
 TIMEOUT_S: Final = 60.0
+MODEL: Final = Shape(64, 2, 4, 2, 16, 96, 512, 10_000.0, 4096)
+PAGE_SIZE: Final = 16
+STEP: Final = ((40, 1), (3, 1), (0, 20), (16, 9))
+"""(start, number of new tokens) of the rows that the ranks compute together."""
+MOST_DISTANCE: Final = 1e-4
+"""In float32, of all logits together: ranks add in another order."""
 
 
 def run(scale: Scale, report: Report) -> None:
@@ -80,9 +96,6 @@ def _started(
 
 def main(arguments: Sequence[str]) -> int:
     """Be one rank."""
-    import torch
-    import torch.distributed as dist
-
     backend, device_name, size, rank_text, ranks_text, meeting = arguments
     rank, ranks, rounds = int(rank_text), int(ranks_text), ROUNDS[size]
     device = torch.device(device_name, 0) if device_name == "cuda" else torch.device("cpu")
@@ -130,8 +143,35 @@ def main(arguments: Sequence[str]) -> int:
                 values = torch.zeros(rows, hidden, dtype=dtype, device=device)
                 figures[f"rows_{rows}_us"] = median_us(lambda values=values: dist.all_reduce(values))  # type: ignore[misc]
             tell(f"all-reduce {name} x {hidden}", ok=None, **figures)
+    distance = distance_of_ranks(rank, device, nccl=backend == "nccl")
+    tell("engine", ok=distance <= MOST_DISTANCE, distance=distance)
     dist.destroy_process_group()
     return 0
+
+
+def distance_of_ranks(rank: int, device: torch.device, *, nccl: bool) -> float:
+    """Return how far the logits of an engine with all ranks are from those of one process, on rank 0; 0 on others."""
+    group = dist.group.WORLD
+    assert group is not None, "the group has been made"
+    ours = (NcclCollectives if nccl else GlooCollectives)(group)
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(MODEL, Path(folder))
+        spec = read_spec(Path(folder))
+        engines = []
+        for collectives in (ours, ALONE) if rank == 0 else (ours,):
+            plan, tables, num_pages = make_plan(STEP, PAGE_SIZE, vocab_size=spec.vocab_size)
+            sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": PAGE_SIZE, "max_running_requests": len(STEP)}
+            how: dict[str, Any] = {"device": device, "dtype": torch.float32, "attention": "torch", "dummy": True}
+            length = tables.pages_AN.shape[1] * PAGE_SIZE
+            engine = Engine(spec, Path(folder), max_seq_len=length, collectives=collectives, **sizes, **how)
+            engine.kv_L2PKSD.zero_()
+            engines.append(engine)
+    plan = sampling(plan)
+    if rank:
+        engines[0].follow(plan)
+        return 0.0
+    found_RV, expected_RV = (engine.logits(plan) for engine in engines)
+    return float((found_RV - expected_RV).norm() / expected_RV.norm())
 
 
 if __name__ == "__main__":

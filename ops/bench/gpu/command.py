@@ -27,18 +27,22 @@ the engine and the server are. Each phase is a process of its own with a limit; 
 the next one runs. Without a GPU the phases that can run on a CPU do, at small sizes. Exits with 1 when something was
 wrong or failed.
 """
-PHASES: Final = (  # by worth for the time: what the budget cuts off is at the end
+PHASES: Final = (  # by worth for the time: what the budget cuts off is at the end; docs/gpu-check.md has the sum
     Planned("machine", "ops.bench.gpu.machine", 20.0),
     Planned("probes", "ops.bench.gpu.probes", 30.0),
     Planned("flashinfer", "ops.bench.gpu.flashinfer", 150.0),  # it compiles what the later phases use
     Planned("parity", "ops.bench.gpu.parity", 100.0),
-    Planned("sampling", "ops.bench.gpu.sampling", 25.0),
     Planned("engine", "ops.bench.gpu.engine", 120.0),
-    Planned("server", "ops.bench.gpu.server", 90.0),
+    Planned("server", "ops.bench.gpu.server", 120.0),
+    Planned("protocol", "ops.bench.gpu.protocol", 150.0),
     Planned("graphs", "ops.bench.gpu.graphs", 60.0),
-    Planned("collectives", "ops.bench.gpu.collectives", 25.0),
+    Planned("overlap", "ops.bench.gpu.overlap", 60.0),
+    Planned("deterministic", "ops.bench.gpu.deterministic", 90.0),
+    Planned("collectives", "ops.bench.gpu.collectives", 50.0),
+    Planned("sampling", "ops.bench.gpu.sampling", 80.0),
+    Planned("fa", "ops.bench.gpu.fa", 100.0),
 )
-BUDGET_S: Final[Mapping[str, float]] = {"cuda": 450.0, "cpu": 110.0}
+BUDGET_S: Final[Mapping[str, float]] = {"cuda": 470.0, "cpu": 120.0}
 INTERRUPTED: Final = 130
 
 
@@ -58,7 +62,7 @@ class GpuConfig:
     """What runs, where, and for how long."""
 
     budget_s: float = flag(
-        "--budget", default=0.0, parse=seconds, help="seconds for all phases together [450 on a GPU, 110 on a CPU]"
+        "--budget", default=0.0, parse=seconds, help="seconds for all phases together [470 on a GPU, 120 on a CPU]"
     )
     phases: tuple[str, ...] = flag(
         "--phases",
@@ -73,7 +77,7 @@ class GpuConfig:
         "--size",
         default="auto",
         choices=("auto", "toy", "small", "full"),
-        help=("amount of measuring; auto: full on a GPU, small on a CPU; toy: half a minute, its figures mean nothing"),
+        help=("amount of measuring; auto: full on a GPU, small on a CPU; toy: a minute, its figures mean nothing"),
     )
     json: str = flag("--json", default="", help="JSON file for all figures, written after each phase")
     wheels: str = flag(

@@ -149,7 +149,7 @@ def _measure_step(
     """Time a step with its tokens, then without them: the copy of the tokens to the host waits for the device."""
     plan, tables, _ = make_plan(rows, PAGE_SIZE, vocab_size=spec.vocab_size)
     tables.update(plan.rows)
-    plan = _sampling(plan)
+    plan = sampling(plan)
     engine.forward(plan)
     plan = replace(plan, rows=tuple(replace(row, new_pages=()) for row in plan.rows))  # as in most steps
     step_s = step_times(lambda: engine.forward(plan), engine.device, rounds=ROUNDS).total_s
@@ -176,7 +176,8 @@ def _measure_step(
         report(f"{item}, profile", ok=None, **found.figures(NUM_LONGEST))
 
 
-def _sampling(plan: BatchPlan) -> BatchPlan:
+def sampling(plan: BatchPlan) -> BatchPlan:
+    """Return *plan* with rows that all sample."""
     rows = (replace(row, sample=Sample(GREEDY, row.start + len(row.token_ids), ())) for row in plan.rows)
     return replace(plan, rows=tuple(rows))
 

@@ -5,6 +5,7 @@ position): alone, in a batch, and wherever it is computed. And what a sampled ro
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -21,7 +22,9 @@ from stages.generate.schedule.plan import Sample
 
 VOCAB_SIZES: Final = {"toy": (1000,), "small": (1000, 151_936), "full": (1000, 151_936)}
 ROUNDS: Final = {"toy": (1,), "small": (1, 1), "full": (14_800, 4)}
-"""Times that all parameter sets are tried with each vocabulary, with other logits and seeds: a million rows."""
+"""Times that all parameter sets are tried with each vocabulary, with other logits and seeds: a million rows at most."""
+MOST_S: Final = 8.0
+"""No further batch of a kind of logits begins after so many seconds: `rows` says how many were compared."""
 AT_ONCE: Final = 64
 """So many rounds make one batch."""
 ALONE: Final = 4
@@ -112,11 +115,15 @@ def _compare(report: Report, item: str, kind: str, vocab_size: int, device: torc
     mismatches: list[str] = []
     seen: set[int] = set()
     generator = torch.Generator().manual_seed(vocab_size)
+    ends_s, num_rows = time.perf_counter() + MOST_S, 0
     for first in range(0, rounds, AT_ONCE):
+        if first and time.perf_counter() > ends_s:
+            break
         names = list(PARAMS) * min(AT_ONCE, rounds - first)
         logits_RV = LOGITS[kind]((len(names), vocab_size), generator)
         samples = _samples(names, vocab_size, seed=vocab_size + first)
-        expected = sample(logits_RV, samples)
+        num_rows += len(names)
+        expected = sample(logits_RV, samples, threads=torch.get_num_threads())
         seen.update(expected)
         there_RV = logits_RV.to(device)
         num_alone = len(PARAMS) * ALONE if first == 0 else 0
@@ -135,7 +142,7 @@ def _compare(report: Report, item: str, kind: str, vocab_size: int, device: torc
     report(
         item,
         ok=not mismatches,
-        rows=rounds * len(PARAMS),
+        rows=num_rows,
         mismatches=len(mismatches),
         shown="; ".join(mismatches[:SHOWN]),
         distinct_tokens=len(seen),

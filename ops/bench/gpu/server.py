@@ -1,4 +1,5 @@
-"""Phase `server`: `minisgl serve` on the device, from its start to 32 streams at once, as a client sees it.
+"""Phase `server`: `minisgl serve` on the device, from its start to 32 streams at once, as a client sees it; and what
+many clients at once get, beside the same engine without a server.
 
 The engine's own time is the sum of its forward passes, as the server's /metrics has it. The rest of the wall time is
 the pipeline's share: HTTP, tokenizers, the log, the schedule.
@@ -13,15 +14,17 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ops.bench import models, report
 from ops.bench.gpu.phase import Report, Scale, attempt
 from ops.bench.models import Shape
 from ops.bench.peers import Served, our_server
 from ops.bench.prompts import Prompts, Workload
+from pipeline.events import SamplingParams
 
 NUM_REQUESTS: Final = 32
+NUM_CLIENTS: Final = {"toy": 4, "small": 16, "full": 256}
 SHAPES: Final = {
     "toy": Shape(64, 2, 4, 2, 16, 192, 2000, 10_000.0, 1024),
     "5m": Shape(256, 4, 4, 2, 64, 768, 4000, 10_000.0, 1024),
@@ -69,6 +72,11 @@ def run(scale: Scale, report: Report) -> None:
             for name, concurrency in (("one request", 1), (f"{NUM_REQUESTS} requests at once", NUM_REQUESTS)):
                 with attempt(report, name):
                     _measure(report, served, prompts, sizes, name, concurrency)
+            num_clients = NUM_CLIENTS[scale.size]
+            through_http = _measure(report, served, prompts, sizes, f"{num_clients} clients", num_clients)
+        offline = _offline(scale, folder, sizes, num_clients)
+        share = through_http / offline
+        report(f"{num_clients} clients, offline", output_tokens_per_s=offline, share_through_http=share)
 
 
 def attention_of(said: Path) -> str | None:
@@ -77,8 +85,28 @@ def attention_of(said: Path) -> str | None:
     return found[1] if found else None
 
 
-def _measure(tell: Report, served: Served, prompts: Prompts, sizes: Sizes, name: str, concurrency: int) -> None:
-    """Send *concurrency* requests at once, after as many that warm up, and report what a client sees."""
+def _offline(scale: Scale, folder: Path, sizes: Sizes, num_requests: int) -> float:
+    """Return the output tokens/s of as many requests of the same lengths without server, after as many that warm up."""
+    from ops.offline import LLM
+
+    more: dict[str, Any] = {"threads": 1} if scale.size == "toy" else {}
+    params = SamplingParams(temperature=0, max_tokens=sizes.output_tokens, ignore_eos=True)
+    with LLM(folder, dummy_weight="yes", device=scale.device, **more) as llm:
+        seconds = 0.0
+        for seed in range(2):
+            draw = random.Random(seed)
+            vocab_size = llm.settings.limits.vocab_size
+            prompts = [draw.choices(range(vocab_size), k=sizes.input_tokens) for _ in range(num_requests)]
+            began_s = time.perf_counter()
+            llm.generate(prompts, params, progress=False)
+            seconds = time.perf_counter() - began_s
+    return num_requests * sizes.output_tokens / seconds
+
+
+def _measure(tell: Report, served: Served, prompts: Prompts, sizes: Sizes, name: str, concurrency: int) -> float:
+    """Send *concurrency* requests at once, after as many that warm up; report what a client sees, and return the output
+    tokens/s.
+    """
     lengths = [(sizes.input_tokens, sizes.output_tokens)] * concurrency
     warmup, load = (Workload(prompts.drawn(random.Random(seed), lengths), concurrency) for seed in (0, 1))
     began = engine_counts(served.url, 0.0)
@@ -99,6 +127,7 @@ def _measure(tell: Report, served: Served, prompts: Prompts, sizes: Sizes, name:
         step_ms=step_s / steps * 1000 if steps else None,
         pipeline_share=1 - step_s / summary.duration_s,
     )
+    return summary.output_tokens_per_s
 
 
 def engine_counts(url: str, least_tokens: float) -> dict[str, float]:

@@ -8,14 +8,17 @@ from typing import Final
 
 from stages.generate.attention.base import Attend, Attention, AttentionShape
 from stages.generate.attention.flashinfer import FlashInferAttention
+from stages.generate.attention.one_shape import OneShapeAttention
 from stages.generate.attention.reference import ReferenceAttention
 from stages.generate.attention.torch import TorchAttention
 
-__all__ = ["ATTENTION", "Attend", "Attention", "AttentionShape"]
+__all__ = ["ATTENTION", "DETERMINISTIC", "Attend", "Attention", "AttentionShape"]
 
 ATTENTION: Final[Mapping[str, Callable[[AttentionShape], Attention]]] = {
     "fa,fi": partial(FlashInferAttention, prefill="fa3"),
     "fi": FlashInferAttention,
     "reference": ReferenceAttention,
-    "torch": TorchAttention,
+    "torch": lambda shape: (OneShapeAttention if shape.deterministic else TorchAttention)(shape),
 }
+DETERMINISTIC: Final = ("fi", "torch")
+"""The backends that can be, where `AttentionShape` says so."""

@@ -35,6 +35,8 @@ class AttentionShape:
     """A token sees this many tokens, itself included; 0: all before it."""
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
+    deterministic: bool = False
+    """The bits of a token must not depend on what is computed beside it, nor on how its prompt is divided."""
 
 
 class Attention(Protocol):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pipeline.errors import ConfigError
 from stages.generate.attention.base import Attend, AttentionShape, places_of, write_pages
-from stages.generate.forward.batch import ForwardBatch
+from stages.generate.forward.batch import ForwardBatch, seen_by_tokens
 
 # T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, B = rows,
 # N = pages of a row, R = rows with those that pad, X = several arrays, one after the other
@@ -65,7 +65,9 @@ class Indices(NamedTuple):
 
 
 class FlashInferAttention:
-    """See `Attention`. Its rounding depends on the batch: FlashInfer splits long rows over idle multiprocessors.
+    """See `Attention`. Its rounding depends on the batch: FlashInfer splits long rows over idle multiprocessors, and
+    chooses its tiles by the length of chunks. If the shape is deterministic it splits none, and each token is a chunk
+    of its own: without a split, plans for graphs would leave blocks of the grid with indices that nobody wrote.
 
     A step of decode rows alone is padded to one of `padded_rows`, and its indices lie where those of the last step of
     that size lay. So FlashInfer makes its long plan once for a size, and after that a short one for each step.
@@ -103,7 +105,7 @@ class FlashInferAttention:
         self._turns.reverse()
         turn = self._turns[0]
         turn.wait()
-        only_decode = batch.num_decode_rows == len(batch.seq_lens)
+        only_decode = batch.num_decode_rows == len(batch.seq_lens) and not self._shape.deterministic
         run = (self._plan_decode if only_decode else self._plan_prefill)(turn, batch)
         turn.planned()
         return run
@@ -119,7 +121,8 @@ class FlashInferAttention:
         return attend
 
     def _plan_prefill(self, turn: Turn, batch: ForwardBatch) -> Run:
-        indices = turn.hold(indices_of(batch, self._shape.page_size))
+        indices_of_rows = indices_of_tokens if self._shape.deterministic else indices_of
+        indices = turn.hold(indices_of_rows(batch, self._shape.page_size))
         wrapper = turn.prefill
         self._grow_until("prefill", wrapper, lambda: plan_prefill(wrapper, self._shape, indices))
         return lambda q_THD, kv: wrapper.run(q_THD.contiguous(), kv)
@@ -266,15 +269,26 @@ def indices_of(batch: ForwardBatch, page_size: int, num_rows: int = 0) -> Indice
 
     *num_rows*: with more rows than the batch has. They have one token each, and see the first token of the first row.
     """
-    lengths_B, table_BN, end = np.array(batch.seq_lens), batch.host_table_BN, batch.query_starts[-1]
-    counts_B = -(-lengths_B // page_size)
+    return _indices(np.array(batch.seq_lens), batch.host_table_BN, batch.query_starts, page_size, num_rows)
+
+
+def indices_of_tokens(batch: ForwardBatch, page_size: int) -> Indices:
+    """Return the same of the tokens of *batch*, each of which is a row of its own."""
+    rows_T, lengths_T = seen_by_tokens(batch)
+    return _indices(lengths_T, batch.host_table_BN[rows_T], range(len(rows_T) + 1), page_size)
+
+
+def _indices(
+    lengths_B: np.ndarray, table_BN: np.ndarray, query_starts: Sequence[int], page_size: int, num_rows: int = 0
+) -> Indices:
+    end, counts_B = query_starts[-1], -(-lengths_B // page_size)
     ones = np.ones(max(0, num_rows - len(lengths_B)), np.int64)
     pages_X = table_BN[np.arange(table_BN.shape[1]) < counts_B[:, None]]
     arrays = (
         np.append(0, np.append(counts_B, ones).cumsum()),
         np.append((lengths_B - 1) % page_size + 1, ones),
         np.append(pages_X, ones * table_BN[0, 0]),
-        np.append(batch.query_starts, end + ones.cumsum()),
+        np.append(query_starts, end + ones.cumsum()),
     )
     return Indices(*(torch.from_numpy(array.astype(np.int32)) for array in arrays))
 
@@ -307,6 +321,7 @@ def plan_prefill(wrapper: Any, shape: AttentionShape, indices: Indices) -> None:
         *numbers(shape),
         causal=True,
         max_token_per_sequence=int(indices.qo_indptr.diff().max()),  # it would look for it in Python
+        disable_split_kv=shape.deterministic,
         **options(shape),
     )
 

@@ -86,6 +86,14 @@ def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> Fo
     )
 
 
+def seen_by_tokens(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the row of each token, and how many tokens it sees, itself included, if there is no window."""
+    counts_B = np.diff(batch.query_starts)
+    rows_T = np.arange(len(counts_B)).repeat(counts_B)
+    before_B = np.array(batch.seq_lens) - np.array(batch.query_starts[1:])
+    return rows_T, before_B[rows_T] + np.arange(1, len(rows_T) + 1)
+
+
 def parted(batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch]:
     """Return the decode rows of *batch*, and its chunks."""
     num = batch.num_decode_rows

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
-from pipeline.errors import DeviceFull
+from pipeline.errors import ConfigError, DeviceFull
 from stages.generate.attention import ATTENTION, Attention, AttentionShape
 from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
@@ -33,10 +34,16 @@ from stages.generate.forward.weights import Progress, dummy_weights, load_weight
 from stages.generate.kernels.decoder import KernelDecoder
 from stages.generate.kvcache.pool import allocate, page_bytes
 from stages.generate.model.decoder import Decoder
+from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.spec import ModelSpec
 from stages.generate.schedule.plan import BatchPlan, Computed, Sample
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary
+
+ERROR_CHARS: Final = 300
+"""Of what CUDA says, which may be a page."""
+
+logger = structlog.get_logger()
 
 
 class Computer(Protocol):
@@ -176,6 +183,8 @@ class Engine:
         quantization: str = "none",
         threads: int = 0,
         graph: int = 0,
+        needs_graph: bool = True,
+        deterministic: bool = False,
         measure: Measure | None = None,
         dummy: bool = False,
         collectives: Collectives = ALONE,
@@ -191,12 +200,15 @@ class Engine:
         at most *num_pages*. `num_pages` says how many.
 
         *graph*: decode steps of up to so many rows are recorded as CUDA graphs; *attention* must be FlashInfer's then.
+        If that fails they are computed without, unless the engine *needs_graph*; `graph` says how it became.
+
+        *deterministic*: torch computes a token with the same bits whatever is computed beside it.
 
         With *collectives* of several ranks, this engine loads and computes a part of the model. When rank 0 calls
         `forward`, or `logits` for a plan that scores no prompt, the others call `follow` with the same plan.
 
         Raises:
-            ConfigError: The model cannot be divided among so many ranks, or no page fits.
+            ConfigError: The model cannot be divided among so many ranks, no page fits, or no graph can be recorded.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -218,19 +230,41 @@ class Engine:
         else:
             if packed:
                 pack_weights(weights)
-            shape = AttentionShape(
-                shard.num_heads, shard.num_kv_heads, spec.head_dim, page_size, spec.window, self.dtype, self.device
-            )
-            decoder, backend = Decoder(shard, weights, collectives), ATTENTION[attention](shape)
+            heads = (shard.num_heads, shard.num_kv_heads, spec.head_dim)
+            shape = AttentionShape(*heads, page_size, spec.window, self.dtype, self.device, deterministic)
+            decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0)
+            backend = ATTENTION[attention](shape)
             self._computer = TorchComputer(decoder, backend, device)
             if measure is not None:
                 self._measure(shard, measure, graphs=graph > 0)
         self.kv_L2PKSD = allocate(shard, self.num_pages + (graph > 0), page_size, self.dtype, self.device)
+        self.graph = 0
+        """Decode steps of up to so many rows are recorded."""
         if graph:
             assert isinstance(backend, FlashInferAttention), f"attention {attention} cannot be recorded"
-            with torch.inference_mode():
-                graphs = DecodeGraphs(decoder, backend, self.kv_L2PKSD, self._tables, graph)
-            self._computer = TorchComputer(decoder, backend, device, graphs)
+            assert not deterministic, "its plans are not for graphs"
+            graphs = self._recorded(decoder, backend, graph, needed=needs_graph)
+            if graphs is not None:
+                self.graph = graph
+                self._computer = TorchComputer(decoder, backend, device, graphs)
+
+    @torch.inference_mode()
+    def _recorded(
+        self, decoder: Decoder, attention: FlashInferAttention, graph: int, *, needed: bool
+    ) -> DecodeGraphs | None:
+        """Record the decode steps; return None if that fails, with a warning. Raises ConfigError if it is *needed*."""
+        try:
+            return DecodeGraphs(decoder, attention, self.kv_L2PKSD, self._tables, graph)
+        except Exception as error:  # a driver, torch or FlashInfer may refuse it in many ways
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARS]
+            if needed:
+                raise ConfigError(
+                    f"--graph {graph}: the decode steps cannot be recorded here ({reason}); pass --graph 0"
+                ) from error
+            logger.warning(
+                "graphs_unavailable", reason=reason, effect="decode steps wait for the host, which is slower"
+            )
+            return None
 
     @torch.inference_mode()
     def _measure(self, spec: ModelSpec, measure: Measure, *, graphs: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import re
 import sys
@@ -102,6 +103,7 @@ def dummy_weights(
     shard = shard or spec
     weights, places = _places(shard, dtype, device)
     parts = parts_of(spec, shard)
+    importlib.import_module("torch._prims.rng_prims")  # torch's generators want it, and an engine imports less of torch
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     total_bytes, done_bytes = sum(weight.nbytes for weight in weights.values()), 0
     with _seen(progress) as report:

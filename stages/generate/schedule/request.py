@@ -30,6 +30,8 @@ class NewRequest:
     """Whether its prompt may come from the prefix cache."""
     grammar: str = ""
     """What its output must be, as in Tokenized; empty: anything."""
+    grammar_param: str = ""
+    """The field of the request that asked for it."""
     matcher: Matcher | None = None
     """Follows the output through the grammar, and has taken in `output_ids`. None where nothing is computed: its tokens
     are known, or it has no grammar."""
@@ -54,6 +56,8 @@ class Request:
     """As in NewRequest."""
     is_constrained: bool = False
     """It has a grammar, so an end-of-sequence token comes only where the grammar is complete."""
+    grammar_param: str = ""
+    """As in NewRequest."""
     matcher: Matcher | None = None
     """As in NewRequest."""
     table: int = -1

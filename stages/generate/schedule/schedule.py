@@ -102,6 +102,7 @@ class Schedule:
             sampling=new.sampling,
             bad_words=BadWords(new.bad_words),
             is_constrained=bool(new.grammar),
+            grammar_param=new.grammar_param,
             matcher=new.matcher,
             reads_cache=new.reads_cache,
             stands_still=bool(new.output_ids),
@@ -130,13 +131,16 @@ class Schedule:
         """Forget the prefixes that no running request holds; return how many pages that freed."""
         return self._cache.flush()
 
-    def misfits(self) -> list[tuple[str, int, str]]:
+    def misfits(self) -> list[tuple[str, int, str, str]]:
         """Return the requests of the oldest step in flight whose matchers gave up before their token was drawn: uids,
-        numbers of output tokens, reasons. They must leave before the step is complete: their tokens are not meant.
+        numbers of output tokens, reasons, fields that asked for the grammar. They must leave before the step is
+        complete: their tokens are not meant.
         """
         gave_up = [one for one, *_ in self._flights[0] if one.matcher is not None and one.matcher.error]
         here = [one for one in gave_up if self._by_uid.get(one.uid) is one]
-        return [(one.uid, one.num_output, one.matcher.error) for one in here if one.matcher is not None]
+        return [
+            (one.uid, one.num_output, one.matcher.error, one.grammar_param) for one in here if one.matcher is not None
+        ]
 
     def isolate(self, uid: str | None) -> list[StepRow]:
         """Run only the request *uid*, which is here or comes next, until this is called with None.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
+from stages.generate.model.layers.blocks import padded
 from stages.generate.model.layers.linear import Linear
 from stages.generate.model.layers.mlp import Mlp
 
@@ -28,6 +29,8 @@ class Experts:
     experts: Sequence[Mlp]
     experts_per_token: int
     normalize: bool
+    one_shape: bool = False
+    """Each expert multiplies T rows, however many of them are its own: then their sums do not depend on the others."""
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return y_TE.
@@ -43,7 +46,8 @@ class Experts:
             if count:
                 pairs_N = order_P[begin : begin + count]
                 tokens_N = pairs_N // self.experts_per_token
-                y_TE.index_add_(0, tokens_N, expert(x_TE[tokens_N]) * weights_P[pairs_N, None])
+                x_NE = padded(x_TE[tokens_N], len(x_TE) - count) if self.one_shape else x_TE[tokens_N]
+                y_TE.index_add_(0, tokens_N, expert(x_NE)[:count] * weights_P[pairs_N, None])
             begin += count
         return y_TE
 

@@ -69,7 +69,7 @@ def test_the_file_is_whole_after_every_phase(
     ]
     assert [one.finished for one in seen] == [False, False, True]
     last = seen[-1]
-    assert (last.device, last.size, last.budget_s, last.install_s) == ("cpu", "toy", 110.0, 2.5)
+    assert (last.device, last.size, last.budget_s, last.install_s) == ("cpu", "toy", 120.0, 2.5)
     assert last.arguments == tuple(arguments)
     assert [path.name for path in tmp_path.glob(".*")] == []
     assert "raises: failed" in capsys.readouterr().err

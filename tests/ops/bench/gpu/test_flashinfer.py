@@ -68,7 +68,8 @@ def test_a_window_that_is_one_token_too_wide_is_found_out(monkeypatch: pytest.Mo
     attend: Callable[..., Tensor] = flashinfer_double._attend
 
     def wide(*arguments: Any) -> Tensor:
-        return attend(*arguments[:-1], arguments[-1] + 1 if arguments[-1] >= 0 else -1)
+        *before, window_left, parts = arguments
+        return attend(*before, window_left + 1 if window_left >= 0 else -1, parts)
 
     monkeypatch.setattr(flashinfer_double, "_attend", wide)
     report = Reported()

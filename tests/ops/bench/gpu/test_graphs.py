@@ -57,7 +57,7 @@ def test_replays_are_compared_with_eager_steps_at_two_lengths() -> None:
         assert report.items[item]["replay_is_eager_at_other_lengths"] is True
     assert report.items["float32 reference attention"]["replay_is_eager"] is True
     engine = report.items["engine"]
-    assert (engine["ok"], engine["distance"]) == (True, 0.0)
+    assert engine["ok"] is True and float(str(engine["distance"])) < graphs.ENGINE_DISTANCE
     assert int(str(engine["steps"])) > int(str(engine["mixed_steps"])) > 2
 
 

@@ -15,7 +15,7 @@ from flashinfer_signatures import VERSIONS
 from selection import by_night
 from torch import Tensor
 
-from stages.generate.attention import ATTENTION, Attention, AttentionShape, flashinfer
+from stages.generate.attention import ATTENTION, DETERMINISTIC, Attention, AttentionShape, flashinfer
 from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch
 from stages.generate.schedule.plan import BatchPlan, PlanRow
 
@@ -25,7 +25,8 @@ EXPECTED: dict[object, Tensor] = {}
 USES_FLASHINFER = [name for name in ATTENTION if "fi" in name]
 OTHERS = [name for name in ATTENTION if name not in USES_FLASHINFER]
 BOTH = [f"{name} {version}" for name in USES_FLASHINFER for version in VERSIONS]
-NAMES = [*OTHERS, *by_night(["fi 0.6.13", "fa,fi 0.7.2"], BOTH)]
+SURE = [f"{name} deterministic" for name in DETERMINISTIC]
+NAMES = [*OTHERS, *SURE, *by_night(["fi 0.6.13", "fa,fi 0.7.2"], BOTH)]
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
 
@@ -33,7 +34,8 @@ pytestmark = pytest.mark.parametrize("name", NAMES)
 @pytest.fixture(autouse=True)
 def flashinfer_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
     """Its calls are held against the contract here; its kernels are held against float64 on a GPU, by gpu-check."""
-    library = Double(name.partition(" ")[2] or VERSIONS[0])
+    version = name.partition(" ")[2]
+    library = Double(version if version in VERSIONS else VERSIONS[0])
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1024)
     yield library
@@ -110,7 +112,8 @@ class Case:
 
 
 def make(name: str, page_size: int, window: int = 0, dtype: torch.dtype = torch.float32) -> Attention:
-    return ATTENTION[name.partition(" ")[0]](AttentionShape(HEADS, KV_HEADS, HEAD_DIM, page_size, window, dtype))
+    shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, page_size, window, dtype, deterministic=name in SURE)
+    return ATTENTION[name.partition(" ")[0]](shape)
 
 
 MIXED = [(70, 1), (3, 1), (0, 1), (1, 1), (0, 9), (16, 5), (15, 17), (64, 64)]
@@ -192,6 +195,25 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     alone.rows, alone.k, alone.v = [MIXED[4]], [together.k[4]], [together.v[4]]
     alone.pages, alone.q_THD = [together.pages[4]], together.q_THD[first : first + MIXED[4][1]]
     torch.testing.assert_close(together.attend(name)[first : first + MIXED[4][1]], alone.attend(name))
+
+
+@pytest.mark.parametrize("window", [0, 37])
+def test_the_bits_of_a_token_are_its_own_where_they_must_be(name: str, window: int) -> None:
+    together = Case([(299, 1), (20, 1), (0, 300), (64, 64)], 16)
+    bits = together.attend(name, window)
+    first, differ = 0, 0
+    for row, (start, count) in enumerate(together.rows):
+        for size in (1, 7, 300):
+            for begin in range(start, start + count, size)[:: 1 if count < 9 or size > 9 else 11]:
+                end = min(begin + size, start + count)
+                alone = Case([(begin, end - begin)], 16)
+                alone.k, alone.v = [together.k[row][:end]], [together.v[row][:end]]
+                alone.kv_2PKSD, alone.pages = together.kv_2PKSD, [together.pages[row]]
+                alone.q_THD = together.q_THD[first + begin - start : first + end - start]
+                same = bits[first + begin - start : first + end - start]
+                differ += not torch.equal(alone.attend(name, window), same)
+        first += count
+    assert (differ == 0) is (name in SURE)
 
 
 def test_bfloat16_is_summed_in_float32(name: str) -> None:

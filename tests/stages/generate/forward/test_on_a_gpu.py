@@ -14,8 +14,9 @@ import torch
 from checkpoints import make_checkpoint, make_engine
 from flashinfer_double import Double
 from plans import Request, plan, shuffled_pages
-from pretend_cuda import CUDA, OnDevice, Pretended, Waited, pretend_cuda
+from pretend_cuda import CUDA, OnDevice, Pretended, pretend_cuda
 from schedules import make_schedule, steps_ahead
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from pipeline.errors import ConfigError
@@ -58,14 +59,19 @@ def device(library: Double, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend
 
 
 def engine_on(
-    device: Pretended, folder: Path, attention: str, graph: int = 0, measure: Measure | None = None
+    device: Pretended,
+    folder: Path,
+    attention: str,
+    graph: int = 0,
+    measure: Measure | None = None,
+    *,
+    needs_graph: bool = True,
 ) -> Engine:
     device.may_wait = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.generate.forward.weights.can_group", lambda *_: True)
-        engine = make_engine(
-            folder, device=CUDA, kernels="torch", attention=attention, graph=graph, measure=measure, **SIZES
-        )
+        how: dict[str, Any] = {"attention": attention, "graph": graph, "needs_graph": needs_graph, "measure": measure}
+        engine = make_engine(folder, device=CUDA, kernels="torch", **how, **SIZES)
     device.may_wait = False
     return engine
 
@@ -139,7 +145,26 @@ def test_a_wait_and_memory_of_the_host_are_noticed_in_a_recording(
     folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch, wrong: Any, reason: str
 ) -> None:
     monkeypatch.setattr(FlashInferAttention, "attending", wrong)
-    with pytest.raises((Waited, RuntimeError), match=reason):
+    with pytest.raises(ConfigError, match=reason):
+        engine_on(device, folders["qwen3"], "fi", 2)
+
+
+def test_where_nothing_can_be_recorded_decode_steps_are_computed_without_and_a_line_says_so(
+    folders: dict[str, Path], device: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens_of(engine_on(device, folders["qwen3"], "fi"))
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\n" + "see the page " * 99)
+
+    monkeypatch.setattr(graphs, "record", refuse)
+    with capture_logs() as lines:
+        engine = engine_on(device, folders["qwen3"], "fi", 2, needs_graph=False)
+    (line,) = (line for line in lines if line["event"] == "graphs_unavailable")
+    assert line["log_level"] == "warning" and len(line["reason"]) <= 300
+    assert line["reason"].startswith("RuntimeError: CUDA error: operation not permitted when stream is capturing see")
+    assert engine.graph == 0 and tokens_of(engine) == expected
+    with pytest.raises(ConfigError, match=r"--graph 2: the decode steps cannot be recorded here \(RuntimeError: CUDA"):
         engine_on(device, folders["qwen3"], "fi", 2)
 
 
