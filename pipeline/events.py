@@ -90,6 +90,8 @@ class Presentation(Value):
     """Log-probabilities by token id have the text of the token, too."""
     choices: int = 1
     """Siblings for each prompt."""
+    reasoning: Literal["apart", "inline", "hidden"] = "apart"
+    """Thinking is sent in fields of its own, within the content with its markers, or not at all."""
 
     @property
     def tells_prompt(self) -> bool:
@@ -105,6 +107,8 @@ class Replay(Value):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """As in the recorded Tokenized. The texts in the sampling parameters are not encoded again."""
     grammar: str = ""
+    """As in the recorded Tokenized."""
+    markup: Markup = Markup()
     """As in the recorded Tokenized."""
     cached: bool = False
     """It may read pages of the prefix cache. Without, all of its prompt is computed."""
@@ -186,6 +190,8 @@ class Tokenized(Event):
     """Sequences of tokens that the output must not have."""
     grammar: str = ""
     """What the output must be: a Lark grammar with llguidance's additions; empty: anything."""
+    grammar_param: str = ""
+    """The field of the request that asked for it."""
     markup: Markup = Markup()
     """How the text of the answer is to be read."""
 

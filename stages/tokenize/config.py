@@ -9,6 +9,8 @@ from pipeline.flags import flag, seconds
 from pipeline.log.config import LogConfig
 from pipeline.process.config import ModelConfig, WorkerConfig
 
+TOOL_FORMATS: Final = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic")
+"""Those of `pipeline.markup`, which a process that only parses flags does not load."""
 DEFAULT_CPU_S: Final = 10.0
 """4 MiB of any text take 2.8 to 7.3 s with byte-level BPE (tokenizers 0.23, one core of an AMD EPYC). It is CPU time
 because on a busy machine the same text takes several times as long."""
@@ -30,6 +32,22 @@ class PromptConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkupConfig:
+    """How the model writes tool calls."""
+
+    tool_parser: str = flag(
+        "--tool-parser",
+        "--tool-call-parser",
+        default="auto",
+        choices=("auto", "none", *TOOL_FORMATS),
+        help=(
+            "format in which the model writes tool calls; auto: the one that its chat template writes; none: calls are "
+            "left in the text"
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizeConfig:
     """The flags of `minisgl stage tokenize`."""
 
@@ -37,3 +55,4 @@ class TokenizeConfig:
     worker: WorkerConfig
     log: LogConfig
     prompts: PromptConfig
+    markup: MarkupConfig

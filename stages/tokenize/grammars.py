@@ -21,6 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.grammars import parser_limits, start_with_stack
 
 LARGEST_GRAMMAR_BYTES: Final = 64 << 10
+TOO_LARGE: Final = f"its grammar has more than {LARGEST_GRAMMAR_BYTES} bytes"
 WHITESPACE: Final = r"\n {0,16}| "
 """Between two tokens of JSON: a line break with an indentation, or one space. Without a bound, a model that has nothing
 to say writes spaces until the end."""
@@ -57,41 +58,61 @@ def grammar_of(constraint: Constraint) -> str:
         RequestError: It cannot be enforced, it allows no answer, or its grammar is too large.
     """
     code = "unsupported_schema" if constraint.kind == "json" else "invalid_grammar"
+    return made_in_thread(lambda: checked(rules_of(constraint)), code, constraint.param)
+
+
+def made_in_thread(make: Callable[[], str], code: str, param: str) -> str:
+    """Return the grammar that *make* returns, which runs in a thread with a large stack.
+
+    Raises:
+        RequestError: *make* raised one, or any other error. That becomes one with *code*, about the field *param*.
+    """
     made: list[str | Exception] = []
 
-    def make() -> None:
+    def run() -> None:
         try:
-            made.append(_checked(constraint))
+            made.append(make())
         except Exception as error:  # the converter of GBNF raises its own and plain ones
             made.append(error)
 
-    thread = threading.Thread(target=make, name="grammar")
+    thread = threading.Thread(target=run, name="grammar")
     start_with_stack(thread)
     thread.join()
     (grammar,) = made
+    if isinstance(grammar, RequestError):
+        raise grammar
     if isinstance(grammar, RecursionError):
-        raise _refusal(constraint, code, "it is nested too deeply")
+        raise refusal(code, param, "it is nested too deeply")
     if isinstance(grammar, Exception):
-        raise _refusal(constraint, code, f"{grammar}")
+        raise refusal(code, param, f"{grammar}")
     return grammar
 
 
-def _checked(constraint: Constraint) -> str:
-    """Return the grammar; raise any error that says why there is none."""
-    too_large = ValueError(f"its grammar has more than {LARGEST_GRAMMAR_BYTES} bytes")
+def rules_of(constraint: Constraint) -> str:
+    """Return what *constraint* says in Lark; raise any error that says why it cannot be said."""
     if len(constraint.text.encode()) > LARGEST_GRAMMAR_BYTES:
-        raise too_large
-    grammar = f"{_MAKERS[constraint.kind](constraint)}\n{UNFORCED}\n"
+        raise ValueError(TOO_LARGE)
+    return _MAKERS[constraint.kind](constraint)
+
+
+def checked(rules: str) -> str:
+    """Return the grammar of some rules in Lark, or of several grammars in llguidance's JSON.
+
+    Raises:
+        ValueError: It is too large, or llguidance refuses it.
+    """
+    grammar = rules if rules.startswith("{") else f"{rules}\n{UNFORCED}\n"
     if len(grammar.encode()) > LARGEST_GRAMMAR_BYTES:
-        raise too_large
+        raise ValueError(TOO_LARGE)
     if wrong := _what_is_wrong(grammar):
         raise ValueError(wrong)
     return grammar
 
 
-def _refusal(constraint: Constraint, code: str, reason: str) -> RequestError:
+def refusal(code: str, param: str, reason: str) -> RequestError:
+    """Return the error for a field from which no grammar can be made."""
     told = " ".join(reason.split())[:500]
-    return RequestError(f"{constraint.param}: cannot be enforced: {told}", code=code, param=constraint.param)
+    return RequestError(f"{param}: cannot be enforced: {told}", code=code, param=param)
 
 
 def _what_is_wrong(grammar: str) -> str:
@@ -104,10 +125,8 @@ def _what_is_wrong(grammar: str) -> str:
 
 
 def _of_schema(constraint: Constraint) -> str:
-    schema = known_formats(orjson.loads(constraint.text))
     space = WHITESPACE if constraint.whitespace is None else constraint.whitespace
-    options = {"lenient": False, "whitespace_pattern": space}
-    return f"start: %json {orjson.dumps(schema | {OPTIONS: options}).decode()}"
+    return f"start: {json_of(orjson.loads(constraint.text), space)}"
 
 
 def _of_pattern(constraint: Constraint) -> str:
@@ -136,6 +155,17 @@ _MAKERS: Final[Mapping[str, Callable[[Constraint], str]]] = {
     "choice": _of_choice,
     "grammar": _of_grammar,
 }
+
+
+def json_of(schema: Mapping[str, Any], whitespace: str | None = None) -> str:
+    """Return the item of a rule that is JSON by *schema*, with this pattern of *whitespace* between tokens.
+
+    None: a space after commas and colons alone, as chat templates write the calls that models learn from. A model that
+    may write anything else there often does, where it has something else in mind than the schema.
+    """
+    spaced = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options = {"lenient": False, **({"whitespace_pattern": whitespace} if whitespace is not None else spaced)}
+    return f"%json {orjson.dumps(known_formats(dict(schema)) | {OPTIONS: options}).decode()}"
 
 
 def known_formats(schema: Any) -> Any:

@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import ConfigError, RequestError
 from pipeline.events import Submitted
+from pipeline.markup import Markup
 from pipeline.serving import tokenizer_fingerprint
 from pipeline.spelling import Spelling
 from stages.tokenize.description import description
+from stages.tokenize.markup import AddedTokens, Dialect
 from stages.tokenize.templates import conversation_text
 
 LARGEST_TEXT_BYTES: Final = 4 << 20
@@ -28,6 +30,7 @@ memory and 2 us for each (tokenizers 0.23), and meanwhile this process encodes n
 LARGEST_DECODED_BYTES: Final = 4 * LARGEST_TEXT_BYTES
 LONG_TEXT: Final = 64 << 10
 """Other prompts do not wait for a text of more characters."""
+NO_MARKUP: Final = Markup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class Rendered:
     """The bad words of the request as tokens."""
     grammar: str = ""
     """As in Tokenized."""
+    markup: Markup = NO_MARKUP
+    """As in Tokenized."""
 
     @property
     def is_long(self) -> bool:
@@ -54,7 +59,8 @@ class Rendered:
 class PromptEncoder:
     """The tokenizer of one model folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tool_parser: str = "auto") -> None:
+        """*tool_parser*: see `MarkupConfig`."""
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:
@@ -70,6 +76,8 @@ class PromptEncoder:
         self._spelling = Spelling.of(orjson.loads(decoder.__getstate__()) if decoder is not None else None)
         added = self._tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         self._num_before = len(list(itertools.takewhile(bool, added)))
+        listed = _json_of(folder / "tokenizer.json").get("added_tokens", ())
+        self._dialect = Dialect.of(self._tokenizer, AddedTokens.of(listed), tool_parser)
         self._num_after = len(list(itertools.takewhile(bool, reversed(added[self._num_before :]))))
 
     def render(self, event: Submitted) -> Rendered:
@@ -86,16 +94,21 @@ class PromptEncoder:
         self._refuse_unknown("allowed_token_ids", sampling.allowed_token_ids, self._num_tokens)
         self._refuse_unknown("logprob_token_ids", sampling.logprob_token_ids, self._num_tokens)
         if event.replay is None:
-            bad_words, grammar = self._bad_words(sampling.bad_words), _grammar(event)
+            bad_words = self._bad_words(sampling.bad_words)
+            grammar, markup = "" if event.messages else self._grammar(event, NO_MARKUP), NO_MARKUP
         else:
-            bad_words, grammar = event.replay.bad_words, event.replay.grammar
+            bad_words, grammar, markup = event.replay.bad_words, event.replay.grammar, event.replay.markup
         if event.prompt_ids:
             self._refuse_unknown("prompt", event.prompt_ids, self._num_embeddings)
-            return Rendered("", False, "prompt", event.prompt_ids, bad_words, grammar)
+            return Rendered("", False, "prompt", event.prompt_ids, bad_words, grammar, markup)
         if not event.messages:
-            return Rendered(event.prompt, event.add_special_tokens is not False, "prompt", (), bad_words, grammar)
+            special = event.add_special_tokens is not False
+            return Rendered(event.prompt, special, "prompt", (), bad_words, grammar, markup)
         text = conversation_text(self._tokenizer, event)
-        return Rendered(text, event.add_special_tokens is True, "messages", (), bad_words, grammar)
+        if event.replay is None:
+            markup = self._dialect.markup(event, text)
+            grammar = self._grammar(event, markup)
+        return Rendered(text, event.add_special_tokens is True, "messages", (), bad_words, grammar, markup)
 
     def encode(self, prompts: Sequence[Rendered]) -> list[tuple[int, ...]]:
         """Return the token ids of each prompt. Prompts of one kind are encoded as one batch, in parallel."""
@@ -174,6 +187,14 @@ class PromptEncoder:
     def _least_tokens(self, prompt: Rendered) -> int:
         return -(-len(prompt.text) // self._longest_token)
 
+    def _grammar(self, event: Submitted, markup: Markup) -> str:
+        """Return the grammar of a request's answer; empty if it may be anything."""
+        if event.constraint is None and event.calls is None and event.thinking_budget is None:
+            return ""
+        from stages.tokenize.answers import answer_grammar  # llguidance takes 60 ms; most processes never need it
+
+        return answer_grammar(event, markup, self._dialect)
+
     def _bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word at the beginning of a text, and after a space if only the first one differs.
 
@@ -222,15 +243,6 @@ class PromptEncoder:
             code="invalid_value",
             param=param,
         )
-
-
-def _grammar(event: Submitted) -> str:
-    """Return the grammar of a request's answer; empty if it may be anything."""
-    if event.constraint is None:
-        return ""
-    from stages.tokenize.grammars import grammar_of  # llguidance takes 60 ms, and most processes never need it
-
-    return grammar_of(event.constraint)
 
 
 def tokens_kept(event: Submitted, context: int) -> int | None:

@@ -221,6 +221,8 @@ class TokenizeWorker:
                     by=self.slot_lease.status.slot,
                     bad_words=prompt.bad_words,
                     grammar=prompt.grammar,
+                    markup=prompt.markup,
+                    grammar_param=_grammar_param(each.submitted, prompt) if prompt.grammar else "",
                 )
                 failpoint("tokenize.before_commit")
                 self._commit(each.entry, event)
@@ -328,6 +330,13 @@ def _uids(entries: Sequence[Entry]) -> list[str]:
     return [entry.fields["uid"] for entry in entries]
 
 
+def _grammar_param(submitted: Submitted, prompt: Rendered) -> str:
+    """Return the field of a request that asks for the grammar of its answer."""
+    from stages.tokenize.answers import grammar_param  # as in `stages.tokenize.prompts`: it loads llguidance
+
+    return grammar_param(submitted, prompt.markup)
+
+
 def _submitted_of(history: Sequence[Entry]) -> Submitted | RequestError:
     """Return what a request is, or the error that ends it.
 
@@ -349,7 +358,7 @@ def run(config: TokenizeConfig, open_log: Callable[[], StreamLog], folder: Path)
     process = WorkerProcess(TOKENIZE, open_log, lease_ms=int(config.log.lease_s * 1000), preferred=config.worker.slot)
     log, stop = process.log, process.stop
     with process.loading("tokenizer", LOAD_TIMEOUT_S) as announcement:
-        encoder = PromptEncoder(folder)
+        encoder = PromptEncoder(folder, config.markup.tool_parser)
         serving = Serving(str(folder), tokenizer=encoder.fingerprint)
         wait_until_it_fits(log, serving, stop)
         limit_cpu_s = config.prompts.tokenize_cpu_s

@@ -1,0 +1,240 @@
+"""Makes one grammar of all that an answer must be: thinking and its budget, tool calls, and a constraint.
+
+Thinking comes first, where the model thinks in this prompt. It is text without the markers of this model. So neither a
+marker that is spelled letter by letter nor one that is a token can end it early.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import orjson
+
+from pipeline.constraint import Constraint
+from pipeline.errors import RequestError
+from pipeline.events import Calls, Submitted
+from pipeline.markup import Markup
+from stages.tokenize.calls import CallRules, Tool, call_rules, marker
+from stages.tokenize.grammars import UNFORCED, checked, grammar_of, made_in_thread, rules_of
+from stages.tokenize.literals import Rules, quoted
+from stages.tokenize.markup import BEGINS, MARKERS, Dialect
+
+MOST_OF_A_CHARACTER: Final = 3
+"""Most bytes of a UTF-8 character after its first one. A budget ends between characters, not inside one."""
+GAP: Final = "/\\n{0,2}/"
+"""Between thinking and JSON or a call."""
+
+Wanted = Literal["", "may", "must"]
+
+
+def wanted_calls(calls: Calls | None, tools: Iterable[dict[str, Any]]) -> Wanted:
+    """Return whether a grammar has tool calls in it, and whether the answer must be calls.
+
+    Without `strict` and `names`, calls under `auto` are the model's own text. Readers of the answer take the first one
+    alone where the client wants no parallel calls.
+    """
+    if calls is None or calls.choice == "none":
+        return ""
+    if calls.choice == "required":
+        return "must"
+    strict = any(tool.get("function", {}).get("strict") is True for tool in tools)
+    return "may" if strict or calls.names else ""
+
+
+def answer_grammar(event: Submitted, markup: Markup, dialect: Dialect) -> str:
+    """Return the grammar of an answer; empty if it may be anything.
+
+    Raises:
+        RequestError: It cannot be enforced, or this model cannot be told to do what is asked for.
+    """
+    wanted = wanted_calls(event.calls, event.templating.tools)
+    if not markup.tools:
+        if wanted == "must":
+            raise _no_format()
+        wanted = ""
+    elif event.constraint is not None and not wanted:
+        wanted = "may"  # else the constraint would forbid calls
+    thinks = bool(markup.think) and (event.constraint is not None or wanted or event.thinking_budget is not None)
+    if not thinks and not wanted:
+        return "" if event.constraint is None else grammar_of(event.constraint)
+    if event.constraint is not None:
+        grammar_of(event.constraint)  # what is wrong with it alone is said of it alone
+    answer = _Answer(event, markup, dialect, wanted)
+    return made_in_thread(lambda: checked(answer.grammar()), "unsupported_schema", grammar_param(event, markup))
+
+
+def grammar_param(event: Submitted, markup: Markup) -> str:
+    """Return the field of a request that asks for the grammar of its answer."""
+    if event.constraint is not None:
+        return event.constraint.param
+    has_calls = markup.tools and wanted_calls(event.calls, event.templating.tools)
+    return "tools" if has_calls else "thinking_token_budget"
+
+
+def _no_format() -> RequestError:
+    return RequestError(
+        "tool_choice: this model's chat template writes no tool calls in a format that is known, so none can be "
+        "required; leave tool_choice out, or start the server with --tool-parser",
+        code="unsupported_parameter",
+        param="tool_choice",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One answer, of which at least something must be enforced."""
+
+    event: Submitted
+    markup: Markup
+    dialect: Dialect
+    wanted: Wanted
+
+    def grammar(self) -> str:
+        """Return its grammar in Lark, or in llguidance's JSON where a client's grammar is part of it."""
+        rules = Rules()
+        thought = self._thought(rules)
+        nested: list[dict[str, str]] = []
+        body = self._body(rules, nested)
+        lark = "\n".join([f"start: {' '.join((*thought, body))}", *rules.lines])
+        if not nested:
+            return lark
+        grammars = [{"lark_grammar": f"{lark}\n{UNFORCED}\n"}, *nested]
+        return orjson.dumps({"grammars": grammars}).decode()
+
+    # thinking
+
+    def _thought(self, rules: Rules) -> Sequence[str]:
+        """Return what comes before the answer, as items of a rule."""
+        budget, opens = self.event.thinking_budget, self.markup.opens_thinking
+        if not self.markup.think or (budget == 0 and not opens):
+            return ()
+        begin, end = self.markup.think
+        gap = GAP if self._allows_gap() else ""
+        if budget == 0:
+            return marker(self.dialect, end), gap
+        is_token = end in self.dialect.added.ids
+        if budget is not None and not is_token:
+            raise RequestError(
+                f"thinking_token_budget: this model writes {end} as several tokens, so that its thinking cannot be "
+                "counted; leave the field out, or send 0",
+                code="unsupported_parameter",
+                param="thinking_token_budget",
+            )
+        closed = self._counted(rules, end, budget) if is_token else self._spelled(rules, end)
+        if opens:
+            return closed, gap
+        opened = marker(self.dialect, begin)
+        # llguidance cannot choose between a text and a grammar in the grammar, such as JSON; so such models must think
+        is_optional = begin in self.dialect.added.ids or self.event.constraint is None
+        return (f"({opened} {closed} {gap})?",) if is_optional else (opened, closed, gap)
+
+    def _counted(self, rules: Rules, end: str, budget: int | None) -> str:
+        """Return thinking that a token ends, of at most *budget* tokens.
+
+        llguidance stops counting inside a character, which is 3 tokens more at most. So it counts to 3 less, and fewer
+        tokens must be ASCII, of which each is a character.
+        """
+        anything = "/(?s:.*)/" if budget is None or budget > MOST_OF_A_CHARACTER else "/[\\x00-\\x7f]*/"
+        text = rules.add(self._text_without(end, of=anything), terminal=True)
+        most = budget if budget is None or budget <= MOST_OF_A_CHARACTER else budget - MOST_OF_A_CHARACTER
+        attributes = "" if most is None else f"[max_tokens={most}]"
+        return f"{rules.add(text, attributes=attributes)} {marker(self.dialect, end)}"
+
+    def _spelled(self, rules: Rules, end: str) -> str:
+        """Return thinking that a text ends where it comes first."""
+        text = rules.add(f"({self._text_without(end)}) {quoted(end)}", terminal=True)
+        return rules.add(text, attributes="[lazy]")
+
+    def _text_without(self, *texts: str, of: str = "/(?s:.*)/") -> str:
+        """Return any text, or what is *of* a form, but none with *texts* in it, or with a call where calls matter."""
+        begins = BEGINS[self.markup.tools] if self.wanted else ()
+        escaped = [re.escape(text).replace("/", "\\/") for text in dict.fromkeys((*texts, *begins))]
+        return f"{of} & ~/(?s:.*)({'|'.join(escaped)})(?s:.*)/" if escaped else of
+
+    def _allows_gap(self) -> bool:
+        constraint = self.event.constraint
+        return bool(self.wanted) or (constraint is not None and constraint.kind == "json")
+
+    # the answer
+
+    def _body(self, rules: Rules, nested: list[dict[str, str]]) -> str:
+        constraint = self.event.constraint
+        if not self.wanted:
+            return self._bound(constraint, rules, nested) if constraint is not None else self._loose(rules)
+        calls = self._calls(rules)
+        begin = marker(self.dialect, calls.trigger) if calls.trigger else self._optional_tag()
+        whole = f"{begin} {calls.rest}"
+        if self.wanted == "must":
+            return whole
+        if constraint is None:
+            return self._free(rules, calls, whole)
+        if calls.trigger not in self.dialect.added.ids:
+            raise RequestError(
+                f"{constraint.param}: cannot be combined with tools that this model calls in plain text; send one of "
+                "the two, or tool_choice `required` or `none`",
+                code="unsupported_parameter",
+                param=constraint.param,
+            )
+        return f"({whole} | {self._bound(constraint, rules, nested)})"
+
+    def _bound(self, constraint: Constraint, rules: Rules, nested: list[dict[str, str]]) -> str:
+        text = rules_of(constraint)
+        head, _, body = text.partition(": ")
+        if constraint.kind in ("json", "choice") and head == "start":
+            return rules.add(body)
+        nested.append({"name": "answer", "lark_grammar": f"{text}\n{UNFORCED}\n"})
+        return rules.add("@answer")
+
+    def _calls(self, rules: Rules) -> CallRules:
+        said = self.event.calls or Calls()
+        tools = []
+        for place, tool in enumerate(self.event.templating.tools):
+            function = tool["function"]
+            if not said.names or function["name"] in said.names:
+                is_bound = self.wanted == "must" or function.get("strict") is True
+                tools.append(Tool(place, function["name"], function.get("parameters"), is_bound))
+        if not tools:
+            raise RequestError("tool_choice: names no tool of `tools`", param="tool_choice")
+        return call_rules(rules, self.dialect, self.markup.tools, tools, parallel=said.parallel)
+
+    def _optional_tag(self) -> str:
+        """Return what may come before calls that are the whole answer."""
+        tags = [text for text in MARKERS[self.markup.tools] if text in self.dialect.added.ids]
+        return f"{marker(self.dialect, tags[0])}?" if tags else ""
+
+    def _free(self, rules: Rules, calls: CallRules, whole: str) -> str:
+        """Return text with calls in it; what begins a call can be nothing else."""
+        parallel = (self.event.calls or Calls()).parallel
+        others = self._other_tokens()
+        if not calls.trigger:
+            not_a_call = f"/(\\s*[^\\s{re.escape(calls.first)}](?s:.*))?/"
+            text = rules.add(self._text_without(of=not_a_call), terminal=True)
+            return f"({whole} | {self._loose_text(rules, text, others)})"
+        text = rules.add(self._text_without(), terminal=True)
+        if calls.trigger in self.dialect.added.ids:
+            free = rules.add(self._loose_text(rules, text, others))
+            return f"{free} ({whole} {free})*" if parallel else f"{free} ({whole})?"
+        begun = rules.add(f"({self._text_without()}) {quoted(calls.trigger)}", terminal=True)
+        call = f"{rules.add(begun, attributes='[lazy]')} {calls.rest}"
+        return f"({call})* {text}" if parallel else f"({call} | {text})"
+
+    def _loose_text(self, rules: Rules, text: str, others: str) -> str:
+        if not others:
+            return text
+        more = rules.add(self._text_without(), terminal=True)
+        return f"{text} ({others} {more})*"
+
+    def _loose(self, rules: Rules) -> str:
+        """Return any text, but for further thinking."""
+        text = rules.add("/(?s:.*)/", terminal=True)
+        return self._loose_text(rules, text, self._other_tokens())
+
+    def _other_tokens(self) -> str:
+        """Return the added tokens that have no part in the markup, as an item of a rule; empty: there are none."""
+        added = self.dialect.added
+        marked = {added.ids.get(text) for text in (*MARKERS[self.markup.tools], *self.markup.think)}
+        free = sorted(set(added.ids.values()) - added.special - marked)
+        return f"<[{','.join(map(str, free))}]>" if free else ""

@@ -1,0 +1,212 @@
+"""Finds out how a model writes tool calls and thinking: by what its chat template makes of small conversations.
+
+Text of a template is never searched: templates share words and differ in what they write. Knows no grammar, and no text
+of an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.events import Submitted
+from pipeline.markup import Markup, ToolFormat
+
+QUESTION: Final = "probe question"
+THOUGHT: Final = "probe thought"
+ANSWER: Final = "probe answer"
+TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}, "required": ["probe_key"]},
+    },
+}
+CALL: Final = {
+    "id": "probe0001",  # Mistral's templates want nine letters and digits
+    "type": "function",
+    "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}},
+}
+FORMATS: Final[tuple[tuple[ToolFormat, re.Pattern[str]], ...]] = (
+    (
+        "hermes",
+        re.compile(r'<tool_call>\s*\{\s*"name":\s*"probe_tool",\s*"arguments":\s*\{\s*"probe_key":\s*"probe_value"'),
+    ),
+    ("qwen3_coder", re.compile(r"<function=probe_tool>\s*<parameter=probe_key>\s*probe_value\s*</parameter>")),
+    (
+        "mistral",
+        re.compile(r'\[TOOL_CALLS\]\s*\[\s*\{[^{}]*"name":\s*"probe_tool",\s*"arguments":\s*\{\s*"probe_key":'),
+    ),
+    ("mistral", re.compile(r'\[TOOL_CALLS\]\s*probe_tool(?:\[CALL_ID\]\w+)?\[ARGS\]\s*\{\s*"probe_key":')),
+    (
+        "llama3_json",
+        re.compile(r'\{\s*"name":\s*"probe_tool",\s*"parameters":\s*\{\s*"probe_key":\s*"probe_value"'),
+    ),
+    ("pythonic", re.compile(r"""\[\s*probe_tool\(\s*probe_key=(["'])probe_value\1\s*\)""")),
+)
+"""The value of the argument is in the call alone: a template writes the other names in its list of tools, too."""
+NAMED_ARGUMENTS: Final = "[ARGS]"
+"""Mistral's newer spelling has it: `[TOOL_CALLS]name[ARGS]{..}`. The older one is a list in JSON."""
+MARKERS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
+    "": (),
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>"),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", NAMED_ARGUMENTS),
+    "pythonic": ("<|python_start|>", "<|python_end|>"),
+}
+"""Texts of each format that can be tokens."""
+BEGINS: Final[Mapping[ToolFormat, tuple[str, ...]]] = {
+    **{name: texts[:1] for name, texts in MARKERS.items()},
+    "qwen3_coder": ("<tool_call>", "<function="),
+}
+"""Those that begin a call. Qwen3-Coder sometimes leaves its first one out."""
+THINKING: Final[tuple[tuple[str, str], ...]] = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+)
+"""What models write around thinking. Others are found where the template writes an old thought."""
+_AROUND: Final = re.compile(rf"([<\[◁][^\s<>\[\]◁▷]+[>\]▷])\s*{THOUGHT}\s*([<\[◁][^\s<>\[\]◁▷]+[>\]▷])")
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokens:
+    """Tokens beside the vocabulary, by their text. A grammar must name them, because their text alone never is them."""
+
+    ids: Mapping[str, int]
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, listed: Iterable[Mapping[str, Any]]) -> AddedTokens:
+        """Return those that a tokenizer.json lists."""
+        known = list(listed)
+        return cls(
+            {one["content"]: one["id"] for one in known}, frozenset(one["id"] for one in known if one["special"])
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model writes tool calls and thinking."""
+
+    tools: ToolFormat
+    names_arguments: bool
+    """Of Mistral's two spellings, the newer one."""
+    think: tuple[str, str] | tuple[()]
+    added: AddedTokens
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast, added: AddedTokens, tool_parser: str) -> Dialect:
+        """Find the dialect of a tokenizer's template. *tool_parser* says the format of calls, unless it is `auto`."""
+        text, found = "", ""
+        if tokenizer.chat_template is not None:
+            text, found = _format_of(tokenizer)
+        if tool_parser != "auto":
+            found = "" if tool_parser == "none" else tool_parser
+        is_new = NAMED_ARGUMENTS in text if text else NAMED_ARGUMENTS in added.ids
+        think = _thinking_of(tokenizer) if tokenizer.chat_template is not None else ()
+        return cls(found, found == "mistral" and is_new, think, added)  # type: ignore[arg-type]
+
+    def markup(self, event: Submitted, prompt: str) -> Markup:
+        """Return how to read the answer to a conversation, which the template made *prompt* of."""
+        calls = event.calls
+        may_call = calls is not None and calls.choice != "none" and bool(event.templating.tools)
+        tools: ToolFormat = self.tools if may_call else ""
+        opens, is_over = self._thinks(event, prompt)
+        think = () if is_over else self.think
+        texts = (*MARKERS[tools], *think)
+        kept = sorted({self.added.ids[text] for text in texts if text in self.added.ids} & self.added.special)
+        return Markup(tools=tools, think=think, opens_thinking=opens, tokens=tuple(kept))
+
+    def _thinks(self, event: Submitted, prompt: str) -> tuple[bool, bool]:
+        """Return whether a prompt ends inside thinking, and whether it ends after it.
+
+        Only the end counts, which the template wrote: a user can write `<think>` as well. If the answer has begun, its
+        beginning counts.
+        """
+        if not self.think:
+            return False, False
+        begin, end = self.think
+        if event.templating.continue_final_message:
+            begun = event.messages[-1].get("content") if event.messages else ""
+            written = begun if isinstance(begun, str) else ""
+            opens = written.rfind(begin) > written.rfind(end)
+            return opens, bool(written.strip()) and not opens
+        closing = prompt.rstrip()
+        return closing.endswith(begin), closing.endswith(end)
+
+
+def _format_of(tokenizer: PreTrainedTokenizerFast) -> tuple[str, ToolFormat]:
+    """Return what a template makes of a call, and the format of that; both empty if no format is found."""
+    for text in _rendered_calls(tokenizer):
+        for name, pattern in FORMATS:
+            if found := pattern.search(text):
+                return found[0], name
+    return "", ""
+
+
+def _rendered_calls(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    """Yield conversations with a tool call. Templates differ in what they want around it."""
+    answered = {"role": "tool", "content": ANSWER, "tool_call_id": CALL["id"], "name": "probe_tool"}
+    for content in ("", None):
+        called = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+        for after in ([], [answered]):
+            yield _rendered(tokenizer, [_user(), called, *after], tools=[TOOL])
+
+
+def _thinking_of(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str] | tuple[()]:
+    """Return what the model writes around its thinking; empty if the template shows none.
+
+    A template shows it in one of three ways. It writes the thought of an old answer, it opens or closes thinking at the
+    end of a prompt, or it removes the thought from the text of an old answer.
+    """
+    for text in _rendered_thoughts(tokenizer):
+        for begin, end in _AROUND.findall(text):
+            if end in (f"{begin[0]}/{begin[1:]}", begin.replace("START", "END")):
+                return begin, end
+    prompts = [
+        _rendered(tokenizer, [_user()], add_generation_prompt=True, **variables).rstrip()
+        for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    ]
+    for begin, end in THINKING:
+        if any(prompt.endswith((begin, end)) for prompt in prompts):
+            return begin, end
+        old = {"role": "assistant", "content": f"{begin}\n{THOUGHT}\n{end}\n\n{ANSWER}"}
+        text = _rendered(tokenizer, [_user(), old, _user()])
+        if ANSWER in text and THOUGHT not in text:
+            return begin, end
+    return ()
+
+
+def _rendered_thoughts(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    """Yield conversations with a thought, in the ways that templates take one."""
+    whole = {"reasoning_content": THOUGHT, "reasoning": THOUGHT, "thinking": THOUGHT}
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL], **whole}
+    chunks = [{"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]}, {"type": "text", "text": ANSWER}]
+    yield _rendered(tokenizer, [_user(), {"role": "assistant", "content": ANSWER, **whole}])
+    yield _rendered(tokenizer, [_user(), called], tools=[TOOL])  # some write only the thought before a call
+    yield _rendered(tokenizer, [_user(), {"role": "assistant", "content": chunks}])
+
+
+def _user() -> dict[str, str]:
+    return {"role": "user", "content": QUESTION}
+
+
+def _rendered(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Return a conversation as text; empty if the template refuses it."""
+    try:
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
+    except Exception:  # a template is a program and may raise anything; then it does not take this conversation
+        return ""
+    return str(text)

@@ -1,0 +1,110 @@
+"""How a model writes tool calls and thinking, found in what its chat template writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from dialects import make_encoder
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.events import Calls, Markup, Replay, SamplingParams, Submitted, Templating
+from pipeline.markup import ToolFormat
+from stages.generate.model.checkpoint import DEMO_FOLDER
+from stages.tokenize.config import TOOL_FORMATS
+from stages.tokenize.prompts import PromptEncoder
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+AUTO = Calls()
+THINK = ("<think>", "</think>")
+USER = {"role": "user", "content": "Where is it?"}
+
+
+def chat(*messages: dict[str, Any], calls: Calls | None = AUTO, **templating: Any) -> Submitted:
+    return Submitted(
+        endpoint="e",
+        frontend="f",
+        messages=messages or (USER,),
+        sampling=SamplingParams(),
+        calls=calls,
+        templating=Templating(**{"tools": (TOOL,) if calls else ()} | templating),
+    )
+
+
+def markup(encoder: PromptEncoder, *messages: dict[str, Any], **more: Any) -> Markup:
+    return encoder.render(chat(*messages, **more)).markup
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "think", "opens", "special"),
+    [
+        ("hermes", "hermes", (), False, ()),
+        ("qwen3", "hermes", THINK, False, ()),
+        ("qwq", "hermes", THINK, True, ()),
+        ("qwen3_coder", "qwen3_coder", (), False, ()),
+        ("llama3_json", "llama3_json", (), False, ("<|python_tag|>",)),
+        ("mistral_list", "mistral", (), False, ("[TOOL_CALLS]", "[ARGS]")),
+        ("mistral_names", "mistral", ("[THINK]", "[/THINK]"), False, ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")),
+        ("pythonic", "pythonic", (), False, ()),
+        ("deepseek_r1", "", THINK, True, ()),
+        ("plain", "", (), False, ()),
+        ("writes_of_all", "", (), False, ()),
+    ],
+)
+def test_a_template_tells_its_family(
+    tmp_path: Path, template: str, tools: str, think: tuple[str, ...], opens: bool, special: tuple[str, ...]
+) -> None:
+    found = markup(make_encoder(tmp_path, template))
+    ids = PreTrainedTokenizerFast.from_pretrained(tmp_path).convert_tokens_to_ids(list(special))
+    assert found == Markup(tools=tools, think=think, opens_thinking=opens, tokens=tuple(sorted(ids)))  # type: ignore[arg-type]
+
+
+def test_the_demo_model_writes_calls_as_hermes() -> None:
+    assert markup(PromptEncoder(DEMO_FOLDER)) == Markup(tools="hermes")
+
+
+def test_the_flag_has_every_format() -> None:
+    assert tuple(name for name in get_args(ToolFormat) if name) == TOOL_FORMATS
+
+
+def test_the_format_can_be_named_and_switched_off(tmp_path: Path) -> None:
+    assert markup(make_encoder(tmp_path, "writes_of_all", "pythonic")).tools == "pythonic"
+    assert markup(make_encoder(tmp_path, "hermes", "none")) == Markup()
+
+
+def test_an_answer_without_calls_and_thinking_has_no_markup(tmp_path: Path) -> None:
+    encoder = make_encoder(tmp_path, "hermes")
+    assert markup(encoder, calls=None) == markup(encoder, calls=Calls(choice="none")) == Markup()
+    assert (
+        encoder.render(Submitted(endpoint="e", frontend="f", prompt="a", sampling=SamplingParams())).markup == Markup()
+    )
+
+
+def test_a_prompt_says_whether_its_answer_begins_inside_thinking(tmp_path: Path) -> None:
+    qwen3 = make_encoder(tmp_path / "qwen3", "qwen3")
+    plain, opened = Markup(), Markup(think=THINK, opens_thinking=True)
+    assert markup(qwen3, calls=None) == Markup(think=THINK)
+    assert markup(qwen3, calls=None, variables={"enable_thinking": False}) == plain
+    assert markup(qwen3, USER | {"content": "What is <think>"}, calls=None) == Markup(think=THINK)
+    assert markup(qwen3, USER | {"content": "What is </think>"}, calls=None) == Markup(think=THINK)
+    forced = make_encoder(tmp_path / "r1", "deepseek_r1")
+    assert markup(forced, USER | {"content": "Why </think>?"}, calls=None) == opened
+    assert markup(forced, calls=None, add_generation_prompt=False).opens_thinking is False
+
+
+@pytest.mark.parametrize(
+    ("begun", "expected"),
+    [("<think>\nIt may", Markup(think=THINK, opens_thinking=True)), ("So", Markup()), ("", Markup(think=THINK))],
+)
+def test_an_answer_that_is_continued_says_it_by_its_beginning(tmp_path: Path, begun: str, expected: Markup) -> None:
+    encoder = make_encoder(tmp_path, "qwen3")
+    message = {"role": "assistant", "content": begun}
+    options = {"calls": None, "add_generation_prompt": False, "continue_final_message": True}
+    assert markup(encoder, USER, message, **options) == expected
+
+
+def test_a_replay_has_the_recorded_markup(tmp_path: Path) -> None:
+    recorded = Markup(tools="hermes", think=THINK, tokens=(3,))
+    event = chat().model_copy(update={"messages": (), "prompt_ids": (1, 2), "replay": Replay(of="u", markup=recorded)})
+    assert make_encoder(tmp_path, "plain").render(event).markup == recorded
