@@ -116,22 +116,25 @@ GENERATE: Final = (
     *_of("audio moderation prediction web_search_options task width height steps"),
     # tools
     *_of("tools", []),
-    *_of("tool_choice function_call", "none"),
-    *_of("parallel_tool_calls parse_tool_calls", True, False),  # without tools neither changes anything
+    *_of("tool_choice", "none", instead="/v1/chat/completions"),
+    *_of("function_call", "none", instead="`tool_choice`"),
+    *_of("parallel_tool_calls", True, False),  # without tools it changes nothing
+    *_of("parse_tool_calls", True),
     *_of("max_tool_calls", kind="note"),
     # reasoning
-    *_of("reasoning_effort verbosity", kind="note"),
+    *_of("verbosity", kind="note"),
+    *_of("reasoning_effort", instead="/v1/chat/completions"),
     *_of("enable_thinking think thinking", instead=_TEMPLATE),
-    *_of("reasoning", {}, instead="`reasoning_effort`, which is accepted and has no effect yet"),
-    *_of("thinking_token_budget reasoning_budget reasoning_budget_tokens", -1),
-    *_of("thinking_budget max_thinking_tokens"),
+    *_of("reasoning", {}, instead="`reasoning_effort`"),
+    *_of("thinking_token_budget thinking_budget reasoning_budget reasoning_budget_tokens", -1),
+    *_of("max_thinking_tokens", instead="`thinking_token_budget`"),
     *_of("reasoning_budget_message", ""),
     *_of("reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags", kind="note"),
     *_of("include_reasoning", True),
-    *_of("separate_reasoning", False, True),  # there is no reasoning that could be apart
+    *_of("separate_reasoning", False, True),  # without a template there is no reasoning that could be apart
     *_of("require_reasoning reasoning_control thinking_forced_open", False),
     *_of("reasoning_format", "none", "auto"),
-    *_of("stream_reasoning", True, False),
+    *_of("stream_reasoning", True),
     # how the prompt is read
     *_of("truncate_prompt_tokens truncation_side"),
     *_of("truncate", False, instead="`truncate_prompt_tokens`"),
@@ -198,20 +201,20 @@ TOKENIZE: Final = (
     *_of("with_pieces", False, instead="`return_token_strs`"),
     *_of("parse_special", True),
     *_of("chat_template truncate_prompt_tokens truncation_side"),
-    *_of("enable_thinking", instead=_TEMPLATE),
+    *_of("enable_thinking reasoning_effort"),
     *_of("documents", []),
     *_of("media_io_kwargs mm_processor_kwargs", {}),
-    *_of("reasoning_effort tool_choice", kind="note"),
+    *_of("tool_choice", kind="note"),
 )
 DETOKENIZE: Final = _of("model tokens skip_special_tokens")
 MESSAGE: Final = (
-    *_of("role content name tool_calls tool_call_id"),
+    *_of("role content name tool_calls tool_call_id reasoning_content reasoning"),
     *_of("annotations images tools", []),
     *_of("audio function_call"),
     *_of("tool_name", "", instead="`name`"),
     *_of("partial prefix", False, instead="`continue_final_message`"),
     *_of("refusal", "", instead="`content`"),
-    *_of("reasoning reasoning_content thinking thinking_blocks phase", kind="note"),
+    *_of("thinking thinking_blocks phase", kind="note"),
 )
 STREAM_OPTIONS: Final = (
     *_of("include_usage continuous_usage_stats"),

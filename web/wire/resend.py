@@ -13,6 +13,7 @@ from pipeline.events import SamplingParams, Submitted
 from web.wire import fields
 from web.wire.constraints import constraint_fields
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
+from web.wire.openai.calls import call_fields
 from web.wire.openai.schemas import COMPLETION_TOKENS, SamplingFields
 from web.wire.sglang.schemas import NEW_TOKENS, TEXT_TOKENS, WITHIN
 
@@ -64,7 +65,7 @@ def _openai_body(first: Submitted, prompts: Sequence[str | list[int]], choices: 
         body["prompt"] = prompts[0] if len(prompts) == 1 else list(prompts)
         return body if scores is None else body | {"logprobs": scores}
     body |= {"messages": list(first.messages)} if first.messages else {"prompt": first.prompt}
-    body |= _templating(first)
+    body |= _templating(first) | _reasoning(first)
     return body if scores is None else body | {"logprobs": True, "top_logprobs": scores}
 
 
@@ -104,8 +105,19 @@ def _templating(first: Submitted) -> Body:
     elif not templating.add_generation_prompt:
         body["add_generation_prompt"] = False
     if templating.tools:
-        body |= {"tools": list(templating.tools), "tool_choice": "none"}
+        body |= {"tools": list(templating.tools), **call_fields(first.calls)}
     return body | ({"chat_template_kwargs": templating.variables} if templating.variables else {})
+
+
+def _reasoning(first: Submitted) -> Body:
+    budget = {} if first.thinking_budget is None else {"thinking_token_budget": first.thinking_budget}
+    match first.presentation.reasoning:
+        case "hidden":
+            return budget | {"include_reasoning": False}
+        case "inline":
+            return budget | {"separate_reasoning": False}
+        case "apart":
+            return budget
 
 
 def _sglang_body(first: Submitted, prompts: Sequence[str | list[int]], choices: int) -> Body:

@@ -28,12 +28,15 @@ def chat_events(request: ChatRequest, *, frontend: str, model: str, defaults: De
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             tools=request.tools,
-            variables=request.chat_template_kwargs,
+            variables=request.variables,
         ),
+        "calls": request.calls,
+        "thinking_budget": request.thinking_budget_tokens,
     }
     said = _common(request, CHAT_ENDPOINT, frontend, model) | common
     sampling = _sampling(request, defaults)
-    return _choices(said, sampling, _presentation(request), request.num_choices, [{}])
+    presentation = _presentation(request).model_copy(update={"reasoning": request.reasoning_shown})
+    return _choices(said, sampling, presentation, request.num_choices, [{}])
 
 
 def completion_events(request: CompletionRequest, *, frontend: str, model: str, defaults: Defaults) -> list[Submitted]:

@@ -178,7 +178,7 @@ def test_what_clients_send_by_default_passes(asked: Mapping[str, Any]) -> None:
 
 def test_advice_is_listed() -> None:
     asked = SENT_BY_DEFAULT["a reasoning client"]
-    listed = ("messages.reasoning_content", "messages.thinking_blocks", "reasoning_effort", "verbosity")
+    listed = ("messages.thinking_blocks", "verbosity")
     assert parse_chat(json.dumps(asked).encode()).unknown == listed
 
 

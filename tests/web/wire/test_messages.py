@@ -83,6 +83,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (calling(name="f", arguments='{"a": "\\ud800"}'), ARGUMENTS),
     (calling(name="f", arguments='{"a":' * 100_000), ARGUMENTS),
     ({"role": "assistant", "content": "x", "refusal": SECRET}, "0.refusal"),
+    ({"role": "assistant", "content": "x", "reasoning": {"text": SECRET}}, "0.reasoning"),
+    ({"role": "assistant", "content": "x", "reasoning": SECRET, "reasoning_content": "hm"}, "0.reasoning"),
+    ({"role": "user", "content": "x", "reasoning_content": SECRET}, "0.reasoning_content"),
+    ({"role": "tool", "content": "x", "tool_call_id": "c", "reasoning": SECRET}, "0.reasoning"),
     ({"role": "assistant", "content": "x", "function_call": {"name": SECRET}}, "0.function_call"),
 ]
 
@@ -121,7 +125,13 @@ def test_a_call_without_a_type_is_of_a_function_and_no_arguments_are_none() -> N
 
 def test_what_a_template_is_not_given_is_left_out() -> None:
     message = {"role": "assistant", "content": "x"}
-    assert plain({**message, "refusal": "", "annotations": [], "reasoning_content": "hm"}) == (message,)
+    assert plain({**message, "refusal": "", "annotations": [], "reasoning_content": ""}) == (message,)
+
+
+@pytest.mark.parametrize("names", [["reasoning"], ["reasoning_content"], ["reasoning", "reasoning_content"]])
+def test_reasoning_comes_back_under_either_name_and_templates_get_one(names: list[str]) -> None:
+    message = {"role": "assistant", "content": "x"}
+    assert plain(message | dict.fromkeys(names, "hm")) == (message | {"reasoning_content": "hm"},)
 
 
 def test_unknown_names_are_let_through_and_named() -> None:
@@ -157,6 +167,8 @@ def test_tools_come_through_the_log_as_they_were_sent() -> None:
         ({"function": {"name": "f"}}, "0.type"),
         ({"type": "function"}, "0.function"),
         ({"type": "function", "function": {"name": ""}}, "0.function.name"),
+        ({"type": "function", "function": {"name": f"f({SECRET})"}}, "0.function.name"),
+        ({"type": "function", "function": {"name": "f" * 129}}, "0.function.name"),
         ({"type": "function", "function": {"name": "f", "strict": "yes"}}, "0.function.strict"),
         ({"type": "function", "function": {"name": "f", "parameters": [SECRET]}}, "0.function.parameters"),
         ({"type": "function", "function": {"name": "f", "parameters": {SECRET: [2**63]}}}, "0.function.parameters"),

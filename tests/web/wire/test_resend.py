@@ -36,6 +36,17 @@ SEED = st.integers(-(2**63), 2**63 - 1)
 SCORES = st.integers(0, 20)
 SHARE = st.sampled_from([0.25, 1, 1.0])
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+OTHER_TOOL = {"type": "function", "function": {"name": "g-2"}}
+NAMED = [{"type": "function", "function": {"name": name}} for name in ("f", "g-2")]
+TOOL_CHOICE = st.sampled_from(
+    ["none", "auto", "required", *NAMED]
+    + [
+        {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        for mode in ("auto", "required")
+        for tools in (NAMED[:1], NAMED)
+    ]
+)
+BUDGET = st.sampled_from([-1, 0, 16])
 CALL = {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}
 MESSAGES = st.sampled_from(
     [
@@ -46,6 +57,7 @@ MESSAGES = st.sampled_from(
             {"role": "tool", "content": "x", "tool_call_id": "c1"},
         ],
         [{"role": "user", "name": "ann", "content": "你好"}, {"role": "assistant"}],
+        [{"role": "assistant", "content": "So.", "reasoning": "Hm."}, {"role": "user", "content": "And?"}],
     ]
 )
 SCHEMA = st.sampled_from([{}, {"type": "object", "properties": {"b": {"const": 1.5}, "a": {}}}, '{"enum": ["é"]}'])
@@ -126,8 +138,18 @@ CHAT: Strategies = GENERATION | {
     "add_generation_prompt": FLAG,
     "continue_final_message": FLAG,
     "chat_template_kwargs": st.dictionaries(TEXT, TEXT | FLAG | st.lists(ID, max_size=2), max_size=2),
-    "tools": st.lists(st.just(TOOL), max_size=2),
-    "tool_choice": st.just("none"),
+    "tools": st.sampled_from([[], [TOOL], [TOOL, OTHER_TOOL]]),
+    "tool_choice": TOOL_CHOICE,
+    "parallel_tool_calls": FLAG,
+    "reasoning_effort": st.sampled_from(["none", "low"]),
+    "enable_thinking": FLAG,
+    "thinking_token_budget": BUDGET,
+    "thinking_budget": BUDGET,
+    "reasoning_budget": BUDGET,
+    "reasoning_budget_tokens": BUDGET,
+    "include_reasoning": FLAG,
+    "separate_reasoning": FLAG,
+    "reasoning_format": st.sampled_from(["none", "auto", "deepseek"]),
 }
 COMPLETION: Strategies = GENERATION | {
     "prompt": TEXT | TEXTS | IDS | st.lists(IDS, min_size=1, max_size=3),
@@ -165,7 +187,6 @@ KINDS: Mapping[str, tuple[Strategies, Any, Any]] = {
 
 NEEDS = {
     "stream_options": "stream",
-    "tools": "tool_choice",
     "top_logprobs": "logprobs",
     "logprob_token_ids": "logprobs",
     "logprob_start_len": "return_logprob",
@@ -181,6 +202,13 @@ EXCLUDES = (
     ("max_completion_tokens", "n_predict"),
     ("repetition_penalty", "repeat_penalty"),
     ("n", "best_of"),
+    ("thinking_token_budget", "thinking_budget"),
+    ("thinking_token_budget", "reasoning_budget"),
+    ("thinking_budget", "reasoning_budget"),
+    ("thinking_token_budget", "reasoning_budget_tokens"),
+    ("thinking_budget", "reasoning_budget_tokens"),
+    ("reasoning_budget", "reasoning_budget_tokens"),
+    ("separate_reasoning", "reasoning_format"),
 )
 """(a field, the one that is refused beside it)"""
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from chunks import UID, documents, ended, finished, split
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -14,33 +15,23 @@ from pipeline.errors import RequestError
 from pipeline.events import (
     Admitted,
     Cancelled,
-    End,
     Failed,
     Finished,
     FinishReason,
     Presentation,
     SamplingParams,
     Submitted,
-    Timings,
     TokensProduced,
     ToldCandidate,
     ToldPrompt,
     ToldScore,
     ToldToken,
-    Usage,
 )
 from pipeline.names import SEAL
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, body_of, frames_for
 from web.wire.frames import ClientEvent, Frames
 from web.wire.openai.answers import choices_for
 from web.wire.openai.errors import error_body, error_of
-
-UID = f"{5000:012x}" + "7000" + "8" * 16
-
-
-def finished(reason: FinishReason = "stop") -> Finished:
-    usage = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
-    return Finished(n=3, reason=reason, usage=usage, timings=Timings(admitted_ms=1, first_token_ms=2, total_ms=3))
 
 
 def submitted(model: str = "m", endpoint: str = CHAT_ENDPOINT, **shown: Any) -> Submitted:
@@ -54,18 +45,14 @@ def tokens(n: int, text: str, index: int = 0, **more: Any) -> ClientEvent:
     return ClientEvent(f"{n}-0", n, TokensProduced(count=1, tokens=(5,), text=text, step="1-1", **more), index)
 
 
-def ended(event: End, index: int = 0) -> ClientEvent:
-    return ClientEvent(SEAL, 0, event, index)
-
-
 def whole(events: Sequence[Submitted], *texts: str, reason: FinishReason = "stop", **more: Any) -> bytes:
     """Return the body of an answer in which each choice has one token."""
-    choices = choices_for(events)
+    choices = choices_for(UID, events)
     for choice, text in zip(choices, texts, strict=True):
         produced = tokens(1, text, **more).event
         assert isinstance(produced, TokensProduced)
         choice.apply(produced)
-        choice.finished = finished(reason)
+        choice.finish(finished(reason))
     return body_of(UID, events, choices)
 
 
@@ -77,19 +64,6 @@ def stream_of(events: Sequence[Submitted], uid: str = UID) -> Frames:
 
 def frames_of(model: str = "m", **shown: Any) -> Frames:
     return stream_of([submitted(model, **shown)])
-
-
-def split(frames: bytes) -> list[bytes]:
-    """Return the frames one by one."""
-    *each, rest = frames.split(b"\n\n")
-    assert rest == b""
-    return [frame + b"\n\n" for frame in each]
-
-
-def documents(frames: bytes) -> list[dict[str, object]]:
-    """Return the JSON of each frame but [DONE], split as line-based clients do it."""
-    lines = [line for line in frames.decode().splitlines() if line.startswith("data: ")]
-    return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
 def test_a_completion_is_what_the_official_client_expects() -> None:
@@ -260,14 +234,14 @@ def test_an_answer_says_what_ended_it_as_vllm_and_sglang_say_it(
     endpoint: str, end: Finished, stop_reason: object, matched_stop: object
 ) -> None:
     event = submitted(endpoint=endpoint, stream=True)
-    (choice,) = choices_for([event])
+    (choice,) = choices_for(UID, [event])
     produced = tokens(1, "a").event
     assert isinstance(produced, TokensProduced)
     choice.apply(produced)
-    choice.finished = end
+    choice.finish(end)
     whole_one = json.loads(body_of(UID, [event], [choice]))["choices"][0]
     frames = stream_of([event])
-    last = documents(frames.of(tokens(1, "a")) + frames.of(ended(end)))[-1]["choices"][0]  # type: ignore[index]
+    last = documents(frames.of(tokens(1, "a")) + frames.of(ended(end)))[-1]["choices"][0]
     for told in (whole_one, last):
         assert (told["finish_reason"], told["stop_reason"], told["matched_stop"]) == (
             end.reason,
@@ -287,7 +261,7 @@ def test_a_streamed_completion_says_the_same_as_a_whole_one() -> None:
     frames = stream_of([event])
     you, there = (score("you", -1.0),), (score("!", -2.0),)
     stream = frames.of(tokens(1, "you", scores=you, prompt=PROMPT)) + frames.of(tokens(2, "!", scores=there))
-    chunks = [Completion.construct(**each) for each in documents(stream + frames.of(ended(finished())))]  # type: ignore[arg-type]
+    chunks = [Completion.construct(**each) for each in documents(stream + frames.of(ended(finished())))]
     assert {(chunk.id, chunk.object) for chunk in chunks} == {(f"cmpl-{UID}", "text_completion")}
     assert "".join(chunk.choices[0].text for chunk in chunks) == "Dear you!"
     told = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
@@ -336,7 +310,7 @@ def test_one_of_several_is_read_by_its_own_uid_with_its_own_index_and_ids() -> N
     frames = stream_of([submitted(choices=4, stream=True)], f"{UID}.3")
     role, text = split(frames.of(tokens(1, "x")))
     assert text.startswith(b"id: 1-0\n") and b"id: " not in role
-    assert [chunk["choices"][0]["index"] for chunk in documents(role + text)] == [3, 3]  # type: ignore[index]
+    assert [chunk["choices"][0]["index"] for chunk in documents(role + text)] == [3, 3]
     assert {chunk["id"] for chunk in documents(role + text)} == {f"chatcmpl-{UID}"}
 
 
@@ -357,7 +331,7 @@ def test_a_prompt_of_one_token_has_that_one_without_a_score() -> None:
     assert parsed["prompt_logprobs"] == [None]
     frames = stream_of([completion])
     opening = documents(frames.of(tokens(1, "", prompt=prompt)))[0]
-    assert opening["choices"][0]["logprobs"]["tokens"] == ["A"]  # type: ignore[index]
+    assert opening["choices"][0]["logprobs"]["tokens"] == ["A"]
 
 
 def test_a_prompts_logprobs_are_told_by_token_id() -> None:

@@ -330,13 +330,13 @@ ANSWER = (
 def whole(body: dict[str, Any], *given: ClientEvent) -> Any:
     """Return the body of an answer after *given*."""
     events = submitted(body)
-    choices = choices_for(events)
+    choices = choices_for(UID, events)
     for each in given:
         match each.event:
             case TokensProduced() as produced:
                 choices[each.index].apply(produced)
             case Finished() as end:
-                choices[each.index].finished = end
+                choices[each.index].finish(end)
     return json.loads(body_of(UID, events, choices))
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pipeline.events import Finished, FinishReason, Presentation, Submitted, TokensProduced, ToldPrompt, ToldScore
+from pipeline.events import Finished, Presentation, Submitted, TokensProduced, ToldPrompt, ToldScore
+from pipeline.names import sibling_uids
+from web.wire.markup.reader import Piece, Reader, reader_for, tools_of
+from web.wire.markup.source import Tool
 
 
 class AnswerPart(NamedTuple):
@@ -15,6 +20,25 @@ class AnswerPart(NamedTuple):
     text: str
     token_ids: tuple[int, ...] = ()
     scores: tuple[ToldScore, ...] = ()
+    pieces: Sequence[Piece] = ()
+    """What the text consists of, if it has markup."""
+
+
+class Chat(NamedTuple):
+    """A request with a conversation."""
+
+    request: Submitted
+    tools: Callable[[], Mapping[str, Tool]]
+    """Returns what readers have to know about its tools. Siblings share it."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a tool."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -23,9 +47,18 @@ class Choice:
 
     index: int
     shown: Presentation
+    uid: str = ""
+    """Its own, also if it has siblings."""
+    chat: Chat | None = None
+    """The request, if the markup of its answer is read."""
     stop_token_ids: tuple[int, ...] = ()
     """Those that the client named."""
     texts: list[str] = field(default_factory=list)
+    """Of an answer with markup, the content."""
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    reader: Reader | None = None
+    """Reads the markup, if there is any; known with the first token."""
     token_ids: list[int] = field(default_factory=list)
     scores: list[ToldScore] = field(default_factory=list)
     prompt: ToldPrompt | None = None
@@ -36,10 +69,11 @@ class Choice:
         return "".join(self.texts)
 
     @property
-    def reason(self) -> FinishReason:
+    def reason(self) -> str:
         """Why it ended, once it has."""
         assert self.finished is not None
-        return "length" if self.shown.prompt_only else self.finished.reason
+        reason = "length" if self.shown.prompt_only else self.finished.reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
 
     @property
     def matched(self) -> str | int | None:
@@ -54,22 +88,68 @@ class Choice:
         self.prompt = self.prompt or event.prompt
         if self.shown.prompt_only:
             return AnswerPart("")
-        self.texts.append(event.text)
         self.token_ids += event.tokens
         self.scores += event.scores
-        return AnswerPart(event.text, event.tokens, event.scores)
+        if event.markup is not None and self.reader is None and self.chat is not None:
+            self.reader = reader_for(event.markup, self.chat.request, self.chat.tools)
+        if self.reader is None:
+            self.texts.append(event.text)
+            return AnswerPart(event.text, event.tokens, event.scores)
+        pieces = self._kept(self.reader.take(event.text, len(event.tokens)))
+        return AnswerPart(event.text, event.tokens, event.scores, pieces)
+
+    def finish(self, finished: Finished) -> Sequence[Piece]:
+        """Say how it ended; return the last pieces of an answer with markup."""
+        self.finished = finished
+        return () if self.reader is None else self._kept(self.reader.finish())
+
+    def _kept(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Add *pieces*; return those that the client sees."""
+        if self.shown.reasoning == "hidden":
+            pieces = [piece for piece in pieces if piece.kind != "reasoning"]
+        for piece in pieces:
+            match piece.kind:
+                case "content":
+                    self.texts.append(piece.text)
+                case "reasoning":
+                    self.reasoning.append(piece.text)
+                case "call":
+                    self.calls.append(Call(self._call_id(piece.call), piece.text))
+                case "arguments":
+                    self.calls[piece.call].arguments.append(piece.text)
+        return pieces
+
+    def _call_id(self, call: int) -> str:
+        """Return the id of a call, the same for every reader. Mistral's templates take ids of nine characters alone."""
+        assert self.reader is not None
+        digest = hashlib.blake2b(f"{self.uid}/{call}".encode(), digest_size=12).hexdigest()
+        return digest[:9] if self.reader.format == "mistral" else f"call_{digest}"
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts: while the answer runs those so far, at the end those of the log."""
         if self.finished is None:
             prompt = self.prompt or ToldPrompt(num_tokens=0)
-            return _usage(prompt.num_tokens, len(self.token_ids), prompt.cached_tokens)
+            usage = _usage(prompt.num_tokens, len(self.token_ids), prompt.cached_tokens)
+            return usage | _of_reasoning([self])
         return usage_of([self])
 
 
-def choices_for(events: Sequence[Submitted]) -> list[Choice]:
-    """Return the empty choices of siblings, or of a single request."""
-    return [Choice(index, event.presentation, event.sampling.stop_token_ids) for index, event in enumerate(events)]
+def choices_for(uid: str, events: Sequence[Submitted]) -> list[Choice]:
+    """Return the empty choices of siblings, which share *uid*, or of the single request *uid*.
+
+    Only the answer to a conversation has markup: a prompt without a template is continued as it is.
+    """
+    tools = functools.cache(lambda: tools_of(events[0].templating.tools))
+    return [
+        Choice(
+            index,
+            event.presentation,
+            own,
+            Chat(event, tools) if event.messages else None,
+            event.sampling.stop_token_ids,
+        )
+        for index, (own, event) in enumerate(zip(sibling_uids(uid, len(events)), events, strict=True))
+    ]
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -78,9 +158,18 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     per_prompt = choices[0].shown.choices
     prompts = usages[::per_prompt]
     num_output = 0 if choices[0].shown.prompt_only else sum(usage.completion_tokens for usage in usages)
-    return _usage(
+    usage = _usage(
         sum(usage.prompt_tokens for usage in prompts), num_output, sum(usage.cached_tokens for usage in prompts)
     )
+    return usage | _of_reasoning(choices)
+
+
+def _of_reasoning(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the field with the tokens of thinking, if a model thinks."""
+    readers = [choice.reader for choice in choices if choice.reader is not None and choice.reader.thinks]
+    if not readers:
+        return {}
+    return {"completion_tokens_details": {"reasoning_tokens": sum(reader.reasoning_tokens for reader in readers)}}
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:

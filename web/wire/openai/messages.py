@@ -21,6 +21,7 @@ MOST_PARTS: Final = 4096
 MOST_CALLS: Final = 1024
 """Most calls in one message."""
 MOST_TOOLS: Final = 1024
+TOOL_NAME: Final = r"^[a-zA-Z0-9_.-]{1,128}$"
 LONGEST_NAME: Final = 1024
 """Most characters of a name, or of an id."""
 MOST_IN_ARGUMENTS: Final = 2 * MOST_LARGE
@@ -83,6 +84,15 @@ class Message(Strict):
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
     tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    """What the assistant thought before it answered."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+
+    @property
+    def thought(self) -> str:
+        """What the assistant thought; "" if the message does not say."""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def unknown(self) -> set[str]:
@@ -98,12 +108,13 @@ _REFUSED: Final = refused("message", Message.model_fields)
 
 
 class FunctionOfTool(Strict):
-    """A function that the model may be told about."""
+    """A function that the model may call."""
 
-    name: Annotated[Name, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, AfterValidator(kept_exactly)] = None
     strict: bool | None = None
+    """The arguments of its calls must be what `parameters` allow, also if the model may answer without a call."""
 
 
 class Tool(Strict):
@@ -141,6 +152,11 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise _wrong(f"{path}tool_call_id", "missing; say which call this answers")
         if message.role != "tool" and message.tool_call_id is not None:
             raise _wrong(f"{path}tool_call_id", "only a message of role `tool` answers a call")
+        if message.thought and message.role != "assistant":
+            name = "reasoning_content" if message.reasoning_content else "reasoning"
+            raise _wrong(f"{path}{name}", "only a message of the assistant has reasoning")
+        if message.reasoning_content and message.reasoning not in (None, "", message.reasoning_content):
+            raise _wrong(f"{path}reasoning", "means the same as `reasoning_content`, which has another text")
         refuse_unsupported(message.extra, _REFUSED, path)
 
 
@@ -173,6 +189,8 @@ def _plain(message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": role, "content": message.content or ""}
     if message.name is not None:
         plain["name"] = message.name
+    if message.thought:
+        plain["reasoning_content"] = message.thought
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:

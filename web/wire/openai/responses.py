@@ -11,10 +11,11 @@ from typing import Any, Final
 
 import orjson
 
-from pipeline.events import Cancelled, Failed, Finished, FinishReason, Submitted, TokensProduced
+from pipeline.events import Cancelled, Failed, Finished, Submitted, TokensProduced
 from web.wire import sse
 from web.wire.frames import ClientEvent, Frames
-from web.wire.openai.answers import AnswerPart, Choice, choices_for, usage_of
+from web.wire.markup.reader import Piece
+from web.wire.openai.answers import AnswerPart, Call, Choice, choices_for, usage_of
 from web.wire.openai.errors import error_of
 from web.wire.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from web.wire.uids import drawn_ms, family_of, index_of
@@ -38,13 +39,35 @@ class Style:
         """Return the fields of a chunk's choice that bring *text*."""
         return {"delta": {"content": text}}
 
+    def piece(self, choice: Choice, piece: Piece) -> Mapping[str, Any]:
+        """Return the fields of a chunk's choice that bring a *piece* of an answer with markup."""
+        match piece.kind:
+            case "content":
+                return self.text(piece.text)
+            case "reasoning":
+                return {"delta": _reasoning(piece.text)}
+            case "call":
+                called = choice.calls[piece.call]
+                function = {"name": called.name, "arguments": ""}
+                begun = {"index": piece.call, "id": called.id, "type": "function", "function": function}
+                return {"delta": {"tool_calls": [begun]}}
+            case "arguments":
+                more = {"index": piece.call, "function": {"arguments": piece.text}}
+                return {"delta": {"tool_calls": [more]}}
+
     def closing(self) -> Mapping[str, Any]:
         """Return the fields of the last chunk of a choice, beside `finish_reason`."""
         return {"delta": {}}
 
     def message(self, choice: Choice) -> Mapping[str, Any]:
         """Return the fields of a body's choice that have its text."""
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reader is not None and choice.reader.thinks and choice.shown.reasoning == "apart":
+            message |= _reasoning("".join(choice.reasoning) or None)
+        if choice.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [_call(call) for call in choice.calls]
+        return {"message": message}
 
     def logprobs(self, choice: Choice, part: AnswerPart, offset: int, *, first: bool) -> Mapping[str, Any] | None:
         """Return the log-probabilities of a *part* that begins at *offset*; the *first* part includes the prompt."""
@@ -88,6 +111,16 @@ class CompletionStyle(Style):
         return choice.prompt.text if choice.shown.echo and choice.prompt is not None else ""
 
 
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Return both fields in which clients look for reasoning."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": "".join(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
 def _of_prompt(choice: Choice) -> Mapping[str, Any]:
     told: dict[str, Any] = {}
     if choice.prompt is not None and choice.prompt.first and choice.shown.prompt_scores:
@@ -126,7 +159,7 @@ class ChunkFrames(Frames):
     def __init__(self, style: Style, uid: str, events: Sequence[Submitted]) -> None:
         """*uid* is that of the history; with several *events*, the one that siblings share."""
         self._says_ids = len(events) == 1
-        choices = choices_for(events)
+        choices = choices_for(uid, events)
         if self._says_ids:
             choices[0].index = index_of(uid)
         self._choices = choices
@@ -168,6 +201,8 @@ class _ChoiceChunks:
     """Characters of the answer so far."""
     before: bytes = b""
     after: bytes = b""
+    around_thoughts: Sequence[bytes] = ()
+    """What surrounds the two texts of a chunk that has nothing but reasoning."""
     is_plain: bool = False
 
     def __post_init__(self) -> None:
@@ -182,7 +217,9 @@ class _ChoiceChunks:
         choice.prompt = choice.prompt or event.prompt
         chunks = [] if self.begun else self._begin()  # its counts are those before any token
         part = choice.apply(event)
-        if self.is_plain and not part.scores:
+        if choice.reader is not None:
+            chunks += self._pieces(part)
+        elif self.is_plain and not part.scores:
             if part.text:
                 chunks.append(self.before + orjson.dumps(part.text) + self.after)
         elif part.text or part.token_ids:
@@ -194,9 +231,31 @@ class _ChoiceChunks:
 
     def finish(self, finished: Finished) -> list[bytes]:
         """Return the chunk that says why the choice ended."""
-        self.choice.finished = finished
+        last = AnswerPart("", pieces=self.choice.finish(finished))
+        chunks = [*self._begin(), *(self._pieces(last) if last.pieces else ())]
         stopped_by = _stopped_by(self.choice)
-        return [*self._begin(), self._chunk(self.style.closing(), reason=self.choice.reason, choice_more=stopped_by)]
+        return [*chunks, self._chunk(self.style.closing(), reason=self.choice.reason, choice_more=stopped_by)]
+
+    def _pieces(self, part: AnswerPart) -> list[bytes]:
+        """Return the chunks of a *part* with markup. The first one has what is told of its tokens."""
+        is_plain = self.is_plain and not part.scores
+        if is_plain:
+            return [self._piece(piece) for piece in part.pieces]
+        token_ids = {"token_ids": part.token_ids} if self.choice.shown.token_ids and part.token_ids else {}
+        logprobs = self.style.logprobs(self.choice, part, self.offset, first=False)
+        first, *others = [self.style.piece(self.choice, piece) for piece in part.pieces] or [{"delta": {}}]
+        return [self._chunk(first, logprobs, choice_more=token_ids), *map(self._chunk, others)]
+
+    def _piece(self, piece: Piece) -> bytes:
+        """Return the chunk of a *piece* that has nothing else. Most have content or reasoning."""
+        if piece.kind == "content":
+            return self.before + orjson.dumps(piece.text) + self.after
+        if piece.kind == "reasoning":
+            if not self.around_thoughts:
+                whole = self._chunk(self.style.piece(self.choice, Piece("reasoning", "\0")))
+                self.around_thoughts = whole.split(b'"\\u0000"')
+            return orjson.dumps(piece.text).join(self.around_thoughts)
+        return self._chunk(self.style.piece(self.choice, piece))
 
     def _begin(self) -> list[bytes]:
         """Return the chunk before the first event: the role, or the prompt; also for tokens without text."""
@@ -219,7 +278,7 @@ class _ChoiceChunks:
         part: Mapping[str, Any],
         logprobs: Mapping[str, Any] | None = None,
         *,
-        reason: FinishReason | None = None,
+        reason: str | None = None,
         choice_more: Mapping[str, Any] | None = None,
         beside: Mapping[str, Any] | None = None,
     ) -> bytes:

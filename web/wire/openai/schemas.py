@@ -18,7 +18,8 @@ from pipeline.errors import RequestError
 from pipeline.events import MOST_LOGPROBS
 from web.wire import fields
 from web.wire.constraints import ConstraintFields
-from web.wire.openai.messages import Messages, Tools, check_messages
+from web.wire.openai.calls import ToolFields, check_calls
+from web.wire.openai.messages import Messages, check_messages
 from web.wire.openai.strict import (
     INT32_MAX,
     INT64_MAX,
@@ -246,7 +247,7 @@ PER_ANSWER: Final = {*SamplingFields.model_fields, "allowed_token_ids", "bad_wor
 """The fields that every stage holds for each answer."""
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages | None = None
@@ -257,9 +258,6 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(kept_exactly)] | None = None
-    tools: Tools | None = None
-    tool_choice: str | dict[str, Any] | None = None
 
     limits: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens", "n_predict")
 
@@ -269,9 +267,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        names = set(super().unknown)
-        for tool in self.tools or ():
-            names |= {f"tools.{name}" for name in tool.unknown}
+        names = set(super().unknown) | self.unknown_of_tools
         for message in self.messages or ():
             names |= {f"messages.{name}" for name in message.unknown}
         return fields.first_of(names)
@@ -328,7 +324,12 @@ def parse_chat(body: bytes) -> ChatRequest:
     """
     request = _parse(ChatRequest, body)
     _check_prompt(request)
-    _check_tools(request)
+    constraint = request.constraint()
+    check_calls(
+        request,
+        constraint="" if constraint is None else constraint.param,
+        has_messages=request.messages is not None,
+    )
     refuse_copies(request, len(body), request.num_choices, repeats=request.repeats_prompt, param="n")
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs: only allowed with `logprobs: true`", param="top_logprobs")
@@ -399,15 +400,6 @@ def refuse_copies(asked: SamplingFields, num_bytes: int, num_answers: int, *, re
     if num_answers * own > MOST_COPIED_BYTES:
         what = f"each of {num_answers} answers has its own copy of `stop`, `logit_bias` and the like"
         raise RequestError(f"{param}: {what}; send fewer at once", param=param)
-
-
-def _check_tools(request: ChatRequest) -> None:
-    if request.tool_choice not in (None, "none"):
-        message = "tool_choice: calling tools is not supported; send `none` or leave it out"
-        raise RequestError(message, code="unsupported_parameter", param="tool_choice")
-    if request.tools and request.tool_choice is None:
-        message = "tools: calling tools is not supported; send `tool_choice: none` to show them to the model"
-        raise RequestError(message, code="unsupported_parameter", param="tools")
 
 
 def _check_prompt(request: ChatRequest) -> None:

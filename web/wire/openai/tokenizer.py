@@ -7,29 +7,30 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import orjson
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from pipeline.errors import RequestError
 from pipeline.events import Answered, Presentation, SamplingParams, Submitted
 from web.wire.fields import first_of, refused
 from web.wire.openai.bulk import MOST_VALUES
+from web.wire.openai.calls import TemplateFields
 from web.wire.openai.messages import Messages, Tools, check_messages, plain_messages, templating_of
 from web.wire.openai.schemas import MOST_ANSWERS, PROMPT_KINDS, lists_or_one, texts_or_one
-from web.wire.openai.strict import INT32_MAX, Strict, kept_exactly, parsed, refuse_unsupported
+from web.wire.openai.strict import INT32_MAX, Strict, parsed, refuse_unsupported
 
 TOKENIZE_ENDPOINT: Final = "/tokenize"
 DETOKENIZE_ENDPOINT: Final = "/detokenize"
 DESCRIBE_ENDPOINT: Final = "/tokenizer_info"
 MOST_TOKENS: Final = MOST_VALUES - 16
 """Few enough that one more is refused by this bound, and not by that of the whole body."""
-OF_CONVERSATIONS: Final = ("continue_final_message", "tools", "chat_template_kwargs")
+OF_CONVERSATIONS: Final = ("continue_final_message", "tools", *TemplateFields.model_fields)
 """Fields that change nothing with a `prompt`, which has no template."""
 
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(fail_fast=True, max_length=MOST_TOKENS)]
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(TemplateFields):
     """The body of POST /tokenize."""
 
     model: str | None = None
@@ -47,7 +48,6 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(kept_exactly)] = None
     return_token_strs: bool | None = None
 
     @property
@@ -76,7 +76,7 @@ class TokenizeRequest(Strict):
                 add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=self.continue_final_message,
                 tools=self.tools,
-                variables=self.chat_template_kwargs,
+                variables=self.variables,
             ),
             return_pieces=bool(self.return_token_strs),
             sampling=SamplingParams(),

@@ -52,7 +52,7 @@ class WholeTextFrames(Frames):
 
     def __init__(self, uid: str, events: Sequence[Submitted]) -> None:
         """*uid* is that of the history; with several *events*, the one that siblings share."""
-        choices = choices_for(events)
+        choices = choices_for(uid, events)
         if len(events) == 1:
             choices[0].index = index_of(uid)
         self._answers = _answers(uid, events, choices)
@@ -65,7 +65,7 @@ class WholeTextFrames(Frames):
                 answer.choice.apply(tokens)
                 return b"" if answer.choice.shown.prompt_only else self._frame(answer)
             case Finished() as finished:
-                answer.choice.finished = finished
+                answer.choice.finish(finished)
                 return self._frame(answer)
             case Failed() | Cancelled() as ended:
                 return self.error(error_of(ended))
