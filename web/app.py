@@ -7,6 +7,7 @@ import random
 import re
 import time
 import uuid
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -19,14 +20,21 @@ from web.config import DEFAULT_BODY_BYTES
 from web.keys import Caller, Keys
 from web.live.frontend import Frontend
 from web.origins import Origins, body_refusal, is_preflight
+from web.page_files import PAGES
 from web.routes.answers import error_response
 from web.routes.cache import cache_routes
+from web.routes.dead import dead_letter_routes
 from web.routes.generations import generation_routes
 from web.routes.health import health_routes
 from web.routes.info import info_routes
+from web.routes.listing import listing_routes
 from web.routes.models import model_routes
 from web.routes.openapi import docs_routes
 from web.routes.operations import operation_of
+from web.routes.pages import NAME as PAGES_NAME
+from web.routes.pages import docs_page_routes, page_routes
+from web.routes.pipeline import pipeline_routes
+from web.routes.replays import replay_routes
 from web.routes.requests import request_routes
 from web.routes.tokenizer import tokenizer_routes
 from web.routes.unsupported import unsupported_routes
@@ -57,10 +65,12 @@ def create_app(
     *,
     origins: Origins | None = None,
     max_body_bytes: int = DEFAULT_BODY_BYTES,
+    pages: Path | None = PAGES,
 ) -> Quart:
     """Return the application of *frontend*; with *keys*, it answers only requests that have one of them.
 
-    *origins*: the web pages that may send requests, and the names by which they may call the server.
+    *origins*: the web pages that may send requests, and the names by which they may call the server. *pages*: the
+    folder of its own pages; None: it has none.
     """
     messages = _MESSAGES | {413: f"The body is larger than {max_body_bytes} bytes (--max-body-bytes)."}
     keys = keys or Keys()
@@ -82,7 +92,13 @@ def create_app(
         health_routes(frontend),
         cache_routes(frontend),
         docs_routes(),
+        docs_page_routes(),
+        *([page_routes(pages)] if pages is not None else []),
         tokenizer_routes(frontend),
+        pipeline_routes(frontend, has_keys=keys.exist),
+        listing_routes(frontend),
+        replay_routes(frontend),
+        dead_letter_routes(frontend),
         unsupported_routes(),
     ):
         app.register_blueprint(routes)
@@ -164,7 +180,7 @@ def _guard(app: Quart, keys: Keys, origins: Origins) -> None:
 
 
 def _is_open() -> bool:
-    return request.path.rstrip("/") in OPEN_PATHS
+    return request.path.rstrip("/") in OPEN_PATHS or request.blueprint == PAGES_NAME
 
 
 def _refuse(error: RequestError | None) -> None:

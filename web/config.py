@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from pipeline.flags import at_least, flag, port_number, seconds, seconds_or_0, size_or_0
+from pipeline.flags import at_least, flag, port_number, seconds, seconds_or_0, size_or_0, yes_or_no
 from pipeline.log.config import LogConfig
 from pipeline.process.config import WorkerConfig
 
@@ -71,6 +71,12 @@ class ClientConfig:
             "largest request body in bytes; larger ones get 413. One body can take 10 times its size in memory and "
             "delay other requests by 50 ms for each 4 MiB"
         ),
+    )
+    pages: bool = flag(
+        "--pages",
+        default=True,
+        parse=yes_or_no,
+        help="serve the pages: a playground at /, the live pipeline at /pipeline, timelines at /requests/<uid>",
     )
     max_log_bytes: int | None = flag(
         "--max-log-bytes",

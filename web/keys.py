@@ -76,6 +76,11 @@ class Keys:
         are_needed = not all(caller.is_admin for caller in self._callers)
         self._without_key = None if are_needed else Caller(is_admin=not self._callers)
 
+    @property
+    def exist(self) -> bool:
+        """Say whether there is any key."""
+        return bool(self._callers)
+
     def find(self, given: Sequence[str]) -> Caller | None:
         """Return who has the first of *given* that is a key, or who needs none; None: a key is needed.
 

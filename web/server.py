@@ -39,6 +39,7 @@ from web.listener import open_listener, url_to
 from web.live.frontend import Frontend
 from web.live.janitor import Janitor
 from web.origins import Origins, read_origins
+from web.page_files import PAGES
 from web.seldom import Seldom
 
 logger = structlog.get_logger()
@@ -231,7 +232,8 @@ async def _listen(
     config.errorlog = logging.getLogger("hypercorn.error")
     hypercorn.asyncio.run.TCPServer = Connection  # type: ignore[attr-defined]  # there is no other way in
     hypercorn.protocol.H11Protocol = Protocol  # type: ignore[attr-defined, assignment]
-    app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes)
+    pages = PAGES if clients.pages else None
+    app = create_app(frontend, keys, origins=origins, max_body_bytes=clients.max_body_bytes, pages=pages)
     await hypercorn.asyncio.serve(app, config, shutdown_trigger=stop.wait)
 
 

@@ -15,12 +15,13 @@ from typing import Any, Final
 
 import orjson
 
-from ops.replay.compute import OF_ENGINES, again
+from ops.replay.compute import OF_ENGINES
 from ops.replay.here import engine_here
-from ops.replay.history import History
 from ops.replay.report import computed_report, report
 from pipeline.flags import flags_for, parse_flags
 from pipeline.recording import decode_recording, encode_recording
+from pipeline.replaying import again
+from pipeline.views.recorded import History
 from stages.generate.past import TOKENS_IN_DOUBT
 
 ROOT: Final = Path(__file__).resolve().parents[2]

@@ -9,12 +9,12 @@ from typing import Final, TypeAlias
 
 from ops.config import PrintConfig
 from ops.replay.files import read_dump
-from ops.replay.history import History
 from ops.replay.report import lines_of, report
 from ops.replay.run import COULD_NOT, exit_code
 from ops.trace import as_json
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.flags import parse_flags
+from pipeline.views.recorded import History
 
 ABOUT: Final = """\
 Compares the answers in two files of `minisgl replay dump`. Requests belong together if they have the same uid, if one

@@ -9,13 +9,13 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from ops.replay.compute import NotComputed
-from ops.replay.history import History
 from ops.shell.server import UID, base_of
 from ops.sse_reader import frames_in
 from pipeline.events import Submitted
 from pipeline.log.protocol import Entry
 from pipeline.recording import Recording
+from pipeline.replaying import NotComputed
+from pipeline.views.recorded import History
 from web.wire.constraints import constraint_fields
 from web.wire.sglang.schemas import WITHIN
 

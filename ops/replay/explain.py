@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ops.replay.history import Maker
+from pipeline.views.recorded import Maker
 
-OF_KERNELS: Final = (
-    *("dtype", "quantization", "kernels", "version of the kernels", "page size", "torch", "sampler", "ranks"),
-)
+OF_KERNELS: Final = ("dtype", "quantization", "kernels", "version of the kernels", "page size", "torch")
 """The parts of numerics where the CPU kernels compute: `Settings.numerics` writes them."""
-OF_TORCH: Final = ("dtype", "quantization", "torch", "attention", "sampler", "ranks")
+OF_TORCH: Final = ("dtype", "quantization", "torch", "attention")
 """The parts where torch computes."""
-FIRST_SAMPLER: Final = "sampler-1"
-"""Of histories that do not name it."""
-ONE_RANK: Final = "ranks-1"
-"""Numerics name their number where there are more."""
+NAMED: Final[Mapping[str, str]] = {
+    "sampler": "sampler-1",
+    "llguidance": "",
+    "deterministic": "deterministic-no",
+    "ranks": "ranks-1",
+}
+"""The parts that begin with their name, and what the numerics mean that lack one; nothing: that is not known."""
 
 
 def explanations(recorded: Maker, now: Maker) -> list[str]:
@@ -34,25 +35,17 @@ def explanations(recorded: Maker, now: Maker) -> list[str]:
     mine, theirs = parts_of(recorded.numerics), parts_of(now.numerics)
     named = [(name, part, theirs[name]) for name, part in mine.items() if name in theirs]
     found += [f"{name}: recorded {before}, now {after}" for name, before, after in named if before != after]
-    if not found and not _has_kernels(recorded.numerics):
+    if not found and "attention" in mine and mine["deterministic"] == NAMED["deterministic"]:
         found.append("torch computed it, and its results depend on the batch and on the number of threads")
     return found
 
 
 def parts_of(numerics: str) -> Mapping[str, str]:
     """Return the parts of an engine's numerics by their names. Where torch computes, that is the part `kernels`."""
-    parts = _split(numerics)
-    names = OF_KERNELS if _has_kernels(numerics) else OF_TORCH
-    if len(parts) != len(names):
+    parts = [part for part in numerics.split("/") if part.partition("-")[0] not in NAMED]
+    named = {name: part for part in numerics.split("/") if (name := part.partition("-")[0]) in NAMED}
+    names = next((names for names in (OF_KERNELS, OF_TORCH) if len(names) == len(parts)), ())
+    if not names:
         return {"numerics": numerics}
-    return {"kernels": "torch"} | dict(zip(names, parts, strict=True))
-
-
-def _has_kernels(numerics: str) -> bool:
-    return len(_split(numerics)) == len(OF_KERNELS)
-
-
-def _split(numerics: str) -> list[str]:
-    parts = numerics.split("/")
-    ranks = parts.pop() if parts[-1].startswith("ranks-") else ONE_RANK
-    return [*parts, *([] if parts[-1].startswith("sampler-") else [FIRST_SAMPLER]), ranks]
+    known = {name: part for name, part in {**NAMED, **named}.items() if part}
+    return {"kernels": "torch"} | dict(zip(names, parts, strict=True)) | known

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ops.connection import one_line
-from ops.replay.compute import Computes, scored, why_failed
+from ops.replay.compute import Computes, why_failed
 from ops.replay.explain import explanations
-from ops.replay.history import Comparison, Difference, History
 from pipeline.events import ToldScore
+from pipeline.replaying import scored
 from pipeline.sampling import MOST_LOGPROBS
+from pipeline.views.recorded import Comparison, Difference, History
 
 SHOWN: Final = 5
 """Most probable tokens that are shown."""

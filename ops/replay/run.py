@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.replay.compute import OF_ENGINES, Computer, Computes, NotComputed, again, refuse_without_engine
-from ops.replay.history import History
+from ops.replay.compute import OF_ENGINES, Computer, Computes, refuse_without_engine
 from ops.replay.report import computed_report, lines_of
 from ops.replay.source import Source, open_source
 from ops.trace import as_json
@@ -17,6 +16,8 @@ from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Failed
 from pipeline.flags import at_least, first_word, flag, flags_of, parse_flags, yes_or_no
 from pipeline.log.protocol import RequestLimits, StreamLog
+from pipeline.replaying import NotComputed, again
+from pipeline.views.recorded import History
 from web.config import RequestConfig
 
 ABOUT: Final = """\

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, named_first, one_line
-from ops.replay.history import History, State, said_of_end
 from ops.replay.report import short
 from ops.replay.source import open_source
 from ops.replay.waited import why
@@ -19,6 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, as_plain
 from pipeline.flags import at_least, flag, parse_flags
 from pipeline.log.protocol import StreamLog
+from pipeline.views.recorded import History, State, said_of_end
 
 ABOUT: Final = """\
 Shows a request when it had N tokens: the text so far, the token ids, what token N was sampled from, who made it and

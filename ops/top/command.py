@@ -13,11 +13,11 @@ from rich.console import Console
 from ops.config import ConnectConfig, PrintConfig
 from ops.connection import running_log
 from ops.top.config import TopConfig
-from ops.top.reader import Reader
-from ops.top.screen import as_json, lines_of
+from ops.top.screen import lines_of
 from ops.top.terminal import show
 from pipeline.flags import parse_flags
 from pipeline.views.pipeline import PipelineView, view_of
+from pipeline.views.reader import Reader, as_json
 
 ABOUT: Final = """\
 Shows every stage, stream and engine of a running server, and its newest requests, from any machine that reaches its

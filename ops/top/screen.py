@@ -8,14 +8,14 @@ from datetime import datetime
 from itertools import chain, repeat
 from typing import Final, TypeAlias
 
-import orjson
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
 from ops.connection import one_line
-from pipeline.views.pipeline import EngineView, PipelineView, RequestView, SlotView
+from pipeline.views.pipeline import EngineView, PipelineView, SlotView
+from pipeline.views.requests import RequestView
 from pipeline.views.steps import StepsView
 
 WIDE: Final = 110
@@ -95,11 +95,6 @@ class Screenful:
         if said:
             line.stylize("not dim red", len(keys))
         return line
-
-
-def as_json(view: PipelineView) -> bytes:
-    """Return *view* as one line."""
-    return orjson.dumps(view, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def lines_of(

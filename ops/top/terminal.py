@@ -17,9 +17,9 @@ from typing import Final
 from rich.console import Console
 from rich.live import Live
 
-from ops.top.reader import Reader
 from ops.top.screen import Screenful
 from pipeline.views.pipeline import PipelineView
+from pipeline.views.reader import Reader
 
 LEAVE: Final = frozenset(b"qQ\x03")
 """q and Ctrl-C."""

@@ -157,7 +157,9 @@ class _Story:
             case Tokenized():
                 self._known["prompt_tokens"] = len(event.token_ids)
                 grammar = {"grammar_chars": len(event.grammar)} if event.grammar else {}
-                self._tell(entry_id, event, event.by, prompt_tokens=len(event.token_ids), **grammar)
+                markup = {"calls": event.markup.tools, "thinking": " ".join(event.markup.think)}
+                told = grammar | {name: text for name, text in markup.items() if text}
+                self._tell(entry_id, event, event.by, prompt_tokens=len(event.token_ids), **told)
             case TokensProduced():
                 self._take_tokens(entry_id, event)
             case Admitted() | Preempted() | TakenOver():

@@ -7,24 +7,10 @@ between them. So it does not jump when snapshots come more often than statuses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Final
 
 from pipeline.errors import UndecodableEvent
-from pipeline.events import (
-    Admitted,
-    Answered,
-    Cancelled,
-    End,
-    Failed,
-    Finished,
-    HistoryEvent,
-    Preempted,
-    Submitted,
-    TakenOver,
-    Tokenized,
-    TokensProduced,
-)
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
 from pipeline.metrics import families
 from pipeline.metrics.counters import Counts, Readings, read_snapshot
@@ -36,7 +22,6 @@ from pipeline.names import (
     JANITOR,
     SEAL,
     STAGES,
-    TOKENIZE,
     WEB,
     rank_of,
     slot_index,
@@ -44,49 +29,13 @@ from pipeline.names import (
     slot_stage,
 )
 from pipeline.slots import Status, parse_status
+from pipeline.views.requests import ENDED, RequestFacts, RequestView, Sees, heard, request_view
 from pipeline.views.steps import StepsView
-from pipeline.walk import PROMPT, Moment, walk
 
 MOST_REQUESTS: Final = 50
 """A view shows so many requests, the newest."""
 APART_MS: Final = 100
 """Two statuses so far apart are different ones. Below that, the difference may be the time a snapshot took."""
-
-RequestState: TypeAlias = Literal[
-    "queued",  # no tokenizer has read it
-    "tokenizing",
-    "waiting",  # for an engine, or in one for pages
-    "running",
-    "preempted",
-    "finished",
-    "failed",
-    "cancelled",
-    "unreadable",
-]
-ENDED: Final = frozenset({"finished", "failed", "cancelled", "unreadable"})
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """What is known of one request so far."""
-
-    uid: str
-    known_to: str = ""
-    """The last id that was read before its first token; SEAL: no more of that is needed."""
-    state: RequestState = "queued"
-    reason: str = ""
-    """Why it ended."""
-    endpoint: str = ""
-    submitted_ms: int = 0
-    ended_ms: int = 0
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int = 0
-    engine: str = ""
-    epoch: int = 0
-    tokens_per_s: float | None = None
-    """While it runs: since the snapshot before, or its submit. After that: from its first token to its last."""
-    looked_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,26 +113,6 @@ class EngineView:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestView:
-    """A request."""
-
-    uid: str
-    state: RequestState
-    reason: str
-    endpoint: str
-    age_ms: int
-    """Since its submit."""
-    took_ms: int | None
-    """Until its end."""
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    output_tokens: int
-    tokens_per_s: float | None
-    engine: str
-    """Empty while no engine has the request, or if the engine is not known."""
-
-
-@dataclass(frozen=True, slots=True)
 class PipelineView:
     """The pipeline at one moment."""
 
@@ -199,6 +128,8 @@ class PipelineView:
     """The newest first."""
     steps: tuple[StepsView, ...] = ()
     """What the engines with a journal did last."""
+    others: int = 0
+    """Of the newest requests, those that whoever looks may not see."""
     error: str = ""
     """Why there is no newer view; empty: the log answers."""
 
@@ -225,7 +156,9 @@ def observe(before: Observed | None, snapshot: LogSnapshot, peeks: Mapping[str, 
     for uid, peek in peeks.items():
         if peek.exists:
             facts = known.get(uid, RequestFacts(uid))
-            requests[uid] = facts if facts.state in ENDED else _heard(facts, snapshot, peek)
+            if facts.state not in ENDED:
+                facts = heard(facts, peek, snapshot.now_ms, snapshot.held.get(uid, ""))
+            requests[uid] = facts
     return Observed(snapshot, _said(before, snapshot), requests)
 
 
@@ -246,83 +179,16 @@ def _said(before: Observed | None, snapshot: LogSnapshot) -> dict[str, tuple[Sta
     return said
 
 
-def _heard(facts: RequestFacts, snapshot: LogSnapshot, peek: HistoryEnds) -> RequestFacts:
-    """Return what is known of a request that had not ended, after a peek at its history."""
-    before = facts
-    if facts.state == "tokenizing":  # as was true then
-        facts = replace(facts, state="queued")
-    try:
-        for moment in walk(peek.head, over_holes=True, without=PROMPT):
-            facts = replace(_after(facts, moment), known_to=moment.id)
-        for moment in walk([peek.last] if peek.last is not None else [], over_holes=True):
-            facts = _after(facts, moment)
-    except UndecodableEvent:
-        return replace(facts, state="unreadable")
-    if facts.cached_tokens is not None or facts.output_tokens:
-        facts = replace(facts, known_to=SEAL)
-    holder = snapshot.held.get(facts.uid, "")
-    if holder.startswith(TOKENIZE) and facts.state == "queued":
-        facts = replace(facts, state="tokenizing")
-    elif holder.startswith(GENERATE):
-        facts = replace(facts, engine=holder)
-    if facts.state not in ENDED:
-        seconds = (snapshot.now_ms - (before.looked_ms or facts.submitted_ms)) / 1000
-        made = facts.output_tokens - before.output_tokens
-        facts = replace(facts, tokens_per_s=made / seconds if facts.output_tokens and seconds > 0 else None)
-    return replace(facts, looked_ms=snapshot.now_ms)
-
-
-def _after(facts: RequestFacts, moment: Moment) -> RequestFacts:
-    if isinstance(moment.event, End):
-        facts = replace(facts, ended_ms=moment.event.ms)
-    else:
-        facts = replace(facts, output_tokens=max(moment.n, facts.output_tokens))
-    return _told(facts, moment.event)
-
-
-def _told(facts: RequestFacts, event: HistoryEvent) -> RequestFacts:
-    match event:
-        case Submitted():
-            return replace(facts, state="queued", endpoint=event.endpoint, submitted_ms=event.ms)
-        case Tokenized():
-            return replace(facts, state="waiting", prompt_tokens=len(event.token_ids))
-        case Admitted():
-            cached = event.cached_tokens if facts.cached_tokens is None else facts.cached_tokens
-            return replace(facts, state="running", engine=event.engine, epoch=event.epoch, cached_tokens=cached)
-        case Preempted():
-            return replace(facts, state="preempted", engine=event.engine, epoch=event.epoch)
-        case TakenOver():
-            return replace(facts, state="running", engine=event.engine, epoch=event.epoch)
-        case TokensProduced():  # it names the epoch alone, and epochs are counted for each slot
-            epoch = int(event.step.partition("-")[0] or 0)
-            engine = facts.engine if epoch == facts.epoch else ""
-            return replace(facts, state="running", engine=engine, epoch=epoch)
-        case Finished():
-            made_ms = event.timings.total_ms - event.timings.first_token_ms
-            return replace(
-                facts,
-                state="finished",
-                reason=event.reason,
-                prompt_tokens=event.usage.prompt_tokens,
-                cached_tokens=event.usage.cached_tokens,
-                output_tokens=event.n,
-                tokens_per_s=(event.n - 1) * 1000 / made_ms if made_ms > 0 else None,
-            )
-        case Failed():
-            return replace(facts, state="failed", reason=event.code, output_tokens=event.n, tokens_per_s=None)
-        case Cancelled():
-            reason = f"by {event.by}"
-            return replace(facts, state="cancelled", reason=reason, output_tokens=event.n, tokens_per_s=None)
-        case Answered():
-            counted = len(event.token_ids) or facts.prompt_tokens
-            return replace(facts, state="finished", reason=f"by {event.by}", prompt_tokens=counted)
-
-
 # What was observed becomes a view
 
 
-def view_of(reading: Observed) -> PipelineView:
-    """Return the view of what was observed."""
+def _everybody(_: str) -> bool:
+    return True
+
+
+def view_of(reading: Observed, sees: Sees = _everybody) -> PipelineView:
+    """Return the view of what was observed, with the requests of the owners that somebody *sees*."""
+    requests = [facts for facts in reading.requests.values() if sees(facts.owner)]
     snapshot = reading.snapshot
     occupancy = snapshot.occupancy
     steps = {
@@ -338,8 +204,9 @@ def view_of(reading: Observed) -> PipelineView:
         num_live=occupancy.num_live,
         num_dead=occupancy.num_dead,
         engines=tuple(_engine(slot, reading) for slot in slots if slot_stage(slot) == GENERATE),
-        requests=tuple(_request(facts, snapshot.now_ms) for facts in reading.requests.values()),
+        requests=tuple(request_view(facts, snapshot.now_ms) for facts in requests),
         steps=reading.steps,
+        others=len(reading.requests) - len(requests),
     )
 
 
@@ -456,19 +323,3 @@ def median(counts: Sequence[int], bounds: Sequence[float]) -> float | None:
             return lower + (bounds[index] - lower) * (total / 2 - below) / count
         below += count
     return bounds[-1]
-
-
-def _request(facts: RequestFacts, now_ms: int) -> RequestView:
-    return RequestView(
-        uid=facts.uid,
-        state=facts.state,
-        reason=facts.reason,
-        endpoint=facts.endpoint,
-        age_ms=max(now_ms - facts.submitted_ms, 0) if facts.submitted_ms else 0,
-        took_ms=max(facts.ended_ms - facts.submitted_ms, 0) if facts.ended_ms else None,
-        prompt_tokens=facts.prompt_tokens,
-        cached_tokens=facts.cached_tokens,
-        output_tokens=facts.output_tokens,
-        tokens_per_s=facts.tokens_per_s,
-        engine=facts.engine,
-    )

@@ -148,6 +148,11 @@ REFUSED = Counter(
         ("/tokenizer_info", "GET", 403): 1,
         ("/v1/models", "GET", 403): 1,
         (f"{REQUEST}/events", "GET", 403): 1,
+        (f"{REQUEST}/replay", "POST", 403): 2,  # and rebound
+        ("/v1/dead/<name>/requeue", "POST", 403): 1,
+        ("/v1/requests", "GET", 403): 2,  # and rebound
+        ("/v1/pipeline/events", "GET", 403): 1,
+        ("/requests/<name>", "GET", 403): 1,  # in a frame
         ("/tokenize", "POST", 403): 1,
         ("/flush_cache", "POST", 403): 2,  # by fetch, and in a window of its own
         ("/abort_request", "POST", 403): 1,
@@ -194,7 +199,7 @@ def test_a_foreign_page_can_do_nothing_and_an_allowed_one_all_with_its_key(
         assert tried(attacked) == REFUSED
         rebound = {name: read.pop(name)[:4] for name in list(read) if name.startswith("rebound")}
         assert len(read) >= 10 and set(read.values()) == {""}, "what the page could read"
-        assert len(rebound) == 3 and set(rebound.values()) == {"403 "}
+        assert len(rebound) == 5 and set(rebound.values()) == {"403 "}
         submitted = [uid for uid, _ in stand_in.requests()]
         assert submitted == [victim, told["whole"]["uid"], told["stream"]["uid"]]
         assert command(redis_url, "EXISTS", Names().control) == 0, "what was flushed"

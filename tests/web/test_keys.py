@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -281,8 +282,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 OPEN_PATHS = ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs", "/openapi.json")
+OPEN_PAGES = ("/", "/pipeline", "/requests/x", "/pages/x")
 GUARDED = [
-    *(("GET", path) for path in ("/nothing/here", "/", "/health/x", "/health%2F..%2Fv1", "/v1/models/health", CHAT)),
+    *(("GET", path) for path in ("/nothing/here", "/pages", "/pages/", "/health/x", "/health%2F..%2Fv1")),
+    *(("GET", path) for path in ("/v1/models/health", CHAT)),
     ("OPTIONS", CHAT),
 ]
 """Besides every route that there is."""
@@ -292,14 +295,16 @@ async def test_every_path_but_those_that_are_open_needs_a_key(
     redis_url: str, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web.routes.cache, "PATIENCE_S", 0.0)  # no engine of the stand-in flushes
-    async with site(redis_url, keys=read_keys([ANN, BOB], "")) as here:
+    async with site(redis_url, keys=read_keys([ANN, BOB], ""), pages=Path(__file__).with_name("pages")) as here:
         rules = [(method, str(rule)) for rule in here.app.url_map.iter_rules() for method in rule.methods or ()]
-        tried = {*GUARDED, *((method, path.replace("<name>", "x")) for method, path in rules)}
+        rules = [(method, re.sub(r"<(path:)?name>", "x", path)) for method, path in rules]
+        rules = [(method, f"{path}?pictures=1" * path.endswith("/pipeline/events") or path) for method, path in rules]
+        tried = {*GUARDED, *rules}
         client: Any = here.client
         for method, path in sorted(tried):
             for headers in ({}, bearer("wrong"), bearer(""), {"x-api-key": ANN + "x"}):
                 response = await client.open(path, method=method, headers=headers)
-                if path in OPEN_PATHS:
+                if path in (*OPEN_PATHS, *OPEN_PAGES):
                     assert response.status_code != 401
                     continue
                 assert response.status_code == 401, (method, path)
@@ -310,7 +315,7 @@ async def test_every_path_but_those_that_are_open_needs_a_key(
             for headers in (bearer(ANN), bearer(BOB), {"x-api-key": ANN}):
                 response = await client.open(path, method=method, headers=headers)
                 assert response.status_code != 401, (method, path)
-        assert {*OPEN_PATHS, "/flush_cache", CHAT} <= {path for _, path in tried}
+        assert {*OPEN_PATHS, *OPEN_PAGES, "/flush_cache", CHAT} <= {path for _, path in tried}
         # without a body only the tokenizer can be asked for something, and by a key
         assert {event.endpoint for _, event in stand_in.requests()} == {"/tokenizer_info"}
 

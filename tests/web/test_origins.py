@@ -35,6 +35,7 @@ JSON = {"content-type": "application/json"}
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 LET_IN = 400
 """The status of a request that came to its route: its body is not JSON."""
+OPEN_PAGES = ("/", "/pipeline", "/requests/<name>", "/pages/<path:name>")
 OWN_ADDRESS = "10.1.2.3"
 
 
@@ -170,13 +171,13 @@ async def test_probes_may_use_any_name_and_links_lead_to_the_same_paths(
         rules = [(method, str(rule)) for rule in client.app.url_map.iter_rules() for method in rule.methods or ()]
         tried = sorted({*rules, ("GET", "/nothing"), ("DELETE", CHAT), ("GET", "/flush_cache"), ("GET", "/health/")})
         for method, path in tried:
-            is_open = path.rstrip("/") in OPEN_PATHS
+            is_open = path.rstrip("/") in OPEN_PATHS or path in OPEN_PAGES
             for headers in (REBOUND, LINK):
                 assert (await status(client, method, path, headers) == 403) is not is_open, (method, path)
             for headers in (FRAME, IMAGE, {"origin": EVIL}, {"origin": "null"}):
                 assert await status(client, method, path, headers) == 403, (method, path)
         page = await client.get("/docs", headers=LINK)
-        assert page.headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+        assert "frame-ancestors 'none'" in page.headers["Content-Security-Policy"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -39,31 +40,39 @@ KEYS: Mapping[str, Keys] = {
 }
 
 OPEN = {f"GET {path}" for path in ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs")}
-OPEN |= {"GET /openapi.json"}
+OPEN |= {"GET /openapi.json", "GET /", "GET /pipeline", "GET /requests/<name>", "GET /pages/<path:name>"}
 """Routes that need no key."""
 WITH_A_KEY = {
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("chat/completions", "completions")),
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("tokenize", "detokenize")),
     *(f"GET {base}/{path}" for base in ("", "/v1") for path in ("models", "models/<path:name>")),
     *("POST /generate", "GET /tokenizer_info", "GET /v1", "GET /version"),
-    *("GET /get_model_info", "GET /get_server_info", "GET /props"),
+    *("GET /get_model_info", "GET /get_server_info", "GET /props", "GET /v1/caller"),
     *(f"{method} {path}" for path in PATHS for method in METHODS),
 }
 """Routes that show nothing of the requests of others."""
+OF_ITS_OWN = {"GET /v1/requests", "GET /v1/pipeline/events"}
+"""Routes that show the requests of the caller, or of all if it is the admin."""
 OF_A_REQUEST = {
     "GET /v1/requests/<name>",
     "GET /v1/requests/<name>/events",
+    "GET /v1/requests/<name>/steps",
+    "POST /v1/requests/<name>/replay",
     "DELETE /v1/requests/<name>",
     "POST /abort_request",
 }
-FOR_ALL = {"POST /flush_cache", "POST /abort_request"}
-"""Routes that touch the requests of all; the last one does with `abort_all`."""
+ENDING = {"DELETE /v1/requests/<name>", "POST /abort_request"}
+FOR_ALL = {"POST /flush_cache", "POST /abort_request", "GET /v1/dead", "POST /v1/dead/<name>/requeue"}
+"""Routes that touch the requests of all; `/abort_request` does with `abort_all`."""
+EXPECTED = {"POST /v1/requests/<name>/replay": 400, "POST /v1/dead/<name>/requeue": 404}
+"""What who is let in is told: the request has no tokens, and there is no such letter."""
 
 MATRIX: Mapping[str, Mapping[str, str]] = {
     # on which routes           no key  wrong   Ann     Bob     admin
     "keys alone": {
         "open":                 "in      in      in      in      in",
         "with a key":           "401     401     in      in      401",
+        "its own requests":     "401     401     in      in      401",
         "a request of Ann":     "401     401     in      absent  401",
         "a request of nobody":  "401     401     absent  absent  401",
         "all requests":         "401     401     403     403     401",
@@ -71,6 +80,7 @@ MATRIX: Mapping[str, Mapping[str, str]] = {
     "keys and the admin key": {
         "open":                 "in      in      in      in      in",
         "with a key":           "401     401     in      in      in",
+        "its own requests":     "401     401     in      in      in",
         "a request of Ann":     "401     401     in      absent  in",
         "a request of nobody":  "401     401     absent  absent  in",
         "all requests":         "401     401     403     403     in",
@@ -78,6 +88,7 @@ MATRIX: Mapping[str, Mapping[str, str]] = {
     "the admin key alone": {
         "open":                 "in      in      in      in      in",
         "with a key":           "in      in      in      in      in",
+        "its own requests":     "401     401     401     401     in",
         "a request of Ann":     "401     401     401     401     in",
         "a request of nobody":  "401     401     401     401     in",
         "all requests":         "401     401     401     401     in",
@@ -85,6 +96,7 @@ MATRIX: Mapping[str, Mapping[str, str]] = {
     "no keys": {
         "open":                 "in      in      in      in      in",
         "with a key":           "in      in      in      in      in",
+        "its own requests":     "in      in      in      in      in",
         "a request of Ann":     "in      in      in      in      in",
         "a request of nobody":  "in      in      in      in      in",
         "all requests":         "in      in      in      in      in",
@@ -94,10 +106,19 @@ MATRIX: Mapping[str, Mapping[str, str]] = {
 ROUTES: Mapping[str, set[str]] = {
     "open": OPEN,
     "with a key": WITH_A_KEY,
+    "its own requests": OF_ITS_OWN,
     "a request of Ann": OF_A_REQUEST,
     "a request of nobody": OF_A_REQUEST,
     "all requests": FOR_ALL,
 }
+
+
+def some_pages(folder: Path) -> Path:
+    """Return *folder* with the pages that have a path, and one file more."""
+    for name in ("index.html", "pipeline.html", "request.html", MODELS[0]):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("a page")
+    return folder
 
 
 @pytest.fixture
@@ -127,8 +148,9 @@ def twin_of(uid: str) -> str:
 async def asked(app: Quart, route: str, name: str, who: str) -> tuple[int, bytes]:
     """Return status and body of what *who* is answered on a *route*, with *name* where it takes one."""
     method, _, path = route.partition(" ")
-    for pattern, value in (("<name>", name), ("<path:name>", MODELS[0]), ("<path:rest>", "x")):
+    for pattern, value in (("<name>", name or "0-1"), ("<path:name>", MODELS[0]), ("<path:rest>", "x")):
         path = path.replace(pattern, value)
+    path += "?pictures=1" if path == "/v1/pipeline/events" else ""
     client: Any = app.test_client()
     body = {} if path != "/abort_request" else {"json": {"rid": name} if name else {"abort_all": True}}
     response = await client.open(path, method=method, headers=HEADERS[who], **body)
@@ -145,21 +167,24 @@ async def outcome(app: Quart, route: str, name: str, who: str) -> str:
         twin = twin_of(name)
         if (status, body.replace(name.encode(), twin.encode())) == await asked(app, route, twin, who):
             return "absent"
-    assert status in ((200,) if name else (200, 400, 501, 503)), (route, who, status, body)
+    usual = (200,) if name else (200, 400, 501, 503)
+    assert status in ((EXPECTED[route],) if route in EXPECTED else usual), (route, who, status, body)
     return "in"
 
 
 @pytest.mark.parametrize("mode", MATRIX)
-async def test_who_may_do_what_on_every_route(redis_url: str, stand_in: StandIn, log: RedisLog, mode: str) -> None:
+async def test_who_may_do_what_on_every_route(
+    redis_url: str, stand_in: StandIn, log: RedisLog, tmp_path: Path, mode: str
+) -> None:
     owners = {"a request of Ann": hash_of(ANN), "a request of nobody": ""}
-    async with site(redis_url, keys=KEYS[mode]) as here:
+    async with site(redis_url, keys=KEYS[mode], pages=some_pages(tmp_path)) as here:
         rows = [(about, route) for about in MATRIX[mode] for route in sorted(ROUTES[about])]
         found = {}
         for about, route in rows:
             outcomes = []
             for who in CALLERS:
                 uid = submit(log, owners[about]) if about in owners else ""
-                ends_it = about in owners and not route.startswith("GET")
+                ends_it = about in owners and route in ENDING
                 if about in owners and not ends_it:
                     log.end(uid, CANCELLED, frontend="web-9")
                 outcomes.append(await outcome(here.app, route, uid, who))
@@ -169,8 +194,8 @@ async def test_who_may_do_what_on_every_route(redis_url: str, stand_in: StandIn,
     assert found == {(about, route): MATRIX[mode][about].split() for about, route in rows}
 
 
-async def test_every_route_is_in_the_matrix(redis_url: str) -> None:
-    async with site(redis_url, ready=False) as here:
+async def test_every_route_is_in_the_matrix(redis_url: str, tmp_path: Path) -> None:
+    async with site(redis_url, ready=False, pages=some_pages(tmp_path)) as here:
         rules = here.app.url_map.iter_rules()
         automatic = {"HEAD", "OPTIONS"}
         routes = {f"{method} {rule.rule}" for rule in rules for method in (rule.methods or set()) - automatic}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
-from pipeline.archive.reader import Archive
+from pipeline.archive.reader import NOTHING_KNOWN, Archive, Where
 from pipeline.errors import LogUnavailable
 from pipeline.log.protocol import Entry
 from pipeline.recording import Recording
 from web.live.listener import Listener, Wake
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 AT_ONCE: Final = 2
 """Clients whose requests are looked up at a time; each can read every index."""
@@ -25,8 +28,8 @@ class Archived:
         self._archive = Archive(Path(folder)) if folder else None
         self._turns = asyncio.Semaphore(AT_ONCE)
 
-    async def read(self, uids: Sequence[str]) -> dict[str, Recording]:
-        """Return those of *uids* that the archive has.
+    async def read(self, uids: Sequence[str], known: Mapping[str, Where] = NOTHING_KNOWN) -> dict[str, Recording]:
+        """Return those of *uids* that the archive has. Those that are *known* need no search.
 
         Raises:
             LogUnavailable: It cannot be read.
@@ -34,9 +37,18 @@ class Archived:
         """
         if self._archive is None or not uids:
             return {}
+        return await self._asked(self._archive.read, uids, known)
+
+    async def newest(self, before: str, most: int) -> tuple[dict[str, Where], str]:
+        """As Archive.newest. Raises LogUnavailable if it cannot be read."""
+        if self._archive is None:
+            return {}, ""
+        return await self._asked(self._archive.newest, before, most)
+
+    async def _asked(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         async with self._turns:
             try:
-                return await asyncio.to_thread(self._archive.read, uids)
+                return await asyncio.to_thread(question, *args, **kwargs)
             except OSError as error:
                 raise LogUnavailable(f"the archive cannot be read: {error}") from error
 

@@ -18,7 +18,9 @@ from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import DISCONNECTS, REJECTIONS, REQUEST_SUCCESS, STREAMS_OPEN
 from web.live.archived import Archived
 from web.live.budget import Budget
+from web.live.catalogue import Catalogue
 from web.live.client import Client
+from web.live.pictures import Pictures
 from web.live.readers import Readers
 from web.live.ready import Readiness, Say
 from web.live.retry_after import RetryAfter
@@ -59,6 +61,8 @@ class Frontend:
         self.retry_after = RetryAfter()
         self.budget = Budget(log, max_log_bytes)
         self.archived = Archived(archive)
+        self.catalogue = Catalogue(log, self.archived)
+        self.pictures = Pictures(log)
         self.turns = Turns()
         self.draining = False
         self._say = say
@@ -174,6 +178,7 @@ class Frontend:
     async def drain(self, patience_s: float) -> None:
         """Take no new requests, let the open ones end, and end in the log those that are left after *patience_s*."""
         self.draining = True
+        self.pictures.close()
         self._say(phase="draining", detail="")
         for timer in self._in_grace:  # the log keeps these requests: their clients can resume on another process
             timer.cancel()

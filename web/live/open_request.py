@@ -16,32 +16,23 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
 from pipeline.errors import LogError, LogFull, LogUnavailable, RequestError, UndecodableEvent
 from pipeline.events import Cancelled, End, Failed, Finished, Submitted, decode, new_uid
 from pipeline.log.protocol import Once, Quota, Submission, SubmitResult
-from pipeline.metrics.families import (
-    COMMIT_SECONDS,
-    MAX_GENERATION_TOKENS,
-    PARAMS_MAX_TOKENS,
-    PARAMS_N,
-    REJECTIONS,
-)
+from pipeline.metrics.families import COMMIT_SECONDS, MAX_GENERATION_TOKENS, PARAMS_MAX_TOKENS, PARAMS_N
 from pipeline.names import SEAL, SUBMITTED_ID, sibling_uids
 from pipeline.process.failpoints import failpoint
 from pipeline.recording import Recording
 from web.keys import shown
 from web.live.archived import told
 from web.live.client import Client
-from web.live.frontend import SHUTTING_DOWN, UNREACHABLE, Frontend, reaching
+from web.live.frontend import SHUTTING_DOWN, Frontend, reaching
 from web.live.listener import Listener, Wake
-from web.wire.idempotency import HEADER
-from web.wire.openai.errors import NotNow
+from web.live.refusals import REFUSALS, refusal
 
 logger = structlog.get_logger()
 
@@ -50,54 +41,6 @@ END_TRIES = 30
 the rest of the answer for nobody."""
 LOG_PATIENCE_S = 2.0
 """How long the log has to say that a request is past its deadline, before its client is told without it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """How a client is told that the log did not take its request."""
-
-    metric: str
-    """A label of REJECTIONS; empty: not counted."""
-    message: str
-    """Formatted with `quota`, the one of the API key, and `again_s`, what is left of its minute."""
-    status: int = 503
-    code: str | None = "overloaded"
-    param: str | None = None
-    retry_after: Literal["estimate", "minute", "second"] = "second"
-    """When to send it again: when there may be room, when the minute of the quota is over, or in a second."""
-
-
-REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
-    LogFull: Refusal("log_full", "The log is full until running requests end; send it again.", retry_after="estimate"),
-    LogError: Refusal("log_unreachable", UNREACHABLE),
-    Submission.BUSY: Refusal("queue_full", "Too many requests are waiting; send it again.", retry_after="estimate"),
-    Submission.FULL: Refusal(
-        "log_bytes",
-        "The log may take no more memory (--max-log-bytes) until older requests expire; send it again.",
-        retry_after="estimate",
-    ),
-    Submission.TOO_FAST: Refusal(
-        "requests_per_minute",
-        "This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s.",
-        status=429,
-        code=None,
-        retry_after="minute",
-    ),
-    Submission.TOO_MANY: Refusal(
-        "concurrent_requests",
-        "This API key may have {quota.concurrent_requests} requests at once; send it again.",
-        status=429,
-        code=None,
-    ),
-    Submission.MISMATCH: Refusal(
-        "",
-        f"{HEADER}: it was used with another body before; take a new one for a new request",
-        status=400,
-        code="idempotency_key_reused",
-        param=HEADER,
-    ),
-}
-"""What came of a submit -> what the client is told. Other outcomes are no refusals."""
 
 
 async def open_request(
@@ -213,16 +156,7 @@ class OpenRequest(Client):
 
     def _refusal(self, outcome: Submission | type[LogError], minute_over_s: int = 0) -> RequestError:
         """Count that the request was not taken, and return the error for the client."""
-        refusal = REFUSALS[outcome]
-        if refusal.metric:
-            self._frontend.measures.add(REJECTIONS, refusal.metric)
-        message = refusal.message.format(quota=self._quota, again_s=minute_over_s)
-        if refusal.status not in (429, 503):
-            return self.refuse(RequestError(message, code=refusal.code, status=refusal.status, param=refusal.param))
-        again_s = {"estimate": self._frontend.retry_after.estimate_s(), "minute": minute_over_s, "second": 1}
-        return self.refuse(
-            NotNow(message, code=refusal.code, status=refusal.status, retry_after_s=again_s[refusal.retry_after])
-        )
+        return self.refuse(refusal(self._frontend, outcome, self._quota, minute_over_s))
 
     async def _attach(self, uid: str) -> bool:
         """Subscribe to the request *uid* of another client, unless it is gone, or ended in vain; say whether it did.

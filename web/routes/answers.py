@@ -41,6 +41,11 @@ def stream_response(
     all events up to the id *after*."""
     state = request.scope.get("state", {})
     written = _written(client, frames, first, after, state.get(SEND), state.get(WRITE))
+    return event_stream(written)
+
+
+def event_stream(written: AsyncIterator[bytes]) -> Response:
+    """Return server-sent events that no proxy buffers."""
     response = Response(written, content_type=sse.CONTENT_TYPE)
     response.headers["cache-control"] = "no-cache"
     response.headers["x-accel-buffering"] = "no"

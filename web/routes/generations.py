@@ -126,7 +126,7 @@ async def _generated(opened: OpenRequest) -> Response:
 
 
 async def _whole(opened: OpenRequest) -> Response:
-    choices, has_begun = choices_for(opened.events), False
+    choices, has_begun = choices_for(opened.uid, opened.events), False
     while True:
         events = await opened.next()
         if events and not has_begun:
@@ -137,7 +137,7 @@ async def _whole(opened: OpenRequest) -> Response:
                 case TokensProduced() as tokens:
                     choices[event.index].apply(tokens)
                 case Finished() as finished:
-                    choices[event.index].finished = finished
+                    choices[event.index].finish(finished)
                 case Failed() | Cancelled() as ended:
                     return error_response(error_of(ended))
         if opened.done:

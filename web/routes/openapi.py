@@ -1,9 +1,8 @@
-"""GET /openapi.json: the routes, with the models that validate their requests. GET /docs: a page for it, offline."""
+"""GET /openapi.json: the routes, with the models that validate their requests."""
 
 from __future__ import annotations
 
 import re
-from importlib.resources import files
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -41,18 +40,11 @@ ERROR: Final[dict[str, Any]] = {
 
 def docs_routes() -> Blueprint:
     routes = Blueprint("docs", __name__)
-    page = files("web").joinpath("static", "docs.html").read_bytes()
 
     @routes.get("/openapi.json")
     @operation("The OpenAPI document of this server")
     async def document() -> Response:
         return json_response(openapi(current_app))
-
-    @routes.get("/docs")
-    @operation("A page that shows this document and can call its routes", answers=("text/html",))
-    async def docs() -> Response:
-        no_frames = {"Content-Security-Policy": "frame-ancestors 'none'"}  # a click on Send is meant for this page
-        return Response(page, headers=no_frames, content_type="text/html; charset=utf-8")
 
     return routes
 
@@ -107,7 +99,7 @@ def _operation(path: str, method: str, said: Operation) -> dict[str, Any]:
     if said.bodies:
         references = [{"$ref": REFERENCE.format(model=body.__name__)} for body in said.bodies]
         schema = references[0] if len(references) == 1 else {"anyOf": references}
-        found["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        found["requestBody"] = {"required": not said.body_is_optional, "content": {JSON: {"schema": schema}}}
     return found
 
 

@@ -22,6 +22,7 @@ class Operation:
     summary: str
     bodies: tuple[type[BaseModel], ...] = ()
     """The models of the request body: one of them reads it. None: there is no body."""
+    body_is_optional: bool = False
     answers: tuple[str, ...] = (JSON,)
     """The content types of an answer that is not an error."""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

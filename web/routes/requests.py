@@ -8,8 +8,6 @@ event. The uid that siblings share stands for all of them. POST /abort_request c
 from __future__ import annotations
 
 import asyncio
-import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -19,7 +17,6 @@ from quart import Blueprint, Response, request
 
 from pipeline.errors import RequestError
 from pipeline.events import Cancelled
-from pipeline.names import parse_id
 from pipeline.views.history import story
 from web.keys import Caller
 from web.live.frontend import Frontend, reaching
@@ -27,22 +24,20 @@ from web.live.lookup import AT_ONCE, Lookup, cancel, find, living
 from web.live.open_request import read_archived, read_request
 from web.routes.access import check_admin, known_caller
 from web.routes.answers import json_response, name_unknown, stream_response
+from web.routes.named import absent, find_of, is_id, several, uid_in
 from web.routes.operations import EVENTS, operation
 from web.wire.endpoints import frames_for
 from web.wire.frames import EventFrames
 from web.wire.sglang.schemas import AbortRequest, parse_abort
-from web.wire.uids import drawn_ms, uid_of
+from web.wire.uids import uid_of
 
 logger = structlog.get_logger()
 
 PATH: Final = "/v1/requests/<name>"
 LAST_EVENT_ID: Final = "Last-Event-ID"
 CURSOR: Final = {"description": "The id of an event.", "pattern": "^[0-9]+-[0-9]+$"}
-LARGEST_ID: Final = 2**64 - 1
-"""The largest half of an id in Redis."""
 MOST_STORIES_BYTES: Final = 16 << 20
 """Longest answer with the stories of several siblings."""
-_EVENT_ID: Final = re.compile(r"(0|[1-9][0-9]{0,19})-(0|[1-9][0-9]{0,19})")
 
 
 def request_routes(frontend: Frontend) -> Blueprint:
@@ -52,23 +47,23 @@ def request_routes(frontend: Frontend) -> Blueprint:
     @operation("The story of a request, running or finished")
     async def tell(name: str) -> Response:
         who = known_caller()
-        uid = _uid(name)
+        uid = uid_in(name)
         with reaching("request_not_read", uid=uid):
-            found = await _find(frontend, uid, who)
+            found = await find_of(frontend, uid, who)
             stories = await _stories(frontend, found.uids)
         if found.uids != (uid,):
             return json_response({"uid": uid, "siblings": found.uids, "requests": stories})
         if not stories:
-            raise _absent(uid, frontend.limits.retention_s)
+            raise absent(uid, frontend.limits.retention_s)
         return json_response(stories[0])
 
     @routes.delete(PATH)
     @operation("Cancel a request")
     async def cancel(name: str) -> Response:
         who = known_caller()
-        uid = _uid(name)
+        uid = uid_in(name)
         with reaching("request_not_read", uid=uid):
-            found = await _find(frontend, uid, who)
+            found = await find_of(frontend, uid, who)
             cancelled = await _cancel(frontend, dict.fromkeys(found.uids, found.submitted.frontend))
         logger.info("request_cancelled", uid=uid, cancelled=bool(cancelled))
         body: dict[str, object] = {"id": uid, "object": "request", "cancelled": bool(cancelled)}
@@ -107,14 +102,14 @@ def request_routes(frontend: Frontend) -> Blueprint:
     )
     async def events(name: str) -> Response:
         who = known_caller()
-        uid = _uid(name)
+        uid = uid_in(name)
         frontend.admit()
         whole = _asks_for_events(request.args.get("format"))
         after, where = _cursor()
         with reaching("request_not_read", uid=uid):
-            found = await frontend.ask(_find(frontend, uid, who))
+            found = await frontend.ask(find_of(frontend, uid, who))
             if found.uids != (uid,):
-                raise _several(found.uids)
+                raise several(found.uids)
             if after and not await frontend.ask(_has_event(frontend, found, uid, after)):
                 raise RequestError(f"{where}: the request has no event {after}", param=where, code="invalid_value")
         submitted = found.submitted
@@ -131,25 +126,6 @@ def request_routes(frontend: Frontend) -> Blueprint:
         return response
 
     return routes
-
-
-def _uid(name: str) -> str:
-    """Return the uid in a path. Raises RequestError if there is none."""
-    uid = uid_of(name)
-    if not uid:
-        raise _not_found()
-    return uid
-
-
-async def _find(frontend: Frontend, uid: str, who: Caller) -> Lookup:
-    """Return the requests of *who* that *uid* stands for. Raises RequestError if there are none, and as the log does.
-
-    It reads no more of a history than how it begins.
-    """
-    found = await find(frontend.log, frontend.archived, uid)
-    if found is None or not who.may_see(found.submitted.owner):
-        raise _absent(uid, frontend.limits.retention_s)
-    return found
 
 
 async def _has_event(frontend: Frontend, found: Lookup, uid: str, entry_id: str) -> bool:
@@ -174,7 +150,7 @@ async def _stories(frontend: Frontend, uids: Sequence[str]) -> list[dict[str, An
                 stories.append(story(uid, history))
                 num_bytes += len(orjson.dumps(stories[-1]))
                 if len(stories) > 1 and num_bytes > MOST_STORIES_BYTES:
-                    raise _several(uids, "story")
+                    raise several(uids, "story")
                 await asyncio.sleep(0)  # one may take long
     return stories
 
@@ -207,27 +183,6 @@ async def _abort(frontend: Frontend, asked: AbortRequest, who: Caller) -> dict[s
     return {"aborted": aborted, "ended": sorted(frontends.keys() - set(aborted)), "unknown": []}
 
 
-def _several(uids: Sequence[str], what: str = "events") -> RequestError:
-    """Return the error for a client that asks siblings for their events, which have no common order, or for stories
-    that are too long together."""
-    message = f"This uid stands for {len(uids)} requests; ask for the {what} of each, from {uids[0]} to {uids[-1]}."
-    return RequestError(message, code="several_requests")
-
-
-def _absent(uid: str, retention_s: float) -> RequestError:
-    """Return the error for a request without a history: it has expired, or never was."""
-    age_s = time.time() - drawn_ms(uid) / 1000
-    if age_s < retention_s:  # too young to have expired, or from the future
-        return _not_found()
-    message = f"The request has expired: the log keeps it for {retention_s:g} s after its end (--retention)."
-    return RequestError(message, code="request_expired", status=404)
-
-
-def _not_found() -> RequestError:
-    message = "There is no such request. The response header x-minisgl-uid has the uid of a request."
-    return RequestError(message, code="request_not_found", status=404)
-
-
 def _asks_for_events(given: str | None) -> bool:
     """Say whether the client wants raw events, not frames. Raises RequestError for anything else."""
     if given not in (None, "events"):
@@ -243,7 +198,7 @@ def _cursor() -> tuple[str, str]:
     """
     for where, given in ((LAST_EVENT_ID, request.headers.get(LAST_EVENT_ID)), _asked("starting_after")):
         if given:
-            if not _EVENT_ID.fullmatch(given) or max(parse_id(given)) > LARGEST_ID:
+            if not is_id(given):
                 raise RequestError(f"{where}: should be the id of an event", param=where, code="invalid_value")
             return given, where
     return "", ""

@@ -15,6 +15,7 @@ from pipeline.events import (
     Event,
     Failed,
     Finished,
+    Markup,
     Preempted,
     SamplingParams,
     StepCompleted,
@@ -130,6 +131,13 @@ def test_a_moment_shows_what_its_event_carries() -> None:
 )
 def test_the_state_is_how_far_the_request_has_come(history: list[Entry], state: str) -> None:
     assert story("a", history)["state"] == state_of(history) == state
+
+
+def test_a_prompt_tells_how_its_answer_is_read() -> None:
+    markup = Markup(tools="hermes", think=("<think>", "</think>"))
+    told = story("u1", [*ACCEPTED, entry(TOKENIZED_ID, TOKENIZED.model_copy(update={"markup": markup}), 2)])
+    assert (told["moments"][-1]["calls"], told["moments"][-1]["thinking"]) == ("hermes", "<think> </think>")
+    assert not {"calls", "thinking"} & set(story("u1", READY)["moments"][-1])
 
 
 def test_a_failed_request_tells_its_error_and_a_cancelled_one_who_ended_it() -> None:

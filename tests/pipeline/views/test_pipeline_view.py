@@ -36,13 +36,13 @@ from pipeline.views.pipeline import (
     EngineView,
     Observed,
     PipelineView,
-    RequestView,
     SlotView,
     median,
     observe,
     queries_for,
     view_of,
 )
+from pipeline.views.requests import RequestView
 
 START_MS = 1_000_000
 SUBMITTED = Submitted(endpoint="/v1/completions", frontend="web-0", prompt="p", sampling=SamplingParams())

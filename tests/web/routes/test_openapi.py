@@ -15,9 +15,12 @@ from web.routes.unsupported import PATHS
 PAGE = Path(__file__).parents[3] / "docs" / "http-api.md"
 
 
+PAGES = Path(__file__).parents[1] / "pages"
+
+
 async def document(redis_url: str) -> tuple[dict[str, Any], set[tuple[str, str]]]:
     """Return the document, and what the application really has: (path, method)."""
-    async with site(redis_url, ready=False) as here:
+    async with site(redis_url, ready=False, pages=PAGES) as here:
         response = await here.client.get("/openapi.json")
         assert response.status_code == 200 and response.content_type == "application/json"
         routes = {

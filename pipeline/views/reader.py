@@ -1,9 +1,11 @@
-"""Reads a running server's log repeatedly into one `Observed`; each read is bounded work."""
+"""Reads a server's log repeatedly into one `Observed`, for `top` and the live page. Each read is bounded work."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Final
+
+import orjson
 
 from pipeline.errors import LogError
 from pipeline.log.redis import RedisLog
@@ -67,3 +69,8 @@ class Reader:
             if self._cursor == "0":
                 break
         return found
+
+
+def as_json(view: PipelineView) -> bytes:
+    """Return *view* as one line."""
+    return orjson.dumps(view, option=orjson.OPT_APPEND_NEWLINE)

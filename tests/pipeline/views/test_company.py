@@ -1,0 +1,175 @@
+"""In whose company a request was computed, and why its tokens were late: told from its history and some journals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from histories import entries_of
+from log_contract import FINISHED
+
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    Chunk,
+    EventRow,
+    Figures,
+    Preempted,
+    SamplingParams,
+    Submitted,
+    TakenOver,
+    Tokenized,
+    TokensProduced,
+)
+from pipeline.journal import Row, Step
+from pipeline.names import SEAL
+from pipeline.recording import Recording
+from pipeline.views.company import MOST_WAITS, Company, late_tokens, spans_of
+from pipeline.views.recorded import History
+
+UID = "a"
+FIRST, SECOND = "generate-0", "generate-1"
+
+
+def history(times_ms: Mapping[int, int], *more: tuple[str, AnyEvent], epoch: int = 1, ended: bool = True) -> History:
+    """Return a request that was submitted at 1000; token n came with step n at *times_ms* of n."""
+    events: list[tuple[str, AnyEvent]] = [
+        ("0-1", Submitted(endpoint="e", frontend="", prompt="p", sampling=SamplingParams(), ms=1000)),
+        ("0-2", Tokenized(token_ids=(1, 2), fingerprint="t", by="tokenize-0", ms=1001)),
+        ("0-3", Admitted(engine=FIRST, epoch=epoch, step=1, fingerprint="w", ms=1002)),
+        *((f"{n}-0", made(n, ms, epoch=epoch)) for n, ms in times_ms.items()),
+        *more,
+    ]
+    if ended:
+        n = max(int(entry_id.partition("-")[0]) for entry_id, _ in events)
+        events.append((SEAL, FINISHED.model_copy(update={"n": n})))
+    return History(Recording(UID, tuple(entries_of(events))))
+
+
+def made(n: int, ms: int, *, epoch: int = 1) -> TokensProduced:
+    return TokensProduced(tokens=(7,), text="x", step=f"{epoch}-{n}", ms=ms)
+
+
+def step(
+    number: int, ms: int, *rows: tuple[str, int], chunks: tuple[tuple[str, int], ...] = (), epoch: int = 1, **more: Any
+) -> Step:
+    """Return a step with tokens for rows of (uid, n), and chunks of (uid, tokens)."""
+    figures = Figures(
+        decode_rows=len(rows),
+        prefill_rows=len(chunks),
+        prefill_tokens=sum(count for _, count in chunks),
+        waiting=4,
+        free_pages=9,
+        forward_ms=5,
+    )
+    return Step(
+        epoch,
+        number,
+        ms,
+        rows=tuple(Row(uid, n, 7, None, 0) for uid, n in rows),
+        events=more.get("events", ()),
+        let_go=(),
+        figures=figures,
+        given=(),
+        chunks=tuple(Chunk(uid=uid, start=0, count=count) for uid, count in chunks),
+        schedule="",
+    )
+
+
+def told(of: History, *steps: tuple[str, Step]) -> dict[str, Any]:
+    company = Company(of)
+    for engine, each in steps:
+        company.take(engine, each)
+    return company.plain(str)
+
+
+def test_the_steps_of_a_request_say_what_they_computed_and_for_whom() -> None:
+    plain = told(
+        history({1: 1020, 2: 1030}),
+        (FIRST, step(0, 1010, ("b", 5), chunks=((UID, 64), ("c", 3)))),
+        (FIRST, step(1, 1020, ("b", 6), (UID, 1))),
+        (FIRST, step(2, 1030, ("b", 7), (UID, 2))),
+        (FIRST, step(3, 1040, ("b", 8))),
+    )
+    common = {"engine": FIRST, "forward_ms": 5, "waiting": 4, "pages_free": 9}
+    assert plain["steps"] == [
+        common | {"id": "1-0", "ms": 1010, "rows": 3, "tokens": 68, "prompt_tokens": 64, "companions": ["b", "c"]},
+        common | {"id": "1-1", "ms": 1020, "rows": 2, "tokens": 2, "n": 1, "companions": ["b"]},
+        common | {"id": "1-2", "ms": 1030, "rows": 2, "tokens": 2, "n": 2},
+    ], "companions are told where they change, and steps of others are left out"
+
+
+def test_others_are_called_by_what_whoever_asks_may_know() -> None:
+    company = Company(history({1: 1010}))
+    company.take(FIRST, step(1, 1010, (UID, 1), ("b", 1), ("c", 1)))
+    assert company.companions == ["b", "c"]
+    assert company.plain(lambda uid: uid if uid == "b" else 1)["steps"][0]["companions"] == ["b", 1]
+
+
+def test_late_tokens_have_the_reason_and_others_none() -> None:
+    of = history({1: 1100, 2: 1110, 3: 1120, 4: 1400, 5: 1410})
+    plain = told(
+        of,
+        (FIRST, step(0, 1050, chunks=(("c", 900),))),
+        (FIRST, step(1, 1100, (UID, 1), chunks=((UID, 2),))),
+        *((FIRST, step(n, 1090 + 10 * n, (UID, n))) for n in (2, 3)),
+        (FIRST, step(31, 1350, ("b", 1), chunks=(("b", 500),))),
+        (FIRST, step(4, 1400, ("b", 2), (UID, 4))),
+        (FIRST, step(5, 1410, ("b", 3), (UID, 5))),
+    )
+    assert [(wait["n"], wait["waited_ms"]) for wait in plain["waits"]] == [(1, 100), (4, 280)]
+    assert plain["waits"][0]["why"] == [
+        "2 tokens of its prompt were prefilled in 1 chunk",
+        "a prompt of 900 tokens was prefilled in 1 chunk",
+        "the engine computed for only 0.0 s of that time",
+    ]
+    assert plain["waits"][1]["why"][0] == "a prompt of 500 tokens was prefilled in 1 chunk"
+
+
+def test_only_the_longest_waits_are_told() -> None:
+    count = 2 * MOST_WAITS + 100
+    times = {n: 1000 + 10 * n + 100 * sum(i % 2 == 0 for i in range(n)) for n in range(1, count)}
+    late = late_tokens(history(times))
+    assert len(late) > MOST_WAITS and 1 in late
+    plain = told(history(times), *((FIRST, step(n, ms, (UID, n))) for n, ms in times.items()))
+    assert len(plain["waits"]) == MOST_WAITS
+    assert [wait["n"] for wait in plain["waits"]] == sorted(wait["n"] for wait in plain["waits"])
+
+
+def test_a_takeover_by_another_engine_leads_to_two_journals() -> None:
+    over = TakenOver(engine=SECOND, epoch=4, ms=1500)
+    back = Admitted(engine=SECOND, epoch=4, step=7, fingerprint="w", ms=1501)
+    of = history({1: 1010, 2: 1020}, ("2-1", over), ("2-2", back), ("3-0", made(9, 1600, epoch=4)), epoch=3)
+    assert spans_of(of) == {FIRST: ("3-1", "3-2"), SECOND: ("4-7", "4-9")}
+    row = EventRow(uid=UID, n=2, event=over)
+    plain = told(
+        of,
+        (SECOND, step(6, 900, ("z", 1), epoch=4)),
+        (SECOND, step(7, 1501, chunks=((UID, 4),), epoch=4, events=(row,))),
+        (SECOND, step(9, 1600, (UID, 3), epoch=4)),
+        (FIRST, step(1, 1010, (UID, 1), epoch=3)),
+        (FIRST, step(2, 1020, (UID, 2), epoch=3)),
+    )
+    assert [(each["engine"], each["id"]) for each in plain["steps"]] == [
+        (FIRST, "3-1"), (FIRST, "3-2"), (SECOND, "4-7"), (SECOND, "4-9"),
+    ]  # fmt: skip
+    assert plain["complete"] and plain["waits"][-1]["n"] == 3
+    assert plain["waits"][-1]["why"][0] == "its engine was gone, and another one took it over"
+
+
+def test_a_running_request_goes_on_where_it_is() -> None:
+    assert spans_of(history({1: 1010}, ended=False)) == {FIRST: ("1-1", "+")}
+    preempted = Preempted(engine=FIRST, epoch=1, step=5, ms=1020)
+    assert spans_of(history({1: 1010}, ("1-1", preempted))) == {FIRST: ("1-1", "1-5")}
+
+
+def test_what_the_journal_lacks_makes_it_incomplete() -> None:
+    of = history({1: 1010, 2: 1020})
+    assert told(of, (FIRST, step(2, 1020, (UID, 2))))["complete"] is False
+    assert told(of, (FIRST, step(1, 1010, (UID, 1))), (FIRST, step(2, 1020, (UID, 2))))["complete"] is True
+
+
+@pytest.mark.parametrize("times", [{}, {1: 1010}])
+def test_a_request_with_few_tokens_has_few_waits(times: dict[int, int]) -> None:
+    assert set(late_tokens(history(times))) == {*times}

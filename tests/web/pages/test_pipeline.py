@@ -1,0 +1,213 @@
+"""The live page of the pipeline in a browser: what comes, goes and waits, long lists, and texts that mean harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, cast
+
+import openai
+import pytest
+from accessibility import problems
+from browser import PHONE, Browser
+from hostile_markup import CENSUS, HOSTILE, TRAP
+from lived_requests import LivedRequests
+from stand_in_stages import StandIn
+from web_process import Server, serving
+
+from pipeline.log.redis import RedisLog
+from pipeline.names import Names
+
+Starts = Callable[[], Server]
+pytestmark = [pytest.mark.slow, pytest.mark.night]
+
+KEY = "sk-pipeline-0123456789"
+ROWS = 10_000
+FRAMES = 60
+FRAME_MS = 10.0
+LIST = """
+const { RequestList } = await import("/pages/js/pipeline/list.js");
+window.list = new RequestList();
+document.querySelector("#main").replaceChildren(list.node);
+list._load = list._refresh = async () => {};
+const uid = at => at.toString(16).padStart(12, "0") + "7000" + "8".padEnd(16, "0");
+list.requests.take(Array.from({ length: rest[0] }, (_, at) => ({
+  uid: uid(1795467885966 + at), state: ["running", "finished", "failed"][at % 3], reason: "",
+  endpoint: "/v1/chat/completions",
+  submitted_ms: 1795467885966 + at, took_ms: at, prompt_tokens: at, cached_tokens: 0, output_tokens: at,
+  tokens_per_s: at / 3, engine: "generate-0", labels: { user: `user ${at % 7}` },
+})));
+list.show({ at_ms: 1795467985966, requests: [] });
+await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+return list.requests.size;
+"""
+SCROLL = """
+const view = document.querySelector(".view");
+for (let frame = 0; frame < rest[0]; frame++) {
+  const grown = list.requests.rows.slice(0, 50).map(row => ({ ...row, output_tokens: row.output_tokens + 1 }));
+  if (frame % 30 === 0) list.show({ at_ms: 1795467985966 + frame * 500, requests: grown });
+  view.scrollTop += 400;
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+}
+return view.scrollTop;
+"""
+FAILS = """
+const { RequestList } = await import("/pages/js/pipeline/list.js");
+const list = new RequestList(), nextFrame = () => new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+let asked = 0;
+window.fetch = () => { asked++; return Promise.reject(new TypeError("Failed to fetch")); };
+document.querySelector("#main").replaceChildren(list.node);
+list._next = "01";
+list._draw();
+for (let frame = 0; frame < 8; frame++) await nextFrame();
+return asked;
+"""
+"""Shows a list with older pages before a server that is away; returns how often it asked for them."""
+COSTS = ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
+
+
+@pytest.fixture
+def lived(redis_url: str) -> Iterator[LivedRequests]:
+    """Makes requests in the log before the server starts: then it is the turn of the stand-in stages."""
+    with closing(RedisLog(redis_url, Names())) as log:
+        yield LivedRequests(log)
+
+
+@pytest.fixture
+def starts(request: pytest.FixtureRequest) -> Starts:
+    """Starts the stand-in stages and the server, when the log is as a test wants it."""
+    return lambda: cast("Server", request.getfixturevalue("server"))
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.port}/pipeline"
+
+
+def opened(browser: Browser, server: Server) -> None:
+    browser.open(url(server))
+    browser.has("[data-slot='generate-0']", "ready")
+
+
+def test_the_page_shows_workers_streams_and_requests_and_finds_them(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    with server.client() as client:
+        for words in ("say: one", "say: two", "break"):
+            body: Any = {
+                "model": "default",
+                "messages": [{"role": "user", "content": words}],
+                "user": f"user of {words}",
+            }
+            try:
+                client.with_options(max_retries=0).chat.completions.create(**body)
+            except openai.APIStatusError:
+                assert words == "break"
+    opened(browser, server)
+    uids = [uid for uid, event in lasting.seen if event.endpoint != "probe"]
+    browser.until(lambda: all(uid in browser.text(".requests") for uid in uids), "all requests are listed")
+    for slot in ("web-0", "tokenize-0", "detokenize-0"):
+        browser.has(f"[data-slot='{slot}']", "ready")
+    browser.has("[data-stream='submitted']", "empty")
+    browser.run(
+        "const field = arguments[0]; field.value = 'failed,unreadable'; field.dispatchEvent(new Event('change'))",
+        browser.find("#state"),
+    )
+    browser.until(lambda: _listed(browser) == [uids[2]], "the failed one alone")
+    browser.run(
+        "const field = arguments[0]; field.value = 'all'; field.dispatchEvent(new Event('change'))",
+        browser.find("#state"),
+    )
+    browser.type("#search", "SAY: TWO")
+    browser.until(lambda: _listed(browser) == [uids[1]], "the one with this label")
+    browser.button(uids[1])
+    browser.has("h1 .uid", uids[1])
+
+
+def _listed(browser: Browser) -> list[str]:
+    found: list[str] = browser.run(
+        "const rows = [...document.querySelectorAll('.view .body .request')].filter(row => !row.hidden);"
+        "return rows.map(row => row.querySelector('a').textContent)"
+    )
+    return found
+
+
+def test_a_dead_letter_is_shown_and_sent_again(browser: Browser, lived: LivedRequests, starts: Starts) -> None:
+    uid = lived.dead()
+    server = starts()
+    opened(browser, server)
+    browser.has(".dead", uid)
+    browser.button("Requeue", ".dead")
+    browser.has(".toast", "Sent again as")
+    browser.gone(".dead")
+
+
+def test_a_page_of_the_list_that_cannot_be_read_is_asked_for_again_by_the_user_alone(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    browser.open(url(server))
+    assert browser.wait(FAILS) == 1
+    browser.has(".requests [role=status]", "The server does not answer.")
+    browser.find(".requests button")
+
+
+def test_a_plain_key_sees_its_own_requests_and_no_dead_letters(
+    browser: Browser, redis_url: str, lived: LivedRequests, request: pytest.FixtureRequest
+) -> None:
+    browser.allow("status of 40[13]")
+    uid = lived.dead()
+    request.getfixturevalue("lasting")
+    with serving(redis_url, "--api-key", KEY, "--admin-key", f"{KEY}-admin") as server:
+        browser.open(url(server))
+        browser.type("#api-key", KEY)
+        browser.button("Use this key")
+        browser.has(".dead", "The admin key shows them")
+        assert uid not in browser.text("main")
+        browser.button("API key")
+        browser.type("#api-key", f"{KEY}-admin")
+        browser.button("Use this key")
+        browser.has(".dead", uid)
+        browser.leave()
+
+
+def test_nothing_that_a_request_says_is_executed(browser: Browser, lived: LivedRequests, starts: Starts) -> None:
+    browser.before_each_page(TRAP)
+    for text in HOSTILE[:40]:
+        lived.dead(prompt=text, error=text)
+    for text in HOSTILE:
+        lived.submitted(prompt=text, labels={text: text})
+    server = starts()
+    opened(browser, server)
+    browser.has(".dead", HOSTILE[39].split("\n")[0].strip())
+    browser.type("#search", "alert(1)")
+    browser.until(lambda: "of" in browser.text(".requests .row"), "the search is applied")
+    assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
+
+
+def test_a_list_of_ten_thousand_scrolls_within_a_frame(browser: Browser, server: Server, lasting: StandIn) -> None:
+    opened(browser, server)
+    browser.driver.execute_cdp_cmd("Performance.enable", {})
+
+    def cost_ms() -> float:
+        metrics = browser.driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return 1000 * sum(float(one["value"]) for one in metrics if one["name"] in COSTS)
+
+    assert browser.wait(LIST, ROWS) == ROWS
+    costs = []
+    for _ in range(5):
+        before = cost_ms()
+        browser.wait(SCROLL, FRAMES)
+        costs.append((cost_ms() - before) / FRAMES)
+    assert browser.run("return document.querySelectorAll('.view .body .request').length") < 60
+    assert min(costs) < FRAME_MS, costs
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious(browser: Browser, lived: LivedRequests, starts: Starts, theme: str) -> None:
+    browser.theme(theme)
+    uid = lived.dead()
+    server = starts()
+    opened(browser, server)
+    browser.has(".dead", uid)
+    assert problems(browser) == []
+    browser.resize(*PHONE)
+    assert problems(browser) == []

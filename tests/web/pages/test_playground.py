@@ -1,0 +1,594 @@
+"""The playground in a browser: what a user does with it, by pointer and by keyboard, and texts that mean harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import stand_in_stages
+from accessibility import problems
+from browser import PHONE, Browser
+from cut_connections import cutting
+from hostile_markup import CENSUS, HOSTILE, TRAP
+from selenium.webdriver.common.keys import Keys
+from stand_in_stages import SAY, StandIn
+from web_process import Server, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.night]
+
+REACHED = (
+    "Skip to the content", "Playground", "Pipeline", "New conversation", "Export", "Side by side", "Settings", "Edit",
+    "Copy", "Regenerate", "Timeline", "Question", "Send", "System text", "temperature", "Reset",
+)  # fmt: skip
+"""Names of what the Tab key leads to."""
+KEY = "sk-playground-0123456789"
+RICH = (
+    "# Title\n\nSome **bold** text, `code`, and [a link](https://example.org/).\n\n- one\n- two\n\n"
+    "```python\nprint(1 < 2)\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n> quoted"
+)
+
+NOTES_DELETE = """
+const real = fetch;
+window.fetch = async (path, options) => {
+  const response = await real(path, options);
+  if (options?.method === "DELETE") response.clone().text().then(() =>
+    requestAnimationFrame(() => requestAnimationFrame(() => { window.answered = response.status; })));
+  return response;
+};
+"""
+"""Keeps the status of a DELETE as soon as the page has drawn what it makes of it."""
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def opened(browser: Browser, server: Server) -> None:
+    """Open the page, and wait until it has read what the server takes."""
+    browser.open(f"{url(server)}/")
+    browser.until(lambda: browser.run("return !!document.querySelector('#field-temperature')"), "the form is there")
+
+
+def put(browser: Browser, selector: str, text: str) -> None:
+    """Make *text* the value of a field as a paste does; typing has no line breaks, and few signs."""
+    browser.find(selector)
+    browser.run(
+        "const [selector, text] = arguments; const field = document.querySelector(selector);"
+        "field.value = text; field.dispatchEvent(new Event('input', {bubbles: true}));",
+        selector,
+        text,
+    )
+
+
+def asked(browser: Browser, text: str) -> None:
+    """Ask, and wait until every column has its answer."""
+    put(browser, "#question", text)
+    browser.find("#question").send_keys(Keys.ENTER)
+    ended(browser)
+
+
+def ended(browser: Browser) -> None:
+    browser.until(lambda: not browser.all(".busy") and bool(browser.all(".message.answer")), "all answers have ended")
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    found: list[str] = browser.run(
+        "return [...document.querySelectorAll(arguments[0])].map(node => node.textContent)", selector
+    )
+    return found
+
+
+def uids(browser: Browser) -> list[str]:
+    """Return the requests whose timelines the answers link to."""
+    links: list[str] = browser.run(
+        "return [...document.querySelectorAll('.answer a.button')].map(link => link.pathname)"
+    )
+    return [link.removeprefix("/requests/") for link in links]
+
+
+def test_a_conversation_of_three_turns_tells_its_figures_and_survives_a_reload(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    opened(browser, server)
+    for text in ("say: first", f"{SAY}{RICH}", "third"):
+        asked(browser, text)
+    submitted = [event for _, event in lasting.requests()]
+    assert [len(event.messages) for event in submitted] == [1, 3, 5]
+    assert submitted[2].messages[1] == {"role": "assistant", "content": "first"}
+    assert submitted[2].messages[3]["content"] == RICH
+    assert uids(browser) == [uid for uid, _ in lasting.requests()]
+    for words in ("first token", "prompt 5", "cached 2", "tokens 3"):
+        browser.has(".answer:last-child .meta", words)
+
+    assert texts(browser, ".answer h3") == ["Title"] and texts(browser, ".answer li") == ["one", "two"]
+    assert texts(browser, ".answer pre code") == ["print(1 < 2)"] and texts(browser, ".answer td") == ["1", "2"]
+    assert browser.run("return document.querySelector('.answer .markdown a').href") == "https://example.org/"
+    before = texts(browser, ".said, .body .markdown")
+
+    browser.driver.refresh()
+    browser.has("#conversations li", "say: first")
+    assert texts(browser, ".said, .body .markdown") == before
+
+
+GROWN = """
+const [text, step] = rest, { markdown } = await import("/pages/js/markdown.js"), grown = markdown(), whole = markdown();
+for (let end = 0; end < text.length; end += step) grown.show(text.slice(0, end), false);
+grown.show(text, false);
+const early = grown.element.textContent;
+grown.show(text);
+whole.show(text);
+return [early, grown.element.outerHTML, whole.element.outerHTML, whole.element.textContent];
+"""
+
+
+def test_markdown_that_grows_looks_like_markdown_that_is_there_at_once(browser: Browser, server: Server) -> None:
+    opened(browser, server)
+    text = "\n\n".join((RICH, "1. one\n\n   more of one\n2. two", "a\r\nb", RICH, "[link][to]", "end", "```\nopen"))
+    for step in (1, 7, 100):
+        early, grown, whole, shown = browser.wait(GROWN, text, step)
+        assert early == shown and grown == whole and whole.count("<table") == 2
+        _, grown, whole, _ = browser.wait(GROWN, f"{text}\n```\n\n[to]: https://example.org/to", step)
+        assert grown == whole and "https://example.org/to" in whole
+
+
+def test_escape_stops_a_stream_and_the_server_ends_its_request(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    opened(browser, server)
+    put(browser, "#question", "endless")
+    browser.find("#question").send_keys(Keys.ENTER)
+    browser.has(".answer .markdown", "5 ")
+    browser.press(Keys.ESCAPE)
+    browser.has(".answer .badge", "stopped")
+    ((uid, _),) = lasting.requests()
+    browser.until(lambda: lasting.stages.ends(uid) is not None, "the request has ended")
+    said = texts(browser, ".answer .body .markdown")
+    asked(browser, "say: and then")
+    assert lasting.requests()[-1][1].messages[1]["content"].strip() == said[0].strip()
+
+
+def test_a_stop_asks_for_no_key_where_the_conversation_needs_none(
+    browser: Browser, redis_url: str, lasting: StandIn
+) -> None:
+    browser.allow("status of 401")
+    browser.before_each_page(NOTES_DELETE)
+    with serving(redis_url, "--admin-key", KEY) as server:
+        opened(browser, server)
+        put(browser, "#question", "endless")
+        browser.find("#question").send_keys(Keys.ENTER)
+        browser.has(".answer .markdown", "5 ")
+        browser.press(Keys.ESCAPE)
+        browser.has(".answer .badge", "stopped")
+        browser.until(lambda: browser.run("return window.answered"), "the server has answered the DELETE")
+        assert browser.run("return answered") == 401 and not browser.all("dialog")
+        ((uid, _),) = lasting.requests()
+        browser.until(lambda: lasting.stages.ends(uid) is not None, "the request has ended with its reader")
+        browser.leave()
+
+
+def test_an_answer_can_be_had_again_and_a_question_changed(browser: Browser, server: Server, lasting: StandIn) -> None:
+    opened(browser, server)
+    asked(browser, "say: one")
+    browser.button("Regenerate")
+    browser.has(".versions", "2 / 2")
+    ended(browser)
+    assert len(lasting.requests()) == 2
+    browser.button("Previous answer")
+    browser.has(".versions", "1 / 2")
+    asked(browser, "say: two")
+
+    browser.run("document.querySelector('.message.user .actions button').click()")
+    put(browser, ".editor textarea", "say: other")
+    browser.button("Send again")
+    browser.until(lambda: texts(browser, ".body .markdown") == ["other"], "the new answer")
+    ended(browser)
+    assert texts(browser, ".said") == ["say: other"]
+    assert [event.messages[-1]["content"] for _, event in lasting.requests()] == ["say: one"] * 2 + [
+        "say: two",
+        "say: other",
+    ]
+
+
+def test_two_columns_ask_side_by_side_with_settings_of_their_own(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    opened(browser, server)
+    asked(browser, "say: before")
+    browser.button("Side by side")
+    browser.button("B", "#settings")
+    put(browser, "#field-temperature", "0.5")
+    put(browser, "#system", "Be short.")
+    asked(browser, "say: both")
+    assert len(browser.all(".side")) == 2 and texts(browser, ".body .markdown") == ["before", "both"] * 2
+    one, other = [event for _, event in lasting.requests()[1:]]
+    if one.sampling.temperature == 0.5:
+        one, other = other, one
+    assert [message["role"] for message in one.messages] == ["user", "assistant", "user"]
+    assert other.messages[0] == {"role": "system", "content": "Be short."} and other.sampling.temperature == 0.5
+    browser.button("Side by side")
+    browser.button("Close column B")
+    browser.until(lambda: len(browser.all(".side")) == 1, "one column")
+
+
+def test_the_form_has_every_field_and_sends_what_it_says(browser: Browser, server: Server, lasting: StandIn) -> None:
+    opened(browser, server)
+    schema = httpx.get(f"{url(server)}/openapi.json").json()["components"]["schemas"]["ChatRequest"]
+    fields = set(schema["properties"]) - {"messages", "model", "prompt", "stream_options"}
+    labels = browser.run(
+        "return [...document.querySelectorAll('#settings .fields label')].map(label => label.textContent)"
+    )
+    assert set(labels) == fields and len(labels) == len(fields)
+
+    browser.button(f"All other fields ({len(fields) - 10})")
+    values = {
+        "temperature": "0.25", "top_k": "7", "seed": "42", "stop": "a b\n\\n\\n", "logit_bias": '{"7": -1.5}',
+        "bad_words": "one\ntwo", "stop_token_ids": "3, 4", "user": "ann", "metadata": '{"a": "b"}', "n": "2",
+    }  # fmt: skip
+    for name, value in values.items():
+        put(browser, f"#field-{name}", value)
+    browser.run(
+        "const field = document.querySelector('#field-ignore_eos'); field.value = 'true';"
+        "field.dispatchEvent(new Event('change', {bubbles: true}));"
+    )
+    asked(browser, "say: x")
+    event = lasting.requests()[0][1]
+    sampling = event.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed, sampling.ignore_eos) == (0.25, 7, 42, True)
+    assert set(sampling.stop) == {"a b", "\n\n"} and dict(sampling.logit_bias) == {7: -1.5}
+    assert len(lasting.requests()) == 2 and texts(browser, ".versions .number") == ["1 / 2"]
+
+    put(browser, "#field-top_p", "7")
+    browser.has("#field-top_p-wrong", "7 is outside of the range")
+    put(browser, "#question", "say: y")
+    browser.find("#question").send_keys(Keys.ENTER)
+    browser.has(".composer .notice", "Settings, top_p: 7 is outside of the range")
+    assert len(lasting.requests()) == 2
+    put(browser, "#field-search", "penal")
+    shown = [label.text for label in browser.all("#settings .fields label")]
+    assert shown == [name for name in sorted(fields) if "penal" in name]
+
+
+def test_the_request_is_shown_as_curl_python_and_json(browser: Browser, server: Server, lasting: StandIn) -> None:
+    opened(browser, server)
+    asked(browser, 'say: it\'s "quoted" \\ and $HOME')
+    browser.button("Show the request", ".answer")
+    curl = browser.text(".dialog pre")
+    browser.button("JSON")
+    body = json.loads(browser.text(".dialog pre"))
+    assert body["messages"] == [{"role": "user", "content": 'say: it\'s "quoted" \\ and $HOME'}]
+    browser.button("Python")
+    program = browser.text(".dialog pre")
+    browser.button("Close")
+    assert compile(program, "shown", "exec") and "OpenAI(" in program
+    assert curl.startswith("curl -N ") and f"{url(server)}/v1/chat/completions" in curl
+
+
+def test_an_error_is_a_sentence_and_the_question_stays(browser: Browser, server: Server) -> None:
+    browser.allow("status of 400")
+    opened(browser, server)
+    asked(browser, "refuse")
+    assert texts(browser, ".answer .notice") == ["Too long."] and texts(browser, ".said") == ["refuse"]
+    asked(browser, "break")
+    assert texts(browser, ".answer .notice") == ["Too long.", "It broke."]
+    browser.button("Try again")
+    browser.has(".versions", "2 / 2")
+    ended(browser)
+
+
+def test_a_key_is_asked_for_once_and_stays_in_the_tab(browser: Browser, redis_url: str, lasting: StandIn) -> None:
+    browser.allow("status of 401")
+    with serving(redis_url, "--api-key", KEY) as server:
+        browser.open(f"{url(server)}/")
+        browser.type("#api-key", "sk-wrong-0123456789")
+        browser.button("Use this key")
+        browser.has("dialog", "The API key is not one of this server")
+        browser.button("Cancel")
+        browser.has(".composer .notice", "The API key is not one of this server")
+        browser.button("API key")
+        browser.type("#api-key", KEY)
+        browser.button("Use this key")
+        browser.has(".welcome", "org/demo")
+        browser.gone(".composer .notice")
+        asked(browser, "say: hello")
+        assert texts(browser, ".body .markdown") == ["hello"]
+        assert KEY not in browser.run("return JSON.stringify(localStorage)")
+        browser.driver.refresh()
+        browser.has(".message .markdown", "hello")
+        assert not browser.all("dialog")
+        browser.leave()
+
+
+def test_a_stream_whose_connection_breaks_goes_on_where_it_stopped(
+    browser: Browser, redis_url: str, lasting: StandIn
+) -> None:
+    browser.allow("ERR_")
+    with serving(redis_url, "--disconnect-grace", "60") as server, cutting(server.port) as relay:
+        browser.open(f"http://127.0.0.1:{relay.port}/")
+        browser.find("#settings")
+        put(browser, "#question", "held")
+        browser.find("#question").send_keys(Keys.ENTER)
+        browser.has(".answer .body", "Hel")
+        relay.close()
+        browser.has(".answer .badge", "Connecting again")
+        relay.open()
+        lasting.let_go.set()
+        ended(browser)
+        assert texts(browser, ".body .markdown") == ["Hello!"] and texts(browser, ".answer .notice") == [""]
+        assert len(lasting.requests()) == 1
+        browser.leave()
+
+
+def test_an_answer_that_the_page_left_is_read_to_its_end_when_it_is_opened_again(
+    browser: Browser, redis_url: str, lasting: StandIn
+) -> None:
+    with serving(redis_url, "--disconnect-grace", "60") as server:
+        opened(browser, server)
+        put(browser, "#question", "held")
+        browser.find("#question").send_keys(Keys.ENTER)
+        browser.has(".answer .body", "Hel")
+        browser.driver.refresh()
+        browser.has(".answer .body", "Hel")
+        assert browser.all(".busy")
+        lasting.let_go.set()
+        ended(browser)
+        assert texts(browser, ".body .markdown") == ["Hello!"] and texts(browser, ".answer .notice") == [""]
+        assert [uid for uid, _ in lasting.requests()] == uids(browser)
+        browser.leave()
+
+
+def test_an_answer_in_one_piece_is_shown_as_it_came(browser: Browser, server: Server, lasting: StandIn) -> None:
+    opened(browser, server)
+    browser.run("document.querySelector('.more').open = true")
+    browser.run(
+        "const field = document.querySelector('#field-stream'); field.value = 'false';"
+        "field.dispatchEvent(new Event('change', {bubbles: true}));"
+    )
+    asked(browser, "say: whole")
+    assert texts(browser, ".body .markdown") == ["whole"]
+    browser.button("Show the request", ".answer")
+    assert "-N" not in browser.text(".dialog pre")
+    browser.button("Answer")
+    body = json.loads(browser.text(".dialog pre"))
+    browser.button("Close")
+    assert body["object"] == "chat.completion" and body["choices"][0]["message"]["content"] == "whole"
+
+
+CALLING = r"""
+const chunks = [
+  {delta: {role: "assistant", content: ""}},
+  {delta: {reasoning_content: "I need "}},
+  {delta: {reasoning_content: "the time."}},
+  {delta: {tool_calls: [{index: 0, id: "call_1", type: "function", function: {name: "clock", arguments: ""}}]}},
+  {delta: {tool_calls: [{index: 0, function: {arguments: '{"zone"'}}]}},
+  {delta: {tool_calls: [{index: 0, function: {arguments: ': "UTC"}'}}]}},
+  {delta: {tool_calls: [{index: 1, id: "call_2", function: {name: "moon", arguments: "{}"}}]}},
+  {delta: {content: "So:"}, logprobs: {content: [
+    {token: "So", logprob: -0.25, top_logprobs: [{token: "So", logprob: -0.25}, {token: "Oh", logprob: -1.5}]},
+    {token: ":", logprob: -4.5, top_logprobs: [{token: "!", logprob: -0.01}]},
+  ]}},
+  {delta: {}, finish_reason: "tool_calls"},
+];
+const real = window.fetch;
+window.fetch = async (path, options) => {
+  const asked = path === "/v1/chat/completions" && JSON.parse(options.body);
+  if (!asked || asked.messages.at(-1).role === "tool") return real(path, options);
+  const said = chunks.map(chunk => JSON.stringify({choices: [{index: 0, ...chunk}]}));
+  const stream = new Blob([...said, "[DONE]"].map(data => `data: ${data}\n\n`)).stream();
+  return new Response(stream, {headers: {"content-type": "text/event-stream"}});
+};
+"""
+"""Answers of a model that thinks, calls two tools, and says two tokens, for every question."""
+
+
+def test_reasoning_is_folded_up_and_calls_of_tools_get_results(
+    browser: Browser, server: Server, lasting: StandIn
+) -> None:
+    opened(browser, server)
+    browser.run(CALLING)
+    asked(browser, "What time is it?")
+    assert texts(browser, ".reasoning .markdown") == ["I need the time."]
+    assert browser.run("return document.querySelector('.reasoning').open") is False
+    assert texts(browser, ".call strong") == ["clock", "moon"]
+    assert [json.loads(text) for text in texts(browser, ".call code")] == [{"zone": "UTC"}, {}]
+    put(browser, ".call:nth-child(1) textarea", "say: noon")
+    put(browser, ".call:nth-child(2) textarea", "say: full moon")
+    browser.button("Send the results")
+    browser.until(lambda: texts(browser, ".body .markdown") == ["So:", "full moon"], "the answer to the results")
+    ended(browser)
+    ((_, event),) = lasting.requests()
+    assert [message["role"] for message in event.messages] == ["user", "assistant", "tool", "tool"]
+    assert [call["function"]["name"] for call in event.messages[1]["tool_calls"]] == ["clock", "moon"]
+    assert [message["tool_call_id"] for message in event.messages[2:]] == ["call_1", "call_2"]
+
+
+def test_the_arrow_keys_tell_the_probability_of_each_token(browser: Browser, server: Server) -> None:
+    opened(browser, server)
+    browser.run(CALLING)
+    asked(browser, "What time is it?")
+    browser.button("Tokens")
+    assert texts(browser, ".token") == ["So", ":"]
+    browser.run("document.querySelector('.tokens').focus()")
+    browser.press(Keys.HOME)
+    browser.has(".tip", '"So"')
+    assert [row.split() for row in browser.text(".tip table").splitlines()] == [
+        ['"So"', "77.9", "%"],
+        ['"Oh"', "22.3", "%"],
+    ]
+    browser.press(Keys.ARROW_RIGHT)
+    browser.has(".tip", "log-probability -4.5000")
+    assert [row.split()[0] for row in browser.text(".tip table").splitlines()] == ['":"', '"!"']
+    browser.press(Keys.TAB)
+    browser.gone(".tip")
+
+
+SILENT = """
+const real = window.fetch;
+let refused = 0;
+window.fetch = (path, options) => {
+  if (path === "/v1/models" && refused++ < 1) return Promise.reject(new TypeError("Failed to fetch"));
+  if (path === "/v1/models" && refused++ < 3) return Promise.resolve(Response.json({data: []}));
+  return real(path, options);
+};
+"""
+"""A server that does not answer at first, and then has no model yet."""
+
+
+def test_the_page_waits_for_a_server_that_starts(browser: Browser, server: Server) -> None:
+    browser.before_each_page(SILENT)
+    browser.open(f"{url(server)}/")
+    browser.has(".composer .notice", "The server does not answer.")
+    browser.has(".welcome", "org/demo")
+    browser.gone(".composer .notice")
+    browser.find("#field-temperature")
+
+
+def test_conversations_are_exported_and_imported(browser: Browser, server: Server, tmp_path: Path) -> None:
+    opened(browser, server)
+    asked(browser, f"{SAY}{RICH}")
+    browser.button("Export")
+    files: list[Path] = browser.until(lambda: list((tmp_path / "downloads").glob("*.json")), "a file")
+    (file,) = files
+    said = json.loads(file.read_text())
+    assert said["conversations"][0]["sides"][0]["messages"][1]["answers"][0]["content"] == RICH
+
+    hostile = said["conversations"][0]
+    hostile["title"] = HOSTILE[10]
+    hostile["sides"][0]["messages"][0]["content"] = HOSTILE[11]
+    answer = hostile["sides"][0]["messages"][1]["answers"][0]
+    answer |= {
+        "content": HOSTILE[12],
+        "reasoning": HOSTILE[13],
+        "uid": '"><img src=x>',
+        "model": HOSTILE[14],
+        "finish": HOSTILE[15],
+    }
+    answer["calls"] = [{"id": HOSTILE[16], "name": HOSTILE[17], "arguments": HOSTILE[18]}]
+    answer["tokens"] = [{"text": HOSTILE[19], "logprob": -1, "top": [{"text": HOSTILE[20], "logprob": -2}]}]
+    changed = tmp_path / "changed.json"
+    changed.write_text(json.dumps(said))
+    browser.before_each_page(TRAP)
+    browser.driver.refresh()
+    browser.until(lambda: browser.run("return !!document.querySelector('#import')"), "the page is there")
+    browser.run("return document.querySelector('#import')").send_keys(str(changed))
+    browser.has(".toast", "Imported 1 conversation.")
+    browser.has("#conversations li.open", HOSTILE[10])
+    assert texts(browser, ".said") == [HOSTILE[11]]
+    browser.button("Tokens")
+    assert texts(browser, ".token") == [HOSTILE[19]]
+    assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
+
+    hostile["sides"][0]["fields"] = {"stop": [5], "logit_bias": 7, "temperature": 0.5}
+    changed.write_text(json.dumps(said))
+    browser.run("return document.querySelector('#import')").send_keys(str(changed))
+    browser.has(".settings-line", "temperature 0.5")
+
+    damaged = tmp_path / "damaged.json"
+    answer["tokens"] = "x"
+    damaged.write_text(json.dumps(said))
+    browser.run("return document.querySelector('#import')").send_keys(str(damaged))
+    browser.has("dialog .notice", "damaged.json: conversation 1 is damaged. Nothing was imported.")
+
+
+def test_nothing_that_a_prompt_or_an_answer_says_is_executed(browser: Browser, server: Server) -> None:
+    browser.before_each_page(TRAP)
+    opened(browser, server)
+    for at, text in enumerate(HOSTILE):
+        if at % 20 == 0:
+            browser.button("New conversation")
+        asked(browser, f"{SAY}{text}")
+        (said,) = texts(browser, ".message.user:nth-last-child(2) .said")
+        assert said == f"{SAY}{text}".replace("\r", "\n")
+        assert texts(browser, ".answer:last-child .notice") == [""], text
+        assert browser.run(CENSUS) == [], text
+    assert browser.run("return trapped") == []
+    browser.driver.refresh()
+    browser.find(".message .markdown")
+    assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
+
+
+def test_nothing_that_a_model_is_called_is_executed(
+    browser: Browser, redis_url: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    names = [text for text in HOSTILE if len(text) < 200]
+    monkeypatch.setattr(stand_in_stages, "MODELS", tuple(names))
+    request.getfixturevalue("lasting")
+    browser.before_each_page(TRAP)
+    with serving(redis_url) as server:
+        opened(browser, server)
+        options = texts(browser, ".side-head option")
+        assert options == names
+        browser.run(
+            "const field = document.querySelector('.side-head select'); field.selectedIndex = 3;"
+            "field.dispatchEvent(new Event('change', {bubbles: true}));"
+        )
+        asked(browser, "say: x")
+        assert texts(browser, ".fact.model") == [names[3]]
+        assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
+        browser.leave()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious(browser: Browser, server: Server, theme: str) -> None:
+    browser.theme(theme)
+    opened(browser, server)
+    assert problems(browser) == []
+    asked(browser, f"{SAY}{RICH}")
+    browser.button(f"All other fields ({browser.run('return document.querySelectorAll(`.more .field`).length')})")
+    assert problems(browser) == []
+    browser.button("Side by side")
+    assert problems(browser) == []
+    browser.button("Show the request", ".side:last-child")
+    assert problems(browser) == []
+    browser.button("Close")
+    browser.button("Side by side")
+    browser.run(CALLING)
+    asked(browser, "What time is it?")
+    browser.button("Tokens")
+    browser.run("document.querySelector('.reasoning').open = true; document.querySelector('.tokens').focus()")
+    browser.press(Keys.HOME)
+    browser.find(".tip")
+    assert problems(browser) == []
+    browser.resize(*PHONE)
+    assert problems(browser) == []
+    browser.button("Settings")
+    assert problems(browser) == []
+
+
+def test_on_a_phone_panels_lie_over_the_chat_one_at_a_time(browser: Browser, server: Server) -> None:
+    browser.resize(*PHONE)
+    opened(browser, server)
+    assert not browser.all(".panel")
+    browser.button("Settings")
+    browser.find("#settings")
+    browser.run("document.querySelector('[aria-controls=conversations]').click()")
+    browser.find("#conversations")
+    assert not browser.all("#settings")
+    browser.press(Keys.ESCAPE)
+    browser.gone(".panel")
+    assert browser.focused().accessible_name == "Conversations"
+    assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
+
+
+def test_the_keyboard_alone_is_enough(browser: Browser, server: Server) -> None:
+    opened(browser, server)
+    browser.until(lambda: browser.focused().get_attribute("id") == "question", "the question has the focus")
+    browser.press("say: by key", Keys.SHIFT, Keys.ENTER, Keys.NULL, "alone", Keys.ENTER)
+    browser.has(".answer .markdown", "by key")
+    ended(browser)
+    reached: list[tuple[Any, Any]] = []
+    for _ in range(60):
+        browser.press(Keys.TAB)
+        reached.append((browser.focused().accessible_name, browser.focused().tag_name))
+    names = [name for name, _ in reached]
+    missing = [name for name in REACHED if not any(name in found for found in names)]
+    assert not missing, names
+    assert all(name for name, tag in reached if tag not in ("html", "body")), reached
+    while browser.focused().accessible_name != "Regenerate":
+        browser.press(Keys.TAB)
+    browser.press(Keys.ENTER)
+    browser.has(".versions", "2 / 2")
+    ended(browser)
+    assert browser.focused().get_attribute("id") == "question"

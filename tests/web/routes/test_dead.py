@@ -1,0 +1,121 @@
+"""GET /v1/dead and POST /v1/dead/<id>/requeue: as `minisgl dead ls` and `minisgl dead requeue`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import orjson
+import pytest
+from lived_requests import LivedRequests
+from log_contract import put
+from redis_servers import command
+from web_site import Site, code_of, site
+
+import web.routes.dead
+from ops.dead import letters_in
+from pipeline.errors import LogUnavailable
+from pipeline.events import Submitted, decode, new_uid
+from pipeline.log.redis import RedisLog
+from pipeline.names import Names
+from pipeline.views.letters import plain_letter
+
+
+@pytest.fixture
+def log(redis_url: str) -> Iterator[RedisLog]:
+    with closing(RedisLog(redis_url, Names())) as log:
+        yield log
+
+
+@pytest.fixture
+def lived(log: RedisLog) -> LivedRequests:
+    lived = LivedRequests(log)
+    lived.owner = "team-a"
+    return lived
+
+
+async def letters(here: Site, query: str = "") -> dict[str, Any]:
+    response = await here.get(f"/v1/dead?{query}")
+    told: dict[str, Any] = await response.get_json()
+    assert response.status_code == 200, told
+    return told
+
+
+async def requeue(here: Site, name: str) -> Any:
+    return await here.client.post(f"/v1/dead/{name}/requeue")
+
+
+async def test_letters_are_listed_as_dead_ls_prints_them(redis_url: str, log: RedisLog, lived: LivedRequests) -> None:
+    uids = [lived.dead(), lived.dead(error="SIGKILL")]
+    put(log, Names().dead, {"stream": "submitted", "error": "no JSON", "ms": "7", "entry": "[1]"})
+    async with site(redis_url, ready=False) as here:
+        told = await letters(here)
+        assert told["dead"] == orjson.loads(orjson.dumps([plain_letter(letter) for letter in letters_in(log)]))
+        assert [one.get("uid") for one in told["dead"]] == [None, *reversed(uids)] and told["next"] is None
+        assert (told["dead"][1]["error"], told["dead"][1]["deaths"]) == ("SIGKILL", 3)
+
+
+async def test_they_come_in_pages(redis_url: str, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web.routes.dead, "READ_AT_ONCE", 2)
+    uids = [lived.dead() for _ in range(7)]
+    async with site(redis_url, ready=False) as here:
+        for limit in (1, 2, 3, 7, 100):
+            found, before = list[str](), ""
+            while True:
+                page = await letters(here, f"limit={limit}&before={before}")
+                found += [one["uid"] for one in page["dead"]]
+                before = page["next"]
+                if before is None:
+                    break
+            assert found == uids[::-1], limit
+        assert (await letters(here, "before=0-0")) == {"dead": [], "next": None}
+        for query in ("limit=0", "limit=101", "before=x", "before=1", "before=99999999999999999999-0"):
+            assert await code_of(here.get(f"/v1/dead?{query}")) == (400, "invalid_value")
+
+
+@pytest.mark.parametrize("by", ["id", "uid"])
+async def test_a_requeued_request_asks_the_same_again_and_its_letter_is_gone(
+    redis_url: str, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr(web.routes.dead, "READ_AT_ONCE", 1)
+    uid, other = lived.dead(prompt="once more"), lived.dead()
+    (letter,) = [letter for letter in letters_in(log) if letter.fields["uid"] == uid]
+    async with site(redis_url, ready=False) as here:
+        response = await requeue(here, letter.id if by == "id" else uid)
+        told = await response.get_json()
+        assert response.status_code == 200 and told == {"uid": told["uid"], "requeued_from": uid}
+        assert [left.fields["uid"] for left in letters_in(log)] == [other]
+        event, before = (decode(log.histories([each])[0][0].fields) for each in (told["uid"], uid))
+        assert isinstance(event, Submitted) and isinstance(before, Submitted)
+        assert (event.prompt, event.sampling, event.owner) == ("once more", before.sampling, "team-a")
+        assert (event.frontend, event.labels) == ("", {"user": "u1", "requeued_from": uid})
+        assert log.alive([told["uid"]]) == {told["uid"]}
+        assert await code_of(requeue(here, letter.id)) == (404, "dead_letter_not_found")
+
+
+async def test_what_is_not_there_is_not_sent(redis_url: str, log: RedisLog, lived: LivedRequests) -> None:
+    uid = lived.dead()
+    about_nothing = put(log, Names().dead, {"stream": "submitted", "error": "no JSON"})
+    async with site(redis_url, ready=False) as here:
+        for name in (new_uid(), "1-1", "nothing", "99999999999999999999-99999999999999999999"):
+            assert await code_of(requeue(here, name)) == (404, "dead_letter_not_found")
+        assert await code_of(requeue(here, about_nothing)) == (409, "history_gone")
+        command(redis_url, "DEL", Names().request(uid))
+        assert await code_of(requeue(here, uid)) == (409, "history_gone")
+        assert len((await letters(here))["dead"]) == 2 and not log.living()
+
+
+async def test_a_letter_that_cannot_be_dropped_does_not_hide_that_the_request_was_sent(
+    redis_url: str, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = lived.dead()
+    async with site(redis_url, ready=False) as here:
+
+        async def refuse(_: str) -> None:
+            raise LogUnavailable("away")
+
+        monkeypatch.setattr(here.log, "drop_dead", refuse)
+        response = await requeue(here, uid)
+        assert response.status_code == 200
+        assert log.alive([(await response.get_json())["uid"]])

@@ -1,0 +1,288 @@
+"""GET /v1/requests: whose requests are listed, in which order, in pages, and which are found."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from lived_requests import LivedRequests
+from log_contract import CANCELLED, put
+from redis_servers import command
+from web_site import Site, code_of, site
+
+import pipeline.archive.reader
+import web.live.catalogue
+from pipeline.archive.writer import Writer
+from pipeline.events import Failed, Replay, SamplingParams, Submitted, new_uid
+from pipeline.log.redis import RedisLog
+from pipeline.names import PROBE, Names, sibling_uids
+from pipeline.recording import Recording
+from web.keys import hash_of, read_keys
+from web.live.catalogue import HIDDEN_DIGITS
+
+ANN, BOB, ADMIN = "sk-ann", "sk-bob", "sk-root"
+KEYS = read_keys([ANN, BOB], "", ADMIN)
+FAILED = Failed(status=400, code="context_length_exceeded", message="Too long.")
+
+
+@pytest.fixture
+def log(redis_url: str) -> Iterator[RedisLog]:
+    with closing(RedisLog(redis_url, Names())) as log:
+        yield log
+
+
+@pytest.fixture
+def lived(log: RedisLog) -> LivedRequests:
+    return LivedRequests(log)
+
+
+def uid_at(ms: int) -> str:
+    """Return a uid that was made so many milliseconds after a moment."""
+    return f"{1_700_000_000_000 + ms:012x}" + new_uid()[12:]
+
+
+async def listed(here: Site, query: str = "", key: str = "") -> dict[str, Any]:
+    response = await here.get(f"/v1/requests?{query}", **({"authorization": f"Bearer {key}"} if key else {}))
+    told: dict[str, Any] = await response.get_json()
+    assert response.status_code == 200, told
+    return told
+
+
+async def uids(here: Site, query: str = "", key: str = "") -> list[str]:
+    return [request["uid"] for request in (await listed(here, query, key))["requests"]]
+
+
+async def all_pages(here: Site, query: str, key: str = "") -> list[str]:
+    found, place = list[str](), ""
+    while True:
+        page = await listed(here, f"{query}&before={place}", key)
+        found += [request["uid"] for request in page["requests"]]
+        if page["next"] is None:
+            return found
+        assert not place or page["next"] < place, "it goes on"
+        place = page["next"]
+
+
+async def test_running_and_ended_requests_are_listed_with_their_figures(redis_url: str, lived: LivedRequests) -> None:
+    running = lived.running(uid_at(0))
+    lived.tokens(running, "He")
+    finished = lived.running(uid_at(1), labels={"user": "ann"})
+    lived.tokens(finished, "Hel", "lo")
+    lived.finished(finished, 2)
+    failed = lived.submitted(uid_at(2))
+    lived.ended(failed, FAILED)
+    waiting = lived.submitted(uid_at(3))
+    async with site(redis_url, ready=False) as here:
+        told = await listed(here)
+        assert [request["uid"] for request in told["requests"]] == [waiting, failed, finished, running]
+        assert (told["next"], told["complete"]) == (None, True)
+        by_uid = {request["uid"]: request for request in told["requests"]}
+        assert {uid: (one["state"], one["reason"]) for uid, one in by_uid.items()} == {
+            waiting: ("queued", ""),
+            running: ("running", ""),
+            finished: ("finished", "stop"),
+            failed: ("failed", "context_length_exceeded"),
+        }
+        shown = by_uid[finished]
+        assert shown.pop("submitted_ms") > 0 and shown.pop("took_ms") >= 0 and shown.pop("tokens_per_s") is not None
+        assert shown == {
+            "uid": finished, "state": "finished", "reason": "stop", "endpoint": "/v1/completions",
+            "model": "nonsense", "prompt_tokens": 3, "cached_tokens": 2, "output_tokens": 2, "engine": "generate-0",
+            "owner": "", "labels": {"user": "ann"}, "replay_of": "", "archived": False,
+        }  # fmt: skip
+        lived.tokens(running, "l", after=1)
+        lived.finished(running, 2)
+        (again,) = [one for one in (await listed(here))["requests"] if one["uid"] == running]
+        assert (again["state"], again["output_tokens"]) == ("finished", 2), "what changes is looked at again"
+
+
+async def test_each_key_sees_its_own_requests_and_the_admin_all(redis_url: str, lived: LivedRequests) -> None:
+    mine: dict[str, list[str]] = {ANN: [], BOB: [], "": []}
+    for number, key in enumerate((ANN, BOB, "", ANN)):
+        lived.owner = hash_of(key) if key else ""
+        mine[key].insert(0, lived.submitted(uid_at(number)))
+    async with site(redis_url, ready=False, keys=KEYS) as here:
+        for key in (ANN, BOB):
+            assert await uids(here, key=key) == mine[key]
+        assert await uids(here, key=ADMIN) == sorted(mine[ANN] + mine[BOB] + mine[""], reverse=True)
+        (first, _) = (await listed(here, key=ADMIN))["requests"][:2]
+        assert first["owner"] == hash_of(ANN)
+
+
+async def test_pages_have_each_request_once_whatever_is_left_out(redis_url: str, lived: LivedRequests) -> None:
+    mine = []
+    for number in range(30):
+        lived.owner = hash_of((ANN, BOB)[number % 3 == 0])
+        uid = lived.submitted(uid_at(number // 2))
+        if number % 4 == 0:
+            lived.ended(uid, CANCELLED)
+        mine += [uid] if number % 3 else []
+    async with site(redis_url, ready=False, keys=KEYS) as here:
+        for limit in (1, 3, 20, 200):
+            assert await all_pages(here, f"limit={limit}", ANN) == sorted(mine, reverse=True)
+        running = await all_pages(here, "limit=4&state=open", ANN)
+        ended = await all_pages(here, "limit=4&state=ended", ANN)
+        assert sorted(running + ended) == sorted(mine) and running and ended
+        assert await uids(here, f"before={mine[5]}", ANN) == sorted(mine, reverse=True)[-5:]
+
+
+async def test_one_call_does_bounded_work_and_the_next_goes_on(
+    redis_url: str, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, most in (("MOST_PEEKED", 4), ("TRIED_AT_ONCE", 4), ("MOST_TRIED", 8)):
+        monkeypatch.setattr(web.live.catalogue, name, most)
+    lived.owner = hash_of(BOB)
+    others = [lived.submitted(uid_at(number)) for number in range(20)]
+    lived.owner = hash_of(ANN)
+    mine = lived.submitted(uid_at(0))
+    async with site(redis_url, ready=False, keys=KEYS) as here:
+        page = await listed(here, key=ANN)
+        assert page["requests"] == [] and page["next"] is not None
+        assert len(page["next"]) == HIDDEN_DIGITS and others[-4].startswith(page["next"]), "it names no other request"
+        assert await all_pages(here, "limit=5", ANN) == [mine]
+        assert await all_pages(here, "limit=5", ADMIN) == sorted([*others, mine], reverse=True)
+
+
+async def test_a_large_log_is_searched_over_several_calls(
+    redis_url: str, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web.live.catalogue, "MOST_SCANNED", 10)
+    monkeypatch.setattr(web.live.catalogue, "SCANNED_AT_ONCE", 10)
+    ended = [lived.submitted(uid_at(number)) for number in range(300)]
+    for uid in ended:
+        lived.ended(uid, CANCELLED)
+    running = lived.submitted()
+    async with site(redis_url, ready=False) as here:
+        page = await listed(here, "limit=200")
+        assert page["complete"] is False and page["requests"][0]["uid"] == running, "what runs is always there"
+        async with asyncio.timeout(30):
+            while not (page := await listed(here, "limit=200"))["complete"]:
+                assert page["requests"][0]["uid"] == running
+        assert await all_pages(here, "limit=200") == sorted([*ended, running], reverse=True)
+
+
+async def test_what_is_searched_is_found_in_upper_and_lower_case(redis_url: str, lived: LivedRequests) -> None:
+    other = lived.running(uid_at(0), labels={"user": "bob"})
+    one = lived.submitted(uid_at(1), labels={"user": "Ann", "metadata": {"batch": "x-7"}})
+    lived.ended(lived.submitted(labels={"long": "n" * 3000}), FAILED)
+    async with site(redis_url, ready=False) as here:
+        for text, expected in (
+            ("ann", [one]),
+            ("X-7", [one]),
+            ("BOB", [other]),
+            (other[:-4], [other]),
+            ("GENERATE-0", [other]),
+            ("nonsense", 3),
+            ("completions", 3),
+            ("exceeded", 1),
+            ("nnnnnnnn", []),
+            ("nothing at all", []),
+            ("", 3),
+        ):
+            found = await uids(here, f"search={quote(text)}")
+            assert (len(found) if isinstance(expected, int) else found) == expected, text
+        assert await uids(here, "state=queued,running&search=o") == [one, other]
+
+
+async def test_siblings_replays_and_what_cannot_be_read_are_listed_and_probes_are_not(
+    redis_url: str, log: RedisLog
+) -> None:
+    numbers = itertools.count()
+
+    def submit(count: int = 1, endpoint: str = "/v1/completions", **fields: Any) -> str:
+        uid = uid_at(next(numbers))
+        event = Submitted(endpoint=endpoint, frontend="", prompt="p" * 100, sampling=SamplingParams(), **fields)
+        log.submit(uid, count * [event])
+        return uid
+
+    siblings, _ = submit(2), submit(endpoint=PROBE)
+    replay = submit(replay=Replay(of="abc"))
+    broken = uid_at(next(numbers))
+    put(log, Names().request(broken), {"kind": "nonsense"}, "0-1")
+    async with site(redis_url, ready=False, keys=KEYS) as here:
+        told = (await listed(here, key=ADMIN))["requests"]
+        assert [one["uid"] for one in told] == [broken, replay, *reversed(sibling_uids(siblings, 2))]
+        assert (told[0]["state"], told[1]["replay_of"]) == ("unreadable", "abc")
+        assert await uids(here, key=ANN) == [], "nobody knows whose it is"
+
+
+async def test_an_erased_or_expired_request_is_gone_at_once(
+    redis_url: str, log: RedisLog, lived: LivedRequests
+) -> None:
+    uid, expired = lived.submitted(uid_at(0), labels={"user": "ann"}), lived.submitted(uid_at(1))
+    for each in (uid, expired):
+        lived.ended(each, CANCELLED)
+    async with site(redis_url, ready=False) as here:
+        assert await uids(here) == [expired, uid]
+        assert log.erase(uid)
+        command(redis_url, "DEL", Names().request(expired))
+        assert await uids(here) == []
+        assert not here.frontend.catalogue._facts.get(uid), "nothing of it is kept"
+
+
+async def test_archived_requests_are_listed_with_those_of_the_log(
+    redis_url: str, lived: LivedRequests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for number in range(12):
+        lived.owner = hash_of((ANN, BOB)[number % 2])
+        uid = lived.running(uid_at(number))
+        lived.tokens(uid, "He")
+        lived.finished(uid, 1)
+        made.append(uid)
+    old = made[:8]
+    histories = lived.log.histories(made)
+    recordings = [Recording(uid, tuple(history)) for uid, history in zip(made, histories, strict=True)]
+    for hour, some in enumerate((recordings[:5], recordings[5:])):
+        now_s = 1_700_000_010 + 3600 * hour
+        Writer(tmp_path, "archive-0", 1, clock_s=lambda now_s=now_s: now_s).write(some)  # type: ignore[misc]
+    command(redis_url, "DEL", *map(Names().request, old))
+    async with site(redis_url, ready=False, keys=KEYS, archive=str(tmp_path)) as here:
+        told = (await listed(here, key=ADMIN))["requests"]
+        assert [one["uid"] for one in told] == [*reversed(made)]
+        assert {one["uid"] for one in told if one["archived"]} == {*old}
+        assert {one["state"] for one in told} == {"finished"} and {one["output_tokens"] for one in told} == {1}
+        for limit in (1, 5, 50):
+            assert await all_pages(here, f"limit={limit}", BOB) == [*reversed(made[1::2])]
+        assert await uids(here, f"before={made[3]}", ADMIN) == [*reversed(made[:3])]
+        monkeypatch.setattr(pipeline.archive.reader, "MOST_LINES", 2)
+        page = await listed(here, "limit=1&state=failed", BOB)
+        assert len(page["next"]) <= HIDDEN_DIGITS, "it names no other request"
+        assert await all_pages(here, "limit=5", BOB) == [*reversed(made[1::2])]
+    async with site(redis_url, ready=False) as without:
+        assert await uids(without) == [*reversed(made[8:])]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=201", "limit"),
+        ("limit=ten", "limit"),
+        ("limit=-1", "limit"),
+        ("before=x", "before"),
+        ("before=019a%00", "before"),
+        ("before=" + "a" * 33, "before"),
+        ("state=dead", "state"),
+        ("state=running,x", "state"),
+    ],
+)
+async def test_a_query_that_is_none_is_refused_by_its_name(redis_url: str, query: str, param: str) -> None:
+    async with site(redis_url, ready=False) as here:
+        response = await here.get(f"/v1/requests?{query}")
+        error = (await response.get_json())["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_value")
+        assert error["message"].startswith(f"{param}: should be ")
+
+
+async def test_without_redis_the_list_is_an_error_that_says_so(tmp_path: Path, redis_url: str) -> None:
+    async with site(redis_url, ready=False) as here:
+        here.frontend.catalogue._log = type(here.log)(f"unix://{tmp_path}/nothing.sock", Names())
+        assert await code_of(here.get("/v1/requests")) == (503, "overloaded")
+        await here.frontend.catalogue._log.close()

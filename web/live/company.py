@@ -1,0 +1,62 @@
+"""Reads the journals of the engines of one request, a piece at a time, so that no other client waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+from pipeline.journal import JournalReader, Step
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import AsyncRedisLog
+from pipeline.views.company import Company, spans_of
+from pipeline.views.recorded import History
+
+READ_AT_ONCE: Final = 64
+"""Steps; one takes up to 10 KB."""
+MOST_READ: Final = 20_000
+"""Steps of one engine."""
+MOST_BEFORE: Final = 2_000
+"""Steps that are read before the first one of the request: it waited in them, or they say which rows follow."""
+
+
+async def company_of(log: AsyncRedisLog, history: History) -> Company:
+    """Return in whose company a request was computed. Raises as the log does."""
+    company = Company(history)
+    since_ms = history.submitted.ms if history.submitted is not None else 0
+    for engine, (first, last) in spans_of(history).items():
+        async for step in _steps(log, engine, await _start(log, engine, first, since_ms), last):
+            company.take(engine, step)
+    return company
+
+
+async def _start(log: AsyncRedisLog, engine: str, first: str, since_ms: int) -> str:
+    """Return the step to begin with: from it on, the rows of *first* can be told, and all since a moment are there."""
+    start, edge = first, first
+    for _ in range(0, MOST_BEFORE, READ_AT_ONCE):
+        entries = await log.journal(engine, last=edge, max_entries=READ_AT_ONCE, newest=True)
+        for entry in reversed(entries):
+            start = entry.id
+            if "rows" in entry.fields and _ms(entry) <= since_ms:
+                return start
+        if not entries:
+            break
+        edge = f"({start}"
+    return start
+
+
+async def _steps(log: AsyncRedisLog, engine: str, first: str, last: str) -> AsyncIterator[Step]:
+    reader, edge = JournalReader(), first
+    for _ in range(0, MOST_READ, READ_AT_ONCE):
+        entries = await log.journal(engine, first=edge, last=last, max_entries=READ_AT_ONCE)
+        for step in reader.steps(entries):
+            yield step
+        if len(entries) < READ_AT_ONCE:
+            return
+        edge = f"({entries[-1].id}"
+        await asyncio.sleep(0)
+
+
+def _ms(entry: Entry) -> int:
+    said = entry.fields.get("ms", "")
+    return int(said) if said.isdecimal() else 0

@@ -1,0 +1,161 @@
+"""Pictures of the pipeline for all clients of this process that look. One thread reads, while one of them does.
+
+A thread, because a picture is some milliseconds of work, in which no token could go out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Final
+
+import orjson
+import structlog
+
+from pipeline.errors import LogError
+from pipeline.log.redis import AsyncRedisLog, RedisLog
+from pipeline.views.pipeline import Observed, view_of
+from pipeline.views.reader import Reader, as_json
+from pipeline.views.requests import Sees
+
+logger = structlog.get_logger()
+
+APART_S: Final = 0.5
+"""Least time between two pictures."""
+SHARE: Final = 0.01
+"""Most of a core that reading takes: where a picture is much work, they come more seldom."""
+LONGEST_S: Final = 2.0
+"""But at least so often."""
+SILENT_S: Final = 5.0
+"""Whoever looks is told if nothing came for so long, which is more than LONGEST_S."""
+BUG: Final = "The picture failed; that is our bug."
+
+
+class Picture:
+    """The pipeline at one moment. *error*: why there is no newer one."""
+
+    def __init__(self, reading: Observed | None, error: str = "") -> None:
+        self.reading = reading
+        self.error = error
+        self._texts: dict[str, bytes] = {}
+
+    def text(self, viewer: str, sees: Sees) -> bytes:
+        """Return its JSON for a viewer who sees the requests of some owners; it is made once for each *viewer*."""
+        if viewer not in self._texts:
+            if self.reading is None:
+                self._texts[viewer] = orjson.dumps({"error": self.error})
+            else:
+                view = replace(view_of(self.reading, sees), error=self.error)
+                self._texts[viewer] = as_json(view).rstrip()
+        return self._texts[viewer]
+
+    def without_news(self, error: str) -> Picture:
+        """Return the same picture, which is not the newest any more."""
+        return Picture(self.reading, error)
+
+
+class Pictures:
+    """The pictures of one log."""
+
+    def __init__(self, log: AsyncRedisLog) -> None:
+        self._log = log
+        self._viewers = 0
+        self._reading: _Reading | None = None
+        self._latest: Picture | None = None
+        self._number = 0
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    @property
+    def is_reading(self) -> bool:
+        """Say whether the log is read now."""
+        return self._reading is not None
+
+    async def watch(self, viewer: str, sees: Sees) -> AsyncGenerator[bytes, None]:
+        """Yield pictures as JSON, the latest one first, until `close`. A slow viewer misses some."""
+        self._enter()
+        try:
+            seen, since_s = 0, time.monotonic()
+            while not self._closed:
+                if self._latest is not None and self._number != seen:
+                    seen, since_s = self._number, time.monotonic()
+                    yield self._latest.text(viewer, sees)
+                elif not await self._has_changed():
+                    silent = f"Redis has not answered for {time.monotonic() - since_s:.0f} s"
+                    yield (self._latest or Picture(None)).without_news(silent).text(viewer, sees)
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """End all streams: this process stops."""
+        self._closed = True
+        self._changed.set()
+
+    async def _has_changed(self) -> bool:
+        """Wait for a picture; say whether one came, or the end of them."""
+        try:
+            async with asyncio.timeout(SILENT_S):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _enter(self) -> None:
+        self._viewers += 1
+        if self._reading is None:
+            self._reading = _Reading(self._log.for_a_thread(), self, asyncio.get_running_loop())
+            self._reading.start()
+
+    def _leave(self) -> None:
+        self._viewers -= 1
+        if not self._viewers and self._reading is not None:
+            self._reading.over.set()
+            self._reading = self._latest = None
+
+    def show(self, reading: _Reading, picture: Picture) -> None:
+        """Take a new picture, unless *reading* is over. The loop calls it."""
+        if reading is self._reading:
+            self._latest = picture
+            self._number += 1
+            self._changed.set()
+            if not self._closed:
+                self._changed = asyncio.Event()
+
+
+class _Reading(threading.Thread):
+    """Reads the log again and again, from the first viewer that comes until the last one has left."""
+
+    def __init__(self, log: RedisLog, pictures: Pictures, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(name="pictures", daemon=True)
+        self._log = log
+        self._pictures = pictures
+        self._loop = loop
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        reader, latest = Reader(self._log), Picture(None)
+        try:
+            while not self.over.is_set():
+                began_s, worked_s = time.monotonic(), time.thread_time()
+                latest = _next_picture(reader, latest)
+                try:
+                    self._loop.call_soon_threadsafe(self._pictures.show, self, latest)
+                except RuntimeError:  # the loop is closed: the process ends
+                    return
+                took_s, worked_s = time.monotonic() - began_s, time.thread_time() - worked_s
+                self.over.wait(max(APART_S - took_s, min(worked_s / SHARE, LONGEST_S)))
+        finally:
+            self._log.close()
+
+
+def _next_picture(reader: Reader, latest: Picture) -> Picture:
+    try:
+        return Picture(reader.read())
+    except LogError as error:
+        return latest.without_news(str(error) or type(error).__name__)
+    except Exception:  # a bug of ours with what one worker or request says; the next picture may be well
+        logger.exception("picture_broke")
+        return latest.without_news(BUG)

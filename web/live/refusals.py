@@ -1,0 +1,76 @@
+"""How a client is told that the log did not take its request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pipeline.errors import LogError, LogFull, RequestError
+from pipeline.log.protocol import Quota, Submission
+from pipeline.metrics.families import REJECTIONS
+from web.live.frontend import UNREACHABLE, Frontend
+from web.wire.idempotency import HEADER
+from web.wire.openai.errors import NotNow
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a client is told that the log did not take its request."""
+
+    metric: str
+    """A label of REJECTIONS; empty: not counted."""
+    message: str
+    """Formatted with `quota`, the one of the API key, and `again_s`, what is left of its minute."""
+    status: int = 503
+    code: str | None = "overloaded"
+    param: str | None = None
+    retry_after: Literal["estimate", "minute", "second"] = "second"
+    """When to send it again: when there may be room, when the minute of the quota is over, or in a second."""
+
+
+REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
+    LogFull: Refusal("log_full", "The log is full until running requests end; send it again.", retry_after="estimate"),
+    LogError: Refusal("log_unreachable", UNREACHABLE),
+    Submission.BUSY: Refusal("queue_full", "Too many requests are waiting; send it again.", retry_after="estimate"),
+    Submission.FULL: Refusal(
+        "log_bytes",
+        "The log may take no more memory (--max-log-bytes) until older requests expire; send it again.",
+        retry_after="estimate",
+    ),
+    Submission.TOO_FAST: Refusal(
+        "requests_per_minute",
+        "This API key may send {quota.requests_per_minute} requests a minute; wait {again_s} s.",
+        status=429,
+        code=None,
+        retry_after="minute",
+    ),
+    Submission.TOO_MANY: Refusal(
+        "concurrent_requests",
+        "This API key may have {quota.concurrent_requests} requests at once; send it again.",
+        status=429,
+        code=None,
+    ),
+    Submission.MISMATCH: Refusal(
+        "",
+        f"{HEADER}: it was used with another body before; take a new one for a new request",
+        status=400,
+        code="idempotency_key_reused",
+        param=HEADER,
+    ),
+}
+"""What came of a submit -> what the client is told. Other outcomes are no refusals."""
+
+
+def refusal(
+    frontend: Frontend, outcome: Submission | type[LogError], quota: Quota | None, minute_over_s: int = 0
+) -> RequestError:
+    """Count that a request was not taken, and return the error for its client. *minute_over_s*: with TOO_FAST."""
+    found = REFUSALS[outcome]
+    if found.metric:
+        frontend.measures.add(REJECTIONS, found.metric)
+    message = found.message.format(quota=quota, again_s=minute_over_s)
+    if found.status not in (429, 503):
+        return RequestError(message, code=found.code, status=found.status, param=found.param)
+    again_s = {"estimate": frontend.retry_after.estimate_s(), "minute": minute_over_s, "second": 1}
+    return NotNow(message, code=found.code, status=found.status, retry_after_s=again_s[found.retry_after])

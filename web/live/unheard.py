@@ -1,0 +1,44 @@
+"""Submits a request that no client of this process listens to: a replay, or a dead letter that is sent again."""
+
+from __future__ import annotations
+
+import math
+
+import structlog
+
+from pipeline.errors import LogError, LogFull
+from pipeline.events import Cancelled, Submitted, new_uid
+from pipeline.log.protocol import Quota
+from web.live.frontend import Frontend
+from web.live.refusals import REFUSALS, refusal
+
+logger = structlog.get_logger()
+
+
+async def submit_unheard(frontend: Frontend, event: Submitted, quota: Quota | None = None) -> str:
+    """Submit *event* and return its uid. With *quota*, it counts as sent by that API key.
+
+    Raises:
+        RequestError: The log does not take it.
+    """
+    uid = new_uid()
+    try:
+        with frontend.budget.submitting() as has_room:
+            submitted = await frontend.ask(frontend.log.submit(uid, [event], quota=quota, has_room=has_room))
+    except LogFull:
+        raise refusal(frontend, LogFull, quota) from None
+    except LogError as error:
+        logger.warning("not_submitted", uid=uid, error=str(error))
+        frontend.spawn(_take_back(frontend, uid))
+        raise refusal(frontend, LogError, quota) from None
+    if submitted.submission in REFUSALS:
+        raise refusal(frontend, submitted.submission, quota, math.ceil(submitted.again_ms / 1000))
+    return uid
+
+
+async def _take_back(frontend: Frontend, uid: str) -> None:
+    """End a request that may have got through all the same."""
+    try:
+        await frontend.log.end(uid, Cancelled(by="web"), frontend="")
+    except LogError as error:
+        logger.warning("request_not_ended", uid=uid, event_kind="cancelled", error=str(error))

@@ -1,0 +1,172 @@
+// Small helpers to make elements. Text only ever becomes a text node: nothing here parses HTML.
+//
+//   el("p", {class: "dim", title: "..", on: {click}, data: {uid}, aria: {label: ".."}}, "text", child, null)
+//   svg("path", {d: ".."})           the same for SVG
+//   icon("copy")                     a drawing of 16 x 16 in the text's colour, hidden from screen readers
+//   button("Stop", {icon: "stop", class: "danger", on: {click}})   with text: false only the icon is visible
+//   fill(node, ...children)          replaces what the node holds
+//   find(selector, root), all(selector, root)   find throws if there is none
+//   announce(text)                   says it to screen readers      toast(text)   shows it for a while, and says it
+//   copy(text)                       to the clipboard, with a toast
+//   dialog({title, narrow}, ...children) -> the <dialog>; show with .showModal(), removed when it closes
+//   everyFrame(draw)                 returns a function that asks for one draw in the next frame, however often it is
+//                                    called
+
+const SVG = "http://www.w3.org/2000/svg";
+const FORBIDDEN = new Set(["innerHTML", "outerHTML", "style", "srcdoc"]);
+
+export function el(tag, properties = {}, ...children) {
+  return furnish(document.createElement(tag), properties, children);
+}
+
+export function svg(tag, properties = {}, ...children) {
+  return furnish(document.createElementNS(SVG, tag), properties, children);
+}
+
+function furnish(node, properties, children) {
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (FORBIDDEN.has(name) || (/^on/.test(name) && name !== "on")) throw new Error(`el: ${name} is not allowed`);
+    if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    else if (name === "data") Object.assign(node.dataset, value);
+    else if (name === "aria")
+      for (const [key, said] of Object.entries(value)) {
+        if (said !== null && said !== undefined) node.setAttribute(`aria-${key}`, String(said));
+      }
+    else if (name === "class")
+      node.setAttribute("class", Array.isArray(value) ? value.filter(Boolean).join(" ") : value);
+    else if (name === "value" || name === "checked" || name === "selected") node[name] = value;
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat().filter(child => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+export function fill(node, ...children) {
+  node.replaceChildren(...children.flat().filter(child => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+export function find(selector, root = document) {
+  const found = root.querySelector(selector);
+  if (!found) throw new Error(`nothing matches ${selector}`);
+  return found;
+}
+
+export const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+const ICONS = {
+  logo: "M2 4.5h12M2 8h12M2 11.5h7M12 11.5h2",
+  copy: "M5.5 5.5h8v8h-8zM10.5 5.5v-3h-8v8h3",
+  edit: "M2.5 13.5l.6-3L10.5 3l2.5 2.5-7.5 7.4zM9 4.5L11.5 7",
+  again: "M13 8a5 5 0 1 1-1.6-3.7M13.2 1.8v3h-3",
+  stop: "M4 4h8v8H4z",
+  send: "M8 13.5v-11M3.5 7L8 2.5 12.5 7",
+  plus: "M8 3v10M3 8h10",
+  close: "M3.5 3.5l9 9M12.5 3.5l-9 9",
+  trash: "M2.5 4.5h11M6 4.5v-2h4v2M4 4.5l.7 9h6.6l.7-9M6.7 7v4M9.3 7v4",
+  list: "M2 4h12M2 8h12M2 12h12",
+  sliders: "M2 4.5h6M12 4.5h2M10 2.5v4M2 11.5h2M8 11.5h6M6 9.5v4",
+  columns: "M2 2.5h12v11H2zM8 2.5v11",
+  sun: "M8 5a3 3 0 1 0 0 6 3 3 0 0 0 0-6M8 1v1.5M8 13.5V15M1 8h1.5M13.5 8H15M3 3l1 1M12 12l1 1M3 13l1-1M12 4l1-1",
+  moon: "M13.5 9.5A6 6 0 0 1 6.5 2.5a6 6 0 1 0 7 7z",
+  system: "M2 3h12v8H2zM5.5 13.5h5",
+  key: "M6.5 9.5a3.5 3.5 0 1 1 .6-.6L12 13.5h2v-2M9.5 11h2",
+  code: "M5.5 4L2 8l3.5 4M10.5 4L14 8l-3.5 4",
+  clock: "M8 2a6 6 0 1 0 0 12A6 6 0 0 0 8 2M8 4.5V8l2.5 1.5",
+  left: "M10 3.5L5.5 8l4.5 4.5",
+  right: "M6 3.5L10.5 8 6 12.5",
+  down: "M3.5 6L8 10.5 12.5 6",
+  save: "M8 2.5v8M4.5 7L8 10.5 11.5 7M2.5 13.5h11",
+  open: "M8 10.5v-8M4.5 6L8 2.5 11.5 6M2.5 13.5h11",
+  search: "M7 2.5a4.5 4.5 0 1 0 0 9 4.5 4.5 0 0 0 0-9M10.5 10.5l3.5 3.5",
+  play: "M4.5 3v10l8-5z",
+  pause: "M5 3v10M11 3v10",
+  warning: "M8 2.5L14.5 13.5h-13zM8 6.5v3.5M8 11.5v.5",
+  link: "M6.5 9.5l3-3M7 4.5l1.5-1.5a3.2 3.2 0 0 1 4.5 4.5L11.5 9M9 11.5L7.5 13A3.2 3.2 0 0 1 3 8.5L4.5 7",
+};
+
+export function icon(name) {
+  if (!ICONS[name]) throw new Error(`no icon is called ${name}`);
+  return svg(
+    "svg",
+    { viewBox: "0 0 16 16", width: 16, height: 16, "aria-hidden": "true", focusable: "false" },
+    svg("path", {
+      d: ICONS[name],
+      fill: "none",
+      stroke: "currentColor",
+      "stroke-width": 1.5,
+      "stroke-linecap": "round",
+      "stroke-linejoin": "round",
+    }),
+  );
+}
+
+export function button(label, { icon: drawing, class: more = "", text = true, ...properties } = {}) {
+  return el(
+    "button",
+    {
+      type: "button",
+      class: ["button", !text && "icon", more],
+      ...(text ? {} : { title: label, "aria-label": label }),
+      ...properties,
+    },
+    drawing && icon(drawing),
+    text && el("span", {}, label),
+  );
+}
+
+let region = null;
+export function announce(text) {
+  if (!region)
+    document.body.append((region = el("div", { class: "hidden-text", role: "status", "aria-live": "polite" })));
+  region.textContent = "";
+  region.textContent = text;
+}
+
+let shown = null;
+export function toast(text) {
+  shown?.remove();
+  const mine = (shown = el("div", { class: "toast" }, text));
+  document.body.append(mine);
+  announce(text);
+  setTimeout(() => mine.remove(), 3000);
+}
+
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // the clipboard needs https or localhost: the older way works everywhere
+    const area = el("textarea", { class: "hidden-text", value: text, "aria-hidden": "true" });
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  toast("Copied");
+}
+
+export function dialog({ title, narrow = false }, ...children) {
+  const heading = el("h2", { id: `dialog-${Math.random().toString(36).slice(2)}` }, title);
+  const box = el(
+    "dialog",
+    { class: ["dialog", narrow && "narrow"], aria: { labelledby: heading.id } },
+    el("div", { class: "body" }, heading, ...children),
+  );
+  box.addEventListener("close", () => box.remove());
+  document.body.append(box);
+  return box;
+}
+
+export function everyFrame(draw) {
+  let asked = false;
+  return () => {
+    if (asked) return;
+    asked = true;
+    requestAnimationFrame(() => {
+      asked = false;
+      draw();
+    });
+  };
+}

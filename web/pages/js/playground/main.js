@@ -1,0 +1,355 @@
+// The playground: which conversation is open, its one or two columns, and the field to type in.
+
+import { apiKey, call, explain, onKeyChange } from "../api.js";
+import { announce, button, dialog, el, fill, find } from "../dom.js";
+import { frame } from "../frame.js";
+import { wholeBody } from "./answer.js";
+import { makeDrawers } from "./drawers.js";
+import { readSchemas } from "./fields.js";
+import { conversationList } from "./list.js";
+import { bodyOf } from "./request.js";
+import { showRequest } from "./request_dialog.js";
+import { settingsPanel } from "./settings.js";
+import { sideView } from "./side.js";
+import { newConversation, newId, newSide, openStore } from "./store.js";
+
+const TITLE_LENGTH = 60;
+const READ_AGAIN_MS = 2000;
+
+const state = { store: null, conversations: [], current: null, models: [], schemas: null, problem: "", columns: [] };
+const input = el("textarea", {
+  id: "question",
+  rows: 1,
+  placeholder: "Ask something",
+  "aria-label": "Question",
+  "aria-describedby": "keys",
+});
+const send = button("Send", { icon: "send", class: "primary", on: { click: submit } });
+const stop = button("Stop", { icon: "stop", class: "danger", hidden: true, on: { click: stopAll } });
+const problem = el("div", { class: "notice bad", role: "alert", hidden: true });
+const sides = el("div", { class: "sides" });
+const compare = button("Side by side", { icon: "columns", class: "quiet", on: { click: toggleColumns } });
+const drawers = makeDrawers({ conversations: ["Conversations", "list"], settings: ["Settings", "sliders"] });
+const list = conversationList(drawers.conversations.panel, {
+  all: () => state.conversations,
+  current: () => state.current,
+  open: conversation => {
+    open(conversation);
+    drawers.closeWhereNarrow();
+    input.focus();
+  },
+  add: () => {
+    open(fresh());
+    drawers.closeWhereNarrow();
+    input.focus();
+  },
+  closeButton: () => drawers.conversations.closeButton(),
+  remove: async conversation => {
+    state.conversations = state.conversations.filter(one => one !== conversation);
+    await state.store.remove(conversation.id);
+    if (state.current === conversation) open(state.conversations.at(-1) ?? fresh());
+    else list.show();
+    announce("Deleted.");
+  },
+  rename: (conversation, title) => {
+    conversation.title = title;
+    save(conversation);
+    list.show();
+  },
+  take: async found => {
+    for (const conversation of found) await state.store.put(conversation);
+    state.conversations.push(...found);
+    if (found.length) open(found.at(-1));
+  },
+});
+const settings = settingsPanel(drawers.settings.panel, {
+  sides: () => state.current.sides,
+  schemas: () => state.schemas,
+  problem: () => state.problem,
+  closeButton: () => drawers.settings.closeButton(),
+  onChange: () => {
+    for (const column of state.columns) column.refreshHead();
+    save(state.current);
+  },
+});
+
+function fresh() {
+  const unused = state.conversations.find(
+    ({ title, sides: both }) => !title && both.every(({ messages }) => !messages.length),
+  );
+  if (unused) return unused;
+  const made = newConversation(state.current);
+  state.conversations.push(made);
+  return made;
+}
+
+function open(conversation) {
+  stopAll();
+  state.current = conversation;
+  try {
+    sessionStorage.setItem("minisgl.playground.open", conversation.id);
+  } catch {
+    /* the newest one opens next time */
+  }
+  const double = conversation.sides.length > 1;
+  state.columns = conversation.sides.map((side, at) =>
+    sideView(side, {
+      name: double ? "AB"[at] : "",
+      models: () => state.models,
+      onSettings: () => {
+        drawers.settings.show(true);
+        settings.show(at);
+      },
+      onChange: () => {
+        for (const column of state.columns) column.refreshHead();
+        save(conversation);
+      },
+      onBusy: showBusy,
+      onEdit: edit,
+      onExample: text => {
+        input.value = text;
+        submit();
+      },
+      mayAsk,
+      afterAction: () => input.focus(),
+      showRequest: (answer, messages) => showRequest(bodyOf(answer.asked, messages), wholeBody(answer)),
+    }),
+  );
+  fill(
+    sides,
+    state.columns.map(({ element }) => element),
+  ).classList.toggle("double", double);
+  for (const column of state.columns) {
+    column.toEnd();
+    column.resumeLast();
+  }
+  compare.setAttribute("aria-pressed", String(double));
+  complain("");
+  showBusy();
+  list.show();
+  settings.show(0);
+}
+
+function save(conversation) {
+  conversation.changedMs = Date.now();
+  state.store
+    .put(structuredClone(conversation))
+    .catch(error => complain(`The conversation could not be kept in this browser: ${error?.message ?? error}`));
+}
+
+const isBusy = () => state.columns.some(column => column.isBusy());
+
+function showBusy() {
+  const busy = isBusy();
+  send.hidden = busy;
+  stop.hidden = !busy;
+  compare.disabled = busy;
+}
+
+function stopAll() {
+  for (const column of state.columns) column.stop();
+}
+
+function complain(sentence) {
+  problem.textContent = sentence;
+  problem.hidden = !sentence;
+}
+
+/** Say whether a question can be sent now; if not, the user is told why. */
+function mayAsk() {
+  const wrong = settings.wrong();
+  complain(wrong ? `Settings, ${wrong[0]}: ${wrong[1]}` : "");
+  return !wrong;
+}
+
+function submit() {
+  const text = input.value;
+  if (!text.trim() || isBusy() || !mayAsk()) return;
+  const message = { id: newId(), role: "user", content: text };
+  if (!state.current.title) state.current.title = text.trim().split("\n")[0].slice(0, TITLE_LENGTH);
+  input.value = "";
+  grow();
+  state.columns.forEach((column, at) => {
+    state.current.sides[at].messages.push({ ...message });
+    column.ask();
+  });
+  save(state.current);
+  list.show();
+  input.focus();
+}
+
+/** Replace a question in every column that has it, and ask again. */
+function edit(message, text) {
+  if (isBusy() || !mayAsk()) return;
+  const edited = { id: newId(), role: "user", content: text };
+  state.columns.forEach((column, n) => {
+    const { messages } = state.current.sides[n];
+    const at = messages.findIndex(({ id }) => id === message.id);
+    if (at < 0) return;
+    messages.splice(at, messages.length, { ...edited });
+    column.ask();
+  });
+  save(state.current);
+  input.focus();
+}
+
+function toggleColumns() {
+  const { current } = state;
+  if (current.sides.length === 1) {
+    current.sides.push(newSide(current.sides[0]));
+  } else if (JSON.stringify(current.sides[0].messages) !== JSON.stringify(current.sides[1].messages)) {
+    const box = dialog(
+      { title: "Close column B?", narrow: true },
+      el("p", { class: "dim" }, "Its answers and settings are removed."),
+      el(
+        "div",
+        { class: "actions" },
+        button("Cancel", { on: { click: () => box.close() } }),
+        button("Close column B", {
+          class: "danger",
+          on: {
+            click: () => {
+              box.close();
+              current.sides.pop();
+              save(current);
+              open(current);
+            },
+          },
+        }),
+      ),
+    );
+    box.showModal();
+    return;
+  } else {
+    current.sides.pop();
+  }
+  save(current);
+  open(current);
+  compare.focus();
+}
+
+function grow() {
+  input.style.height = "auto";
+  input.style.height = `${Math.min(input.scrollHeight + 2, innerHeight / 3)}px`;
+}
+
+function keys(event) {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (!drawers.closeByKey() && isBusy()) stopAll();
+}
+
+/** Read what the server serves, again and again while it does not answer or has no model yet. */
+async function readServer() {
+  const before = state.problem,
+    hadForm = state.schemas !== null;
+  let again = false;
+  try {
+    const [{ data }, schemas] = await Promise.all([call("/v1/models"), state.schemas ?? readSchemas()]);
+    Object.assign(state, { models: data, schemas, problem: "" });
+    again = !data.length;
+  } catch (error) {
+    state.problem = explain(error);
+    again = error.status !== 401; // then the user has given no key, and is asked no more
+  }
+  for (const column of state.columns) {
+    column.refreshHead();
+    column.render();
+  }
+  if (!hadForm || state.problem !== before) settings.show();
+  if (state.problem || before) complain(state.problem);
+  if (again) setTimeout(readServer, READ_AGAIN_MS);
+}
+
+async function start() {
+  frame("Playground");
+  const question = el(
+    "div",
+    { class: "composer" },
+    problem,
+    el(
+      "div",
+      { class: "write" },
+      input,
+      button("Show the request", { icon: "code", text: false, class: "quiet", on: { click: () => showDraft() } }),
+      send,
+      stop,
+    ),
+    el(
+      "p",
+      { class: "dim small", id: "keys" },
+      el("kbd", {}, "Enter"),
+      " sends, ",
+      el("kbd", {}, "Shift"),
+      "+",
+      el("kbd", {}, "Enter"),
+      " starts a new line, ",
+      el("kbd", {}, "Esc"),
+      " stops.",
+    ),
+  );
+  const shade = el("div", { class: "shade", on: { click: drawers.closeWhereNarrow } });
+  fill(
+    find("main"),
+    el("h1", { class: "hidden-text" }, "Playground"),
+    drawers.conversations.panel,
+    el(
+      "section",
+      { class: "chat", "aria-label": "Chat" },
+      el(
+        "div",
+        { class: "row tools" },
+        drawers.conversations.toggle,
+        el("span", { class: "grow" }),
+        compare,
+        drawers.settings.toggle,
+      ),
+      sides,
+      question,
+    ),
+    drawers.settings.panel,
+    shade,
+  );
+  input.addEventListener("input", grow);
+  input.addEventListener("keydown", event => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      submit();
+    }
+  });
+  addEventListener("keydown", keys);
+
+  state.store = await openStore();
+  state.conversations = await state.store.all();
+  let last = null;
+  try {
+    last = sessionStorage.getItem("minisgl.playground.open");
+  } catch {
+    /* the newest one opens */
+  }
+  open(state.conversations.find(({ id }) => id === last) ?? fresh());
+  drawers.place();
+  if (!state.store.lasts)
+    complain("This browser keeps no data for this page: conversations end with it. Export what you want to keep.");
+  onKeyChange(() => {
+    if (!apiKey() || !state.problem) return;
+    complain("");
+    readServer();
+  });
+  await readServer();
+  input.focus();
+}
+
+/** Show what Send would send, of the first column. */
+function showDraft() {
+  const [side] = state.current.sides;
+  const asked =
+    input.value.trim() || !side.messages.length
+      ? [{ role: "user", content: input.value.trim() ? input.value : "Hello!" }]
+      : [];
+  showRequest(bodyOf(side, [...side.messages, ...asked]));
+}
+
+start().catch(error => {
+  complain(explain(error));
+  throw error;
+});

@@ -1,0 +1,39 @@
+// The dialog that shows a request for a terminal, for Python and as JSON, and the body that came back in one piece.
+
+import { apiKey } from "../api.js";
+import { button, copy, dialog, el } from "../dom.js";
+import { asCurl, asPython } from "./request.js";
+
+export function showRequest(body, answered = null) {
+  const { origin } = location;
+  const withKey = Boolean(apiKey());
+  const forms = {
+    curl: asCurl(body, origin, withKey),
+    Python: asPython(body, origin, withKey),
+    JSON: JSON.stringify(body, null, 2),
+    ...(answered && { Answer: JSON.stringify(answered, null, 2) }),
+  };
+  const shown = el("pre", { tabindex: 0, role: "region", "aria-label": "The request" });
+  const choose = name => {
+    shown.textContent = forms[name];
+    for (const tab of tabs.children) tab.setAttribute("aria-pressed", String(tab.textContent === name));
+  };
+  const tabs = el(
+    "div",
+    { class: "tabs", role: "group", "aria-label": "Form of the request" },
+    Object.keys(forms).map(name => el("button", { type: "button", on: { click: () => choose(name) } }, name)),
+  );
+  const box = dialog(
+    { title: "The request" },
+    el("div", {}, tabs),
+    el("div", { class: "code" }, shown),
+    el(
+      "div",
+      { class: "actions" },
+      button("Copy", { icon: "copy", on: { click: () => copy(shown.textContent) } }),
+      button("Close", { class: "primary", on: { click: () => box.close() } }),
+    ),
+  );
+  choose("curl");
+  box.showModal();
+}

@@ -1,0 +1,104 @@
+// The settings of the columns: system text and sampling fields. With two columns it shows one at a time.
+
+import { button, el, fill } from "../dom.js";
+import { fieldsForm } from "./fields.js";
+
+/** *page*: {sides(), schemas(), problem(), onChange(), closeButton()}. Returns {show(at), wrong()}: *wrong* gives [field,
+ *  sentence], or null. */
+export function settingsPanel(root, page) {
+  let shown = 0;
+  const forms = new WeakMap(); // by side: a form that was left with something wrong stays as it is
+
+  function formOf(side) {
+    if (!forms.has(side)) forms.set(side, fieldsForm(page.schemas(), side.fields, page.onChange));
+    return forms.get(side);
+  }
+
+  function show(at = shown) {
+    const sides = page.sides();
+    shown = Math.min(at, sides.length - 1);
+    const side = sides[shown];
+    const system = el("textarea", {
+      id: "system",
+      rows: 4,
+      value: side.system,
+      placeholder: "Who the model is, and how it answers",
+      on: {
+        input: () => {
+          side.system = system.value;
+          page.onChange();
+        },
+      },
+    });
+    const reset = button("Reset", {
+      class: "tiny",
+      on: {
+        click: () => {
+          side.system = "";
+          for (const name of Object.keys(side.fields)) delete side.fields[name];
+          forms.delete(side);
+          page.onChange();
+          show();
+          root.querySelector("h2").focus();
+        },
+      },
+    });
+    fill(
+      root,
+      el(
+        "div",
+        { class: "row panel-head" },
+        el("h2", { class: "grow", tabindex: -1 }, "Settings"),
+        sides.length > 1 && tabs(sides),
+        reset,
+        page.closeButton(),
+      ),
+      el("div", { class: "field" }, el("label", { for: "system" }, "System text"), system),
+      page.schemas()
+        ? formOf(side).element
+        : el(
+            "p",
+            { class: page.problem() ? "notice bad" : "dim" },
+            page.problem() || "Reading the fields that the server takes ..",
+          ),
+      el(
+        "p",
+        { class: "dim small" },
+        "An empty field is not sent: the model's own value holds. ",
+        el("a", { href: "/docs" }, "What the server takes"),
+      ),
+    );
+  }
+
+  function tabs(sides) {
+    return el(
+      "div",
+      { class: "tabs", role: "group", "aria-label": "Settings of column" },
+      sides.map((_, at) =>
+        el(
+          "button",
+          {
+            type: "button",
+            "aria-pressed": String(at === shown),
+            on: {
+              click: () => {
+                show(at);
+                root.querySelectorAll(".tabs > button")[at].focus();
+              },
+            },
+          },
+          "AB"[at],
+        ),
+      ),
+    );
+  }
+
+  return {
+    show,
+    wrong: () =>
+      page
+        .sides()
+        .map(side => forms.get(side)?.wrong())
+        .find(Boolean) ?? null,
+  };
+}

@@ -1,0 +1,265 @@
+// What a request is as a whole: its title, its figures, its moments as a table, its siblings, and what was asked.
+
+import { el, fill } from "../dom.js";
+import { clock, count, duration } from "../format.js";
+
+const BADGES = { finished: "ok", failed: "bad", cancelled: "warn", running: "info" };
+const FIGURES = [
+  "Prompt",
+  "Output",
+  "First token",
+  "Tokens/s",
+  "Usual pause",
+  "Longest pause",
+  "Preempted",
+  "Taken over",
+  "Took",
+];
+const SHOWN_ALREADY = new Set([
+  "at_ms",
+  "id",
+  "what",
+  "who",
+  "n",
+  "first_n",
+  "count",
+  "last_id",
+  "last_at_ms",
+  "longest_pause_ms",
+]);
+
+export class About {
+  constructor(timeline, { onToken }) {
+    this._timeline = timeline;
+    this._onToken = onToken;
+    this._moments = 0;
+    this._state = el("span", { class: "badge" });
+    this._where = el("p", { class: "dim" });
+    this.title = el(
+      "div",
+      { class: "stack" },
+      el("h1", { class: "row" }, "Request ", el("span", { class: "mono uid" }, timeline.uid), this._state),
+      this._where,
+    );
+    this.error = el("p", { class: "notice bad", role: "alert", hidden: true });
+    this._longest = 0;
+    this._goLongest = el("button", { type: "button", class: "link", on: { click: () => onToken(this._longest) } });
+    this._values = new Map(
+      FIGURES.map((name) => [name, el("dd", { class: "number" }, name === "Longest pause" ? this._goLongest : "-")]),
+    );
+    this.facts = el(
+      "dl",
+      { class: "figures" },
+      [...this._values].map(([name, node]) => el("div", {}, el("dt", {}, name), node)),
+    );
+    this._rows = el("tbody");
+    this._rowsBy = [];
+    this.moments = el(
+      "section",
+      { class: "card scroll" },
+      el("h2", {}, "Moments"),
+      el(
+        "table",
+        { class: "table", id: "moments" },
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            [["time", "number"], ["what"], ["who"], ["tokens", "number"], ["details"]].map(([name, kind]) =>
+              el("th", { scope: "col", class: kind ?? "" }, name),
+            ),
+          ),
+        ),
+        this._rows,
+      ),
+    );
+    this.siblings = el("nav", { class: "card", hidden: true, aria: { label: "Siblings" } });
+    this._asked = el("div", { class: "stack" });
+    this.asked = el("details", { class: "card" }, el("summary", {}, "What was asked"), this._asked);
+    this._hasAsked = false;
+  }
+
+  show(nowMs) {
+    const timeline = this._timeline;
+    this._state.textContent =
+      timeline.state === "finished" && timeline.end.reason ? `finished: ${timeline.end.reason}` : timeline.state;
+    this._state.className = `badge ${BADGES[timeline.state] ?? "warn"}`;
+    if (timeline.end?.kind === "failed") {
+      this.error.hidden = false;
+      this.error.textContent = `${timeline.end.status} ${timeline.end.code}: ${timeline.end.message}`;
+    }
+    this._showFacts(nowMs);
+    this._showMoments();
+    if (timeline.submitted && !this._hasAsked) this._showAsked(timeline.submitted);
+  }
+
+  _showFacts(nowMs) {
+    const timeline = this._timeline;
+    const [first, last] = [timeline.tokens[0], timeline.tokens.at(-1)];
+    const rate =
+      timeline.tokens.length > 1 && last.ms > first.ms
+        ? ((timeline.tokens.length - 1) * 1000) / (last.ms - first.ms)
+        : null;
+    const longest = timeline.tokens
+      .slice(1)
+      .reduce((most, token) => (token.pauseMs > (most?.pauseMs ?? 0) ? token : most), null);
+    const counted = (kind) => timeline.marks.filter((mark) => mark.kind === kind).length;
+    const cached = timeline.cachedTokens ? `, ${count(timeline.cachedTokens)} cached` : "";
+    this._longest = longest?.n ?? 0;
+    this._goLongest.hidden = !longest;
+    say(this._goLongest, longest ? duration(longest.pauseMs) : "");
+    this._goLongest.title = `Move to token ${this._longest}`;
+    for (const [name, value] of [
+      ["Prompt", timeline.promptTokens === null ? "-" : `${count(timeline.promptTokens)}${cached}`],
+      ["Output", `${count(timeline.tokens.length)} tokens`],
+      ["First token", first ? duration(first.ms - timeline.beganMs) : "-"],
+      ["Tokens/s", rate === null ? "-" : rate.toPrecision(3)],
+      ["Usual pause", timeline.tokens.length > 1 ? duration(timeline.usualPauseMs) : "-"],
+      ["Preempted", String(counted("preempted") || "never")],
+      ["Taken over", String(counted("taken_over") || "never")],
+      [
+        "Took",
+        `${duration((timeline.isOver ? timeline.lastMs : nowMs) - timeline.beganMs)}${timeline.isOver ? "" : " so far"}`,
+      ],
+    ])
+      say(this._values.get(name), value);
+    const { submitted } = timeline;
+    const begun = new Date(timeline.beganMs);
+    this._where.textContent = submitted
+      ? `${submitted.endpoint}, model ${submitted.model || "default"}, ${begun.toLocaleDateString("en-GB")} ${clock(timeline.beganMs)}`
+      : "";
+  }
+
+  _showMoments() {
+    const { moments } = this._timeline;
+    for (let index = Math.max(this._moments - 1, 0); index < moments.length; index += 1) {
+      this._rowsBy[index] ??= new MomentRow(this._rows, this._onToken);
+      this._rowsBy[index].show(moments[index]);
+    }
+    this._moments = moments.length;
+  }
+
+  _showAsked(submitted) {
+    this._hasAsked = true;
+    const base = this._timeline.uid.split(".")[0];
+    if (submitted.siblings > 1) {
+      this.siblings.hidden = false;
+      fill(
+        this.siblings,
+        el("h2", {}, `${submitted.siblings} siblings of one body`),
+        el(
+          "ul",
+          { class: "chips" },
+          Array.from({ length: submitted.siblings }, (_, index) => {
+            const uid = `${base}.${index}`;
+            return el(
+              "li",
+              {},
+              el(
+                "a",
+                {
+                  class: "mono",
+                  href: `/requests/${encodeURIComponent(uid)}`,
+                  aria: { current: uid === this._timeline.uid ? "page" : null },
+                },
+                `.${index}`,
+              ),
+            );
+          }),
+        ),
+      );
+    }
+    const said = Object.entries(submitted.sampling).filter(
+      ([, value]) => value !== null && !(Array.isArray(value) && !value.length),
+    );
+    const labels = Object.entries(submitted.labels ?? {});
+    fill(
+      this._asked,
+      prompted(submitted),
+      facts("Sampling", said),
+      labels.length > 0 && facts("Labels", labels),
+      submitted.constraint && facts("The answer must be", [[submitted.constraint.kind, submitted.constraint.text]]),
+    );
+  }
+}
+
+// A moment as a row. The row of tokens that still come changes its texts and stays the same node.
+class MomentRow {
+  constructor(table, onToken) {
+    this._first = 0;
+    this._go = el("button", {
+      type: "button",
+      class: "link",
+      title: "Move there",
+      on: { click: () => onToken(this._first) },
+    });
+    this._cells = ["number", "", "", "number", "details"].map((kind) => el("td", { class: kind }));
+    this._row = el("tr", {}, this._cells);
+    table.append(this._row);
+  }
+
+  show(moment) {
+    this._first = moment.first_n ?? moment.n;
+    const details = Object.entries(moment)
+      .filter(([name]) => !SHOWN_ALREADY.has(name))
+      .map(([name, value]) => `${name}=${plain(value)}`);
+    if (moment.what === "tokens" && moment.last_id !== moment.id) {
+      details.unshift(`until ${duration(moment.last_at_ms)}, longest pause ${duration(moment.longest_pause_ms)}`);
+    }
+    const [at, what, who, tokens, more] = this._cells;
+    say(at, moment.at_ms ? duration(moment.at_ms) : "0");
+    say(what, moment.what.replace("_", " "));
+    say(who, moment.who);
+    const numbers = this._first === moment.n ? String(moment.n) : `${this._first} to ${moment.n}`;
+    if (moment.n > 0 && !this._go.isConnected) fill(tokens, this._go);
+    say(moment.n > 0 ? this._go : tokens, numbers);
+    say(more, details.join("  "));
+    this._row.dataset.moment = JSON.stringify(moment, (_, value) =>
+      typeof value === "bigint" ? String(value) : value,
+    );
+  }
+}
+
+function say(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function prompted(submitted) {
+  if (submitted.messages?.length) {
+    return el(
+      "div",
+      { class: "stack" },
+      submitted.messages.map((message) =>
+        el(
+          "div",
+          { class: "message" },
+          el("h3", {}, String(message.role ?? "")),
+          el("div", { class: "answer" }, plain(message.content ?? message)),
+        ),
+      ),
+    );
+  }
+  if (submitted.prompt_ids?.length) return el("div", { class: "answer mono" }, submitted.prompt_ids.join(" "));
+  return el("div", { class: "answer" }, submitted.prompt ?? "");
+}
+
+function facts(name, entries) {
+  return el(
+    "div",
+    {},
+    el("h3", {}, name),
+    el(
+      "dl",
+      { class: "facts" },
+      entries.flatMap(([key, value]) => [el("dt", {}, key), el("dd", { class: "mono" }, plain(value))]),
+    ),
+  );
+}
+
+function plain(value) {
+  return typeof value === "string"
+    ? value
+    : JSON.stringify(value, (_, each) => (typeof each === "bigint" ? String(each) : each));
+}

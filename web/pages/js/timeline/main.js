@@ -1,0 +1,391 @@
+// /requests/<uid>: the timeline of one request, live or ended. It reads the events of the history, and holds one cursor, the
+// number of a token, which the slider, the keys and the chart move.
+
+import { ApiError, apiKey, call, explain, follow } from "../api.js";
+import { announce, button, copy, el, everyFrame, fill, find, toast } from "../dom.js";
+import { frame } from "../frame.js";
+import { About } from "./about.js";
+import { Chart } from "./chart.js";
+import { curlOf, parseExactly } from "./curl.js";
+import { stepsOf, Timeline } from "./model.js";
+import { Comparison } from "./replay.js";
+import { Slider } from "./slider.js";
+import { AnswerText, TokenState } from "./state.js";
+
+const STEPS_MS = 3000; // while the request runs, the journal is read so often
+const LIVE_MS = 250; // and its bars grow so often
+const ADDRESS_MS = 300; // the address names the token when the cursor rests: browsers refuse many changes at once
+const RETRY_MS = 2000;
+const PASSING = new Set(["shutting_down", "overloaded"]); // codes of errors of the server, not of the request
+
+class RequestPage {
+  constructor(main, name) {
+    this._main = main;
+    this._name = name;
+    this._n = 0;
+    this._wanted = null; // the token that the address names, until it has come
+    this._follows = true; // the cursor stays at the newest token
+    this._known = { steps: new Map(), waits: new Map(), sentence: "" };
+    this._arrivedAt = 0;
+    this._naming = 0;
+    this._draw = everyFrame(() => this._drawNow());
+  }
+
+  async open() {
+    for (;;) {
+      try {
+        const story = await call(`/v1/requests/${encodeURIComponent(this._name)}`);
+        if (story.siblings) return this._showFamily(story);
+        return this._run(story.uid);
+      } catch (error) {
+        const passes = error instanceof TypeError || error.status === 0 || error.status >= 500;
+        if (!passes) return this._showAbsent(error);
+        fill(
+          this._main,
+          el("h1", {}, "Request"),
+          el("p", { class: "notice warn", role: "status" }, `${explain(error)} Trying again.`),
+        );
+        await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+      }
+    }
+  }
+
+  // One request
+
+  async _run(uid) {
+    this._timeline = new Timeline(uid);
+    document.title = `${uid} · MiniSGL`;
+    this._about = new About(this._timeline, { onToken: (n) => this._move(n) });
+    this._chart = new Chart({ onPick: (n) => this._move(n) });
+    this._slider = new Slider({ onMove: (n) => this._move(n) });
+    this._text = new AnswerText();
+    this._state = new TokenState();
+    this._actions = this._makeActions();
+    this._notice = el("p", { class: "notice warn", role: "status", hidden: true });
+    this._again = el("div");
+    this._chart.node.append(this._slider.node);
+    fill(
+      this._main,
+      el("div", { class: "row head" }, this._about.title, el("span", { class: "grow" }), this._actions.node),
+      this._about.error,
+      this._notice,
+      this._about.facts,
+      this._chart.node,
+      el("div", { class: "sides" }, this._text.node, this._state.node),
+      this._again,
+      this._about.siblings,
+      this._about.moments,
+      this._about.asked,
+    );
+    this._listenToKeys();
+    const wanted = Number(/^#token=(\d+)$/.exec(location.hash)?.[1] ?? NaN);
+    if (!Number.isNaN(wanted)) [this._wanted, this._follows] = [wanted, false];
+    const ticking = setInterval(() => {
+      if (!this._timeline.isOver) this._draw();
+    }, LIVE_MS);
+    const reading = setInterval(() => this._readSteps(), STEPS_MS);
+    this._readSteps();
+    try {
+      await hearAll(
+        this._timeline,
+        () => {
+          this._arrivedAt = performance.now();
+          this._draw();
+        },
+        (sentence) => this._tell(sentence),
+      );
+    } catch (error) {
+      this._tell(explain(error));
+    }
+    clearInterval(ticking);
+    clearInterval(reading);
+    this._draw();
+    await this._readSteps();
+    if (this._timeline.submitted?.replay) this._offerComparison(this._timeline.submitted.replay.of);
+    if (this._timeline.state === "failed") this._findLetter(uid, this._actions.more);
+  }
+
+  _tell(sentence) {
+    this._notice.hidden = !sentence;
+    this._notice.textContent = sentence;
+  }
+
+  _drawNow() {
+    const timeline = this._timeline;
+    const last = timeline.tokens.length;
+    this._n = this._follows ? last : Math.min(this._wanted ?? this._n, last);
+    if (this._n === this._wanted) this._wanted = null;
+    const nowMs = timeline.lastMs + (timeline.isOver ? 0 : performance.now() - this._arrivedAt);
+    this._chart.show(timeline, nowMs, this._known.steps);
+    this._about.show(nowMs);
+    this._actions.show(timeline);
+    this._showToken();
+  }
+
+  _showToken() {
+    const state = this._timeline.at(this._n);
+    this._chart.moveTo(this._n);
+    this._slider.show(this._timeline, state);
+    this._text.show(state);
+    this._state.show(this._timeline, state, this._known);
+  }
+
+  _move(n) {
+    const last = this._timeline.tokens.length;
+    this._wanted = null;
+    this._n = Math.max(0, Math.min(n, last));
+    this._follows = this._n === last && !this._timeline.isOver;
+    clearTimeout(this._naming);
+    this._naming = setTimeout(
+      () => history.replaceState(null, "", this._follows ? location.pathname : `#token=${this._n}`),
+      ADDRESS_MS,
+    );
+    this._showToken();
+  }
+
+  _listenToKeys() {
+    document.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, dialog"))
+        return;
+      const steps = { ArrowLeft: -1, ArrowRight: 1 }[event.key] ?? 0;
+      const zooms = { "+": 2, "=": 2, "-": 0.5, 0: 0 };
+      if (steps) this._move(this._n + steps * (event.shiftKey ? 10 : 1));
+      else if (event.key in zooms) this._chart.zoom(zooms[event.key]);
+      else return;
+      event.preventDefault();
+    });
+  }
+
+  async _readSteps() {
+    if (document.hidden && !this._timeline.isOver) return;
+    try {
+      const answer = await call(`/v1/requests/${encodeURIComponent(this._timeline.uid)}/steps`);
+      const sentence = answer.complete ? "" : "The journal of the engine no longer has the step of this token.";
+      this._known = { steps: stepsOf(answer), waits: new Map(answer.waits.map((wait) => [wait.n, wait])), sentence };
+    } catch (error) {
+      this._known = { ...this._known, sentence: explain(error) };
+    }
+    this._draw();
+  }
+
+  // What one can do with it
+
+  _makeActions() {
+    const cached = el("input", { type: "checkbox" });
+    const act = (work) => async () => {
+      try {
+        await work();
+      } catch (error) {
+        this._tell(explain(error));
+      }
+    };
+    const replay = button("Compute again", {
+      icon: "again",
+      title: "Replay it on this server, and compare",
+      on: { click: act(() => this._replay(cached.checked)) },
+    });
+    const cancel = button("Cancel", { icon: "stop", class: "danger", on: { click: act(() => this._cancel()) } });
+    const curl = button("Copy as curl", {
+      icon: "copy",
+      on: { click: act(() => copy(curlOf(this._timeline.submitted, location.origin, apiKey() !== null))) },
+    });
+    const more = el("span", { class: "row" });
+    const node = el(
+      "div",
+      { class: "row actions" },
+      cancel,
+      replay,
+      el(
+        "label",
+        { class: "switch small", title: "Otherwise all of its prompt is computed again" },
+        cached,
+        "with prefix cache",
+      ),
+      curl,
+      more,
+    );
+    const show = (timeline) => {
+      cancel.hidden = timeline.isOver;
+      replay.disabled = timeline.tokens.length === 0;
+      curl.disabled = !timeline.submitted || !curlOf(timeline.submitted, location.origin, false);
+    };
+    return { node, show, more };
+  }
+
+  async _cancel() {
+    const answer = await call(`/v1/requests/${encodeURIComponent(this._timeline.uid)}`, { method: "DELETE" });
+    toast(answer.cancelled ? "Cancelled" : "It had ended already");
+  }
+
+  async _replay(cached) {
+    const path = `/v1/requests/${encodeURIComponent(this._timeline.uid)}/replay`;
+    const { uid } = await call(path, { method: "POST", body: { cached } });
+    await this._compare(this._timeline, new Timeline(uid));
+  }
+
+  _offerComparison(of) {
+    fill(
+      this._again,
+      el(
+        "p",
+        { class: "notice row" },
+        "This request computes another one again.",
+        button("Compare them", {
+          icon: "columns",
+          on: { click: () => this._compare(new Timeline(of), this._timeline) },
+        }),
+      ),
+    );
+  }
+
+  async _compare(recorded, again) {
+    const shown = new Comparison(recorded, again);
+    fill(this._again, shown.node);
+    shown.node.scrollIntoView({ block: "nearest" });
+    const draw = everyFrame(() => shown.show());
+    draw();
+    try {
+      await Promise.all(
+        [recorded, again]
+          .filter((each) => each !== this._timeline)
+          .map((each) => hearAll(each, draw, (sentence) => this._tell(sentence))),
+      );
+    } catch (error) {
+      this._tell(explain(error));
+    }
+    draw();
+  }
+
+  // Offer to send it again if it is a dead letter. Only the admin may see these; others are told nothing.
+  async _findLetter(uid, node) {
+    const letter = await deadLetter(uid);
+    if (!letter) return;
+    const send = button("Requeue", {
+      icon: "send",
+      title: "Send the dead letter again, under a new uid",
+      on: {
+        click: async () => {
+          try {
+            const made = await call(`/v1/dead/${encodeURIComponent(letter.id)}/requeue`, { method: "POST", body: {} });
+            location.assign(`/requests/${encodeURIComponent(made.uid)}`);
+          } catch (error) {
+            toast(explain(error));
+          }
+        },
+      },
+    });
+    fill(
+      node,
+      el("span", { class: "badge bad" }, `dead letter of ${letter.stage} after ${letter.deaths} deaths`),
+      send,
+    );
+  }
+
+  // No request, or several
+
+  _showAbsent(error) {
+    const madeMs = /^(chatcmpl-|cmpl-)?[0-9a-f]{12}7[0-9a-f]{3}[89ab]/.test(this._name)
+      ? parseInt(this._name.replace(/^\w*-/, "").slice(0, 12), 16)
+      : null;
+    const letter = el("div", { class: "row" });
+    fill(
+      this._main,
+      el("h1", {}, "Request ", el("span", { class: "mono uid" }, this._name)),
+      el("p", { class: "notice bad", role: "alert" }, explain(error)),
+      madeMs !== null && el("p", {}, `Its uid was made on ${new Date(madeMs).toLocaleString("en-GB")}.`),
+      letter,
+      el("p", {}, "The ", el("a", { href: "/pipeline" }, "pipeline"), " lists the newest requests."),
+    );
+    if (error instanceof ApiError && error.status === 404) this._findLetter(this._name, letter);
+    document.title = "Unknown request · MiniSGL";
+    announce(explain(error));
+  }
+
+  _showFamily(story) {
+    document.title = `${story.uid} · MiniSGL`;
+    const told = new Map(story.requests.map((each) => [each.uid, each]));
+    const row = (uid) => {
+      const each = told.get(uid);
+      return el(
+        "tr",
+        {},
+        el("td", {}, el("a", { class: "mono", href: `/requests/${encodeURIComponent(uid)}` }, uid)),
+        el("td", {}, each ? each.state : "gone"),
+        el("td", { class: "number" }, each ? String(each.completion_tokens) : ""),
+        el("td", {}, each ? each.text.slice(0, 120) : ""),
+      );
+    };
+    fill(
+      this._main,
+      el("h1", {}, "Siblings ", el("span", { class: "mono uid" }, story.uid)),
+      el("p", {}, `One body made these ${story.siblings.length} requests. Each has a timeline of its own.`),
+      el(
+        "div",
+        { class: "card scroll" },
+        el(
+          "table",
+          { class: "table" },
+          el(
+            "thead",
+            {},
+            el(
+              "tr",
+              {},
+              ["uid", "state", "tokens", "text"].map((name) => el("th", { scope: "col" }, name)),
+            ),
+          ),
+          el("tbody", {}, story.siblings.map(row)),
+        ),
+      ),
+    );
+  }
+}
+
+// Read all events of a request into its timeline, and go on while it runs, also after a restart of the server.
+async function hearAll(timeline, onEvent, onTrouble) {
+  for (;;) {
+    try {
+      await hearUntilBroken(timeline, onEvent, onTrouble);
+      return;
+    } catch (error) {
+      if (!PASSING.has(error.code)) throw error;
+      onTrouble(`${error.message} Trying again.`);
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
+}
+
+async function hearUntilBroken(timeline, onEvent, onTrouble) {
+  const path = `/v1/requests/${encodeURIComponent(timeline.uid)}/events?format=events`;
+  for await (const { id, data } of follow(path, {
+    lastEventId: timeline.lastId || null,
+    onState: (state, sentence) => onTrouble(state === "waiting" ? `${sentence} Trying again.` : ""),
+  })) {
+    if (data === "[DONE]") break;
+    const event = timeline.submitted ? JSON.parse(data) : parseExactly(data);
+    if (event.error) throw new ApiError(event.error.message, { code: event.error.code });
+    if (timeline.hear(id, event)) onEvent();
+    if (timeline.isOver) break;
+  }
+}
+
+async function deadLetter(uid) {
+  try {
+    const { admin } = await call("/v1/caller");
+    if (!admin) return null;
+    const { dead } = await call("/v1/dead?limit=50");
+    return dead.find((letter) => letter.uid === uid) ?? null;
+  } catch {
+    return null; // then it is not offered
+  }
+}
+
+frame("", () => location.reload());
+const [, name = ""] = /^\/requests\/(.*)$/.exec(location.pathname) ?? [];
+let given = name;
+try {
+  given = decodeURIComponent(name);
+} catch {
+  /* it is no text in UTF-8: shown as it is */
+}
+new RequestPage(find("#main"), given).open();

@@ -1,0 +1,191 @@
+// A request at one token: the text so far, and what is known of the token. Also how tokens are written for people.
+
+import { el, fill } from "../dom.js";
+import { count, duration } from "../format.js";
+import { pauseClass, PAUSE_CLASSES, stepKey } from "./model.js";
+
+const MOST_TEXT = 20_000; // characters before the token that are shown: laying out more in each move takes too long
+const COMPANIONS = 24; // that are shown at first
+
+// The text of an answer up to a token, which grows as one moves.
+export class AnswerText {
+  constructor() {
+    this._before = el("span");
+    this._token = el("mark", { class: "here" });
+    this._cut = el("p", { class: "dim small", hidden: true });
+    this._text = el(
+      "div",
+      { class: "answer", tabindex: "0", role: "region", aria: { label: "Text up to this token" } },
+      this._before,
+      this._token,
+    );
+    this.node = el("section", { class: "card" }, el("h2", {}, "Text so far"), this._cut, this._text);
+  }
+
+  show(state) {
+    const before = state.text.slice(0, state.text.length - state.added.length);
+    this._cut.hidden = before.length <= MOST_TEXT;
+    this._cut.textContent = `The first ${count(Math.max(before.length - MOST_TEXT, 0))} characters are left out here.`;
+    this._before.textContent = before.slice(-MOST_TEXT);
+    this._token.textContent = state.added;
+    this._token.hidden = !state.added;
+    this._text.scrollTop = this._text.scrollHeight;
+  }
+}
+
+// What is known of a token, as a list of names and values. Each value has `data-field`.
+export class TokenState {
+  constructor() {
+    this._list = el("dl", { class: "facts" });
+    this._others = el("div", { class: "stack" });
+    this.node = el("section", { class: "card" }, el("h2", {}, "At this token"), this._list, this._others);
+    this._showAll = false;
+  }
+
+  show(timeline, state, known) {
+    const { token } = state;
+    const step = token && known.steps.get(stepKey(token.engine, token.step));
+    fill(
+      this._list,
+      [
+        ["token", "Token", token ? `${state.n} of ${timeline.n}` : `none yet, of ${timeline.n}`],
+        ...(token ? tokenRows(timeline, state, step, known) : beforeRows(timeline)),
+      ]
+        .filter(([, , value]) => value !== null && value !== "")
+        .flatMap(([name, says, value]) => [el("dt", {}, says), el("dd", { data: { field: name } }, value)]),
+    );
+    this._showOthers(step, token, known);
+  }
+
+  _showOthers(step, token, known) {
+    if (!step) {
+      const why = token && known.sentence;
+      fill(this._others, why && el("p", { class: "dim small" }, why));
+      return;
+    }
+    const shown = this._showAll ? step.companions : step.companions.slice(0, COMPANIONS);
+    const left = step.companions.length - shown.length;
+    fill(
+      this._others,
+      el("h3", {}, step.companions.length ? "In the same batch" : "Alone in its batch"),
+      el(
+        "ul",
+        { class: "chips" },
+        shown.map((one) =>
+          el(
+            "li",
+            {},
+            typeof one === "string"
+              ? el("a", { class: "mono small", href: `/requests/${encodeURIComponent(one)}`, title: one }, short(one))
+              : el("span", { class: "dim small" }, `another client's ${one}`),
+          ),
+        ),
+      ),
+      left > 0 &&
+        el(
+          "button",
+          {
+            type: "button",
+            class: "button tiny",
+            on: {
+              click: () => {
+                this._showAll = true;
+                this._showOthers(step, token, known);
+              },
+            },
+          },
+          `${count(left)} more`,
+        ),
+    );
+  }
+}
+
+function tokenRows(timeline, state, step, known) {
+  const { token } = state;
+  const classOf = pauseClass(token.pauseMs, timeline.usualPauseMs);
+  const pause = `${duration(token.pauseMs)} after ${state.n > 1 ? "the one before" : "submit"}`;
+  const wait = known.waits.get(state.n);
+  const events = state.marks.map(
+    (mark) =>
+      ({
+        preempted: "preempted",
+        taken_over: `taken over by ${mark.engine} epoch ${mark.epoch}`,
+        admitted: `admitted by ${mark.engine} epoch ${mark.epoch}`,
+      })[mark.kind],
+  );
+  if (token.missing) return [["missing", "Missing", "The log does not have this token."]];
+  return [
+    ["text", "Text", written(state)],
+    ["id", "Id", token.token === null ? "" : String(token.token)],
+    ["logprob", "Log-probability", token.score ? scored(token.score) : el("span", { class: "dim" }, "not asked for")],
+    ["at", "Time", `${duration(token.ms - timeline.beganMs)} after submit`],
+    [
+      "pause",
+      "Pause",
+      el("span", { class: ["badge", ["", "info", "warn", "bad"][classOf]], title: PAUSE_CLASSES[classOf].says }, pause),
+    ],
+    [
+      "why",
+      "Why",
+      wait ? (wait.why.length ? wait.why.join(", and ") : "nothing else happened: the step itself took long") : "",
+    ],
+    ["before", "Just before", events.join(", then ")],
+    ["engine", "Engine", `${token.engine} epoch ${token.epoch}`],
+    ["step", "Step", token.step],
+    ["chunks", "Prefill", token.chunks ? `${token.chunks} ${token.chunks === 1 ? "chunk" : "chunks"} before it` : ""],
+    ["length", "Context", state.length === null ? "" : `${count(state.length)} tokens with the prompt`],
+    ["forward", "Forward pass", step ? duration(step.forward_ms) : ""],
+    [
+      "batch",
+      "Batch",
+      step
+        ? `${count(step.rows)} ${step.rows === 1 ? "request" : "requests"}, ${count(step.tokens)} ${step.tokens === 1 ? "token" : "tokens"} computed`
+        : "",
+    ],
+    ["room", "Engine then", step ? `${count(step.waiting)} waiting, ${count(step.pages_free)} pages free` : ""],
+    [
+      "numerics",
+      "Numerics",
+      state.admitted?.event.numerics ? el("span", { class: "mono small" }, state.admitted.event.numerics) : "",
+    ],
+    ["entry", "Entry in the log", el("span", { class: "mono small" }, token.id)],
+  ];
+}
+
+function beforeRows(timeline) {
+  return [
+    ["state", "State", timeline.state],
+    ["prompt", "Prompt", timeline.promptTokens === null ? "not counted yet" : `${count(timeline.promptTokens)} tokens`],
+    ["tokenizer", "Tokenizer", timeline.tokenized?.by ?? ""],
+    ["frontend", "Frontend", timeline.submitted?.frontend ?? ""],
+  ];
+}
+
+function written({ added, token }) {
+  if (added) return el("code", { class: "token" }, visible(added));
+  const none = el("span", { class: "dim" }, "not shown: it is special, or a character or a stop string is incomplete");
+  return token.score?.text
+    ? el("span", {}, el("code", { class: "token" }, visible(token.score.text)), " ", none)
+    : none;
+}
+
+function scored(score) {
+  const best = (score.top ?? []).map(
+    (each) => `${visible(each.text ?? String(each.token))} ${each.logprob.toFixed(3)}`,
+  );
+  const said = `${score.logprob.toFixed(4)} (${(100 * Math.exp(score.logprob)).toPrecision(3)} %)`;
+  return best.length
+    ? el("span", {}, said, el("span", { class: "dim small" }, `; most probable: ${best.join(", ")}`))
+    : said;
+}
+
+// Return a text with its invisible characters written out.
+export function visible(text) {
+  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+// Return the part of a uid that tells it from its neighbours.
+export function short(uid) {
+  const [base, sibling] = uid.split(".");
+  return `${base.slice(0, 8)}…${base.slice(-4)}${sibling === undefined ? "" : `.${sibling}`}`;
+}

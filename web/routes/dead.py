@@ -1,0 +1,140 @@
+"""GET /v1/dead: the dead letters. POST /v1/dead/<id>/requeue: send one again.
+
+If there are keys, both need the admin key.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+from quart import Blueprint, Response, request
+
+from pipeline.errors import LogError, RequestError
+from pipeline.events import Submitted
+from pipeline.log.protocol import Entry
+from pipeline.log.redis import AsyncRedisLog
+from pipeline.views.letters import REQUEUED_FROM, plain_letter, sent_again
+from web.live.frontend import Frontend, reaching
+from web.live.unheard import submit_unheard
+from web.routes.access import check_admin
+from web.routes.answers import json_response
+from web.routes.listing import limit_asked
+from web.routes.named import is_id
+from web.routes.operations import operation
+from web.wire.uids import uid_of
+
+logger = structlog.get_logger()
+
+LIMIT: Final = 50
+MOST: Final = 100
+READ_AT_ONCE: Final = 10
+"""Letters, of which each may hold 64 KB."""
+MOST_SEARCHED: Final = 1000
+"""Letters, the newest, among which that of a uid is looked for."""
+LEAST_ID: Final = "0-0"
+QUERY: Final = {
+    "limit": {"description": f"Most letters in the answer, 1 to {MOST}.", "pattern": "^[1-9][0-9]{0,2}$"},
+    "before": {"description": "Only older letters: the `next` of the page before.", "pattern": "^[0-9]+-[0-9]+$"},
+}
+
+
+def dead_letter_routes(frontend: Frontend) -> Blueprint:
+    routes = Blueprint("dead", __name__)
+
+    @routes.get("/v1/dead")
+    @operation("The dead letters, the newest first", query=QUERY)
+    async def letters() -> Response:
+        _check()
+        limit, before = limit_asked(LIMIT, MOST), _before()
+        told: list[Entry] = []
+        if before == LEAST_ID:  # Redis refuses an interval that ends before the least id; this one is empty
+            return json_response({"dead": [], "next": None})
+        with reaching("letters_not_read"):
+            while len(told) < limit:
+                some = min(limit - len(told), READ_AT_ONCE)
+                found = await frontend.log.dead_letters(some, before=before)
+                told += found
+                if len(found) < some:
+                    before = ""
+                    break
+                before = found[-1].id
+        return json_response({"dead": [plain_letter(letter) for letter in told], "next": before or None})
+
+    @routes.post("/v1/dead/<name>/requeue")
+    @operation("Send the request of a dead letter again, under a new uid, and drop the letter")
+    async def requeue(name: str) -> Response:
+        _check()
+        try:
+            frontend.admit()
+            with reaching("letter_not_read"):
+                letter = await _letter(frontend.log, name)
+                event = await _request(frontend.log, letter)
+            uid = await submit_unheard(frontend, event)
+        except RequestError as error:
+            logger.info("request", status=error.status, error=error.code)
+            raise
+        try:
+            await frontend.log.drop_dead(letter.id)
+        except LogError as error:  # it was sent; a letter that stays is no reason to send it again
+            logger.warning("letter_not_dropped", id=letter.id, error=str(error))
+        dead_uid = letter.fields["uid"]
+        logger.info("request_requeued", uid=uid, of=dead_uid)
+        return json_response({"uid": uid, REQUEUED_FROM: dead_uid})
+
+    return routes
+
+
+def _check() -> None:
+    """Refuse a caller without the admin key, with a log line. Raises RequestError."""
+    try:
+        check_admin()
+    except RequestError as error:
+        path = request.url_rule.rule if request.url_rule else ""
+        logger.info("request", status=error.status, error=error.code, method=request.method, path=path)
+        raise
+
+
+def _before() -> str:
+    given = request.args.get("before", "")
+    if given and not is_id(given):
+        raise RequestError("before: should be the id of a letter", param="before", code="invalid_value")
+    return given
+
+
+async def _letter(log: AsyncRedisLog, name: str) -> Entry:
+    """Return the letter with the id, or of the request with the uid, *name*. Raises as the log does.
+
+    Raises:
+        RequestError: There is none.
+    """
+    uid, before = uid_of(name), ""
+    found: Entry | None = await log.dead_letter(name) if is_id(name) else None
+    for _ in range(0, MOST_SEARCHED if uid else 0, READ_AT_ONCE):
+        letters = await log.dead_letters(READ_AT_ONCE, before=before)
+        found = next((letter for letter in letters if letter.fields.get("uid") == uid), None)
+        if found is not None or len(letters) < READ_AT_ONCE:
+            break
+        before = letters[-1].id
+    if found is None:
+        message = "There is no such dead letter; GET /v1/dead lists them."
+        raise RequestError(message, code="dead_letter_not_found", status=404)
+    return found
+
+
+async def _request(log: AsyncRedisLog, letter: Entry) -> Submitted:
+    """Return the request that asks again for what was asked. Raises as the log does.
+
+    Raises:
+        RequestError: Nothing is left of it.
+    """
+    uid = letter.fields.get("uid", "")
+    history = (await log.histories({uid: ""}, max_entries=1))[uid] if uid else None
+    event = sent_again(uid, history or ())
+    if event is None:
+        message = (
+            "Nothing can be sent again: the letter is about no request, or its history is gone. `minisgl dead show` "
+            "shows what the letter holds, and the client can send the request again."
+        )
+        raise RequestError(message, code="history_gone", status=409)
+    return event

@@ -1,0 +1,69 @@
+"""GET /v1/pipeline/events: the pipeline live, as `minisgl top` shows it. GET /v1/caller: what a key may do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import structlog
+from quart import Blueprint, Response, request
+
+from pipeline.errors import RequestError
+from web.keys import Caller
+from web.live.frontend import Frontend
+from web.routes.access import caller, known_caller
+from web.routes.answers import event_stream, json_response
+from web.routes.operations import EVENTS, operation
+from web.wire import sse
+
+logger = structlog.get_logger()
+
+PATH: Final = "/v1/pipeline/events"
+_COUNT: Final = re.compile(r"[1-9][0-9]{0,8}")
+COUNT: Final = {"description": "Ends the stream after so many pictures.", "pattern": f"^{_COUNT.pattern}$"}
+
+
+def pipeline_routes(frontend: Frontend, *, has_keys: bool) -> Blueprint:
+    routes = Blueprint("pipeline", __name__)
+
+    @routes.get(PATH)
+    @operation("Pictures of the pipeline, at most two a second", answers=(EVENTS,), query={"pictures": COUNT})
+    async def events() -> Response:
+        who = known_caller()
+        frontend.admit()
+        most = _most()
+        if request.method == "HEAD":  # whoever asks for the headers alone would hold the stream for ever
+            return Response(content_type=sse.CONTENT_TYPE)
+        return event_stream(_pictures(frontend, who, most))
+
+    @routes.get("/v1/caller")
+    @operation("What the key of this request may do")
+    async def about_caller() -> Response:
+        who = caller()
+        return json_response({"owner": who.owner, "admin": who.is_admin, "keys": has_keys})
+
+    return routes
+
+
+def _most() -> int:
+    """Return how many pictures are wanted; 0: all. Raises RequestError for anything but a number."""
+    given = request.args.get("pictures", "")
+    if given and not _COUNT.fullmatch(given):
+        message = "pictures: should be a whole number from 1 on, or left out"
+        raise RequestError(message, param="pictures", code="invalid_value")
+    return int(given or 0)
+
+
+async def _pictures(frontend: Frontend, who: Caller, most: int) -> AsyncGenerator[bytes, None]:
+    viewer = "admin" if who.is_admin else f"{who.owner} {who.hashed}"
+    num_sent, pictures = 0, frontend.pictures.watch(viewer, who.may_see)
+    try:
+        async for text in pictures:
+            yield sse.frame(text)
+            num_sent += 1
+            if num_sent == most:
+                return
+    finally:
+        await pictures.aclose()
+        logger.info("request", status=200, path=PATH, pictures=num_sent)
