@@ -15,10 +15,11 @@ from ops.config import ConnectConfig, PrintConfig, RetentionConfig
 from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
 from ops.trace import as_json, lines_of, told_of, when
 from pipeline.errors import ConfigError, MiniSGLError
-from pipeline.events import Submitted, decode, new_uid
+from pipeline.events import Submitted, new_uid
 from pipeline.flags import parse_flags
 from pipeline.log.protocol import Entry, RequestLimits, StreamLog, Submission
 from pipeline.views.history import copied_history
+from pipeline.views.letters import REQUEUED_FROM, plain_letter, sent_again
 from web.config import RequestConfig
 
 USAGE: Final = """\
@@ -68,7 +69,7 @@ def ls(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     about = "Lists the requests that killed their workers, the newest first."
     connect, prints = parse_flags("dead ls", FLAGS, arguments, environment, about=about)
     with running_log(connect) as log:
-        letters = [plain(letter) for letter in letters_in(log)]
+        letters = [plain_letter(letter) for letter in letters_in(log)]
     if prints.as_json:
         sys.stdout.write(as_json(letters))
     elif not letters:
@@ -86,7 +87,7 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     connect, prints = parse_flags("dead show ID_OR_UID", FLAGS, flags, environment, about=about)
     with running_log(connect) as log:
         letter = find(log, named)
-    said = plain(letter)
+    said = plain_letter(letter)
     uid = letter.fields.get("uid", "")
     told = told_of(uid, copied_history(letter)) if "history" in letter.fields or "stream" not in letter.fields else {}
     if prints.as_json:
@@ -127,16 +128,13 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     with running_log(connect, of_log) as log:
         letter = find(log, named)
         dead_uid, uid = letter.fields.get("uid", ""), new_uid()
-        before = request_of(log, letter)
-        event = before.model_copy(
-            update={"ms": 0, "deadline_ms": 0, "frontend": "", "labels": before.labels | {"requeued_from": dead_uid}}
-        )
+        event = request_of(log, letter)
         if log.submit(uid, [event]).submission is Submission.BUSY:
             raise NotRequeued(
                 f"{dead_uid}: not sent again; {limits.max_queued_requests} requests wait already "
                 "(--max-queued-requests); try later"
             )
-        said = {"uid": uid, "requeued_from": dead_uid}
+        said = {"uid": uid, REQUEUED_FROM: dead_uid}
         sys.stdout.write(as_json(said) if prints.as_json else f"{uid}\n")
         sys.stdout.flush()  # before the letter goes
         log.drop_dead(letter.id)
@@ -179,7 +177,7 @@ def find(log: StreamLog, named: str) -> Entry:
 
 
 def request_of(log: StreamLog, letter: Entry) -> Submitted:
-    """Return what was asked, as the history says.
+    """Return the request that asks again for what was asked, as the history says.
 
     Raises:
         NotThere: It is gone.
@@ -187,35 +185,18 @@ def request_of(log: StreamLog, letter: Entry) -> Submitted:
     uid = letter.fields.get("uid", "")
     if not uid:
         raise NotThere(f"{letter.id}: an entry that is about no request; nothing can be sent again")
-    for entry in log.histories([uid])[0][:1]:
-        event = decode(entry.fields)
-        if isinstance(event, Submitted):
-            return event
+    event = sent_again(uid, log.histories([uid])[0])
+    if event is not None:
+        return event
     raise NotThere(
         f"{uid}: its history is gone (it is kept for --retention after the end); `minisgl dead show {uid}` has a copy, "
         "and its client can send it again"
     )
 
 
-def plain(letter: Entry) -> dict[str, Any]:
-    """Return what a letter says, but for the copy of the history."""
-    return {"id": letter.id} | {
-        name: text if name in ("uid", "stage", "stream", "error") else _value(text)
-        for name, text in letter.fields.items()
-        if name != "history"
-    }
-
-
 def moment(letter: Mapping[str, Any]) -> str:
     """Return when a letter was written, for people."""
     return when(letter["ms"]) if isinstance(letter.get("ms"), int) else "?"
-
-
-def _value(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
 
 
 def _text(letter: Mapping[str, Any], name: str) -> str:

@@ -94,26 +94,41 @@ class JournalWriter:
         return fields
 
 
+class JournalReader:
+    """Reads the steps of one engine, in their order. It remembers the rows of the last one."""
+
+    def __init__(self) -> None:
+        self._last = (0, 0)
+        self._following = list[tuple[int, str]]()
+
+    def steps(self, entries: Iterable[Entry]) -> Iterator[Step]:
+        """Yield the steps of the next *entries*; at first those whose rows can be told.
+
+        Raises:
+            UndecodableEvent: An entry does not decode.
+        """
+        for entry in entries:
+            before, self._last = self._last, parse_id(entry.id)
+            try:
+                rows = entry.fields.get("rows")
+                if rows is None and self._last != (before[0], before[1] + 1):
+                    self._last = (0, 0)
+                    continue
+                named = self._following if rows is None else [_named(text) for text in rows.split()]
+                step = _step(self._last, entry.fields, named)
+            except (ValidationError, orjson.JSONDecodeError, KeyError, ValueError) as error:
+                raise UndecodableEvent(f"the entry {entry.id} of a journal does not decode: {error}") from error
+            self._following = [(row.n + 1, row.uid) for row in step.rows if row.end is None]
+            yield step
+
+
 def steps(entries: Iterable[Entry]) -> Iterator[Step]:
     """Yield the steps of a journal, from the first one on whose rows can be told.
 
     Raises:
         UndecodableEvent: An entry does not decode.
     """
-    last, following = (0, 0), list[tuple[int, str]]()
-    for entry in entries:
-        before, last = last, parse_id(entry.id)
-        try:
-            rows = entry.fields.get("rows")
-            if rows is None and last != (before[0], before[1] + 1):
-                last = (0, 0)
-                continue
-            named = following if rows is None else [_named(text) for text in rows.split()]
-            step = _step(last, entry.fields, named)
-        except (ValidationError, orjson.JSONDecodeError, KeyError, ValueError) as error:
-            raise UndecodableEvent(f"the entry {entry.id} of a journal does not decode: {error}") from error
-        following = [(row.n + 1, row.uid) for row in step.rows if row.end is None]
-        yield step
+    return JournalReader().steps(entries)
 
 
 class Mentions:

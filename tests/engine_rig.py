@@ -14,6 +14,9 @@ from pipeline.names import SEAL, parse_id, slot_index, slot_name
 from pipeline.serving import Serving
 from pipeline.slots import SlotLease, acquire_slot
 from pipeline.worker import Stop
+from stages.detokenize.text import Decoder
+from stages.detokenize.worker import serve
+from stages.generate.grammars import Grammars
 from stages.generate.kvcache.base import PrefixCache
 from stages.generate.kvcache.naive import NaiveCache
 from stages.generate.log_thread import LogThread
@@ -76,6 +79,13 @@ class Running:
             self.log_thread.stop()
 
 
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+LETTERS = Decoder(letters, letters, chr)
+
+
 class Scene:
     """A log, requests in it, and engines that serve them."""
 
@@ -85,7 +95,12 @@ class Scene:
         self.submitted, self.tokenized = Inbox.submitted(self.log.names), Inbox.tokenized(self.log.names)
 
     def send(
-        self, *prompt: int, priority: int = 0, bad_words: Sequence[tuple[int, ...]] = (), **sampling: object
+        self,
+        *prompt: int,
+        priority: int = 0,
+        bad_words: Sequence[tuple[int, ...]] = (),
+        grammar: str = "",
+        **sampling: object,
     ) -> str:
         """Bring a request as far as `tokenized`, and return its uid."""
         uid = new_uid()
@@ -93,7 +108,9 @@ class Scene:
         params = SamplingParams.model_validate(sampling)
         self.log.submit(uid, [Submitted(endpoint="chat", frontend="web-0", sampling=params, priority=priority)])
         (entry,) = self.log.read(self.submitted, "tokenize-0", max_entries=1, block_ms=1000)
-        tokenized = Tokenized(token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words))
+        tokenized = Tokenized(
+            token_ids=prompt, fingerprint="f", by="tokenize-0", bad_words=tuple(bad_words), grammar=grammar
+        )
         assert self.log.tokenized(entry, tokenized)
         return uid
 
@@ -114,6 +131,8 @@ class Scene:
         numerics: str = "",
         pace: Pace | None = None,
         overlap: bool = False,
+        commit_interval_s: float = 0.01,
+        grammars: Grammars | None = None,
     ) -> Iterator[Running]:
         """Run an engine in slot generate-<slot>, or the lowest free one, until the block ends.
 
@@ -136,9 +155,10 @@ class Scene:
             came_round=slot_lease.came_round,
             measures=measures,
             serving=serving,
+            commit_interval_s=commit_interval_s,
         )
         engine = engine or CountingEngine(pace_s)
-        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures, pace, overlap=overlap)
+        worker = GenerateWorker(engine, schedule, log_thread, slot_lease, measures, pace, grammars, overlap=overlap)
         item = Running(worker, log_thread, slot_lease, engine, schedule, Stop(), measures)
         thread = threading.Thread(target=item.run)
         log_thread.start()
@@ -175,3 +195,23 @@ class Scene:
 
     def have_ended(self, *uids: str) -> bool:
         return all(entries[-1].id == SEAL for entries in self.log.histories(uids))
+
+
+@contextlib.contextmanager
+def detokenizing(scene: Scene, *indices: int) -> Iterator[None]:
+    """Run the detokenizers of these engines, where a token is a character."""
+    if not indices:
+        yield
+        return
+    log, stop = scene.another_log(), Stop()
+    owner = acquire_slot(log, "detokenize", LEASE_MS, preferred=indices[0])
+    slot_lease = SlotLease(scene.another_log(), owner, LEASE_MS)
+    thread = threading.Thread(target=serve, args=(log, slot_lease, LETTERS, stop))
+    thread.start()
+    try:
+        with detokenizing(scene, *indices[1:]):
+            yield
+    finally:
+        stop.set()
+        thread.join(30)
+        slot_lease.leave()

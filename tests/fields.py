@@ -324,13 +324,65 @@ FIELDS = (
         GREEDY, {"preface": "Be brief. "}, lambda a, b: b.prompt_tokens > a.prompt_tokens, [],
     ),
     Field(
-        "tools", "list of functions, with `tool_choice: none`", "none",
-        "Passes the tools to the chat template. Tool calls are not parsed.",
-        GREEDY, [TOOL], lambda a, b: b.prompt_tokens > a.prompt_tokens, {}, more=lambda said: {"tool_choice": "none"},
+        "tools", "up to 1,024 functions", "none",
+        "Functions that the model may call ([tool calls](#tool-calls)). `strict` in a function: arguments must follow "
+        "its schema.",
+        GREEDY, [TOOL], lambda a, b: b.prompt_tokens > a.prompt_tokens
+        and (a.submitted["calls"], b.submitted["calls"]["choice"]) == (None, "auto"), {},
     ),
     Field(
-        "tool_choice", "`none`", "none", "The only supported value.",
-        {**GREEDY, "tools": []}, "none", lambda a, b: a.token_ids == b.token_ids, "auto",
+        "tool_choice", "`auto`, `none`, `required`, a function, `allowed_tools`", "`auto`",
+        "Whether the answer may, must not or must be a call, and of which tools.",
+        {**GREEDY, "tools": [TOOL]}, "none", lambda a, b: a.token_ids == b.token_ids
+        and (a.submitted["calls"]["choice"], b.submitted["calls"]["choice"]) == ("auto", "none"), "any",
+    ),
+    Field(
+        "parallel_tool_calls", "true or false", "true", "`false`: the answer has at most one call.",
+        {**GREEDY, "tools": [TOOL]}, False, lambda a, b: a.token_ids == b.token_ids
+        and (a.submitted["calls"]["parallel"], b.submitted["calls"]["parallel"]) == (True, False), "no",
+    ),
+    Field(
+        "reasoning_effort", "`none`, `minimal`, `low`, `medium`, `high`, `xhigh`, `max`", "none",
+        "Variable of the chat template. `none` also sets `enable_thinking` to false.",
+        GREEDY, "none", lambda a, b: a.token_ids == b.token_ids
+        and b.submitted["templating"]["variables"] == {"reasoning_effort": "none", "enable_thinking": False}, "huge",
+    ),
+    Field(
+        "enable_thinking", "true or false", "none", "Variable of the chat template, as in `chat_template_kwargs`.",
+        GREEDY, True, lambda a, b: a.token_ids == b.token_ids
+        and b.submitted["templating"]["variables"] == {"enable_thinking": True}, "yes",
+    ),
+    Field(
+        "thinking_token_budget", "whole number from 0, or -1", "-1",
+        "Most tokens of thinking ([reasoning](#reasoning)). -1: any number.",
+        GREEDY, 16, lambda a, b: (a.submitted["thinking_budget"], b.submitted["thinking_budget"]) == (None, 16), -2,
+    ),
+    *(
+        Field(
+            alias, "the same", "-1", f"{whose} name of `thinking_token_budget`.", GREEDY, 16,
+            lambda a, b: (a.submitted["thinking_budget"], b.submitted["thinking_budget"]) == (None, 16), 0.5,
+        )
+        for alias, whose in (
+            ("thinking_budget", "Qwen's"),
+            ("reasoning_budget", "llama.cpp's"),
+            ("reasoning_budget_tokens", "llama.cpp's"),
+        )
+    ),
+    Field(
+        "include_reasoning", "true or false", "true", "`false`: reasoning is not sent. It counts as output tokens.",
+        GREEDY, False, lambda a, b: a.token_ids == b.token_ids
+        and b.submitted["presentation"]["reasoning"] == "hidden", 0,
+    ),
+    Field(
+        "separate_reasoning", "true or false", "true", "`false`: reasoning stays in the content, with its markers.",
+        GREEDY, False, lambda a, b: a.token_ids == b.token_ids
+        and b.submitted["presentation"]["reasoning"] == "inline", "no",
+    ),
+    Field(
+        "reasoning_format", "`auto`, `deepseek`, `none`", "`auto`",
+        "llama.cpp's field; `none` means `separate_reasoning: false`.",
+        GREEDY, "none", lambda a, b: a.token_ids == b.token_ids
+        and b.submitted["presentation"]["reasoning"] == "inline", "deepseek-legacy",
     ),
     Field(
         "add_special_tokens", "true or false", "true only for a `prompt` as text",

@@ -16,7 +16,7 @@ def special(token_ids: Sequence[int]) -> str:
     return "".join(map(chr, token_ids))
 
 
-DECODER = Decoder(plain, special, chr)
+DECODER = Decoder(plain, special, chr, frozenset(range(200, 256)))
 
 
 def token_row(uid: str, n: int, letter: str = "x", end: FinishReason | None = None, chunks: int = 0) -> TokenRow:

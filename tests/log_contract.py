@@ -231,7 +231,7 @@ class Scene:
 
     def step(self, owner: Owner, number: int, *ended: str, cursor: str = "0-0") -> StepCommitted:
         event = step_of(n=number)
-        return self.log.step(owner, number, event, ended=ended, control_cursor=cursor, lease_ms=LONG_MS)
+        return self.log.step(owner, {number: event}, ended=ended, control_cursor=cursor, lease_ms=LONG_MS)
 
     def end(self, uid: str = "a", event: End = CANCELLED, *, consume: Entry | None = None) -> bool:
         return self.log.end(uid, event, frontend="web-0", consume=consume)
@@ -300,7 +300,7 @@ class Detokenizer:
         return self.scene.read_one(self.scene.steps, self.owner.slot)
 
     def commit(self, entry: Entry, *events: Produced) -> bool:
-        return self.scene.log.produced(self.owner, entry, "generate-0", events)
+        return self.scene.log.produced(self.owner, [entry], "generate-0", events)
 
     def say(self, *events: Produced) -> bool:
         return self.commit(self.read_step(), *events)

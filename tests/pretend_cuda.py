@@ -128,6 +128,8 @@ def _again(function: Any, arguments: Any, named: Any, result: Any) -> None:
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Let this process have a CUDA device."""
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

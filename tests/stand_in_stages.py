@@ -6,6 +6,8 @@ StandIn    a thread that answers what comes; what it says depends on the prompt:
            "silent"   nothing at all                  "flood"     the same, 4 KB each
            "break"    one token, then a Failed with status 500
            "held"     "Hel", and the rest as soon as `let_go` is set
+           "marked"   what `marked` says
+           "say: .."  what follows, in pieces
            else       "Hel", "", "lo\u2028!", Finished
            A tokenizer's task is answered at once, but for "refuse" and "silent": a token is a letter's number.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from log_contract import FINISHED, LONG_MS, Scene, submitted
 
@@ -24,6 +26,7 @@ from pipeline.events import (
     End,
     Failed,
     Finished,
+    Markup,
     Submitted,
     Tokenized,
     TokensProduced,
@@ -41,6 +44,9 @@ MODELS = ("org/demo", "demo")
 CONTEXT = 128
 NUMERICS = "bfloat16/none/avx512/1/64/torch-2.13.0+cpu-avx512/sampler-2"
 RENEW_S = 3.0
+SAY = "say: "
+PIECE = 24
+"""Characters of a token of what it is told to say."""
 
 Script = Iterator[tuple[int, TokensProduced | End] | None]
 """What is said of a request, a piece at a time; None: nothing yet."""
@@ -124,7 +130,7 @@ class Stages:
             Produced(uid, tokens_id(n) if isinstance(event, TokensProduced) else SEAL, n, event, frontend)
             for event in events
         ]
-        assert self.log.produced(self._owners[DETOKENIZE], entry, "generate-0", produced)
+        assert self.log.produced(self._owners[DETOKENIZE], [entry], "generate-0", produced)
         return committed.ended
 
     def ends(self, uid: str) -> End | None:
@@ -143,6 +149,8 @@ class StandIn:
         self.seen: list[tuple[str, Submitted]] = []
         """Every request that was taken in, the frontend's probe included."""
         self.answers_probes = True
+        self.marked: tuple[Markup, Sequence[str]] = (Markup(), ())
+        """How the text of an answer is to be read, and that text, a token at a time."""
         self._running: dict[str, tuple[Submitted, Script]] = {}
         self._renews = renews
         self._stopped = threading.Event()
@@ -194,12 +202,23 @@ class StandIn:
             case "break":
                 yield 1, tokens(1)
                 yield 1, Failed(n=1, status=500, code="engine_error", message="It broke.")
+            case "marked":
+                markup, texts = self.marked
+                for n, text in enumerate(texts, 1):
+                    yield n, tokens(n, text).model_copy(update={"markup": markup if n == 1 else None})
+                yield len(texts), finished(len(texts))
             case "held":
                 yield 1, tokens(1, "Hel")
                 while not self.let_go.is_set():
                     yield None
                 yield 2, tokens(2, "lo!")
                 yield 2, finished(2)
+            case words if words.startswith(SAY):
+                text = words.removeprefix(SAY)
+                pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+                for n, piece in enumerate(pieces, 1):
+                    yield n, tokens(n, piece)
+                yield len(pieces), finished(len(pieces))
             case _:
                 told = ToldPrompt(num_tokens=5, cached_tokens=2) if event.presentation.tells_prompt else None
                 for n, text in enumerate(("Hel", "", "lo\u2028!"), 1):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from pathlib import Path
 from typing import Any
 
 from quart import Quart, Response
@@ -41,6 +42,7 @@ class Site:
         keys: Keys | None = None,
         origins: Origins | None = None,
         archive: str = "",
+        pages: Path | None = None,
     ) -> None:
         self.said: list[dict[str, object]] = []
         self.log = AsyncRedisLog(url, Names(), limits)
@@ -52,7 +54,7 @@ class Site:
             max_log_bytes=max_log_bytes,
             archive=archive,
         )
-        self.app: Quart = create_app(self.frontend, keys, origins=origins)
+        self.app: Quart = create_app(self.frontend, keys, origins=origins, pages=pages)
         self.client = self.app.test_client()
 
     def _say(self, **changes: object) -> None:
@@ -114,8 +116,12 @@ async def site(
     keys: Keys | None = None,
     origins: Origins | None = None,
     archive: str = "",
+    pages: Path | None = None,
 ) -> AsyncIterator[Site]:
-    """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over."""
+    """Run a frontend; *ready*: once a token went through the stages behind it, and its probe is over.
+
+    *pages*: the folder of its pages; None: it has none.
+    """
     site = Site(
         url,
         limits,
@@ -125,6 +131,7 @@ async def site(
         keys=keys,
         origins=origins,
         archive=archive,
+        pages=pages,
     )
     task = asyncio.create_task(site.frontend.run())
     try:

@@ -96,7 +96,11 @@ class Call:
             uid = new_uid()
             self._running[uid] = index
             event = Submitted(
-                endpoint=ENDPOINT, frontend=self._frontend, prompt_ids=request.token_ids, sampling=request.sampling
+                endpoint=ENDPOINT,
+                frontend=self._frontend,
+                prompt_ids=request.token_ids,
+                sampling=request.sampling,
+                constraint=request.constraint,
             )
             outcome = self._log.submit(uid, [event]).submission
             assert outcome is Submission.ACCEPTED, outcome

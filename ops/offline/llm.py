@@ -15,7 +15,7 @@ import structlog
 
 from ops.offline.call import Call, Completion
 from ops.offline.progress import progress_bar
-from ops.offline.prompts import Prompt, checked_requests
+from ops.offline.prompts import Outputs, Prompt, checked_requests
 from ops.offline.stages import Stages, Wrap
 from pipeline.errors import MiniSGLError
 from pipeline.events import SamplingParams
@@ -72,13 +72,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        structured_outputs: Outputs | Sequence[Outputs | None] | None = None,
         progress: bool = True,
     ) -> list[Completion]:
         """Return a completion for each prompt, in order; one prompt gives a list of one.
 
         A prompt is plain text, a list of messages (through the model's chat template) or a list of token ids. The
-        parameters are for all of them, or one for each; who has no seed in them gets a random one. *progress* draws a
-        bar on stderr, when that is a terminal. Ctrl-C lets go of what runs.
+        parameters are for all of them, or one for each; who has no seed in them gets a random one.
+        *structured_outputs*, for all or for each, says what an answer must be, such as ``{"json": schema}``,
+        ``{"regex": pattern}`` or ``{"choice": texts}``. *progress* draws a bar on stderr, when that is a terminal.
+        Ctrl-C lets go of what runs.
 
         Raises:
             ValueError: A prompt or its parameters are wrong; the message has the index, and nothing has run.
@@ -86,7 +89,8 @@ class LLM:
         """
         if not self._end.alive:
             raise MiniSGLError("this LLM is closed; make a new one")
-        requests = checked_requests(prompts, sampling_params, self._stages.encoder, self.settings.limits)
+        encoder, limits = self._stages.encoder, self.settings.limits
+        requests = checked_requests(prompts, sampling_params, encoder, limits, structured_outputs)
         with progress_bar(len(requests), wanted=progress) as report:
             return Call(self._stages, requests).run(report)
 

@@ -13,14 +13,18 @@ from typing import Any, TypeAlias, TypeGuard
 import orjson
 
 from pipeline.errors import RequestError
-from pipeline.events import SamplingParams, Submitted
+from pipeline.events import Constraint, SamplingParams, Submitted
 from stages.generate.schedule.schedule import ScheduleLimits
 from stages.tokenize.prompts import PromptEncoder, Rendered, too_long
-from web.wire.openai.schemas import parse_chat
+from web.wire.openai.schemas import parse_chat, parse_completion
 from web.wire.submit import chat_events
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, by the rules of /v1/chat/completions."""
+Outputs: TypeAlias = Mapping[str, Any]
+"""What an answer must be: `{"json": schema}`, `regex`, `choice`, `grammar` or `json_object`, by the rules of the field
+`structured_outputs` of /v1/completions.
+"""
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 """Plain text, a conversation (through the model's chat template), or token ids."""
 
@@ -35,6 +39,7 @@ class Request:
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
+    constraint: Constraint | None = None
 
 
 def checked_requests(
@@ -42,6 +47,7 @@ def checked_requests(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     encoder: PromptEncoder,
     limits: ScheduleLimits,
+    structured_outputs: Outputs | Sequence[Outputs | None] | None = None,
 ) -> list[Request]:
     """Return a request for each prompt, in order.
 
@@ -50,11 +56,12 @@ def checked_requests(
     """
     several = _several(prompts)
     samplings = _samplings(sampling_params, len(several))
+    constraints = _constraints(structured_outputs, len(several))
     rendered = [_rendered(place, prompt, encoder, limits) for place, prompt in enumerate(several)]
     requests = []
     for place, (token_ids, sampling) in enumerate(zip(_encode(rendered, encoder), samplings, strict=True)):
         _check_tokens(place, token_ids, limits)
-        requests.append(Request(token_ids, _with_seed(sampling)))
+        requests.append(Request(token_ids, _with_seed(sampling), constraints[place]))
     return requests
 
 
@@ -156,6 +163,44 @@ def _samplings(given: SamplingParams | Sequence[SamplingParams] | None, count: i
         if any("\ud800" <= letter <= "\udfff" for stop in params.stop for letter in stop):
             raise ValueError(f"{where}: a stop string contains a lone surrogate (half a character); remove it")
     return list(given)
+
+
+def _constraints(given: Outputs | Sequence[Outputs | None] | None, count: int) -> list[Constraint | None]:
+    if given is None:
+        return [None] * count
+    if isinstance(given, Mapping):
+        return [_constraint("structured_outputs", given)] * count
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise ValueError(
+            f"structured_outputs: got {_kind(given)}, expected a dict such as {{'json': schema}}, or a list"
+        )
+    if len(given) != count:
+        raise ValueError(
+            f"structured_outputs: {len(given)} given for {count} prompts; pass one for all, or one for each"
+        )
+    return [
+        None if one is None else _constraint(f"structured_outputs[{place}]", one) for place, one in enumerate(given)
+    ]
+
+
+def _constraint(where: str, given: Outputs) -> Constraint:
+    """Return what an answer must be, after the checks of web and tokenizer."""
+    from stages.tokenize.grammars import grammar_of  # llguidance takes 60 ms, and most programs never need it
+
+    try:
+        body = orjson.dumps({"prompt": ".", "structured_outputs": given})
+        asked = parse_completion(body)
+        constraint = asked.constraint()
+        assert constraint is not None, "the field is refused if it asks for nothing"
+        grammar_of(constraint)
+    except orjson.JSONEncodeError as error:
+        raise ValueError(f"{where}: cannot be sent as JSON: {error}") from error
+    except RequestError as error:
+        raise ValueError(error.message.replace("structured_outputs", where, 1)) from error
+    if asked.unknown:
+        name = asked.unknown[0].replace("structured_outputs", where, 1)
+        raise ValueError(f"{name}: unknown; leave it out")
+    return constraint
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:

@@ -161,7 +161,13 @@ class Stages:
             serving = model.can_serve(self.serving)
             said = {"models": (serving.model,), "context": serving.context, "fingerprint": serving.weights}
             slot_lease.say(phase="ready", **said, **model.said())
-            log_thread = LogThread(self.log, slot_lease.owner, lease_ms=LEASE_MS, came_round=slot_lease.came_round)
+            log_thread = LogThread(
+                self.log,
+                slot_lease.owner,
+                lease_ms=LEASE_MS,
+                came_round=slot_lease.came_round,
+                commit_interval_s=model.settings.commit_interval_s,
+            )
             log_thread.start()
             loaded.set_result(model)
             grammars = model.grammars(folder)

@@ -28,7 +28,7 @@ from pipeline.process.config import DataConfig, ModelConfig, data_folder
 from stages.archive.config import ArchiveConfig
 from stages.detokenize.config import DetokenizeConfig
 from stages.generate.config import DefaultsConfig, EngineConfig, GenerateConfig, NamesConfig, NodesConfig
-from stages.tokenize.config import PromptConfig, TokenizeConfig
+from stages.tokenize.config import MarkupConfig, PromptConfig, TokenizeConfig
 from web.config import ArchivedConfig, ClientConfig, KeysConfig, OriginConfig, RequestConfig, WebConfig, WebStageConfig
 
 
@@ -77,6 +77,7 @@ class ServerConfig:
     nodes: NodesConfig
     log: LogConfig
     prompts: PromptConfig
+    markup: MarkupConfig
     requests: RequestConfig
     clients: ClientConfig
     origins: OriginConfig

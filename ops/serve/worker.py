@@ -24,8 +24,9 @@ from web.config import WebStageConfig
 if TYPE_CHECKING:
     from pipeline.log.redis import RedisLog
 
-SAME_S: Final = 1.0
-"""What one of several engines cannot do, the first one says for all. The supervisor ends them meanwhile."""
+SAME_S: Final = 10.0
+"""What one of several engines cannot do, the first one says for all, and the supervisor ends them. It may be so late on
+busy cores: it, too, imports torch first."""
 
 
 def run_worker(config: StageConfig, stage: str) -> int:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from heapq import nlargest
+from itertools import groupby
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from pipeline.archive.folder import archive_id
-from pipeline.archive.volume import HOUR_S, ArchiveDamaged, Place, Volume, hour_of, parse_place, volumes
+from pipeline.archive.volume import DAMAGED, HOUR_S, ArchiveDamaged, Place, Volume, hour_of, parse_place, volumes
 from pipeline.errors import ConfigError
 from pipeline.recording import Recording
 
 SKEW_S: Final = HOUR_S
 """The clock that made a uid may be so far ahead of an archiver's."""
+LATE_S: Final = 12 * HOUR_S
+"""A list of the newest requests lacks those that were archived so long after they were made: imported ones."""
+MOST_HOURS: Final = 24
+"""A list of the newest requests reads the files of so many hours. More than LATE_S, so that it gets on."""
+MOST_LINES: Final = 2000
+"""Requests of one file in such a list."""
 FRAMES_AT_ONCE: Final = 16
 """So many frames are in memory at a time. Requests that ended together may have begun at different times."""
 _DRAWN: Final = re.compile("[0-9a-f]{12}")
@@ -101,6 +109,38 @@ class Archive:
                 if before is None or before[1].ended_ms <= place.ended_ms:
                     found[place.uid] = volume, place
         return dict(sorted(found.items(), key=lambda item: (item[1][1].made_ms, item[0])))
+
+    def newest(self, before: str, most: int) -> tuple[dict[str, Where], str]:
+        """Return the newest requests with smaller uids than *before*, the newest first, and a uid.
+
+        Nothing is left out from that uid on; below it there may be more. It is "" if there is not. The work is bounded:
+        there may be more than *most* requests, or fewer, or none. Those that came here late are not among them.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        drawn = _DRAWN.match(before)
+        last = hour_of(int(drawn[0], 16) + LATE_S * 1000) if drawn else "~"
+        hours = groupby((each for each in reversed(volumes(self.folder)) if each.hour <= last), lambda each: each.hour)
+        found: dict[str, Where] = {}
+        floor = cut = ""
+        for number, (_, some) in enumerate(hours):
+            of_hour = list(some)
+            floor = f"{int(of_hour[0].until_s + SKEW_S) * 1000:012x}"
+            if number == MOST_HOURS or sum(uid >= floor for uid in found) >= most:
+                break
+            for volume in of_hour:
+                lines = nlargest(MOST_LINES, (line for line in volume.lines().splitlines() if line < before.encode()))
+                places = [place for place in map(parse_place, lines) if place.uid != DAMAGED]
+                for place in places:
+                    if place.uid not in found or found[place.uid][1].ended_ms <= place.ended_ms:
+                        found[place.uid] = volume, place
+                if len(lines) == MOST_LINES:  # another copy of the last one may be among those that are left out
+                    cut = max(cut, min((each.uid for each in places if each.uid > places[-1].uid), default=""))
+        else:
+            floor = ""
+        floor = max(floor, cut)
+        return {uid: found[uid] for uid in sorted(found, reverse=True) if uid >= floor}, floor
 
     def recordings(self) -> Iterator[Recording]:
         """Yield every request, in the order of their submits. Raises as `read` does."""

@@ -1,21 +1,24 @@
 """What other people's programs say to the server: `make clients`. Each in an environment of its own, their pins clash.
 
-Sets up `.clients/<name>` for each (a venv, or a folder of node modules), starts a server with a small random model,
-runs every program against it and says how each ended; with names as arguments, those alone.
+Sets up `.clients/<name>` for each (a venv, or a folder of node modules), runs every program against a server and says
+how each ended; with names as arguments, those alone. Programs that call tools talk with the demo model, which can; the
+others with a small random one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints import make_checkpoint
-from servers import serve
+from servers import Server, serve
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -30,6 +33,7 @@ class Client:
 
     program: str
     packages: tuple[str, ...]
+    calls_tools: bool = False
 
     def prepare(self, folder: Path) -> list[str]:
         """Install what it needs into *folder*, once; return the command that runs it."""
@@ -53,6 +57,10 @@ class Client:
 
 CLIENTS = {
     "langchain": Client("with_langchain.py", ("langchain-openai",)),
+    "langchain-tools": Client("with_langchain_tools.py", ("langchain-openai",), calls_tools=True),
+    "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",), calls_tools=True),
+    "openai-agents": Client("with_openai_agents.py", ("openai-agents",), calls_tools=True),
+    "instructor": Client("with_instructor.py", ("instructor",), calls_tools=True),
     "llama-index": Client("with_llama_index.py", ("llama-index-llms-openai-like",)),
     "litellm": Client("with_litellm.py", ("litellm",)),
     "openai-node": Client("with_openai_node.mjs", ("openai",)),
@@ -71,15 +79,26 @@ def main(names: Sequence[str]) -> int:
         print(f"{name}: setting up {ENVIRONMENTS.name}/{name}", flush=True)
         commands[name] = client.prepare(ENVIRONMENTS / name)
     failed = []
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_checkpoint(Path(folder) / "model", "llama3")
-        with serve(Path(folder), "--model", str(model), "--served-model-name", MODEL) as server:
-            for name, command in commands.items():
-                began_s = time.monotonic()
-                ended = subprocess.run([*command, f"{server.url}/v1", MODEL], check=False, timeout=PATIENCE_S)
-                print(f"{name}: {'passed' if ended.returncode == 0 else 'FAILED'} ({time.monotonic() - began_s:.1f} s)")
-                failed += [name] if ended.returncode else []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
+        urls = {kind: servers.enter_context(_server(Path(folder), kind)).url for kind in _kinds(chosen.values())}
+        for name, command in commands.items():
+            began_s = time.monotonic()
+            url = urls[chosen[name].calls_tools]
+            ended = subprocess.run([*command, f"{url}/v1", MODEL], check=False, timeout=PATIENCE_S)
+            print(f"{name}: {'passed' if ended.returncode == 0 else 'FAILED'} ({time.monotonic() - began_s:.1f} s)")
+            failed += [name] if ended.returncode else []
     return 1 if failed else 0
+
+
+def _kinds(clients: Iterable[Client]) -> list[bool]:
+    return sorted({client.calls_tools for client in clients})
+
+
+def _server(folder: Path, is_demo: bool) -> AbstractContextManager[Server]:
+    if is_demo:
+        return serve(folder / "demo", "--served-model-name", MODEL, demo=True)
+    model = make_checkpoint(folder / "model", "llama3")
+    return serve(folder / "random", "--model", str(model), "--served-model-name", MODEL)
 
 
 def _run(*command: str) -> None:

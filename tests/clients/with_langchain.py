@@ -1,10 +1,9 @@
-"""LangChain, chat and completions: invoke, stream, batch, usage, logprobs, stop, several choices, errors."""
+"""LangChain, chat and completions: invoke, stream, batch, usage, logprobs, stop, several choices."""
 
 from __future__ import annotations
 
 import sys
 
-import openai
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
@@ -32,11 +31,3 @@ text = OpenAI(base_url=URL, api_key="none", model=MODEL, temperature=0, max_toke
 said = text.invoke("Once upon a time")
 assert said and "".join(text.stream("Once upon a time")) == said
 assert len(text.generate(["Once", "Twice"]).generations) == 2
-
-try:
-    chat.bind_tools([{"type": "function", "function": {"name": "f", "parameters": {}}}]).invoke(CONVERSATION)
-except openai.BadRequestError as error:
-    if "tools" not in str(error):
-        raise
-else:
-    raise AssertionError("tools cannot be called, and nobody said so")

@@ -102,6 +102,12 @@ def narrow_server(llama3: Path, shared: Shared, tmp_path_factory: pytest.TempPat
     return shared.get("narrow", lambda: serve(tmp_path_factory.mktemp("narrow"), *flags, *names))
 
 
+@pytest.fixture(scope="module")
+def demo_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """A server of the demo model that computes as transformers does."""
+    return shared.get("demo", lambda: serve(tmp_path_factory.mktemp("demo"), "--dtype", "float32", demo=True))
+
+
 def _with_long_answers(folder: Path) -> AbstractContextManager[Server]:
     """A server whose answers can outlast any look at it."""
     model = make_checkpoint(folder / "llama3", "llama3", max_positions=MEASURED_CONTEXT)

@@ -1,4 +1,5 @@
-"""What cannot work is said at once: exit code 2 and one line with the remedy, before any worker has started.
+"""What cannot work is said at once: exit code 2 and one line with the remedy, before any worker has started. What needs
+torch to be known is said by the first engine.
 
 Here is one case for each place that refuses. Every message has a test beside its code.
 """
@@ -23,6 +24,7 @@ from pipeline.process.redis_server import EmbeddedRedis
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plain_server")]
 
 TIMEOUT_S = 60.0
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,23 @@ def test_what_cannot_work_is_refused_with_the_remedy(case: str, redis_url: str, 
     name, _, value = variable.partition("=")
     environment = {"HF_HOME": str(tmp_path / "hf")} | ({name: value} if name else {})
     assert_refused(run(filled(line).split(), tmp_path, environment), *map(filled, words))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device", "cuda"], ["--device cuda: torch sees no CUDA device here"]),
+        (["--attn", "fi"], ["--attn fi: ", "CUDA devices only"]),
+        (["--graph", "8"], ["--graph 8: ", "pass --graph 0"]),
+        (["--deterministic", "--kernels", "torch", "--dp", "2"], ["--deterministic needs the CPU kernels"]),
+    ],
+    ids=" ".join,
+)
+def test_what_only_an_engine_can_tell_is_told_once(flags: list[str], words: list[str], tmp_path: Path) -> None:
+    ended = run(["serve", "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), *flags], tmp_path, NO_GPU)
+    (line,) = (line for line in ended.stderr.splitlines() if line.startswith("minisgl: "))
+    assert ended.code == 2 and [word for word in words if word not in line] == [], ended.stderr
 
 
 def test_a_port_that_is_taken_is_refused_with_the_remedy(plain_server: Server, tmp_path: Path) -> None:

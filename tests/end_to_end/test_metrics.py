@@ -125,8 +125,8 @@ def test_after_some_requests_every_count_is_exactly_theirs(server: Server) -> No
     assert steps == since.count("iteration_tokens_total_count") >= max(7, 3 * 4)
     commits = {name: since.count("commit_latency_seconds_count", commit=name) for name in ("submit", "tokenized")}
     assert commits == {"submit": 7, "tokenized": 6}
-    for name in ("step", "produced"):
-        assert since.count("commit_latency_seconds_count", commit=name) >= steps
+    for name in ("step", "produced"):  # short steps share commits, but not those of requests that come one by one
+        assert since.count("commit_latency_seconds_count", commit=name) >= 3
     assert since.count("http_requests_total", endpoint=CHAT, method="POST") == 8
     assert since.count("http_responses_total", endpoint=CHAT, status_code="200") == 6
     assert since.count("http_responses_total", endpoint=CHAT, status_code="400") == 2

@@ -40,7 +40,7 @@ def view(server: Server) -> dict[str, Any]:
 
 
 def test_what_it_shows_is_what_metrics_and_the_histories_say(server: Server) -> None:
-    answers = [server.post(body(f"{PROMPT} {min(number, 2)}", max_tokens=5 + number)) for number in range(4)]
+    answers = [server.post(body(f"{PROMPT} {min(number, 2)}", max_tokens=60 + number)) for number in range(4)]
     assert [answer.status_code for answer in answers] == [200] * 4
     refused = server.post(body("Too much. " * CONTEXT))
     assert refused.status_code == 400

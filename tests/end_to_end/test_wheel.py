@@ -52,6 +52,12 @@ def test_the_wheel_has_every_module_and_every_commit(names: list[str]) -> None:
     assert "lib.lua" in commits and "submit.lua" in commits
 
 
+def test_the_wheel_has_every_file_of_the_pages(names: list[str]) -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "web" / "pages").rglob("*") if path.is_file()}
+    assert {name for name in names if name.startswith("web/pages/")} == files
+    assert "web/pages/docs.html" in files
+
+
 def test_the_wheel_has_the_demo_model_and_not_its_training(names: list[str]) -> None:
     folder = DEMO_FOLDER.relative_to(ROOT)
     assert {name for name in names if name.startswith(f"{folder}/")} == {

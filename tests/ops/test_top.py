@@ -24,8 +24,7 @@ from stand_in_stages import StandIn
 from terminal import on_a_terminal
 from tool import Tool
 
-from ops.top.reader import SCANNED_AT_START, Reader
-from ops.top.screen import Screenful, age, as_json, lines_of, shares
+from ops.top.screen import Screenful, age, lines_of, shares
 from pipeline.events import (
     Cancelled,
     Chunk,
@@ -43,7 +42,9 @@ from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.log.snapshot import RedisFacts
 from pipeline.names import Names
-from pipeline.views.pipeline import MOST_REQUESTS, EngineView, PipelineView, RequestView, SlotView, StreamView, view_of
+from pipeline.views.pipeline import MOST_REQUESTS, EngineView, PipelineView, SlotView, StreamView, view_of
+from pipeline.views.reader import SCANNED_AT_START, Reader, as_json
+from pipeline.views.requests import RequestView
 
 SOON = ("--interval", "0.05")
 EVENT = Submitted(endpoint="/v1/completions", frontend="web-0", prompt="endless", sampling=SamplingParams())

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Admitted, Chunk, EventRow, Figures, Score, StepCompleted, TokenRow, encode, new_uid
-from pipeline.journal import JournalWriter, Row, Step, steps
+from pipeline.journal import JournalReader, JournalWriter, Row, Step, steps
 from pipeline.log.protocol import Entry
 
 UIDS = [new_uid() for _ in range(64)]
@@ -75,6 +75,15 @@ def test_requests_that_end_need_no_names_in_the_next_step() -> None:
 @pytest.mark.parametrize("numbers", [(1, 3), (5, 5)], ids=["a step is missing", "a step is written again"])
 def test_after_a_gap_the_requests_are_named_again(numbers: tuple[int, int]) -> None:
     assert all("rows" in entry.fields for entry in written((numbers[0], decodes(1)), (numbers[1], decodes(2))))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_journal_that_is_read_in_pieces_says_the_same(length: int) -> None:
+    entries = written(*((number, decodes(number)) for number in range(1, 7)))
+    reader, found = JournalReader(), list[Step]()
+    for first in range(0, len(entries), length):
+        found += reader.steps(entries[first : first + length])
+    assert found == list(steps(entries)) and len(found) == 6
 
 
 def test_reading_begins_with_the_first_step_that_names_its_requests() -> None:

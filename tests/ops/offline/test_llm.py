@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,47 @@ def test_text_messages_and_token_ids_give_what_transformers_gives(tmp_path: Path
 def test_one_prompt_is_a_list_of_one(shared: WatchedLLM, prompt: Any) -> None:
     (one,), (other,) = shared.generate(prompt, GREEDY), shared.generate([prompt], GREEDY)
     assert (one.prompt_token_ids, one.text) == (other.prompt_token_ids, other.text)
+
+
+def test_an_answer_is_what_structured_outputs_say(shared: WatchedLLM) -> None:
+    properties = {"a": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    bound: list[Mapping[str, Any] | None] = [{"json": schema}, {"choice": ["red", "blue"]}, None, {"regex": "[ab]{3}"}]
+    several = SamplingParams(max_tokens=40, seed=1)
+    prompts: list[Prompt] = ["a", "b", "c", [1, 2]]
+    completions = shared.generate(prompts, several, structured_outputs=bound)
+    as_json, color, _, letters = (completion.text for completion in completions)
+    assert json.loads(as_json)["a"] in (True, False)
+    assert color in ("red", "blue") and re.fullmatch("[ab]{3}", letters)
+    both = shared.generate(["a", "b"], several, structured_outputs={"regex": "[ab]{3}"})
+    assert all(re.fullmatch("[ab]{3}", completion.text) for completion in both)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        ({}, "structured_outputs: send one of `json`, `regex`"),
+        ({"regex": "a", "choice": ["b"]}, "an answer can have one constraint"),
+        ({"regex": "(a"}, "structured_outputs.regex: cannot be enforced: "),
+        ([{"regex": "a"}, {"json": {"type": "nothing"}}], "structured_outputs[1].json: cannot be enforced: "),
+        ([{"regex": "a"}, {"regex": "a", "flags": "i"}], "structured_outputs[1].flags: unknown; leave it out"),
+        ([{"regex": "a"}], "structured_outputs: 1 given for 2 prompts; pass one for all, or one for each"),
+        ({"json": {1, 2}}, "structured_outputs: cannot be sent as JSON: "),
+        ("[ab]", "structured_outputs: got str, expected a dict such as {'json': schema}, or a list"),
+        (
+            {"regex": "a", "whitespace_pattern": " "},
+            "structured_outputs.whitespace_pattern: only allowed with a JSON schema",
+        ),
+    ],
+)
+def test_structured_outputs_that_cannot_be_enforced_are_refused_before_anything_runs(
+    shared: WatchedLLM, outputs: Any, words: str
+) -> None:
+    num_steps = len(shared.engine.plans)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011  # the words are compared below
+        shared.generate(["a", "b"], GREEDY, structured_outputs=outputs)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+    assert len(shared.engine.plans) == num_steps
 
 
 def test_no_prompts_are_no_completions(shared: WatchedLLM) -> None:

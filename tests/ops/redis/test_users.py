@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from lived_requests import LivedRequests
 from redis_servers import STARTED, Servers, running_server
+from web_site import site
 
 from minisgl import main
 from pipeline.errors import LogUnavailable
@@ -31,7 +34,7 @@ NAMES = Names()
 
 SLOT = ("acquire", "announce", "renew", "release")
 SCRIPTS: Mapping[str, tuple[str, ...]] = {
-    WEB: (*SLOT, "submit", "end", "abandon", "reading", "flush", "open_replies"),
+    WEB: (*SLOT, "submit", "end", "abandon", "reading", "flush", "open_replies", "drop_dead"),
     TOKENIZE: (*SLOT, "prepare", "claim", "retry", "tokenized", "end", "bury", "leave"),
     GENERATE: (*SLOT, "prepare", "claim", "step", "take", "end", "bury", "leave", "form", "joined"),
     DETOKENIZE: (*SLOT, "prepare", "claim", "retry", "produced", "end", "bury"),
@@ -150,8 +153,8 @@ OTHERS = (
     (ARCHIVE, "XADD", NAMES.submitted, "*", "a", "b"),
     (ARCHIVE, "SET", NAMES.owner("generate-0"), "1"),
     (ARCHIVE, "GET", NAMES.idempotency("k")),
-    (WEB, "SET", NAMES.owner("generate-0"), "1"),
-    (WEB, "SET", NAMES.lease("generate-0"), "1"),
+    (WEB, "SET", NAMES.serving("generate"), "1"),
+    (WEB, "XADD", NAMES.ranks("0"), "*", "a", "b"),
     (WEB, "XREADGROUP", "GROUP", "tokenize", "c", "STREAMS", NAMES.submitted, ">"),
     (WEB, "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
     (TOKENIZE, "XGROUP", "DESTROY", NAMES.submitted, "tokenize"),
@@ -187,6 +190,67 @@ def test_an_operator_looks_and_deals_with_dead_letters(
     assert main(["replay", "forget", uid, *where]) == 0, capsys.readouterr().err
     with connect(as_user(guarded, "admin")) as client:
         client.execute_command("FLUSHALL")
+
+
+NEW_ROUTES = (
+    "GET /v1/requests",
+    "GET /v1/requests/{uid}",
+    "GET /v1/requests/{uid}/steps",
+    "GET /v1/pipeline/events?pictures=1",
+    "GET /v1/dead",
+    "POST /v1/dead/{uid}/requeue",
+)
+
+
+def test_a_frontend_shows_the_pipeline_and_its_requests_and_sends_dead_letters_again(guarded: str) -> None:
+    with contextlib.closing(RedisLog(as_user(guarded, "minisgl"), NAMES)) as log:
+        uid = LivedRequests(log).dead()
+
+    async def ask() -> None:
+        async with site(as_user(guarded, WEB), ready=False) as here:
+            for route in NEW_ROUTES:
+                method, _, path = route.format(uid=uid).partition(" ")
+                client: Any = here.client
+                response = await client.open(path, method=method)
+                text = await response.get_data(as_text=True)
+                assert response.status_code == 200 and uid in text, (route, text)
+
+    asyncio.run(ask())
+    with connect(as_user(guarded, "admin")) as client:
+        client.execute_command("FLUSHALL")
+
+
+def test_with_the_rights_of_an_older_version_the_live_page_says_what_is_missing(guarded: str) -> None:
+    rights = RIGHTS[WEB] - {"+scan", "~{minisgl:0}:lease:*", "~{minisgl:0}:owner:*", "reset"}
+    with connect(as_user(guarded, "admin")) as client:
+        client.execute_command("ACL", "SETUSER", "older", "reset", f">{PASSWORD}", *rights)
+
+    async def ask() -> str:
+        async with site(as_user(guarded, "older"), ready=False) as here:
+            response = await here.get("/v1/pipeline/events?pictures=1")
+            return str(await response.get_data(as_text=True))
+
+    assert "give the user the rights that ops/redis/users.acl has for its role" in asyncio.run(ask())
+
+
+def test_from_redis_7_on_a_frontend_may_only_read_what_is_of_other_workers(guarded: str) -> None:
+    readme = (ROOT / "ops" / "redis" / "README.md").read_text()
+    (before, after) = re.findall(r"sed -i '/\^user web /s/(.*?)/(%R~.*?)/g'", readme)[0]
+    pattern = re.sub(r"\\([(){}|])|([{}])", lambda found: found[1] or f"\\{found[2]}", before)
+    web = next(line for line in ACL.splitlines() if line.startswith("user web "))
+    rights = re.sub(pattern, after, web).split()[3:]
+    assert sum(right.startswith("%R~") for right in rights) == 3
+    with connect(as_user(guarded, "admin")) as client:
+        if int(client.info("server")["redis_version"].partition(".")[0]) < 7:
+            pytest.skip("Redis 6.2 has no keys that can only be read")
+        client.execute_command("ACL", "SETUSER", "careful", "reset", "on", f">{PASSWORD}", *rights)
+    with connect(as_user(guarded, "careful")) as client:
+        for key in (NAMES.owner("generate-0"), NAMES.lease("generate-0"), NAMES.status("generate-0")):
+            client.execute_command("GET", key)
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command("SET", key, "1")
+        client.execute_command("SET", NAMES.owner("web-0"), "1")
+        client.execute_command("DEL", NAMES.owner("web-0"))
 
 
 def test_a_log_that_may_not_do_its_work_says_which_rights_are_missing(guarded: str) -> None:

@@ -19,9 +19,8 @@ from selection import by_night
 
 from ops.offline import stages as offline_stages
 from ops.offline.stages import LIMITS, Wrap
-from ops.replay.compute import Computer, again
+from ops.replay.compute import Computer
 from ops.replay.here import engine_here
-from ops.replay.history import History
 from ops.replay.report import computed_report, lines_of
 from pipeline import VERSION
 from pipeline.errors import MiniSGLError
@@ -42,6 +41,8 @@ from pipeline.log.protocol import Submission
 from pipeline.names import Names, sibling_uids
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
+from pipeline.replaying import again
+from pipeline.views.recorded import History
 from stages.generate.config import EngineConfig
 from stages.generate.flights import Forward
 from stages.generate.forward.engine import Engine

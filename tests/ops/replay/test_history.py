@@ -9,7 +9,7 @@ from histories import entries_of
 
 import minisgl
 from ops.replay.explain import explanations
-from ops.replay.history import History, Maker, State
+from ops.replay.history import History
 from pipeline.errors import UndecodableEvent
 from pipeline.events import (
     Admitted,
@@ -32,6 +32,7 @@ from pipeline.events import (
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL
 from pipeline.recording import Recording
+from pipeline.views.recorded import Maker, State
 
 BEGUN: Sequence[tuple[str, AnyEvent]] = (
     ("0-1", Submitted(endpoint="e", frontend="web-0", prompt="Hi", sampling=SamplingParams(), ms=1000)),
@@ -192,6 +193,22 @@ def made(numerics: str = KERNELS, weights: str = "w", version: str = "0.1.0") ->
             made(TORCH),
             made(TORCH),
             ["torch computed it, and its results depend on the batch and on the number of threads"],
+        ),
+        (
+            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
+            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
+            [],
+        ),
+        (
+            made(TORCH),
+            made(f"{TORCH}/deterministic-128-pages-16-nvidia-h100"),
+            ["deterministic: recorded deterministic-no, now deterministic-128-pages-16-nvidia-h100"],
+        ),
+        (made(), made(f"{KERNELS}/llguidance-1.9.0"), []),
+        (
+            made(f"{KERNELS}/llguidance-1.9.0"),
+            made(f"{KERNELS}/llguidance-1.9.1"),
+            ["llguidance: recorded llguidance-1.9.0, now llguidance-1.9.1"],
         ),
         (made(""), made(), ["one of the histories does not say how its engine computed"]),
         (made("counting"), made("adding"), ["numerics: recorded counting, now adding"]),

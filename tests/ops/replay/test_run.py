@@ -18,9 +18,7 @@ from whole_pipeline import Pipeline
 
 from minisgl import main
 from ops.replay import alone
-from ops.replay.compute import LOWEST, NotComputed, again
 from ops.replay.elsewhere import body_of
-from ops.replay.history import History
 from ops.replay.report import lines_of
 from pipeline.events import (
     Admitted,
@@ -29,6 +27,7 @@ from pipeline.events import (
     Cancelled,
     Failed,
     Finished,
+    Markup,
     Replay,
     SamplingParams,
     Submitted,
@@ -43,6 +42,8 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import SEAL, Names
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
+from pipeline.replaying import LOWEST, NotComputed, again
+from pipeline.views.recorded import History
 from stages.generate.config import EngineConfig
 from stages.generate.past import TOKENS_IN_DOUBT
 from web.wire.openai.schemas import parse_completion
@@ -117,6 +118,14 @@ def test_a_replay_has_the_recorded_tokens_seed_and_owner_and_the_lowest_priority
     assert event.replay == Replay(of="u", bad_words=((1, 2),))
     assert event.priority == LOWEST > 2**31 - 1
     assert again(history(entries((97,), 99)), cached=True).replay == Replay(of="u", bad_words=((1, 2),), cached=True)
+
+
+def test_a_replay_has_the_recorded_markup() -> None:
+    pairs, markup = entries((97,), 99), Markup(tools="hermes", opens_thinking=True, tokens=(3,))
+    tokenized = pairs[1][1].model_copy(update={"markup": markup})
+    assert again(history([pairs[0], (pairs[1][0], tokenized), *pairs[2:]])).replay == Replay(
+        of="u", bad_words=((1, 2),), markup=markup
+    )
 
 
 def test_a_replay_ends_after_the_recorded_tokens_unless_the_model_ended_them() -> None:

@@ -44,7 +44,7 @@ NAMES = {("--served-model-name",)}
 DEFAULTS = {("--generation-config",)}
 WEB = {("--host",), ("--port",)}
 REQUESTS = {("--request-timeout",), ("--max-queued-requests",)}
-CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",), ("--max-log-bytes",)}
+CLIENTS = {("--disconnect-grace",), ("--max-body-bytes",), ("--max-log-bytes",), ("--pages",)}
 ORIGINS = {("--allow-host",), ("--allow-origin",)}
 KEYS = {("--api-key",), ("--limits",), ("--admin-key",)}
 ARCHIVED = {("--archive",)}
@@ -65,13 +65,15 @@ ENGINE = {
     ("--mixed-prefill-length",),
     ("--max-running-requests",),
     ("--overlap",),
+    ("--commit-interval",),
     ("--graph", "--cuda-graph-max-bs"),
+    ("--deterministic",),
     ("--page-size",),
     ("--num-pages",),
     ("--memory-ratio",),
     ("--max-seq-len", "--max-seq-len-override"),
 }
-PROMPTS = {("--tokenize-timeout",)}
+PROMPTS = {("--tokenize-timeout",), ("--tool-parser", "--tool-call-parser")}
 SERVE = {
     ("--tokenizers", "--num-tokenizer", "--tokenizer-count"),
     ("--dp", "--data-parallel-size", "--dp-size"),
@@ -132,6 +134,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--max-body-bytes": ("2048", 2048),
     "--max-log-bytes": ("64m", 64 << 20),
     "--disconnect-grace": ("0.5", 0.5),
+    "--pages": ("no", False),
     "--allow-host": ("a b", ("a", "b")),
     "--allow-origin": ("http://a http://b", ("http://a", "http://b")),
     "--api-key": ("k1 k2", ("k1", "k2")),
@@ -155,7 +158,9 @@ VALUES: dict[str, tuple[str, object]] = {
     "--mixed-prefill-length": ("10", 10),
     "--max-running-requests": ("2", 2),
     "--overlap": ("on", "on"),
+    "--commit-interval": ("0", 0),
     "--graph": ("16", 16),
+    "--deterministic": ("yes", True),
     "--page-size": ("32", 32),
     "--num-pages": ("5", 5),
     "--memory-ratio": ("1", 1.0),
@@ -163,6 +168,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--tokenizers": ("0", 0),
     "--dp": ("2", 2),
     "--tokenize-timeout": ("2.5", 2.5),
+    "--tool-parser": ("hermes", "hermes"),
     "--replicas": ("2", 2),
     "--slot": ("0", 0),
     "--rank": ("1", 1),
@@ -240,6 +246,8 @@ BAD_VALUES = [
     ("--mixed-prefill-length", "-5", "at least 1"),
     ("--max-running-requests", "0", "at least 1"),
     ("--overlap", "yes", "one of auto, on, off"),
+    ("--commit-interval", "-1", "at least 0"),
+    ("--commit-interval", "0.5", "at least 0"),
     ("--graph", "-1", "at least 0"),
     ("--page-size", "24", "power of two"),
     ("--num-pages", "-2", "at least 1"),
@@ -250,6 +258,7 @@ BAD_VALUES = [
     ("--tokenizers", "-1", "at least 0"),
     ("--dp", "0", "at least 1"),
     ("--tokenize-timeout", "0", "seconds above 0"),
+    ("--tool-parser", "qwen", "one of auto, none, hermes"),
 ]
 
 

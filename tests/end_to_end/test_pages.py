@@ -1,0 +1,56 @@
+"""The pages of a real server in a real browser: a conversation with a model, and the request that it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from browser import Browser, browsing
+from servers import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("narrow_server")]
+
+SAID = "A **bold** word, <b>no tag</b>."
+"""What the model is made to say, whatever its weights are."""
+
+
+def test_a_conversation_in_the_playground_is_requests_of_the_server(narrow_server: Server, tmp_path: Path) -> None:
+    with browsing(tmp_path) as browser:
+        browser.open(f"{narrow_server.url}/")
+        set_field(browser, "structured_outputs", f'{{"choice": ["{SAID}"]}}')
+        for turn in (1, 2):
+            set_field(browser, "logprobs", "true")
+            browser.type("#question", f"Question {turn}\n")
+            browser.until(lambda turn=turn: len(answers(browser)) == turn, f"answer {turn}")  # type: ignore[misc]
+        assert answers(browser) == ["A bold word, <b>no tag</b>."] * 2
+        assert len(browser.all(".answer strong")) == 2 and not browser.all(".answer .body b")
+        browser.button("Tokens")
+        tokens = browser.run("return [...document.querySelectorAll('.token')].map(token => token.textContent).join('')")
+        assert tokens.startswith(SAID)
+
+        link = browser.run("return [...document.querySelectorAll('.answer a.button')].at(-1).pathname")
+        story = httpx.get(f"{narrow_server.url}/v1{link}").json()
+        assert story["text"] == SAID
+        browser.has(".answer:last-child .meta", f"tokens {story['completion_tokens']}")
+        browser.leave()
+
+
+def set_field(browser: Browser, name: str, value: str) -> None:
+    """Set a sampling field; wait until the form has it."""
+    browser.until(lambda: browser.run(SET, f"#field-{name}", value), f"the field {name} is there")
+
+
+SET = """
+const [selector, value] = arguments, field = document.querySelector(selector);
+if (field) { field.value = value; field.dispatchEvent(new Event("input", {bubbles: true})); }
+return Boolean(field);
+"""
+
+
+def answers(browser: Browser) -> list[str]:
+    """Return the texts of the answers that have ended."""
+    found: list[str] = browser.run(
+        "return [...document.querySelectorAll('.answer[aria-busy=\"false\"] .body')].map(body => body.innerText.trim())"
+    )
+    return found

@@ -1,0 +1,282 @@
+"""Answers of small random models that think, call tools and are bound to schemas, with all stages in this process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import pytest
+from checkpoints import make_checkpoint
+from dialects import make_tokenizer
+from kernel_variants import VARIANTS
+from selection import by_night
+from servers import eventually
+from tokenizers import Tokenizer
+
+from ops.offline.stages import Stages
+from ops.replay.compute import Computer
+from pipeline.constraint import Constraint
+from pipeline.events import (
+    Calls,
+    Failed,
+    Finished,
+    Markup,
+    SamplingParams,
+    Submitted,
+    Templating,
+    TokensProduced,
+    decode,
+    new_uid,
+)
+from pipeline.flags import parse_config
+from pipeline.recording import Recording
+from pipeline.replaying import again
+from pipeline.views.recorded import History
+from stages.generate.config import GenerateConfig
+
+pytestmark = pytest.mark.slow
+
+NUM_EACH: Final = by_night(4, 60)
+BUDGETS: Final = (0, 1, 3, 16, None)
+MOST_TOKENS: Final = 400
+SIZES: Final = ("--page-size", "4", "--max-seq-len", "1600")
+NEEDS_KERNELS: Final = pytest.mark.skipif(not VARIANTS, reason="torch alone promises no equal tokens")
+THINK: Final = ("<think>", "</think>")
+
+
+def schema(draw: random.Random, depth: int = 1) -> dict[str, Any]:
+    """Return a schema whose answers are short, so that a model that says anything comes to their end."""
+    match draw.randrange(5 if depth else 4):
+        case 0:
+            return {"type": "integer", "minimum": 0, "maximum": draw.randrange(10, 1000)}
+        case 1:
+            return {"type": "string", "maxLength": draw.randrange(1, 6)}
+        case 2:
+            return {"enum": draw.sample(["red", "grün", "a b"], draw.randrange(1, 4))}
+        case 3:
+            return {"type": "boolean"}
+        case _:
+            return arguments(draw, depth - 1)
+
+
+def arguments(draw: random.Random, depth: int = 1) -> dict[str, Any]:
+    names = draw.sample(["id", "name", "größe", "tags"], draw.randrange(1, 4))
+    properties = {name: schema(draw, depth) for name in names}
+    return {"type": "object", "properties": properties, "required": names[:1], "additionalProperties": False}
+
+
+def tools(draw: random.Random) -> tuple[dict[str, Any], ...]:
+    return tuple(
+        {"type": "function", "function": {"name": name, "parameters": arguments(draw)}} for name in ("look", "wait")
+    )
+
+
+class Model:
+    """A model of random weights whose template is that of a family."""
+
+    def __init__(self, folder: Path, template: str) -> None:
+        make_checkpoint(folder, "qwen3", max_positions=2048)
+        make_tokenizer(folder, template, num_tokens=440)
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.folder = folder
+        self.stages = self.started("--num-pages", "8192")
+
+    def started(self, *flags: str) -> Stages:
+        """Start all stages with this model."""
+        given = ["--model", str(self.folder), "--dtype", "float32", *SIZES, *flags]
+        config = parse_config("stage generate", GenerateConfig, given, {})
+        return Stages(config, self.folder, lambda engine: engine)
+
+    def request(self, seed: int, budget: int | None, **more: Any) -> Submitted:
+        """A random model hardly ever ends its thinking, so it is made more likely."""
+        bias = ((self.id_of(THINK[1]), 4.0), (self.id_of(THINK[0]), 8.0))
+        return Submitted(
+            endpoint="e",
+            frontend="",
+            messages=({"role": "user", "content": f"{seed} She sells sea shells by the sea shore."},),
+            sampling=SamplingParams(temperature=1, seed=seed, max_tokens=MOST_TOKENS, logit_bias=bias),
+            thinking_budget=budget,
+            **more,
+        )
+
+    def id_of(self, text: str) -> int:
+        """Return the added token with this text."""
+        token = self.tokenizer.token_to_id(text)
+        assert token is not None
+        return int(token)
+
+    def compute(self, requests: Sequence[Submitted]) -> list[History]:
+        return Computer(self.stages.log, at_once=64).compute(requests)
+
+    def siblings(self, requests: Sequence[Submitted]) -> list[History]:
+        """Return the histories of requests that are submitted together, as `n` does it."""
+        uid = new_uid()
+        self.stages.log.submit(uid, list(requests))
+        uids = [f"{uid}.{number}" for number in range(len(requests))]
+        eventually(lambda: not self.stages.log.alive(uids), "all siblings have ended")
+        found = zip(uids, self.stages.log.histories(uids), strict=True)
+        return [History(Recording(one, tuple(entries))) for one, entries in found]
+
+    def divided(self, history: History) -> tuple[list[int], str]:
+        """Return the tokens of an answer's thinking, without its markers, and the text after it."""
+        begin, end = (self.id_of(text) for text in THINK)
+        assert history.tokenized is not None, history.end
+        ids, opens = list(history.token_ids), history.tokenized.markup.opens_thinking
+        if not opens and ids[:1] != [begin]:
+            return [], history.text
+        ids = ids if opens else ids[1:]
+        if end not in ids:
+            return ids, ""
+        return ids[: ids.index(end)], history.text.split(THINK[1], 1)[1]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwq"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    model = Model(tmp_path_factory.mktemp("thinking") / request.param, request.param)
+    yield model
+    model.stages.close()
+
+
+def markup_told(history: History) -> list[Markup | None]:
+    events = [decode(entry.fields) for entry in history.recording.entries if entry.fields["kind"] == "tokens"]
+    return [event.markup for event in events if isinstance(event, TokensProduced)]
+
+
+def called(text: str) -> list[tuple[str, Any]]:
+    """Return the calls that a text consists of, as this family writes them."""
+    found = []
+    for part in text.strip("\n").split("\n</tool_call>")[:-1]:
+        call = json.loads(part.strip("\n").removeprefix("<tool_call>\n"))
+        assert sorted(call) == ["arguments", "name"]
+        found.append((call["name"], call["arguments"]))
+    return found
+
+
+def ended(history: History) -> bool:
+    """Return whether an answer came to its end by itself."""
+    assert isinstance(history.end, Finished), history.end
+    return history.end.reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def bound(model: Model) -> list[tuple[Any, Submitted, History]]:
+    """Schemas and tools, requests with them, and their answers."""
+    asked: list[tuple[Any, Submitted]] = []
+    for seed, budget in itertools.product(range(NUM_EACH), BUDGETS):
+        draw = random.Random(seed)
+        wanted, offered = schema(draw), tools(draw)
+        constraint = Constraint(kind="json", text=json.dumps(wanted), param="response_format")
+        asked.append((wanted, model.request(seed, budget, constraint=constraint)))
+        templating, calls = Templating(tools=offered), Calls(choice="required", parallel=seed % 2 == 0)
+        asked.append((offered, model.request(seed, budget, calls=calls, templating=templating)))
+    histories = model.compute([request for _, request in asked])
+    return [(wanted, request, history) for (wanted, request), history in zip(asked, histories, strict=True)]
+
+
+def test_what_comes_after_thinking_is_as_the_schema_or_the_tools_say(
+    model: Model, bound: list[tuple[Any, Submitted, History]]
+) -> None:
+    num_stopped = num_thinking = 0
+    for wanted, request, history in bound:
+        thinking, text = model.divided(history)
+        num_thinking += bool(thinking)
+        if not ended(history):
+            continue
+        num_stopped += 1
+        if request.constraint is not None:
+            jsonschema.validate(json.loads(text), wanted, cls=jsonschema.Draft202012Validator)
+            continue
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in wanted}
+        calls = called(text)
+        assert calls and (len(calls) == 1 or (request.calls is not None and request.calls.parallel)), text
+        for name, values in calls:
+            jsonschema.validate(values, schemas[name], cls=jsonschema.Draft202012Validator)
+    assert num_stopped >= 0.7 * len(bound) and num_thinking >= 0.3 * len(bound)
+
+
+def test_thinking_stays_within_its_budget_and_a_budget_of_none_ends_it_at_once(
+    model: Model, bound: list[tuple[Any, Submitted, History]]
+) -> None:
+    lengths: dict[int | None, list[int]] = {budget: [] for budget in BUDGETS}
+    for _, request, history in bound:
+        lengths[request.thinking_budget].append(len(model.divided(history)[0]))
+    assert [budget for budget, counts in lengths.items() if budget is not None and max(counts) > budget] == []
+    assert max(lengths[16]) >= 13 and max(lengths[None]) > 16
+
+
+def test_the_markup_of_an_answer_is_told_with_its_first_token(bound: list[tuple[Any, Submitted, History]]) -> None:
+    for _, request, history in bound:
+        assert history.tokenized is not None, history.end
+        markup, told = history.tokenized.markup, markup_told(history)
+        assert markup.think == THINK and markup.tools == ("hermes" if request.calls else "")
+        assert told == [markup, *[None] * (len(told) - 1)]
+
+
+@NEEDS_KERNELS
+@pytest.mark.night
+def test_preemptions_and_overlap_give_the_same_tokens(
+    model: Model, bound: list[tuple[Any, Submitted, History]]
+) -> None:
+    crowded = model.started("--num-pages", "640", "--overlap", "on")
+    try:
+        found = Computer(crowded.log, at_once=64).compute([request for _, request, _ in bound])
+    finally:
+        crowded.close()
+    assert [history.token_ids for history in found] == [history.token_ids for _, _, history in bound]
+    assert any(entry.fields["kind"] == "preempted" for history in found for entry in history.recording.entries)
+
+
+@NEEDS_KERNELS
+def test_a_replay_gives_the_same_tokens_and_the_same_markup(
+    model: Model, bound: list[tuple[Any, Submitted, History]]
+) -> None:
+    before = [history for _, _, history in bound]
+    after = model.compute([again(history) for history in before])
+    assert [history.token_ids for history in after] == [history.token_ids for history in before]
+    assert [history.text for history in after] == [history.text for history in before]
+    assert [markup_told(history) for history in after] == [markup_told(history) for history in before]
+
+
+def test_siblings_are_bound_each_by_itself(model: Model) -> None:
+    wanted = {
+        "type": "object",
+        "properties": {"n": {"type": "boolean"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    constraint = Constraint(kind="json", text=json.dumps(wanted), param="response_format")
+    for budget in (0, 16, None):
+        histories = model.siblings([model.request(seed, budget, constraint=constraint) for seed in (1, 2)])
+        for history in histories:
+            thinking, text = model.divided(history)
+            assert budget is None or len(thinking) <= budget
+            if ended(history):
+                jsonschema.validate(json.loads(text), wanted)
+            assert history.tokenized is not None and markup_told(history)[0] == history.tokenized.markup
+        assert any(ended(history) for history in histories)
+
+
+def test_a_budget_alone_leaves_the_answer_as_it_is(model: Model) -> None:
+    histories = model.compute([model.request(seed, budget) for seed in range(2) for budget in (0, 2, 16)])
+    for history, budget in zip(histories, (0, 2, 16) * 2, strict=True):
+        assert not isinstance(history.end, Failed), history.end
+        assert len(model.divided(history)[0]) <= budget
+
+
+def test_calls_that_begin_with_special_tokens_have_them_in_their_text(tmp_path: Path) -> None:
+    model = Model(tmp_path / "mistral", "mistral_names")
+    try:
+        offered = ({"type": "function", "function": {"name": "wait"}},)
+        calls = Calls(choice="required", parallel=False)
+        request = model.request(1, None, calls=calls, templating=Templating(tools=offered, variables={}))
+        first, second = model.siblings([request, request.model_copy(update={"thinking_budget": 0})])
+        assert re.fullmatch(r"\[TOOL_CALLS\]wait\[ARGS\]\{\s*\}", second.text) and ended(second)
+        assert not ended(first) or "[TOOL_CALLS]wait[ARGS]{" in first.text
+    finally:
+        model.stages.close()
