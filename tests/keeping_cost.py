@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from servers import Server, serve
 from streams import Stream
@@ -29,10 +29,13 @@ SETTLED_S: Final = 2.5
 """An archiver writes what ended up to a second ago, and statuses are said each second."""
 
 
-def cpu_us_per_token(server: Server, texts: Sequence[str], num_tokens: int) -> float:
-    """Let *server* answer *texts*, all at once, with *num_tokens* each; return microseconds of CPU per output token."""
+def cpu_us_per_token(server: Server, texts: Sequence[str], num_tokens: int, **fields: Any) -> float:
+    """Let *server* answer *texts*, all at once, with *num_tokens* each; return microseconds of CPU per output token.
+
+    *fields*: of each request.
+    """
     before_s = tree_cpu_s(server.command.process.pid)
-    streams = [Stream(server, text, max_tokens=num_tokens) for text in texts]
+    streams = [Stream(server, text, max_tokens=num_tokens, **fields) for text in texts]
     assert {stream.answer[1] for stream in streams} == {"length"}
     time.sleep(SETTLED_S)
     return (tree_cpu_s(server.command.process.pid) - before_s) * 1e6 / (len(texts) * num_tokens)
