@@ -144,9 +144,8 @@ class EngineConfig:
         default=-1,
         parse=whole_or_auto,
         help=(
-            "milliseconds, at most 1000, for which the next tokens of streams may wait, so that one commit has those "
-            "of several short steps; first tokens and ends never wait; 0: each step is committed at once [10 on CPU, "
-            "2 on CUDA]"
+            "longest time in milliseconds, at most 1000, that tokens wait to be committed together with those of the "
+            "next steps; first tokens and ends never wait; 0: each step is committed at once [10 on CPU, 2 on CUDA]"
         ),
     )
     graph: int = flag(
