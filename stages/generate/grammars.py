@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 import structlog
 
@@ -25,6 +24,7 @@ from pipeline.events import Failed
 from pipeline.grammars import parser_limits, start_with_stack
 from pipeline.spelling import Spelling
 from stages.generate.news import Arrived
+from stages.generate.schedule.plan import Words
 
 if TYPE_CHECKING:  # it is imported when the first grammar comes: most engines never see one
     from llguidance import LLMatcher, LLTokenizer
@@ -52,7 +52,7 @@ class GrammarMatcher:
         """Take in *output_ids* and compute the first mask, in this thread."""
         self._new, self._vocab_size, self._followers = new, vocab_size, followers
         self._tokens: list[int] = []
-        self._allowed: npt.NDArray[np.bool_] | None = None
+        self._allowed: Words | None = None
         self._last = threading.Lock()
         """It is held until the last token is taken in."""
         self._error = ""
@@ -70,7 +70,7 @@ class GrammarMatcher:
         self._last.acquire()
         self._followers.put((self, token, self._last))
 
-    def allowed(self) -> npt.NDArray[np.bool_] | None:
+    def allowed(self) -> Words | None:
         """See `Matcher`."""
         with self._last:
             return self._allowed
@@ -100,8 +100,8 @@ class GrammarMatcher:
         matcher = self._matcher
         if matcher.is_error() or (token_ids and not matcher.consume_tokens(list(token_ids))):
             return False
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        self._allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(np.bool_)
+        self._allowed = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        assert 32 * len(self._allowed) >= self._vocab_size, "fewer bits than tokens"
         return not matcher.is_error()
 
 

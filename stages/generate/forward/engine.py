@@ -25,6 +25,7 @@ from stages.generate.attention.flashinfer import FlashInferAttention
 from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
 from stages.generate.forward.collectives import ALONE, Collectives
 from stages.generate.forward.graphs import DecodeGraphs
+from stages.generate.forward.masks import mask_of
 from stages.generate.forward.packing import pack_weights, packs
 from stages.generate.forward.room import Measure, bytes_of_a_step, fitting_pages, largest_decode, largest_prefill
 from stages.generate.forward.sampler import AGAIN, best, draw, draw_again, is_drawn_again
@@ -36,7 +37,7 @@ from stages.generate.kvcache.pool import allocate, page_bytes
 from stages.generate.model.decoder import Decoder
 from stages.generate.model.layers.blocks import BLOCK_ROWS
 from stages.generate.model.spec import ModelSpec
-from stages.generate.schedule.plan import BatchPlan, Computed, Sample
+from stages.generate.schedule.plan import BatchPlan, Computed, Sample, Words
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary
 
@@ -59,10 +60,18 @@ class Computer(Protocol):
         """
         ...
 
-    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    @property
+    def takes_masks(self) -> bool:
+        """Whether `head` may be given masks."""
+        ...
+
+    def head(
+        self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool], masks_R: Sequence[Words | None] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Return, for some tokens of x_TE, tokens_R, int64: the `best` ones, or NOT_A_NUMBER.
 
-        Return also logits_RV, float32. Only the rows that are wanted may be read.
+        With a mask, a row's token is the best one of the mask. NOT_A_NUMBER: so it is without the mask, or the mask
+        leaves no token. Return also logits_RV, float32, unmasked. Only the rows that are wanted may be read.
         """
         ...
 
@@ -99,8 +108,16 @@ class TorchComputer:
     def _layers(self, batch: ForwardBatch, kv_L2PKSD: Tensor) -> Tensor:
         return self._decoder.forward(batch, self._attention.plan(batch), kv_L2PKSD)
 
-    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    @property
+    def takes_masks(self) -> bool:
+        """See `Computer`."""
+        return False
+
+    def head(
+        self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool], masks_R: Sequence[Words | None] = ()
+    ) -> tuple[Tensor, Tensor]:
         """See `Computer`. All rows are filled in."""
+        assert not masks_R, "`takes_masks` says so"
         logits_RV = self.logits(x_TE[on_device(np.array(rows_R, np.int64), self._device)])
         return best(logits_RV), logits_RV
 
@@ -404,10 +421,11 @@ class Engine:
         if launched.told_R is not None and launched.logits_RV is not None:
             return launched.told_R, launched.logits_RV
         rows_R, samples = _sampling(launched)
+        masks_R, samples = self._masks(samples)
         scored_R = [how.params.logprobs is not None for how in samples]
         drawn_R = [how.changes_logits or how.params.temperature > 0 for how in samples]
         wanted_R = [scored or drawn for scored, drawn in zip(scored_R, drawn_R, strict=True)]
-        tokens_R, logits_RV = self._computer.head(launched.x_TE, rows_R, wanted_R)
+        tokens_R, logits_RV = self._computer.head(launched.x_TE, rows_R, wanted_R, masks_R)
         # Scores are of the model's own logits, and drawing changes those of some rows.
         if any(scored_R) and any(how.changes_logits for how in samples):
             launched.own_RV = logits_RV.clone()
@@ -415,6 +433,17 @@ class Engine:
             draw(tokens_R, logits_RV, samples, threads=self._threads)
         launched.tokens_R, launched.logits_RV, launched.told_R = tokens_R, logits_RV, ToHost(tokens_R)
         return launched.told_R, logits_RV
+
+    def _masks(self, samples: list[Sample]) -> tuple[list[Words | None], list[Sample]]:
+        """Return the masks of the rows that the head can decide, if any, and all samples without what it decides."""
+        if not self._computer.takes_masks or not any(how.is_best_of_allowed for how in samples):
+            return [], samples
+        masks_R = [mask_of(how, self._vocab_size) if how.is_best_of_allowed else None for how in samples]
+        rest = [
+            how if mask is None else Sample(how.params, how.position, ())
+            for how, mask in zip(samples, masks_R, strict=True)
+        ]
+        return masks_R, rest
 
 
 def _sampling(launched: Launched) -> tuple[list[int], list[Sample]]:

@@ -79,7 +79,7 @@ def draw(tokens_R: Tensor, logits_RV: Tensor, samples: Sequence[Sample], *, thre
         return
     wrong_R = tokens_R < 0
     if changed:
-        shape(logits_RV, changed, samples)
+        shape(logits_RV, changed, samples, threads=threads)
         greedy = [row for row in changed if samples[row].params.temperature == 0]
         if greedy:
             rows_X = on_device(greedy, tokens_R.device)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stages.generate.forward.masks import mask_of, unpacked
+from stages.generate.kernels import sampling
 from stages.generate.schedule.plan import Sample
 
 # R = rows that sample, V = vocabulary, P = places of all rows in the flat logits: row * V + token
@@ -45,8 +47,10 @@ class Places:
         return bool(self._places)
 
 
-def shape(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> None:
+def shape(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample], *, threads: int = 1) -> None:
     """Change, in place, the logits of *rows*, float32, as *samples* say, which are of all rows.
+
+    On a CPU, *threads* share the rows with grammars.
 
     Token ids beyond the vocabulary are ignored, because clients send stop ids of other models.
     """
@@ -96,23 +100,20 @@ def shape(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample]) -> 
         flat.index_fill_(0, places_P, NEVER)
         has_others_R = logits_RV[on_device(forbidding, device)].amax(-1) > NEVER
         flat[places_P] = there_P.masked_fill_(has_others_R[which_P.long()], NEVER)  # to forbid all tokens forbids none
-    for row in bound:
-        logits_RV[row].masked_fill_(on_device(_refused(samples[row]), device), NEVER)
+    if bound:
+        _refuse(logits_RV, bound, samples, threads)
 
 
-def _refused(how: Sample) -> np.ndarray:
-    """Return which tokens a row with a grammar cannot have. Of its other limits those hold that leave any token."""
-    allowed_V = how.allowed
-    assert allowed_V is not None, "only rows with a grammar come here"
-    if known := [token for token in how.params.allowed_token_ids if token < len(allowed_V)]:
-        fewer_V = np.zeros_like(allowed_V)
-        fewer_V[known] = allowed_V[known]
-        allowed_V = fewer_V if fewer_V.any() else allowed_V
-    if known := [token for token in how.forbidden if 0 <= token < len(allowed_V)]:
-        fewer_V = allowed_V.copy()
-        fewer_V[known] = False
-        allowed_V = fewer_V if fewer_V.any() else allowed_V
-    return ~allowed_V
+def _refuse(logits_RV: Tensor, rows: Sequence[int], samples: Sequence[Sample], threads: int) -> None:
+    """Make the logits minus infinity of those tokens that *rows*, which have grammars, cannot have."""
+    vocab_size = logits_RV.shape[1]
+    masks_XW = [mask_of(samples[row], vocab_size) for row in rows]
+    kernels = sampling.functions() if logits_RV.device.type == "cpu" else None
+    if kernels is not None:
+        sampling.refuse(kernels, logits_RV.numpy(), rows, masks_XW, threads)
+        return
+    for row, mask_W in zip(rows, masks_XW, strict=True):
+        logits_RV[row].masked_fill_(on_device(~unpacked(mask_W, vocab_size), logits_RV.device), NEVER)
 
 
 def on_device(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:

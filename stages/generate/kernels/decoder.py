@@ -18,10 +18,11 @@ from stages.generate.forward.batch import PageTables
 from stages.generate.forward.collectives import ALONE, Collectives
 from stages.generate.forward.sampler import best as best_of
 from stages.generate.kernels.library import Format, Library, Matrix, library
+from stages.generate.kernels.sampling import addresses
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
 from stages.generate.model.layers.rope import dynamic_frequencies, make_rope
 from stages.generate.model.spec import ModelSpec
-from stages.generate.schedule.plan import BatchPlan
+from stages.generate.schedule.plan import BatchPlan, Words
 
 # T = packed tokens, B = rows of the batch, R = rows that sample, E = hidden size, V = vocabulary, O = outputs,
 # I = inputs, D = head dim, F = D / 2 frequencies, N = pages of a row
@@ -195,7 +196,14 @@ class KernelDecoder:
             raise ValueError(f"row {step.wrong} of the step has pages {pages}; there are {kv_L2PKSD.shape[2]}")
         return x_TE, starts
 
-    def head(self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    @property
+    def takes_masks(self) -> bool:
+        """See `Computer`. Ranks do not: rank 0 alone knows the masks, and no rank its own part of them."""
+        return self._collectives.size == 1
+
+    def head(
+        self, x_TE: Tensor, rows_R: Sequence[int], wanted_R: Sequence[bool], masks_R: Sequence[Words | None] = ()
+    ) -> tuple[Tensor, Tensor]:
         """See `Computer`. Of several largest logits the first one counts; only wanted rows of logits are filled in.
 
         Several ranks compute all rows, because a rank knows the largest logit of its own part only.
@@ -206,6 +214,8 @@ class KernelDecoder:
         places_R = array("i", [row if wanted else -1 for row, wanted in enumerate(wanted_R)])
         logits_RV = torch.empty(len(places_R), self._spec.vocab_rows) if any(wanted_R) else self._no_logits_0V
         rows, best_R = array("i", rows_R), array("i", places_R)
+        assert not masks_R or (len(masks_R) == len(rows) and self.takes_masks)
+        masks = addresses(masks_R, self._spec.vocab_size)
         outcome = self._functions.kernels_head(
             ctypes.byref(self._model),
             x_TE.data_ptr(),
@@ -214,6 +224,7 @@ class KernelDecoder:
             len(rows),
             _address(places_R),
             logits_RV.data_ptr(),
+            masks.ctypes.data if masks_R else None,
             _address(best_R),
         )
         if outcome == _WRONG_TOKEN:
@@ -324,7 +335,7 @@ class KernelDecoder:
         functions = self._functions
         functions.kernels_forward.argtypes = [POINTER(_Model), POINTER(_Step)]
         functions.kernels_part.argtypes = [POINTER(_Model), POINTER(_Step), c_int64, c_void_p]
-        functions.kernels_head.argtypes = [POINTER(_Model), c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3]
+        functions.kernels_head.argtypes = [POINTER(_Model), c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 4]
         functions.kernels_packed_bytes.argtypes = [c_void_p, c_int, c_int64, c_int64, c_int]
         functions.kernels_packed_bytes.restype = c_int64
         functions.kernels_pack.argtypes = [

@@ -21,8 +21,10 @@ static void choose_chunk(void *job, int64_t chunk, int thread) {
 }
 
 // Put the pairs of each expert side by side, in the order of their tokens.
-static void group_pairs(const Mixture *m) {
+static void group_chunk(void *job, int64_t chunk, int thread) {
+    const Mixture *m = job;
     const Work *work = m->work;
+    (void)chunk, (void)thread;
     const Model *model = work->model;
     int64_t each = model->experts_per_token, num_pairs = m->num_tokens * each;
     int32_t *first = work->first_pair;
@@ -38,14 +40,25 @@ static void group_pairs(const Mixture *m) {
     first[0] = 0;
 }
 
-static void experts_chunk(void *job, int64_t chunk, int thread) {
-    const Mixture *m = job;
-    int64_t product = 0;
-    while (chunk >= m->products[product].num_chunks) chunk -= m->products[product++].num_chunks;
-    product_chunk(&m->products[product], chunk, thread);
+// Return the product that has a chunk of all of them, which becomes a chunk of that product.
+static Product *product_with(const Mixture *m, int64_t *chunk) {
+    Product *product = m->products;
+    for (; *chunk >= product->num_chunks; product++) *chunk -= product->num_chunks;
+    return product;
 }
 
-// Multiply the pairs of each expert with its own matrix: gate and up, or down.
+static void experts_chunk(void *job, int64_t chunk, int thread) {
+    Product *product = product_with(job, &chunk);
+    product_chunk(product, chunk, thread);
+}
+
+static void publish_experts(void *job, int64_t chunk, int thread) {
+    Product *product = product_with(job, &chunk);
+    publish_product(product, chunk, thread);
+}
+
+// Multiply the pairs of each expert with its own matrix: gate and up, or down. A thread that is late may find any numbers of
+// pairs.
 static void multiply_pairs(Mixture *m, const Layer *layer, int is_down, Then then, float *out, int64_t stride) {
     const Work *work = m->work;
     int64_t num_chunks = 0;
@@ -53,14 +66,14 @@ static void multiply_pairs(Mixture *m, const Layer *layer, int is_down, Then the
     for (int64_t expert = 0; expert < work->model->num_experts; expert++) {
         int64_t first = work->first_pair[expert], count = work->first_pair[expert + 1] - first;
         const Matrix *matrix = is_down ? &layer->experts[expert].down : &layer->experts[expert].gate_up;
-        if (!count) continue;
+        if (count <= 0) continue;
         const char *rows = work->pair_activations +
                            first * work->model->variant->activation_bytes(matrix->format, matrix->inputs);
         Product product = product_of(work, matrix, rows, count, then, out + first * stride, stride);
         m->products[m->num_products++] = product;
         num_chunks += product.num_chunks;
     }
-    pool_run(experts_chunk, m, num_chunks);
+    pool_share(work->me, experts_chunk, publish_experts, m, num_chunks);
 }
 
 static void sum_chunk(void *job, int64_t chunk, int thread) {
@@ -83,17 +96,18 @@ void mix_experts(const Work *work, const Layer *layer) {
         int64_t count = least(EXPERT_TOKENS, work->step->num_tokens - begin), chunks = parts(count, ROWS_AT_ONCE);
         int64_t num_pairs = count * model->experts_per_token;
         const float *x = work->step->x + begin * model->hidden;
-        Mixture mixture = {work, count, work->sums + begin * model->hidden, work->products, 0};
+        Product *products = work->products + work->me->thread * model->num_experts;
+        Mixture mixture = {work, count, work->sums + begin * model->hidden, products, 0};
         const char *rows = prepare(work, x, model->hidden, 0, count, layer->mlp_norm, &layer->router, work->activations);
         multiply(work, &layer->router, rows, count, STORE, work->router, work->router_stride);
-        pool_run(choose_chunk, &mixture, chunks);
-        group_pairs(&mixture);
-        prepare(work, x, model->hidden, work->pair_tokens, num_pairs, layer->mlp_norm, &layer->experts->gate_up,
+        pool_share(work->me, choose_chunk, 0, &mixture, chunks);
+        pool_share(work->me, group_chunk, 0, &mixture, 1);
+        prepare_for_all(work, x, model->hidden, work->pair_tokens, num_pairs, layer->mlp_norm, &layer->experts->gate_up,
                 work->pair_activations);
         multiply_pairs(&mixture, layer, 0, SWIGLU, work->pair_inner, work->pair_inner_stride);
-        prepare(work, work->pair_inner, work->pair_inner_stride, 0, num_pairs, 0, &layer->experts->down,
+        prepare_for_all(work, work->pair_inner, work->pair_inner_stride, 0, num_pairs, 0, &layer->experts->down,
                 work->pair_activations);
         multiply_pairs(&mixture, layer, 1, STORE, work->pair_out, work->pair_out_stride);
-        pool_run(sum_chunk, &mixture, chunks);
+        pool_share(work->me, sum_chunk, 0, &mixture, chunks);
     }
 }

@@ -7,6 +7,7 @@ from typing import Final
 from stages.generate.model.spec import ModelSpec
 
 EXPERT_TOKENS: Final = 512  # of work.h
+OWN_ROWS: Final = 8  # ROWS_AT_ONCE of work.h
 LARGEST_TILE: Final = 64 * 1024  # of work.c
 SHARED_ROWS, TILE, LANES = 96, 64, 16  # of attention.c, with the wider vectors
 SEGMENT: Final = 1024  # of kernels.h
@@ -43,8 +44,8 @@ def step_bytes(
     of_token = 4 * (hidden + 2 + spec.head_dim + _up(queries + 2 * spec.num_kv_heads * spec.head_dim))
     of_token += 4 * (_up(queries) + _up(inner))
     of_token += 4 * hidden * (spec.num_ranks + 1) if spec.num_ranks > 1 else 0
-    of_token += max(prepared(hidden, quantized=not experts.layers), prepared(queries), prepared(inner))
-    total = num_tokens * of_token
+    widest_prepared = max(prepared(hidden, quantized=not experts.layers), prepared(queries), prepared(inner))
+    total = num_tokens * (of_token + widest_prepared) + threads * min(OWN_ROWS, num_tokens) * widest_prepared
     if experts.layers:
         tokens = min(num_tokens, EXPERT_TOKENS)
         of_pair = 16 + 4 * (_up(experts.intermediate_size) + _up(hidden))
@@ -56,6 +57,7 @@ def step_bytes(
     total += parts * (group * (width + 2) * 4 + CHUNK_BYTES)
     rows = max(SHARED_ROWS, group)
     attention = 4 * rows * (3 * width + TILE + 2 * LANES + 8) + 8 * TILE * (width + 2)
+    attention += 4 * max(min(num_tokens, max(1, SHARED_ROWS // group)) * queries, group * (width + 2))
     widest = max(hidden, queries, inner, experts.intermediate_size)
     total += threads * (max(4 * LARGEST_TILE, attention, 4 * _up(widest)) + 4096)
     return max(total, threads * DRAW_BYTES * _up(spec.vocab_size))

@@ -16,24 +16,39 @@
 // Pauses before a thread sleeps: each takes 40 to 140 cycles, so all take 20 to 100 microseconds.
 #define SPINS 2000
 
+// A thread that has waited for so many times the duration of its own chunk, or for so long, computes a chunk of another
+// thread a second time.
+#define TIMES_OF_OWN 2
+#define LEAST_WAIT_NS 5000
+#define WAIT_WITHOUT_OWN_NS 50000
+#define SPINS_OF_A_LOOK 20 // at the clock
+#define MOST_AGAIN 4096 // a job with more chunks is only computed once
+
 #define COUNT_BITS 20
 #define COUNT_MASK ((1u << COUNT_BITS) - 1)
+#define ONE_DONE ((uint64_t)1 << COUNT_BITS)
 
 static struct {
-    // generation (24 bits), number of chunks (20), next chunk (20). All in one word, so that a thread that comes late
-    // cannot claim a chunk of the job that follows.
+    // The job (24 bits), its chunks that are done (20), and the next one that nobody has taken (20). All in one word, so that a
+    // thread that comes late cannot take a chunk of a job that follows.
     _Alignas(64) _Atomic uint64_t ticket;
-    // What idle threads sleep on; it changes with each job.
-    _Alignas(64) _Atomic uint32_t jobs;
+    _Atomic int waiting; // threads that sleep on the word's upper half
+    // What idle threads sleep on; it changes with each call of `pool_together`.
+    _Alignas(64) _Atomic uint32_t calls;
     _Atomic int sleepers;
-    // Chunks that are done; what the caller sleeps on.
-    _Alignas(64) _Atomic uint32_t done;
+    // Threads in the call, but for the caller, which sleeps on it.
+    _Alignas(64) _Atomic uint32_t inside;
     _Atomic int caller_sleeps;
-    _Alignas(64) _Atomic(Chunk) function;
-    _Atomic(void *) job;
-    _Atomic int threads; // that may work
-    int started;         // that exist, the caller among them
-} pool = {.threads = 1, .started = 1};
+    _Alignas(64) _Atomic int is_open; // whether threads may begin the call
+    _Atomic(Together) function;
+    _Atomic(void *) argument;
+    _Atomic uint64_t first_job; // what `Member.job` begins with
+    _Atomic int threads;        // that may work
+    int started;                // that exist, the caller among them
+} pool = {.ticket = (uint64_t)1 << (2 * COUNT_BITS), .threads = 1, .started = 1};
+
+// The last job in which a chunk of this number was published.
+static _Atomic uint64_t published[MOST_AGAIN];
 
 // ---- a core for each thread
 //
@@ -116,46 +131,135 @@ static void sleep_while(_Atomic uint32_t *word, uint32_t value) {
 
 static void wake(_Atomic uint32_t *word, int threads) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, threads, 0, 0, 0); }
 
-static uint32_t generation_of(uint64_t ticket) { return (uint32_t)(ticket >> (2 * COUNT_BITS)); }
+// How many jobs the word is ahead of *number*.
+static int ahead(uint64_t ticket, uint64_t number) {
+    return (int32_t)(((uint32_t)(ticket >> (2 * COUNT_BITS)) - (uint32_t)number) << 8) >> 8;
+}
 
-// Claim and compute chunks of a job until none is left.
-static void work(uint32_t generation, int thread) {
+static int64_t done_of(uint64_t ticket) { return (int64_t)(ticket >> COUNT_BITS) & COUNT_MASK; }
+
+// The word's upper half, where jobs are counted.
+static _Atomic uint32_t *upper_half(void) { return (_Atomic uint32_t *)&pool.ticket + 1; }
+
+// Go on to the job that follows *number*, if all chunks of that are done and nobody has gone on.
+static void go_on(uint64_t ticket, uint64_t number, int64_t num_chunks) {
+    if (done_of(ticket) != num_chunks) return;
+    uint64_t next = ((number + 1) & 0xffffff) << (2 * COUNT_BITS);
+    if (atomic_compare_exchange_strong(&pool.ticket, &ticket, next) && atomic_load(&pool.waiting))
+        wake(upper_half(), INT_MAX);
+}
+
+// Compute a chunk that this thread has taken, or that another one has taken and not published.
+static void compute_chunk(Member *me, Chunk compute, Chunk publish, void *job, int64_t chunk, int64_t num_chunks) {
+    int64_t begun_ns = now_ns();
+    compute(job, chunk, me->thread);
+    if (publish) {
+        if (num_chunks <= MOST_AGAIN) {
+            uint64_t last = atomic_load(&published[chunk]);
+            if (last >= me->job || !atomic_compare_exchange_strong(&published[chunk], &last, me->job)) return;
+        }
+        publish(job, chunk, me->thread);
+    }
+    me->chunk_ns = now_ns() - begun_ns;
+    // No thread has gone on: this chunk was not done.
+    go_on(atomic_fetch_add(&pool.ticket, ONE_DONE) + ONE_DONE, me->job, num_chunks);
+}
+
+// Return a chunk that is taken and not published; -1: none.
+static int64_t unpublished(const Member *me, int64_t num_chunks) {
+    for (int64_t chunk = num_chunks - 1; chunk >= 0; chunk--)
+        if (atomic_load(&published[chunk]) < me->job) return chunk;
+    return -1;
+}
+
+// Sleep until the job is done, or for *most_ns*; 0: as long as it takes.
+static void sleep_through(uint64_t number, int64_t most_ns) {
+    struct timespec most = {0, most_ns};
+    atomic_fetch_add(&pool.waiting, 1);
+    uint64_t ticket = atomic_load(&pool.ticket);
+    if (ahead(ticket, number) <= 0)
+        syscall(SYS_futex, upper_half(), FUTEX_WAIT_PRIVATE, (uint32_t)(ticket >> 32), most_ns ? &most : 0, 0, 0);
+    atomic_fetch_sub(&pool.waiting, 1);
+}
+
+// All chunks are taken: wait until the last one is done, or until it is time to compute one of them again; return it, or -1.
+static int64_t wait_for_others(const Member *me, int may_compute_again, int64_t num_chunks) {
+    int64_t patience_ns = me->chunk_ns ? TIMES_OF_OWN * me->chunk_ns : WAIT_WITHOUT_OWN_NS, until_ns = 0;
+    if (may_compute_again) until_ns = now_ns() + (patience_ns < LEAST_WAIT_NS ? LEAST_WAIT_NS : patience_ns);
+    for (int spins = 1;; spins++) {
+        if (ahead(atomic_load_explicit(&pool.ticket, memory_order_acquire), me->job) > 0) return -1;
+        int64_t left_ns = 0;
+        if (until_ns && spins % SPINS_OF_A_LOOK == 0 && (left_ns = until_ns - now_ns()) <= 0) {
+            int64_t chunk = unpublished(me, num_chunks);
+            if (chunk >= 0) return chunk;
+            until_ns = left_ns = 0; // all are being published
+        }
+        if (spins % SPINS) pause_briefly();
+        else sleep_through(me->job, left_ns);
+    }
+}
+
+void pool_share(Member *me, Chunk compute, Chunk publish, void *job, int64_t num_chunks) {
+    if (pool_threads() == 1) {
+        for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+            compute(job, chunk, 0);
+            if (publish) publish(job, chunk, 0);
+        }
+        return;
+    }
+    me->job++;
+    me->chunk_ns = 0;
+    if (me->thread == 0) spread();
+    else {
+        atomic_store_explicit(&threads[me->thread].core, sched_getcpu(), memory_order_relaxed);
+        atomic_fetch_add_explicit(&threads[me->thread].jobs, 1, memory_order_relaxed);
+    }
     for (;;) {
         uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
-        // These belong to the ticket if it still has chunks: a new job is set only when the last one is done.
-        Chunk function = atomic_load_explicit(&pool.function, memory_order_relaxed);
-        void *job = atomic_load_explicit(&pool.job, memory_order_relaxed);
-        uint32_t chunks = (uint32_t)(ticket >> COUNT_BITS) & COUNT_MASK, next = (uint32_t)ticket & COUNT_MASK;
-        if (generation_of(ticket) != generation || next >= chunks) return;
-        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
-        function(job, next, thread);
-        if (atomic_fetch_add(&pool.done, 1) + 1 == chunks && atomic_load(&pool.caller_sleeps)) wake(&pool.done, 1);
+        if (ahead(ticket, me->job) > 0) return;
+        int64_t chunk = (int64_t)(ticket & COUNT_MASK);
+        if (chunk < num_chunks) {
+            if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
+        } else {
+            go_on(ticket, me->job, num_chunks); // a job without chunks
+            chunk = wait_for_others(me, publish && num_chunks <= MOST_AGAIN, num_chunks);
+            if (chunk < 0) return;
+        }
+        compute_chunk(me, compute, publish, job, chunk, num_chunks);
     }
+}
+
+// ---- calls
+
+static void run_together(int thread) {
+    atomic_fetch_add(&pool.inside, 1);
+    if (atomic_load(&pool.is_open) && thread < pool_threads()) { // nothing of the call changes while a thread is inside
+        Member me = {.thread = thread, .job = atomic_load(&pool.first_job)};
+        atomic_load(&pool.function)(atomic_load(&pool.argument), &me);
+    }
+    if (atomic_fetch_sub(&pool.inside, 1) == 1 && atomic_load(&pool.caller_sleeps)) wake(&pool.inside, 1);
 }
 
 static void *run_thread(void *argument) {
     int thread = (int)(intptr_t)argument;
-    atomic_store(&threads[thread].id, (int)syscall(SYS_gettid));
-    uint32_t seen = generation_of(atomic_load(&pool.ticket));
+    uint32_t seen = 0;
     enter(); // for the life of the thread
+    atomic_store(&threads[thread].id, (int)syscall(SYS_gettid));
     for (;;) {
-        uint32_t generation;
+        uint32_t calls;
         int spins = 0;
-        while ((generation = generation_of(atomic_load_explicit(&pool.ticket, memory_order_acquire))) == seen) {
+        while ((calls = atomic_load_explicit(&pool.calls, memory_order_acquire)) == seen) {
             if (++spins < SPINS) {
                 pause_briefly();
                 continue;
             }
-            uint32_t jobs = atomic_load(&pool.jobs);
             atomic_fetch_add(&pool.sleepers, 1);
-            if (generation_of(atomic_load(&pool.ticket)) == seen) sleep_while(&pool.jobs, jobs);
+            if (atomic_load(&pool.calls) == seen) sleep_while(&pool.calls, seen);
             atomic_fetch_sub(&pool.sleepers, 1);
             spins = 0;
         }
-        seen = generation;
-        atomic_store_explicit(&threads[thread].core, sched_getcpu(), memory_order_relaxed);
-        atomic_fetch_add_explicit(&threads[thread].jobs, 1, memory_order_relaxed);
-        if (thread < atomic_load_explicit(&pool.threads, memory_order_relaxed)) work(generation, thread);
+        seen = calls;
+        run_together(thread);
     }
     return 0;
 }
@@ -179,29 +283,29 @@ int pool_use(int threads) {
 
 int pool_threads(void) { return atomic_load_explicit(&pool.threads, memory_order_relaxed); }
 
-void pool_run(Chunk function, void *job, int64_t num_chunks) {
-    if (num_chunks <= 1 || num_chunks > MOST_CHUNKS || pool_threads() == 1) {
-        for (int64_t chunk = 0; chunk < num_chunks; chunk++) function(job, chunk, 0);
+void pool_together(Together function, void *argument) {
+    Member me = {.thread = 0, .job = atomic_load(&pool.first_job)};
+    if (pool_threads() == 1) {
+        function(argument, &me);
         return;
     }
-    atomic_store_explicit(&pool.function, function, memory_order_relaxed);
-    atomic_store_explicit(&pool.job, job, memory_order_relaxed);
-    atomic_store(&pool.done, 0);
-    uint32_t generation = (generation_of(atomic_load(&pool.ticket)) + 1) & 0xffffff;
-    atomic_store(&pool.ticket, (uint64_t)generation << (2 * COUNT_BITS) | (uint64_t)num_chunks << COUNT_BITS);
-    atomic_fetch_add(&pool.jobs, 1);
-    if (atomic_load(&pool.sleepers)) wake(&pool.jobs, INT_MAX);
-    spread();
-    work(generation, 0);
+    atomic_store(&pool.function, function);
+    atomic_store(&pool.argument, argument);
+    atomic_store(&pool.is_open, 1);
+    atomic_fetch_add(&pool.calls, 1);
+    if (atomic_load(&pool.sleepers)) wake(&pool.calls, INT_MAX);
+    function(argument, &me);
+    atomic_store(&pool.is_open, 0);
     int spins = 0;
-    uint32_t done;
-    while ((done = atomic_load_explicit(&pool.done, memory_order_acquire)) != (uint32_t)num_chunks) {
+    uint32_t inside;
+    while ((inside = atomic_load(&pool.inside))) {
         if (++spins < SPINS) {
             pause_briefly();
             continue;
         }
         atomic_store(&pool.caller_sleeps, 1);
-        if ((done = atomic_load(&pool.done)) != (uint32_t)num_chunks) sleep_while(&pool.done, done);
+        if ((inside = atomic_load(&pool.inside))) sleep_while(&pool.inside, inside);
         atomic_store(&pool.caller_sleeps, 0);
     }
+    atomic_store(&pool.first_job, me.job);
 }

@@ -146,6 +146,19 @@ int64_t largest(const float *x, int64_t count, float *best) {
     return 0;
 }
 
+static inline float only_if(uint32_t word, int64_t bit, float x) { return word >> bit & 1 ? x : -__builtin_inff(); }
+
+void refuse(float *logits, int64_t count, const uint32_t *allowed, int64_t first) {
+    int64_t i = 0;
+    for (; i < count && (first + i) % 32; i++) logits[i] = only_if(allowed[(first + i) / 32], (first + i) % 32, logits[i]);
+    for (; i + 32 <= count; i += 32) {
+        uint32_t word = allowed[(first + i) / 32];
+        if (word == UINT32_MAX) continue; // grammars mostly allow almost all, or almost none
+        for (int bit = 0; bit < 32; bit++) logits[i + bit] = only_if(word, bit, logits[i + bit]);
+    }
+    for (; i < count; i++) logits[i] = only_if(allowed[(first + i) / 32], (first + i) % 32, logits[i]);
+}
+
 void choose(float *logits, int64_t count, int64_t num_chosen, int normalize, int32_t *chosen, float *shares) {
     float most = -__builtin_inff(), sum = 0, sum_of_chosen = 0;
     for (int64_t i = 0; i < count; i++) most = logits[i] > most ? logits[i] : most;

@@ -26,6 +26,8 @@ void add_weighted(const float *in, float weight, int64_t count, float *out);
 float maximum(const float *x, int64_t count);
 // The index of the largest number, the first one of several, and itself in *best; -1 if any of them is NaN.
 int64_t largest(const float *x, int64_t count, float *best);
+// Logits of the tokens from *first* on: those that are not in the bits *allowed*, of all tokens, become minus infinity.
+void refuse(float *logits, int64_t count, const uint32_t *allowed, int64_t first);
 // The *num_chosen* largest of *logits*, the first ones of equals, in falling order, and their shares of the softmax over
 // all; with *normalize* the shares are scaled to sum to 1. With a NaN all shares are NaN.
 void choose(float *logits, int64_t count, int64_t num_chosen, int normalize, int32_t *chosen, float *shares);

@@ -110,7 +110,7 @@ static void compute_attention(const Work *work) {
     const char *rows = prepare(work, work->step->x, model->hidden, 0, num_tokens, layer->input_norm, &layer->qkv,
                                work->activations);
     multiply(work, &layer->qkv, rows, num_tokens, STORE, work->qkv, work->qkv_stride);
-    pool_run(rope_chunk, (void *)work, parts(num_tokens, ROWS_AT_ONCE));
+    pool_share(work->me, rope_chunk, 0, (void *)work, parts(num_tokens, ROWS_AT_ONCE));
     attend(work);
     rows = prepare(work, work->attended, work->attended_stride, 0, num_tokens, 0, &layer->output, work->activations);
     multiply(work, &layer->output, rows, num_tokens, ADD, work->sums, model->hidden);
@@ -143,6 +143,16 @@ static Outcome check(const Model *model, Step *step) {
     return DONE;
 }
 
+static void forward_together(void *argument, Member *me) {
+    Work work = *(const Work *)argument;
+    work.me = me;
+    pool_share(me, embed_chunk, 0, &work, parts(work.step->num_tokens, ROWS_AT_ONCE));
+    for (; work.layer < work.model->num_layers; work.layer++) {
+        compute_attention(&work);
+        compute_mlp(&work);
+    }
+}
+
 // Compute one step: write the keys and values of its tokens to the pages and the last layer's output to `x`.
 API int kernels_forward(const Model *model, Step *step) {
     Outcome outcome = check(model, step);
@@ -150,15 +160,27 @@ API int kernels_forward(const Model *model, Step *step) {
     uint32_t before = begin(model->threads);
     Work work = {.model = model, .step = step, .sums = step->x};
     outcome = begin_work(&work);
-    if (!outcome) {
-        pool_run(embed_chunk, &work, parts(step->num_tokens, ROWS_AT_ONCE));
-        for (; work.layer < model->num_layers; work.layer++) {
-            compute_attention(&work);
-            compute_mlp(&work);
-        }
-    }
+    if (!outcome) pool_together(forward_together, &work);
     end(before);
     return outcome;
+}
+
+typedef struct {
+    const Work *work;
+    int64_t part;
+} Part;
+
+static void part_together(void *argument, Member *me) {
+    const Part *job = argument;
+    Work work = *job->work;
+    work.me = me;
+    int64_t chunks = parts(work.step->num_tokens, ROWS_AT_ONCE);
+    if (job->part == 0) pool_share(me, embed_chunk, 0, &work, chunks);
+    else if (job->part % 2 == 0) compute_mlp(&work);
+    else {
+        pool_share(me, angles_chunk, 0, &work, chunks);
+        compute_attention(&work);
+    }
 }
 
 // Compute one part of a step, for a rank of several. *sums*, [num_tokens][hidden], are zeros before, and are then what the
@@ -169,15 +191,10 @@ API int kernels_part(const Model *model, Step *step, int64_t part, float *sums) 
     if (outcome || !step->num_tokens) return outcome;
     uint32_t before = begin(model->threads);
     Work work = {.model = model, .step = step, .layer = (part - 1) / 2, .sums = sums};
-    int64_t chunks = parts(step->num_tokens, ROWS_AT_ONCE);
     outcome = begin_work(&work); // nothing stays from the part before: another model may have used the memory
     if (!outcome) {
-        if (part == 0) pool_run(embed_chunk, &work, chunks);
-        else if (part % 2 == 0) compute_mlp(&work);
-        else {
-            pool_run(angles_chunk, &work, chunks);
-            compute_attention(&work);
-        }
+        Part job = {&work, part};
+        pool_together(part_together, &job);
     }
     end(before);
     return outcome;
@@ -185,55 +202,110 @@ API int kernels_part(const Model *model, Step *step, int64_t part, float *sums) 
 
 typedef struct {
     const Work *work;
-    const int32_t *logits_rows;
+    const float *x;
+    const int32_t *rows, *logits_rows;
     float *logits;
+    const uint32_t *const *allowed; // [num_rows]
     int64_t tiles, tile_panels;
-    const char *rows;
+    const char *prepared;
     int64_t num_rows, tile_rows, row_tiles;
     float *best;        // [num_rows][tiles]
     int32_t *best_ids;
 } Head;
 
+// A tile of the head's product: its first row and panel, their numbers, and where it lies in the memory of a thread, with
+// the best of each row and room for one row behind it.
+typedef struct {
+    int64_t number, row, count, first_panel, stride, outputs;
+    float *out, *best, *copy;
+    int32_t *best_ids;
+} Tile;
+
+static Tile tile_of(const Head *h, int64_t chunk, int thread) {
+    const Matrix *head = &h->work->model->head;
+    Tile tile = {.number = chunk / h->row_tiles, .row = chunk % h->row_tiles * h->tile_rows};
+    tile.first_panel = tile.number * h->tile_panels;
+    tile.count = least(h->tile_rows, h->num_rows - tile.row);
+    tile.stride = least(h->tile_panels, parts(head->outputs, PANEL) - tile.first_panel) * PANEL;
+    tile.outputs = least(tile.stride, head->outputs - tile.first_panel * PANEL);
+    tile.out = scratch_of(h->work, thread);
+    tile.best = tile.out + h->tile_rows * h->tile_panels * PANEL;
+    tile.best_ids = (int32_t *)(tile.best + h->tile_rows);
+    tile.copy = tile.best + 2 * h->tile_rows;
+    return tile;
+}
+
+// As `largest`, of the tokens that the bits *allowed* have, or of all if that is NULL. The logits are those of the tokens
+// from *first* on. Returns -1 also if one is plus infinity, and looks for that and for NaN at all of them. May overwrite them.
+static int64_t best_of(float *logits, int64_t count, const uint32_t *allowed, int64_t first, float *best) {
+    int64_t found = largest(logits, count, best);
+    if (found < 0 || *best == __builtin_inff()) return -1;
+    if (!allowed || allowed[(first + found) / 32] >> ((first + found) % 32) & 1) return found;
+    refuse(logits, count, allowed, first);
+    return largest(logits, count, best);
+}
+
 static void head_chunk(void *job, int64_t chunk, int thread) {
     const Head *h = job;
     const Matrix *head = &h->work->model->head;
-    int64_t tile = chunk / h->row_tiles, first = (chunk % h->row_tiles) * h->tile_rows;
-    int64_t count = least(h->tile_rows, h->num_rows - first), first_panel = tile * h->tile_panels;
-    int64_t num_panels = least(h->tile_panels, parts(head->outputs, PANEL) - first_panel);
-    int64_t stride = num_panels * PANEL, outputs = least(stride, head->outputs - first_panel * PANEL);
     const Variant *variant = h->work->model->variant;
-    float *out = scratch_of(h->work, thread);
-    variant->multiply(head, h->rows + first * variant->activation_bytes(head->format, head->inputs), count, first_panel,
-                      num_panels, out, stride);
-    for (int64_t r = 0; r < count; r++) {
-        int64_t row = first + r, found = largest(out + r * stride, outputs, &h->best[row * h->tiles + tile]);
-        h->best_ids[row * h->tiles + tile] = (int32_t)(found < 0 ? -1 : found + first_panel * PANEL);
-        if (h->logits_rows[row] >= 0)
-            memcpy(h->logits + h->logits_rows[row] * head->outputs + first_panel * PANEL, out + r * stride,
-                   (size_t)outputs * sizeof(float));
+    Tile tile = tile_of(h, chunk, thread);
+    variant->multiply(head, h->prepared + tile.row * variant->activation_bytes(head->format, head->inputs), tile.count,
+                      tile.first_panel, tile.stride / PANEL, tile.out, tile.stride);
+    for (int64_t r = 0; r < tile.count; r++) {
+        int64_t row = tile.row + r, first = tile.first_panel * PANEL;
+        float *logits = tile.out + r * tile.stride;
+        const uint32_t *allowed = h->allowed ? h->allowed[row] : 0;
+        if (allowed && h->logits_rows[row] >= 0) logits = memcpy(tile.copy, logits, (size_t)tile.outputs * sizeof(float));
+        int64_t found = best_of(logits, tile.outputs, allowed, first, &tile.best[r]);
+        tile.best_ids[r] = (int32_t)(found < 0 ? -1 : found + first);
     }
+}
+
+static void publish_head(void *job, int64_t chunk, int thread) {
+    const Head *h = job;
+    Tile tile = tile_of(h, chunk, thread);
+    for (int64_t r = 0; r < tile.count; r++) {
+        int64_t row = tile.row + r;
+        h->best[row * h->tiles + tile.number] = tile.best[r];
+        h->best_ids[row * h->tiles + tile.number] = tile.best_ids[r];
+        if (h->logits_rows[row] >= 0)
+            memcpy(h->logits + h->logits_rows[row] * h->work->model->head.outputs + tile.first_panel * PANEL,
+                   tile.out + r * tile.stride, (size_t)tile.outputs * sizeof(float));
+    }
+}
+
+static void head_together(void *argument, Member *me) {
+    Head job = *(const Head *)argument;
+    Work work = *job.work;
+    const Model *model = work.model;
+    work.me = me;
+    job.work = &work;
+    job.prepared = prepare(&work, job.x, model->hidden, job.rows, job.num_rows, model->norm, &model->head, work.activations);
+    pool_share(me, head_chunk, publish_head, &job, job.tiles * job.row_tiles);
 }
 
 // Compute logits of some tokens of `x`, [num_tokens][hidden]: *rows* are their indices. best[r] is the token with the largest
 // logit of row r, the first one of several, or -1 if one is NaN or the largest is infinite. The logits of row r go to row logits_rows[r] of *logits*,
-// [.., vocabulary], in float32, or nowhere where that is -1.
+// [.., vocabulary], in float32, or nowhere where that is -1. best[r] is chosen of the tokens that are in the bits
+// allowed[r], -1 if that leaves none. Where *allowed* or allowed[r] is NULL, all are.
 API int kernels_head(const Model *model, const float *x, int64_t num_tokens, const int32_t *rows, int64_t num_rows,
-                     const int32_t *logits_rows, float *logits, int32_t *best) {
+                     const int32_t *logits_rows, float *logits, const uint32_t *const *allowed, int32_t *best) {
     if (!num_rows) return DONE;
     for (int64_t r = 0; r < num_rows; r++)
         if (rows[r] < 0 || rows[r] >= num_tokens) return WRONG_TOKEN;
     uint32_t before = begin(model->threads);
     Work work = {.model = model};
-    Head job = {.work = &work, .logits_rows = logits_rows, .logits = logits, .num_rows = num_rows};
+    Head job = {.work = &work, .x = x, .rows = rows, .logits_rows = logits_rows, .logits = logits, .allowed = allowed,
+                .num_rows = num_rows};
     model->variant->tile(&model->head, num_rows, pool_threads(), &job.tile_rows, &job.tile_panels);
     job.row_tiles = parts(num_rows, job.tile_rows);
     job.tiles = parts(parts(model->head.outputs, PANEL), job.tile_panels);
-    Outcome outcome = begin_head(&work, num_rows, job.tiles, job.tile_rows * job.tile_panels * PANEL);
+    Outcome outcome = begin_head(&work, num_rows, job.tiles, (job.tile_rows + 1) * (job.tile_panels * PANEL + 2));
     if (!outcome) {
         job.best = work.best;
         job.best_ids = work.best_ids;
-        job.rows = prepare(&work, x, model->hidden, rows, num_rows, model->norm, &model->head, work.activations);
-        pool_run(head_chunk, &job, job.tiles * job.row_tiles);
+        pool_together(head_together, &job);
         for (int64_t row = 0; row < num_rows; row++) {
             const float *bests = job.best + row * job.tiles;
             const int32_t *ids = job.best_ids + row * job.tiles;
@@ -265,6 +337,10 @@ static void sample_chunk(void *job, int64_t i, int thread) {
                                        s->scratch + thread * s->scratch_bytes);
 }
 
+static void sample_together(void *argument, Member *me) {
+    pool_share(me, sample_chunk, 0, argument, ((const Sampling *)argument)->num_rows);
+}
+
 // Draw a token for some rows of *logits*, [..][vocabulary]: that of row rows[i] goes to tokens[rows[i]]. *numbers* are
 // those of `Draw`, [6][num_rows].
 API int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *rows, int64_t num_rows,
@@ -272,9 +348,37 @@ API int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *r
     uint32_t before = begin(threads);
     Sampling job = {logits, divisors, rows, numbers, vocabulary, num_rows, tokens, .scratch_bytes = draw_scratch(vocabulary)};
     job.scratch = lend(job.scratch_bytes * pool_threads());
-    if (job.scratch) pool_run(sample_chunk, &job, num_rows);
+    if (job.scratch) pool_together(sample_together, &job);
     end(before);
     return job.scratch ? DONE : NO_MEMORY;
+}
+
+typedef struct {
+    float *logits;
+    int64_t vocabulary;
+    const int64_t *rows;
+    int64_t num_rows;
+    const uint32_t *const *allowed;
+} Refusing;
+
+static void refuse_chunk(void *job, int64_t i, int thread) {
+    const Refusing *r = job;
+    (void)thread;
+    refuse(r->logits + r->rows[i] * r->vocabulary, r->vocabulary, r->allowed[i], 0);
+}
+
+static void refuse_together(void *argument, Member *me) {
+    pool_share(me, refuse_chunk, 0, argument, ((const Refusing *)argument)->num_rows);
+}
+
+// Make the logits minus infinity of those tokens that a row cannot have. The bits allowed[i] belong to row rows[i] of
+// *logits*, [..][vocabulary].
+API void kernels_refuse(float *logits, int64_t vocabulary, const int64_t *rows, int64_t num_rows,
+                        const uint32_t *const *allowed, int threads) {
+    uint32_t before = begin(threads);
+    Refusing job = {logits, vocabulary, rows, num_rows, allowed};
+    pool_together(refuse_together, &job);
+    end(before);
 }
 
 // ---- packing
@@ -283,7 +387,7 @@ typedef struct {
     const Variant *variant;
     Format format, source;
     const char *first, *second;
-    int64_t outputs, inputs;
+    int64_t outputs, inputs, num_panels;
     char *out;
 } Packing;
 
@@ -297,6 +401,10 @@ static void pack_chunk(void *job, int64_t panel, int thread) {
     p->variant->pack(p->format, rows, p->source, p->inputs, p->out + panel * p->variant->panel_bytes(p->format, p->inputs));
 }
 
+static void pack_together(void *argument, Member *me) {
+    pool_share(me, pack_chunk, 0, argument, ((const Packing *)argument)->num_panels);
+}
+
 // Bytes of a packed matrix. Of a pair, whose panels come in turn, *outputs* counts one.
 API int64_t kernels_packed_bytes(const Variant *variant, Format format, int64_t outputs, int64_t inputs, int pair) {
     return parts(outputs, PANEL) * (pair ? 2 : 1) * variant->panel_bytes(format, inputs);
@@ -306,7 +414,8 @@ API int64_t kernels_packed_bytes(const Variant *variant, Format format, int64_t 
 API void kernels_pack(const Variant *variant, Format format, Format source, const void *first, const void *second,
                       int64_t outputs, int64_t inputs, int threads, void *out) {
     uint32_t before = begin(threads);
-    Packing job = {variant, format, source, first, second, outputs, inputs, out};
-    pool_run(pack_chunk, &job, parts(outputs, PANEL) * (second ? 2 : 1));
+    int64_t num_panels = parts(outputs, PANEL) * (second ? 2 : 1);
+    Packing job = {variant, format, source, first, second, outputs, inputs, num_panels, out};
+    pool_together(pack_together, &job);
     end(before);
 }

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pool.h"
 #include "rows.h"
 
 #define ALIGNMENT 64
@@ -95,6 +94,16 @@ static void list_attention(Work *work, int64_t *num_parts) {
     }
 }
 
+// Where the outputs of a chunk wait in the memory of a thread.
+static float *outputs_of(const Work *work, int thread) {
+    return (float *)((char *)scratch_of(work, thread) + work->attend_bytes);
+}
+
+// Outputs of one token of a chunk.
+static int64_t outputs_of_token(const Model *model, const AttentionChunk *chunk) {
+    return chunk->num_heads * (model->num_heads / model->num_kv_heads) * model->head_dim;
+}
+
 static void attention_chunk(void *job, int64_t index, int thread) {
     const Work *work = job;
     const Model *model = work->model;
@@ -102,17 +111,32 @@ static void attention_chunk(void *job, int64_t index, int thread) {
     Pages pages = pages_of(work);
     int64_t group = model->num_heads / model->num_kv_heads, position = work->positions[chunk->token];
     const int32_t *table = work->step->tables + chunk->row * work->step->table_width;
-    const float *q = work->qkv + chunk->token * work->qkv_stride;
-    float *o = work->attended + chunk->token * work->attended_stride, *scratch = scratch_of(work, thread);
-    for (int64_t head = chunk->first_head; head < chunk->first_head + chunk->num_heads; head++) {
-        int64_t offset = head * group * model->head_dim;
-        if (chunk->segment < 0)
-            model->variant->attend(&pages, table, position, chunk->count, head, q + offset, work->qkv_stride,
-                                   o + offset, work->attended_stride, scratch);
-        else
-            model->variant->attend_segment(&pages, table, position, head, chunk->segment, q + offset,
-                                           work->attention_parts + chunk->part, scratch);
+    const float *q = work->qkv + chunk->token * work->qkv_stride + chunk->first_head * group * model->head_dim;
+    float *o = outputs_of(work, thread), *scratch = scratch_of(work, thread);
+    if (chunk->segment >= 0) {
+        model->variant->attend_segment(&pages, table, position, chunk->first_head, chunk->segment, q, o, scratch);
+        return;
     }
+    for (int64_t head = 0; head < chunk->num_heads; head++) {
+        int64_t offset = head * group * model->head_dim;
+        model->variant->attend(&pages, table, position, chunk->count, chunk->first_head + head, q + offset,
+                               work->qkv_stride, o + offset, outputs_of_token(model, chunk), scratch);
+    }
+}
+
+static void publish_attention(void *job, int64_t index, int thread) {
+    const Work *work = job;
+    const Model *model = work->model;
+    const AttentionChunk *chunk = &work->attention[index];
+    int64_t group = model->num_heads / model->num_kv_heads, outputs = outputs_of_token(model, chunk);
+    const float *o = outputs_of(work, thread);
+    if (chunk->segment >= 0) {
+        memcpy(work->attention_parts + chunk->part, o, (size_t)(group * work->part_floats) * sizeof(float));
+        return;
+    }
+    float *to = work->attended + chunk->token * work->attended_stride + chunk->first_head * group * model->head_dim;
+    for (int64_t token = 0; token < chunk->count; token++)
+        memcpy(to + token * work->attended_stride, o + token * outputs, (size_t)outputs * sizeof(float));
 }
 
 static void merge_chunk(void *job, int64_t index, int thread) {
@@ -126,8 +150,8 @@ static void merge_chunk(void *job, int64_t index, int thread) {
 }
 
 void attend(const Work *work) {
-    pool_run(attention_chunk, (void *)work, work->num_attention);
-    pool_run(merge_chunk, (void *)work, work->num_merges);
+    pool_share(work->me, attention_chunk, publish_attention, (void *)work, work->num_attention);
+    if (work->num_merges) pool_share(work->me, merge_chunk, 0, (void *)work, work->num_merges);
 }
 
 // ---- memory
@@ -149,7 +173,7 @@ static int64_t lay_out_experts(Work *work, char *base, int64_t taken) {
     work->pair_of = take(base, &taken, pairs * 4);
     work->pair_tokens = take(base, &taken, pairs * 4);
     work->first_pair = take(base, &taken, (model->num_experts + 1) * 4);
-    work->products = take(base, &taken, model->num_experts * (int64_t)sizeof(Product));
+    work->products = take(base, &taken, pool_threads() * model->num_experts * (int64_t)sizeof(Product));
     work->pair_inner = take(base, &taken, pairs * work->pair_inner_stride * 4);
     work->pair_out = take(base, &taken, pairs * work->pair_out_stride * 4);
     work->pair_activations =
@@ -182,12 +206,17 @@ static int64_t lay_out(Work *work, char *base, int64_t num_parts) {
     work->attended = take(base, &taken, tokens * work->attended_stride * 4);
     work->inner = take(base, &taken, tokens * work->inner_stride * 4);
     work->activations = take(base, &taken, tokens * bytes);
+    work->own_bytes = least(tokens, ROWS_AT_ONCE) * bytes;
+    work->own = take(base, &taken, work->own_bytes * pool_threads());
     work->attention = take(base, &taken, work->num_attention * (int64_t)sizeof(AttentionChunk));
     work->merges = take(base, &taken, work->num_merges * (int64_t)sizeof(AttentionChunk));
     work->attention_parts =
         take(base, &taken, num_parts * model->num_heads / model->num_kv_heads * work->part_floats * 4);
     taken = lay_out_experts(work, base, taken);
-    work->scratch_bytes = most(LARGEST_TILE * 4, model->variant->attend_scratch(&pages));
+    int64_t outputs = least(tokens, model->variant->queries(&pages)) * model->num_heads * model->head_dim;
+    outputs = most(outputs, model->num_heads / model->num_kv_heads * work->part_floats);
+    work->attend_bytes = round_up(model->variant->attend_scratch(&pages), ALIGNMENT);
+    work->scratch_bytes = most(LARGEST_TILE * 4, work->attend_bytes + outputs * 4);
     work->scratch_bytes = parts(most(work->scratch_bytes, padded(widest) * 4), 4096) * 4096;
     work->scratch = take(base, &taken, work->scratch_bytes * pool_threads());
     return taken;
@@ -218,6 +247,8 @@ Outcome begin_head(Work *work, int64_t num_rows, int64_t tiles, int64_t tile_flo
         int64_t taken = 0;
         char *base = pass ? memory : 0;
         work->activations = take(base, &taken, num_rows * row_bytes(work, &model->head));
+        work->own_bytes = least(num_rows, ROWS_AT_ONCE) * row_bytes(work, &model->head);
+        work->own = take(base, &taken, work->own_bytes * pool_threads());
         work->best = take(base, &taken, num_rows * tiles * 4);
         work->best_ids = take(base, &taken, num_rows * tiles * 4);
         work->scratch = take(base, &taken, work->scratch_bytes * pool_threads());
@@ -254,11 +285,21 @@ static void prepare_chunk(void *job, int64_t chunk, int thread) {
     }
 }
 
+void prepare_for_all(const Work *work, const float *in, int64_t in_stride, const int32_t *rows, int64_t num_rows,
+                     const float *norm, const Matrix *matrix, char *out) {
+    Preparation job = {work, in, in_stride, rows, num_rows, norm, matrix, out};
+    pool_share(work->me, prepare_chunk, 0, &job, parts(num_rows, ROWS_AT_ONCE));
+}
+
 const char *prepare(const Work *work, const float *in, int64_t in_stride, const int32_t *rows, int64_t num_rows,
                     const float *norm, const Matrix *matrix, char *out) {
-    Preparation job = {work, in, in_stride, rows, num_rows, norm, matrix, out};
-    pool_run(prepare_chunk, &job, parts(num_rows, ROWS_AT_ONCE));
-    return out;
+    if (num_rows > ROWS_AT_ONCE) {
+        prepare_for_all(work, in, in_stride, rows, num_rows, norm, matrix, out);
+        return out;
+    }
+    Preparation job = {work, in, in_stride, rows, num_rows, norm, matrix, work->own + work->me->thread * work->own_bytes};
+    prepare_chunk(&job, 0, work->me->thread);
+    return job.out;
 }
 
 // ---- products
@@ -277,33 +318,51 @@ Product product_of(const Work *work, const Matrix *matrix, const char *rows, int
     return product;
 }
 
+// A tile of a product, in the memory of a thread and where it goes.
+typedef struct {
+    int64_t first, count, first_panel, num_panels, stride;
+    float *in, *out;
+} Tile;
+
+static Tile tile_of(const Product *p, int64_t chunk, int thread) {
+    Tile tile = {.first = chunk % p->row_tiles * p->tile_rows, .first_panel = chunk / p->row_tiles * p->tile_panels};
+    tile.count = least(p->tile_rows, p->num_rows - tile.first);
+    tile.num_panels = least(p->tile_panels, parts(p->matrix->outputs, PANEL) - tile.first_panel);
+    tile.stride = tile.num_panels * PANEL;
+    tile.in = scratch_of(p->work, thread);
+    tile.out = p->out + tile.first * p->stride + tile.first_panel * PANEL / (p->then == SWIGLU ? 2 : 1);
+    return tile;
+}
+
 void product_chunk(void *job, int64_t chunk, int thread) {
     const Product *p = job;
-    const Variant *variant = p->work->model->variant;
-    int64_t first = chunk % p->row_tiles * p->tile_rows, count = least(p->tile_rows, p->num_rows - first);
-    int64_t first_panel = chunk / p->row_tiles * p->tile_panels;
-    int64_t num_panels = least(p->tile_panels, parts(p->matrix->outputs, PANEL) - first_panel);
-    const char *rows = p->rows + first * row_bytes(p->work, p->matrix);
-    float *out = p->out + first * p->stride + first_panel * PANEL / (p->then == SWIGLU ? 2 : 1);
-    if (p->then == STORE) {
-        variant->multiply(p->matrix, rows, count, first_panel, num_panels, out, p->stride);
-        return;
+    Tile tile = tile_of(p, chunk, thread);
+    const char *rows = p->rows + tile.first * row_bytes(p->work, p->matrix);
+    p->work->model->variant->multiply(p->matrix, rows, tile.count, tile.first_panel, tile.num_panels, tile.in, tile.stride);
+    if (p->then != SWIGLU) return;
+    for (int64_t r = 0; r < tile.count; r++) {
+        float *in = tile.in + r * tile.stride;
+        for (int64_t panel = 0; panel < tile.num_panels; panel += 2)
+            swiglu(in + panel * PANEL, in + (panel + 1) * PANEL, PANEL, in + panel / 2 * PANEL);
     }
-    int64_t tile_stride = num_panels * PANEL, outputs = least(tile_stride, p->matrix->outputs - first_panel * PANEL);
-    float *tile = scratch_of(p->work, thread);
-    variant->multiply(p->matrix, rows, count, first_panel, num_panels, tile, tile_stride);
-    for (int64_t r = 0; r < count; r++) {
-        const float *in = tile + r * tile_stride;
-        float *to = out + r * p->stride;
-        if (p->then == ADD) add(in, outputs, to);
-        else
-            for (int64_t panel = 0; panel < num_panels; panel += 2)
-                swiglu(in + panel * PANEL, in + (panel + 1) * PANEL, PANEL, to + panel / 2 * PANEL);
+}
+
+void publish_product(void *job, int64_t chunk, int thread) {
+    const Product *p = job;
+    Tile tile = tile_of(p, chunk, thread);
+    int64_t outputs = p->then == ADD      ? least(tile.stride, p->matrix->outputs - tile.first_panel * PANEL)
+                      : p->then == SWIGLU ? tile.stride / 2
+                                          : tile.stride;
+    for (int64_t r = 0; r < tile.count; r++) {
+        const float *in = tile.in + r * tile.stride;
+        float *out = tile.out + r * p->stride;
+        if (p->then == ADD) add(in, outputs, out);
+        else memcpy(out, in, (size_t)outputs * sizeof(float));
     }
 }
 
 void multiply(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
               int64_t stride) {
     Product product = product_of(work, matrix, rows, num_rows, then, out, stride);
-    pool_run(product_chunk, &product, product.num_chunks);
+    pool_share(work->me, product_chunk, publish_product, &product, product.num_chunks);
 }

@@ -1,5 +1,6 @@
 // The memory of one step, and its jobs that several threads share.
 #pragma once
+#include "pool.h"
 #include "step.h"
 
 // What happens to a product: it is stored, added to what is there, or gate and up become one (SwiGLU).
@@ -22,9 +23,11 @@ typedef struct {
     int64_t part;    // where the parts of a segment go, in floats
 } AttentionChunk;
 
+// Each thread has a copy. The memory that it names is the same.
 typedef struct Work {
     const Model *model;
     const Step *step;
+    Member *me;
     int64_t layer;
     float *sums; // [num_tokens][hidden]: the embedding, and each layer's attention and MLP, are added here; x, or a rank's part
     int32_t *positions, *rows; // [num_tokens]: of each token, in its row; and which row that is
@@ -32,14 +35,17 @@ typedef struct Work {
     float *qkv, *attended, *inner;
     int64_t qkv_stride, attended_stride, inner_stride; // in floats, multiples of ROW_MULTIPLE; what is beyond is zero
     char *activations; // prepared rows
+    char *own;         // a few of them, for each thread
+    int64_t own_bytes;
     AttentionChunk *attention, *merges;
     int64_t num_attention, num_merges, part_floats;
+    int64_t attend_bytes; // of a thread's scratch memory; behind them a chunk's outputs wait to be published
     float *attention_parts;
     // experts: pairs of a token and one of its experts, those of an expert side by side
     char *pair_activations;
     float *router, *shares, *pair_inner, *pair_out;
     int32_t *chosen, *pair_tokens, *pair_of, *first_pair;
-    Product *products; // one for each expert that has tokens
+    Product *products; // for each thread one for each expert that has tokens
     int64_t router_stride, pair_inner_stride, pair_out_stride;
     float *best; // the head
     int32_t *best_ids;
@@ -65,13 +71,17 @@ Outcome begin_head(Work *work, int64_t num_rows, int64_t tiles, int64_t tile_flo
 void *lend(int64_t bytes);
 
 // Bring rows of *in*, or those that *rows* names, into the form that *matrix* multiplies, normalised if there is a *norm*.
-// Returns *out*.
+// Returns where they are: a few rows each thread prepares for itself, more are a job and go to *out*.
 const char *prepare(const Work *work, const float *in, int64_t in_stride, const int32_t *rows, int64_t num_rows,
                     const float *norm, const Matrix *matrix, char *out);
+// The same, always to *out*.
+void prepare_for_all(const Work *work, const float *in, int64_t in_stride, const int32_t *rows, int64_t num_rows,
+                     const float *norm, const Matrix *matrix, char *out);
 
 Product product_of(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
                    int64_t stride);
 void product_chunk(void *job, int64_t chunk, int thread);
+void publish_product(void *job, int64_t chunk, int thread);
 void multiply(const Work *work, const Matrix *matrix, const char *rows, int64_t num_rows, Then then, float *out,
               int64_t stride);
 

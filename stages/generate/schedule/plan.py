@@ -22,6 +22,9 @@ from stages.generate.schedule.bad_words import BadWords
 NOT_A_NUMBER: Final = -1
 """In place of a token: a logit is NaN, or the largest is infinite, so no token can follow."""
 
+Words = npt.NDArray[np.uint32]
+"""One bit for each token: bit t % 32 of word t // 32 is that of token t. There may be more bits than tokens."""
+
 
 class Matcher(Protocol):
     """Follows the output of one request through its grammar."""
@@ -35,8 +38,8 @@ class Matcher(Protocol):
         """Take in the next token of the output, after which it goes on."""
         ...
 
-    def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Return for each token whether it may come next. Wait until that is known. None: it gave up."""
+    def allowed(self) -> Words | None:
+        """Return for each token whether it may come next: 1 if so. Wait until that is known. None: it gave up."""
         ...
 
 
@@ -59,7 +62,7 @@ class Sample:
     """What `settled` adds the ends of."""
     matcher: Matcher | None = None
     """What `settled` asks for `allowed`."""
-    allowed: npt.NDArray[np.bool_] | None = None
+    allowed: Words | None = None
     """Which tokens the grammar allows; None: all."""
 
     def settled(self) -> Sample:
@@ -77,6 +80,11 @@ class Sample:
     def changes_logits(self) -> bool:
         """Whether the token is chosen from other logits than the model's own."""
         return bool(self.forbidden) or self.allowed is not None or self.params.shapes
+
+    @property
+    def is_best_of_allowed(self) -> bool:
+        """Whether the token is the one with the model's own largest logit, of those that its grammar allows."""
+        return self.allowed is not None and self.params.temperature == 0 and not self.params.shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from pipeline.events import SamplingParams
+from stages.generate.forward.masks import packed
 from stages.generate.forward.sampler import sample
 from stages.generate.forward.shaping import shape
 from stages.generate.kernels import sampling
@@ -126,7 +127,7 @@ def test_a_negative_token_is_no_token(params: dict[str, Any]) -> None:
 
 def bound(*allowed: int, forbidden: tuple[int, ...] = (), **params: Any) -> Sample:
     """Return a row with a grammar that allows some tokens."""
-    return replace(how(forbidden, **params), allowed=np.isin(np.arange(10), allowed))
+    return replace(how(forbidden, **params), allowed=packed(np.isin(np.arange(10), allowed)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ void kernels_pack(const Variant *variant, Format format, Format source, const vo
                   int64_t outputs, int64_t inputs, int threads, void *out);
 int kernels_forward(const Model *model, Step *step);
 int kernels_head(const Model *model, const float *x, int64_t num_tokens, const int32_t *rows, int64_t num_rows,
-                 const int32_t *logits_rows, float *logits, int32_t *best);
+                 const int32_t *logits_rows, float *logits, const uint32_t *const *allowed, int32_t *best);
 int kernels_sample(const float *logits, int64_t vocabulary, const int64_t *rows, int64_t num_rows,
                    const float *divisors, const int64_t *numbers, int threads, int64_t *tokens);
 
@@ -192,7 +192,11 @@ static void compute_steps(void) {
                        .frequencies = numbers(FLOAT32, HEAD_DIM / 2, 1), .rope_factor = 1.25f};
         const int64_t num_numbers = LAYERS * 2 * PAGES * KV_HEADS * PAGE_SIZE * HEAD_DIM;
         void *before = numbers(plain, num_numbers, 2);
-        int32_t token_ids[TOKENS], tables[PAGES], rows[TOKENS], places[TOKENS], best[TOKENS];
+        int32_t token_ids[TOKENS], tables[PAGES], rows[TOKENS], places[TOKENS], best[TOKENS], allowed_best[TOKENS];
+        uint32_t bits[(VOCABULARY + 31) / 32];
+        const uint32_t *allowed[TOKENS];
+        for (int i = 0; i < COUNT(bits); i++) bits[i] = i % 3 ? 0x9e3779b9u * (uint32_t)i : UINT32_MAX;
+        for (int i = 0; i < TOKENS; i++) allowed[i] = i % 5 ? bits : NULL;
         for (int i = 0; i < TOKENS; i++) token_ids[i] = i * 37 % VOCABULARY, rows[i] = i, places[i] = TOKENS - 1 - i;
         for (int i = 0; i < PAGES; i++) tables[i] = i * 5 % PAGES;
         for (int way = 0; way < 3; way++) {
@@ -206,13 +210,15 @@ static void compute_steps(void) {
             const uint32_t usual = enter();
             leave(STRANGE);
             int outcome = kernels_forward(&model, &step);
-            outcome |= kernels_head(&model, x, TOKENS, rows, TOKENS, places, logits, best);
+            outcome |= kernels_head(&model, x, TOKENS, rows, TOKENS, places, logits, NULL, best);
+            outcome |= kernels_head(&model, x, TOKENS, rows, TOKENS, places, logits, allowed, allowed_best);
             if (enter() != STRANGE || outcome) printf("outcome %d, or the way to round has changed\n", outcome);
             leave(usual);
             report(x, TOKENS * HIDDEN * 4, "step %s %d, outputs", names[format], way);
             report(pages, num_numbers * bytes_of(plain), "step %s %d, pages", names[format], way);
             report(logits, TOKENS * VOCABULARY * 4, "step %s %d, logits", names[format], way);
             report(best, TOKENS * 4, "step %s %d, best", names[format], way);
+            report(allowed_best, TOKENS * 4, "step %s %d, best of those allowed", names[format], way);
             for (int i = 0; i < TOKENS * VOCABULARY; i++)
                 if (!(logits[i] > -1e30f && logits[i] < 1e30f)) return (void)puts("a logit is not a number");
             free(pages), free(x), free(logits);

@@ -158,9 +158,9 @@ def test_a_rank_with_only_page_tables_computes_what_rank_0_computes(monkeypatch:
     asked: list[torch.Tensor] = []
     head, logits = TorchComputer.head, TorchComputer.logits
 
-    def noted_head(self: TorchComputer, x_TE: torch.Tensor, rows_R: Any, wanted_R: Any) -> Any:
+    def noted_head(self: TorchComputer, x_TE: torch.Tensor, rows_R: Any, wanted_R: Any, masks_R: Any = ()) -> Any:
         asked.append(x_TE[rows_R].clone())
-        return head(self, x_TE, rows_R, wanted_R)
+        return head(self, x_TE, rows_R, wanted_R, masks_R)
 
     def noted_logits(self: TorchComputer, x_NE: torch.Tensor) -> torch.Tensor:
         asked.append(x_NE.clone())
