@@ -9,8 +9,10 @@ needs several of the second kind, so they keep their connections: redis-py's way
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any, Final, TypeVar
 
 import redis
@@ -22,7 +24,23 @@ from redis.retry import Retry
 
 from pipeline.errors import GroupLost, LogError, LogFull, LogNotThere, LogReadOnly, LogUnavailable
 from pipeline.log.address import parse_address
-from pipeline.log.operation import LONGEST_BLOCK_MS, Batch, Command, Operation, Script, Steps, script_sha, script_text
+from pipeline.log.operation import (
+    LONGEST_BLOCK_MS,
+    Batch,
+    Command,
+    Operation,
+    Script,
+    Steps,
+    Words,
+    script_sha,
+    script_text,
+)
+from pipeline.log.repeated import Repeated, writer_of
+
+try:
+    import hiredis
+except ImportError:  # redis-py does without it, too
+    hiredis = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
@@ -30,6 +48,8 @@ C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
 COMMAND_TIMEOUT_S: Final = 3.0
 """With the one retry of a synchronous command far below the watchdog's patience: an error is progress, too."""
 LONGEST_WAIT_S: Final = LONGEST_BLOCK_MS / 1000 + 2
+FRESH_S: Final = 0.1
+"""A connection that had a reply so lately is not checked before it is used: it may break during any command."""
 
 
 def _raw(client: C) -> C:
@@ -48,6 +68,8 @@ class Driver:
         self._once = _raw(address.client(socket_timeout=LONGEST_WAIT_S, retry=Retry(NoBackoff(), 0)))
         self._kept: redis.Connection | None = None
         """The connection of `_once`, from its first use on."""
+        self._replied_s = 0.0
+        """When it had its last reply."""
 
     def close(self) -> None:
         self._retrying.close()
@@ -55,7 +77,9 @@ class Driver:
 
     def run(self, asked: Operation[T] | Steps[T]) -> T:
         """Return what the reply to an operation means, or what several operations come to. Raises as the log does."""
-        steps, reply = iter(asked), None
+        if not isinstance(asked, Generator):  # as for each token
+            return asked.parse(self._send(asked))
+        steps, reply = asked, None
         while True:
             try:
                 operation = steps.send(reply)
@@ -81,10 +105,12 @@ class Driver:
     def _send_once(self, *words: str | int | bytes) -> Any:
         if self._kept is None:
             self._kept = self._once.connection_pool.get_connection()
-        else:
+        elif time.monotonic() - self._replied_s > FRESH_S:
             _check(self._kept)
-        self._kept.send_command(*words)
-        return self._kept.read_response()
+        self._kept.send_packed_command(_packed(self._kept, words))
+        reply = self._kept.read_response()
+        self._replied_s = time.monotonic()
+        return reply
 
     def _send_batch(self, batch: Batch[Any]) -> list[Any]:
         pipe = self._retrying.pipeline(transaction=False)
@@ -99,6 +125,11 @@ class Driver:
             self._retrying.connection_pool.disconnect()
             self._once.connection_pool.disconnect()
         return translated
+
+
+def _packed(connection: redis.Connection, words: Sequence[Any]) -> Sequence[bytes]:
+    """Return a command as Redis reads it, as redis-py does, which asks each of its words what it is."""
+    return connection.pack_command(*words) if hiredis is None else (hiredis.pack_command(tuple(words)),)
 
 
 def _check(connection: redis.Connection) -> None:
@@ -159,19 +190,56 @@ class AsyncDriver:
             raise await self._failed(error) from error
 
     async def _send_once(self, *words: str | int | bytes) -> Any:
-        pool = self._once.connection_pool
         try:
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                connection = self._idle.pop() if self._idle else await pool.get_connection()
-                try:
-                    if not connection.is_connected or await connection.can_read():
-                        await pool.ensure_connection(connection)
-                    await connection.send_command(*words)
-                    return await connection.read_response()
-                finally:
-                    self._idle.append(connection)
+            async with asyncio.timeout(LONGEST_WAIT_S), self._connection() as connection:
+                await connection.send_command(*words)
+                return await connection.read_response()
         except TimeoutError as error:
             raise LogUnavailable(f"no reply within {LONGEST_WAIT_S} s") from error
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[redis.asyncio.Connection]:
+        """Give an open connection of `_once` to one task."""
+        pool = self._once.connection_pool
+        connection = self._idle.pop() if self._idle else await pool.get_connection()
+        try:
+            if not connection.is_connected or await connection.can_read():
+                await pool.ensure_connection(connection)
+            yield connection
+        finally:
+            self._idle.append(connection)
+
+    async def repeat(self, first: Words, then: Callable[[Any], Words | None]) -> None:
+        """Send the command *first*, and after each reply what *then* returns for it, until that is None.
+
+        *then* is called as the bytes come and waits for nothing. Commands are sent once. Raises as the log does, and
+        what *then* raises.
+        """
+        try:
+            if not await self._repeat_at_once(first, then):
+                words: Words | None = first
+                while words is not None:
+                    words = then(await self._send_once(*words))
+        except errors.RedisError as error:
+            raise await self._failed(error) from error
+
+    async def _repeat_at_once(self, first: Words, then: Callable[[Any], Words | None]) -> bool:
+        """Do so without a task between the commands; return whether this is possible here."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(LONGEST_WAIT_S):
+                    connection = await stack.enter_async_context(self._connection())
+            except TimeoutError as error:
+                raise LogUnavailable(f"no connection within {LONGEST_WAIT_S} s") from error
+            writer = writer_of(connection)
+            if writer is None:
+                return False
+            try:
+                await Repeated(writer, then, patience_s=LONGEST_WAIT_S).run(first)
+            except BaseException:
+                await connection.disconnect(nowait=True)  # a reply may be on its way
+                raise
+            return True
 
     async def _send_batch(self, batch: Batch[Any]) -> list[Any]:
         pipe = self._retrying.pipeline(transaction=False)
@@ -223,9 +291,9 @@ def translate(error: errors.RedisError) -> LogError:
         return LogReadOnly(text)
     if isinstance(error, errors.ConnectionError | errors.TimeoutError):
         return LogNotThere(text) if _NOT_THERE in text else LogUnavailable(text)
-    if code in ("MISCONF", "BUSY"):
+    if code in ("MISCONF", "BUSY", "LOADING", "MASTERDOWN", "NOAUTH"):
         return LogUnavailable(text)
-    if isinstance(error, errors.NoPermissionError) or any(words in text for words in _FORBIDDEN):
+    if isinstance(error, errors.NoPermissionError) or code == "NOPERM" or any(words in text for words in _FORBIDDEN):
         return LogUnavailable(f"{text}; give the user the rights that ops/redis/users.acl has for its role")
     if code in ("NOGROUP", "UNBLOCKED", "WRONGTYPE"):
         return GroupLost(text)

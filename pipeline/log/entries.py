@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import orjson
 import structlog
@@ -22,6 +22,7 @@ from pipeline.events import (
     decode,
 )
 from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, Reply
+from pipeline.log.replies import entries_of
 from pipeline.names import SEAL
 from pipeline.readable import check_readable
 
@@ -99,22 +100,33 @@ def brief_ms(retention_ms: int) -> int:
     return min(retention_ms, BRIEF_MS)
 
 
-def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes]], dict[str, str]]:
+class OneToken(NamedTuple):
+    """The fields of the event of one token, in UTF-8, but for its kind. Most events are one, and have no others."""
+
+    tokens: bytes
+    text: bytes
+    step: str
+
+    def words(self) -> dict[str, bytes]:
+        """Return all fields."""
+        return {"kind": b"tokens", "tokens": self.tokens, "text": self.text, "step": self.step.encode()}
+
+
+def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes] | OneToken], dict[str, str]]:
     """Return the fields of each of *events*, for its history, in UTF-8, and frontend -> its reply, in JSON.
 
     Clients do not hear of marks. An event is turned into plain values once, because this is the largest commit.
     """
-    histories: list[dict[str, bytes]] = []
+    histories: list[dict[str, bytes] | OneToken] = []
     replies: dict[str, list[dict[str, Any]]] = {}
     for uid, entry_id, n, event, frontend, _ in events:
-        if type(event) is TokensProduced and _is_one_token(event):  # as most are: it takes half as long as those below
+        if type(event) is TokensProduced and _is_one_token(event):  # it takes half as long as those below
             text, step = event.text, event.step
             plain = {"kind": "tokens", "tokens": event.tokens, "text": text, "step": step}
-            words = {"kind": b"tokens", "tokens": b"%d" % event.tokens[0], "text": text.encode(), "step": step.encode()}
+            histories.append(OneToken(b"%d" % event.tokens[0], text.encode(), step))
         else:
             plain = as_plain(event)
-            words = as_words(type(event), plain)
-        histories.append(words)
+            histories.append(as_words(type(event), plain))
         if isinstance(event, TokensProduced) or not isinstance(event, Mark):  # to ask for a union takes long
             replies.setdefault(frontend, []).append({"uid": uid, "id": entry_id, "n": n, "event": plain})
     return histories, {frontend: orjson.dumps(items).decode() for frontend, items in replies.items()}
@@ -150,13 +162,33 @@ def replies_of(entries: Sequence[Entry], skipped: Skipped = say_skipped) -> list
     return replies
 
 
+def told_of(pairs: Sequence[Any], skipped: Skipped = say_skipped) -> list[Reply]:
+    """As `replies_of`, for entries as Redis sends them. There is one for every step, so no Entry is made of it."""
+    replies: list[Reply] = []
+    for pair in pairs:
+        said = _said_in_bytes(pair[1])
+        replies += replies_of(entries_of((pair,)), skipped) if said is None else said
+    return replies
+
+
+def _said_in_bytes(parts: Sequence[bytes] | None) -> list[Reply] | None:
+    """Return what the fields of an entry by `produced` say; None if it is another one or cannot be read, and
+    `replies_of` says why."""
+    if not parts or len(parts) != 2 or parts[0] != b"events":
+        return None
+    try:
+        return list(_said(parts[1]))
+    except Exception:
+        return None
+
+
 def clipped(text: str) -> str:
     """Return *text* in one line, not too long for a log line or for a client."""
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}.."
 
 
-def _said(events: str) -> Iterator[Reply]:
+def _said(events: str | bytes) -> Iterator[Reply]:
     items = orjson.loads(events)
     told = _REPLY_EVENTS.validate_python([item["event"] for item in items])
     for item, event in zip(items, told, strict=True):

@@ -18,6 +18,7 @@ from pipeline.log.entries import (
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
+    OneToken,
     Skipped,
     brief_ms,
     burial_fields,
@@ -95,12 +96,20 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
     # requests
 
     def submit(
-        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+        self,
+        uid: str,
+        events: Sequence[Submitted],
+        once: Once | None = None,
+        *,
+        quota: Quota | None = None,
+        letter: str = "",
     ) -> SubmitResult:
         uids = sibling_uids(uid, len(events))
         with self._changed:
             if any(self._streams.get(self.names.request(sibling)) is not None for sibling in uids):
                 return SubmitResult(Submission.DUPLICATE, uid)
+            if letter and not self._streams.has(self.names.dead, letter):
+                return SubmitResult(Submission.GONE, uid)
             refused = (once and self._held(once)) or (quota and self._quotas.used_up(quota, uid, self._live))
             if refused:
                 return refused
@@ -117,6 +126,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 self._live[sibling] = now_ms + timeout_ms
                 told = {"uid": sibling, "frontend": event.frontend}
                 self._streams.append(self.names.submitted, None, told, make=True)
+            if letter:
+                self.drop_dead(letter)
             if once is not None:
                 self._once = {key: held for key, held in self._once.items() if not self._is_over(held[2])}
                 self._once[once.key] = (uid, once.digest, gone_ms)
@@ -336,7 +347,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
             if not all(self._streams.consume(inbox, entry.id) for entry in entries):
                 return False
             histories, replies = produced_words(events)
-            for item, words in zip(events, histories, strict=True):
+            for item, said in zip(events, histories, strict=True):
+                words = said.words() if isinstance(said, OneToken) else said
                 ends, fields = item.entry_id == SEAL, {name: text.decode() for name, text in words.items()}
                 if ends:
                     self._live.pop(item.uid, None)

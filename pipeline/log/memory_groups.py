@@ -82,10 +82,10 @@ class MemoryGroups:
         with self._changed:
             return list(self._streams.group(inbox)[1].pending.values()).count(consumer)
 
-    def forsaken(self, inbox: Inbox) -> list[str]:
+    def forsaken(self, inbox: Inbox, *, but: str = "") -> list[str]:
         with self._changed:
             _, group = self._streams.group(inbox)
-            slots = sorted(slot for slot in set(group.pending.values()) if not is_too_new(slot))
+            slots = sorted(slot for slot in {*group.pending.values()} - {but} if not is_too_new(slot))
             return [slot for slot in slots if self._leases.lease(slot).is_free]
 
     def leave(self, inbox: Inbox, consumer: str, entry: Entry, version: int) -> bool:

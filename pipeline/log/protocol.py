@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 from pipeline.events import End, Failed, Mark, StepCompleted, Submitted, Tokenized, TokensProduced
 from pipeline.log.limits import DEFAULT_LIMITS as DEFAULT_LIMITS
 from pipeline.log.limits import RequestLimits as RequestLimits
 from pipeline.log.past import PastRequests
+from pipeline.log.submissions import Once as Once
+from pipeline.log.submissions import Quota as Quota
+from pipeline.log.submissions import Submission as Submission
+from pipeline.log.submissions import SubmitResult as SubmitResult
 from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, Names
 from pipeline.serving import Served, Serving
 
@@ -67,62 +70,6 @@ class Owner:
     def is_guest(self) -> bool:
         """Whether it looks after the slot while its worker is away."""
         return self.nonce.startswith(GUEST)
-
-
-class Submission(Enum):
-    """What became of a submit."""
-
-    ACCEPTED = "ACCEPTED"
-    DUPLICATE = "DUPLICATE"
-    """The uid was submitted before: an earlier try had got through."""
-    BUSY = "BUSY"
-    """Not all of them may wait beside those that wait already: --max-queued-requests."""
-    FULL = "FULL"
-    """The log would hold more bytes than it may: --max-log-bytes. The frontend knows that, the log does not."""
-    ATTACH = "ATTACH"
-    """Another request has the idempotency key: the client means that one."""
-    MISMATCH = "MISMATCH"
-    """Another request has the idempotency key, but its body is another."""
-    TOO_FAST = "TOO_FAST"
-    """The API key has used up its requests of this minute."""
-    TOO_MANY = "TOO_MANY"
-    """As many requests of the API key run as may."""
-
-
-@dataclass(frozen=True, slots=True)
-class Once:
-    """An idempotency key. Submits with the same key and the same body are one request."""
-
-    key: str
-    """The hash of the client's key and its scope."""
-    digest: str
-    """The hash of the body; without a colon."""
-    instead_of: str = ""
-    """The uid that may lose the key, because its request is gone or ended in vain; the base uid of siblings."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """How much an API key may submit; 0 is no limit."""
-
-    key: str
-    """The hash of an API key."""
-    requests_per_minute: int = 0
-    """Accepted submits in each minute of the log's clock; siblings count as one."""
-    concurrent_requests: int = 0
-    """Accepted requests that have not ended; siblings count each. Siblings are accepted where one request would be,
-    because more than may run at once could never be accepted otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitResult:
-    """What became of a submit, and of which request it says so."""
-
-    submission: Submission
-    uid: str
-    """The request that has the idempotency key, else the submitted one; the base uid of siblings."""
-    again_ms: int = 0
-    """With TOO_FAST: how long the minute still lasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +200,19 @@ class StreamLog(PastRequests, Protocol):
     # requests
 
     def submit(
-        self, uid: str, events: Sequence[Submitted], once: Once | None = None, *, quota: Quota | None = None
+        self,
+        uid: str,
+        events: Sequence[Submitted],
+        once: Once | None = None,
+        *,
+        quota: Quota | None = None,
+        letter: str = "",
     ) -> SubmitResult:
         """Begin the history of each of *events* and hand them to the tokenizers, in this order: all of them or none.
 
         One event is the request *uid*. Several are siblings, under the uids that `names.sibling_uids` gives. A refusal
-        changes nothing and counts for no quota. An accepted submit takes the idempotency key *once*. Raises LogFull
-        when Redis is at its maxmemory.
+        changes nothing and counts for no quota. An accepted submit takes the idempotency key *once*, and drops the dead
+        letter *letter*, which has to be there. Raises LogFull when Redis is at its maxmemory.
         """
 
     def tokenized(self, entry: Entry, event: Tokenized) -> bool:
@@ -444,8 +397,8 @@ class StreamLog(PastRequests, Protocol):
     def num_pending(self, inbox: Inbox, consumer: str) -> int:
         """Return how many entries *consumer* has read and not consumed."""
 
-    def forsaken(self, inbox: Inbox) -> list[str]:
-        """Return the consumers that have entries pending and whose slots no worker holds."""
+    def forsaken(self, inbox: Inbox, *, but: str = "") -> list[str]:
+        """Return the consumers that have entries pending and whose slots no worker holds; not the slot *but*."""
 
     # slots
 

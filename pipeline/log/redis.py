@@ -11,9 +11,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pipeline.log.drivers import AsyncDriver, Driver
-from pipeline.log.operation import LogContext, Operation, Steps
+from pipeline.log.entries import Skipped, say_skipped
+from pipeline.log.operation import LogContext, Operation, Steps, Words
 from pipeline.log.operations import archivers, forgetting, frontends, past, ranks, requests, workers
-from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
+from pipeline.log.protocol import DEFAULT_LIMITS, Reply, RequestLimits
 from pipeline.names import Names
 
 P = ParamSpec("P")
@@ -171,6 +172,29 @@ class AsyncRedisLog:
     def for_a_thread(self) -> RedisLog:
         """Return a log on connections of its own, for a thread."""
         return RedisLog(self.url, self.names, self.limits)
+
+    async def follow_replies(
+        self,
+        frontend: str,
+        after: str,
+        take: Callable[[str, list[Reply]], bool],
+        *,
+        block_ms: int,
+        skipped: Skipped = say_skipped,
+    ) -> None:
+        """Read as `read_replies`, again and again, until *take* returns False. It gets what each read returns, is
+        called as the bytes come, and waits for nothing. Raises as the log does, and what *take* raises."""
+        first = frontends.read_replies(self, frontend, after, block_ms=block_ms, skipped=skipped)
+        *words, cursor = first.words
+
+        def then(reply: Any) -> Words | None:
+            nonlocal cursor
+            last, replies = first.parse(reply)
+            if last != after:  # else nothing came: ids only grow
+                cursor = last
+            return (*words, cursor) if take(str(cursor), replies) else None
+
+        await self._driver.repeat(first.words, then)
 
     submit = _awaited(requests.submit)
     end = _awaited(requests.end)

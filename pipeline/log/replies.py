@@ -78,6 +78,13 @@ def streams_of(raw: Any) -> dict[str, list[Entry]]:
     return {as_text(key): entries_of(entries) for key, entries in pairs}
 
 
+def first_pairs(raw: Any) -> Sequence[Any]:
+    """Return the entries of the only stream in such a reply as they came, for `entries_of`."""
+    if not raw:
+        return ()
+    return next(iter(raw.values())) if isinstance(raw, dict) else raw[0][1]
+
+
 def first_stream(raw: Any) -> list[Entry]:
     """Return the entries of the only stream in such a reply."""
     return next(iter(streams_of(raw).values()), [])

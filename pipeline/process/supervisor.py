@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import secrets
+import select
 import signal
 import subprocess
 import time
@@ -37,7 +38,7 @@ SERVICE_S = 5.0
 """A child that served for so long starts over with the shortest backoff."""
 POLL_S = 0.02
 SETTLED_POLL_S = 1.0
-"""How often the statuses are read once everybody is ready."""
+"""How often the statuses are read once everybody is ready. Until then it sleeps, unless it hears a signal."""
 REASON_S = 0.5
 """How long the other ranks of an engine have to end by themselves."""
 MOST_DEATHS_AT_START = 5
@@ -133,6 +134,10 @@ class Supervisor:
         self._num_starts: Counter[str] = Counter()
         """Of each group of ranks. Ranks of another start do not find each other."""
         self._looked_s = 0.0
+        self._is_settled = False
+        """All children are ready."""
+        self._heard: int | None = None
+        """The pipe that has a byte for each signal, such as that a child has ended; None: not listening."""
         self.signals = 0
 
     @functools.cached_property
@@ -140,13 +145,21 @@ class Supervisor:
         return self._open_log()
 
     def listen(self) -> None:
-        """Count the signals that ask for an end."""
+        """Count the signals that ask for an end, and wake up at each signal."""
 
         def count(*_: object) -> None:
             self.signals += 1
 
+        def wake_up(*_: object) -> None: ...
+
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, count)
+        signal.signal(signal.SIGCHLD, wake_up)
+        if self._heard is None:
+            self._heard, said = os.pipe()
+            for end in (self._heard, said):
+                os.set_blocking(end, False)
+            signal.set_wakeup_fd(said, warn_on_full_buffer=False)
 
     @contextlib.contextmanager
     def without_interrupts(self) -> Iterator[None]:
@@ -209,7 +222,14 @@ class Supervisor:
         """
         while not self.signals and not (until is not None and until()):
             self.watch()
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Sleep until there may be something to do."""
+        if self._heard is None or not self._is_settled:
             time.sleep(POLL_S)
+        elif select.select([self._heard], [], [], SETTLED_POLL_S)[0]:
+            os.read(self._heard, 4096)
 
     def watch(self) -> None:
         """Reap, restart, and read what the children say, once."""
@@ -220,8 +240,8 @@ class Supervisor:
                     self._restart(child)
             elif child.process.poll() is not None:
                 self._reap(child)
-        settled = all(child.status is not None and child.status.phase == "ready" for child in self._children)
-        if time.monotonic() - self._looked_s > (SETTLED_POLL_S if settled else 2 * POLL_S):
+        self._is_settled = all(child.status is not None and child.status.phase == "ready" for child in self._children)
+        if time.monotonic() - self._looked_s > (SETTLED_POLL_S if self._is_settled else 2 * POLL_S):
             self._looked_s = time.monotonic()
             self._read_statuses()
 

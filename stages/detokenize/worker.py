@@ -21,7 +21,7 @@ from pipeline.log.protocol import DeadLetter, Entry, Inbox, Produced, StreamLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import BURIED, COMMIT_SECONDS
 from pipeline.names import DETOKENIZE, GENERATE, parse_id, slot_index, slot_name
-from pipeline.process.failpoints import failpoint
+from pipeline.process.failpoints import failpoint, is_armed
 from pipeline.serving import Serving, tokenizer_fingerprint
 from pipeline.slots import SlotLease, acquire_guest
 from pipeline.unreadable import DAMAGED, UnreadableEntries
@@ -192,7 +192,7 @@ class DetokenizeWorker:
                 else:
                     self._meter.forget(one.step)
             failpoint("detokenize.after_commit")
-            if self._fold.holds_text(folded[-1].step):
+            if is_armed("detokenize.mid_character") and self._fold.holds_text(folded[-1].step):
                 failpoint("detokenize.mid_character")
         except LogError:
             self._forget_steps(folded)

@@ -348,7 +348,7 @@ class LogThread:
         if time.monotonic() - self._watched_s < LOOK_EVERY_S:
             return
         self._watched_s = time.monotonic()
-        away = frozenset(self._log.forsaken(self._inbox)) - {self._owner.slot}
+        away = frozenset(self._log.forsaken(self._inbox, but=self._owner.slot))
         self._takeover = _Watching(away)
         for slot in sorted(away & watching.away):
             owner = acquire_guest(self._log, slot, self._lease_ms)

@@ -6,6 +6,7 @@ A listener does not read the log. The tail gives it replies and entries of its h
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections import deque
@@ -47,6 +48,8 @@ class State(Enum):
     ENDED = auto()
 
 
+LIVE: Final = State.LIVE
+"""Asked for every token: a member of an enum takes as long to look up as all else of the question."""
 DEAF: Final = (State.LOST, State.ENDED)
 """In these states, replies are ignored."""
 
@@ -227,7 +230,7 @@ class Listener:
     def apply_reply(self, reply: Reply) -> None:
         """Take in a reply: the next event, a duplicate, or one after a gap."""
         _, entry_id, n, event = reply
-        count = event.count if isinstance(event, TokensProduced) else 0
+        count = event.count if type(event) is TokensProduced else 0
         if self._follows or self.state in DEAF or (count and n <= self.n):
             return
         if n - count != self.n:
@@ -310,7 +313,7 @@ class Listener:
         self.n = event.n
         if event.entry_id:
             self._position = max(self._position, (event.n, 0))
-        if not isinstance(event.event, TokensProduced) and isinstance(event.event, End):  # a union is slow to ask
+        if type(event.event) is not TokensProduced and isinstance(event.event, End):  # a union is slow to ask
             self.state = State.ENDED
         self._last_read_s = self._last_wake_s = time.monotonic()
         self.wake.set(self._feed.soon)
@@ -389,7 +392,7 @@ async def next_of(listeners: Sequence[Listener], pass_on: PassOn | None = None) 
         for listener in listeners:
             listener.wait(True)
         try:
-            await wake.wait(pass_on and (lambda: _passed_on(listeners, pass_on)))
+            await wake.wait(pass_on and functools.partial(_passed_on, listeners, pass_on))
         finally:
             for listener in listeners:
                 listener.wait(False)
@@ -406,7 +409,7 @@ async def next_of(listeners: Sequence[Listener], pass_on: PassOn | None = None) 
 def _passed_on(listeners: Sequence[Listener], pass_on: PassOn) -> bool:
     """Say whether *pass_on* took the events of *listeners*. It is asked only if nothing else is to be done."""
     for listener in listeners:
-        if listener.state is not State.LIVE:
+        if listener.state is not LIVE:
             return False
     if len(listeners) == 1:
         events: Sequence[ClientEvent] = listeners[0].queued

@@ -27,6 +27,7 @@ import structlog
 from pipeline.errors import LogError
 from pipeline.events import TokensProduced
 from pipeline.log.entries import say_skipped
+from pipeline.log.protocol import Reply
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.metrics.counters import Measures
 from pipeline.metrics.families import GAP_FILLS, UNREADABLE_ENTRIES
@@ -76,6 +77,13 @@ class Tail:
         self._stale = asyncio.Event()
         self._followed: dict[str, str] = {}
         self._soon: list[Callable[[], None]] = []
+        self._collects = False
+        """`soon` is called by `_take`, which does all of it at its end."""
+        self._cursor = ""
+        """Up to which id the replies were read; empty: not from any."""
+        self._opened_s = 0.0
+        self._pause_s = BACKOFF_S[0]
+        """Before the replies are read again, after an error."""
         self._for_replies = _Wait()
         self._for_histories = _Wait()
 
@@ -130,8 +138,8 @@ class Tail:
             self._listeners.pop(listener.uid, None)
 
     def soon(self, do: Callable[[], None]) -> None:
-        """As Feed.soon. The loop does it in one turn for all: to have a turn takes long."""
-        if not self._soon:
+        """As Feed.soon. One turn of the loop does it for all, this one while replies are taken in: a turn is slow."""
+        if not self._soon and not self._collects:
             asyncio.get_running_loop().call_soon(self._do_all)
         self._soon.append(do)
 
@@ -155,42 +163,50 @@ class Tail:
 
     async def _follow_replies(self) -> NoReturn:
         """Read the replies; after an error start again at their end and check all histories."""
-        pause_s = BACKOFF_S[0]
-        frontend, cursor, opened_s, broken = self.frontend, "", 0.0, False
+        frontend, broken = self.frontend, False
         while True:
             self._for_replies.begin()
             if frontend != self.frontend:
-                frontend, cursor = self.frontend, ""
+                frontend, self._cursor = self.frontend, ""
             try:
-                if not cursor or time.monotonic() - opened_s > REOPEN_S:
-                    last = await self._log.open_replies(frontend, read=cursor)
-                    opened_s = time.monotonic()
-                    if not cursor:
-                        cursor = last
-                        for listener in self.listeners:
-                            if broken:
-                                listener.fall_behind("unreadable")
-                            else:
-                                listener.check()
-                        broken = False
-                reading = self._log.read_replies(frontend, cursor, block_ms=BLOCK_MS, skipped=self._skipped)
-                cursor, replies = await self._for_replies.run(reading)
-                pause_s = BACKOFF_S[0]
+                last = await self._log.open_replies(frontend, read=self._cursor)
+                self._opened_s = time.monotonic()
+                if not self._cursor:
+                    self._cursor = last
+                    for listener in self.listeners:
+                        if broken:
+                            listener.fall_behind("unreadable")
+                        else:
+                            listener.check()
+                    broken = False
+                reading = self._log.follow_replies(
+                    frontend, self._cursor, self._take, block_ms=BLOCK_MS, skipped=self._skipped
+                )
+                await self._for_replies.run(reading)
             except TimeoutError:  # broken off: there is another name to read for
                 continue
             except (LogError, ValueError, KeyError) as error:  # the last two: a reply that does not decode
-                logger.warning("replies_unreadable", error=repr(error), again_s=pause_s)
-                cursor, broken = "", True
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, BACKOFF_S[1])
-                continue
-            if not replies:
-                opened_s = 0.0  # perhaps the stream is gone, and every reply is dropped
-            if any(isinstance(reply.event, TokensProduced) for reply in replies):
-                self.last_token_s = time.monotonic()
+                logger.warning("replies_unreadable", error=repr(error), again_s=self._pause_s)
+                self._cursor, broken = "", True
+                await asyncio.sleep(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, BACKOFF_S[1])
+
+    def _take(self, cursor: str, replies: Sequence[Reply]) -> bool:
+        """Take in what one read of the replies brought; say whether to read on before the stream is opened again."""
+        self._cursor, self._pause_s = cursor, BACKOFF_S[0]
+        now_s = time.monotonic()
+        self._collects = True
+        try:
             for reply in replies:
+                if type(reply.event) is TokensProduced:
+                    self.last_token_s = now_s
                 for listener in self._listeners.get(reply.uid, ()):
                     listener.apply_reply(reply)
+        finally:
+            self._collects = False
+            self._do_all()
+        # Without replies, the stream is perhaps gone, and every reply is dropped.
+        return bool(replies) and now_s - self._opened_s < REOPEN_S
 
     async def _follow_histories(self) -> NoReturn:
         """Wait for what comes next in the histories of the listeners that follow them and are up to date."""

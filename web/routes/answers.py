@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final, TypeAlias
 from urllib.parse import quote
@@ -66,6 +67,8 @@ async def _written(
     position = parse_id(after) if after else None
 
     def framed(events: Sequence[ClientEvent]) -> bytes:
+        if position is None and len(events) == 1:
+            return frames.of(events[0])
         written = []
         for event in events:
             frame = frames.of(event)
@@ -76,7 +79,7 @@ async def _written(
         return b"".join(written)
 
     def pass_on(events: Sequence[ClientEvent]) -> bool:
-        if write is None or not write(lambda: framed(events)):
+        if write is None or not write(functools.partial(framed, events)):
             return False
         failpoint("web.mid_stream")
         return True

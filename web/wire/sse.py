@@ -36,6 +36,8 @@ def frame(data: bytes, event_id: str = "", *, kind: str = "") -> bytes:
     if b"\xe2\x80" in data or b"\xc2\x85" in data:
         for raw, escaped in _LINE_BREAKS:
             data = data.replace(raw, escaped)
+    if event_id and not kind:  # as the frame of every token
+        return b"id: %s\ndata: %s\n\n" % (event_id.encode(), data)
     head = b"event: %s\n" % kind.encode() if kind else b""
     if event_id:
         head = b"id: %s\n" % event_id.encode() + head

@@ -16,53 +16,58 @@ local function size_of(fields)
   return size
 end
 
--- Appends a step to the journal and deletes the oldest steps: those beyond the byte limit, and those that are older than
+-- Appends steps to the journal and deletes the oldest ones: those beyond the byte limit, and those that are older than
 -- the journal may get. Fields are first `bytes`, how many were written up to the step, then `ms`, its moment.
--- At maxmemory Redis refuses the append, as the first write of this script. Then the journal goes. Returns whether it did.
-local function keep(key, id, fields)
+-- At maxmemory Redis refuses the append, as the first write of this script. Then the journal goes.
+local function keep(key, steps, now)
   local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-  if last.err then return false end
-  local bytes = size_of(fields) + (last[1] and tonumber(last[1][2][2]) or 0)
-  local total = string.format('%.0f', bytes)
-  local added = redis.pcall('XADD', key, 'MAXLEN', '~', ARGV[5], id, 'bytes', total, unpack(fields))
-  if type(added) == 'table' then
-    local is_full = string.find(added.err, 'OOM', 1, true)
-    if is_full then redis.call('DEL', key) end
-    return is_full
+  if last.err then return end
+  local bytes, is_kept = last[1] and tonumber(last[1][2][2]) or 0, false
+  for _, step in ipairs(steps) do
+    local fields = slice(ARGV, step[2] + 1, step[3] - 1)
+    if #fields > 0 then
+      local total = bytes + size_of(fields)
+      local said = string.format('%.0f', total)
+      local added = redis.pcall('XADD', key, 'MAXLEN', '~', ARGV[5], step[1], 'bytes', said, unpack(fields))
+      local is_full = type(added) == 'table' and string.find(added.err, 'OOM', 1, true)
+      if is_full then redis.call('DEL', key) end
+      if is_full then return end
+      if type(added) ~= 'table' then bytes, is_kept = total, true end
+    end
   end
+  if not is_kept then return end
   redis.call('PEXPIRE', key, ARGV[3])
-  local oldest_ms = tonumber(now_ms()) - tonumber(ARGV[3])
+  local oldest_ms = tonumber(now) - tonumber(ARGV[3])
   while true do
     local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
-    if not first then return false end
+    if not first then return end
     local kept = bytes - (tonumber(first[2][2]) or 0) + size_of(slice(first[2], 3, #first[2]))
-    if kept <= tonumber(ARGV[4]) and (tonumber(first[2][4]) or 0) >= oldest_ms then return false end
+    if kept <= tonumber(ARGV[4]) and (tonumber(first[2][4]) or 0) >= oldest_ms then return end
     redis.call('XDEL', key, first[1])
   end
 end
 
 local num_steps, at = tonumber(ARGV[6]), 7
-local steps = {} -- entry, index of the number of its words for the journal, index of the number of its tokens
+local steps, ids = {}, {} -- of a step: entry, index of the number of its words for the journal, of the number of its tokens
+local is_journalled = false
 for i = 1, num_steps do
   local words = at + 1
   local tokens = words + tonumber(ARGV[words]) + 1
-  steps[i] = { ARGV[at], words, tokens }
+  steps[i], ids[i] = { ARGV[at], words, tokens }, ARGV[at]
+  is_journalled = is_journalled or tokens > words + 1
   at = tokens + 3 * tonumber(ARGV[tokens]) + 1
 end
-if num_steps > 1 then
-  for _, step in ipairs(steps) do
-    local found = redis.pcall('XPENDING', KEYS[2], 'detokenize', step[1], step[1], 1)
-    if found.err or #found == 0 then return 'LOST' end
+if num_steps > 1 then -- an engine is never so many steps ahead of its detokenizer that others come between these
+  local found, are_pending = redis.pcall('XPENDING', KEYS[2], 'detokenize', ids[1], ids[num_steps], 10000), {}
+  for _, entry in ipairs(found) do are_pending[entry[1]] = true end
+  for _, id in ipairs(ids) do
+    if not are_pending[id] then return 'LOST' end
   end
 end
-for _, step in ipairs(steps) do
-  if step[3] > step[2] + 1 and keep(KEYS[7], step[1], slice(ARGV, step[2] + 1, step[3] - 1)) then break end
-end
-for _, step in ipairs(steps) do
-  if redis.call('XACK', KEYS[2], 'detokenize', step[1]) == 0 then return 'LOST' end
-  redis.call('XDEL', KEYS[2], step[1])
-end
 local now = now_ms()
+if is_journalled then keep(KEYS[7], steps, now) end
+if redis.call('XACK', KEYS[2], 'detokenize', unpack(ids)) == 0 then return 'LOST' end
+redis.call('XDEL', KEYS[2], unpack(ids))
 local replies = at + 1
 at = replies + 2 * tonumber(ARGV[at])
 local writes = at

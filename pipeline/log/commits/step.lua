@@ -14,7 +14,7 @@ local function append_all()
   while at <= #ARGV do
     local count = tonumber(ARGV[at + 1])
     if not refused then
-      local added = redis.pcall('XADD', KEYS[3], ARGV[at], 'ms', now, unpack(slice(ARGV, at + 2, at + 1 + count)))
+      local added = redis.pcall('XADD', KEYS[3], ARGV[at], 'ms', now, unpack(ARGV, at + 2, at + 1 + count))
       if type(added) == 'table' then refused = added end
     end
     last = ARGV[at]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
-from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, Skipped, replies_of, say_skipped
+from pipeline.log.entries import REPLIES_TTL_MS, STATUS_TTL_MS, Skipped, say_skipped, told_of
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import wholes
 from pipeline.log.operations.workers import SLOTS_PER_LOOK, slots_of
@@ -17,7 +17,7 @@ from pipeline.log.replies import (
     clock_ms,
     depths_of,
     entries_of,
-    first_stream,
+    first_pairs,
     history_of,
     info_of,
     lease_of,
@@ -26,13 +26,16 @@ from pipeline.log.replies import (
     texts,
 )
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery, LogSnapshot, RedisFacts, SlotState
-from pipeline.names import ARCHIVE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZED_ID, Names, rank_stage
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, JANITOR, SEAL, STAGES, TOKENIZED_ID, Names, rank_stage
 
 LIVING_PER_LOOK = 1024
 HELD_PER_LOOK = 128
 """A snapshot says who has the newest entries of a stream, so many of them."""
 HEAD_ENTRIES = 8
 """A peek brings no more of what happened to a request before its first token."""
+
+_Found: TypeAlias = Mapping[str, tuple[bytes | None, bytes | None, bytes | None]]
+"""Slot -> its owner, lease and status, as Redis has them."""
 
 
 def open_replies(log: LogContext, frontend: str, *, read: str = "") -> Script[str]:
@@ -43,8 +46,8 @@ def read_replies(
     log: LogContext, frontend: str, after: str, *, block_ms: int, skipped: Skipped = say_skipped
 ) -> Command[tuple[str, list[Reply]]]:
     def parse(raw: Any) -> tuple[str, list[Reply]]:
-        entries = first_stream(raw)
-        return (entries[-1].id if entries else after), replies_of(entries, skipped)
+        pairs = first_pairs(raw)
+        return (as_text(pairs[-1][0]) if pairs else after), told_of(pairs, skipped)
 
     words = ["XREAD", "COUNT", 100, *blocking(block_ms), "STREAMS", log.names.replies(frontend), after]
     return Command(words, parse, once=True)
@@ -165,17 +168,17 @@ def _slots(names: Names) -> Steps[tuple[dict[str, SlotState], dict[str, Depth], 
     pending: dict[str, int] = {}
     for first in count(0, SLOTS_PER_LOOK):
         looked_at = [slot for stage in (*STAGES, ARCHIVE, JANITOR) for slot in slots_of(stage, first)]
+        found = yield from _found(names, looked_at)
+        if not found:
+            break
         engines = slots_of(GENERATE, first)
-        of_slots = _slot_commands(names, looked_at)
-        replies = yield from Batch([*of_slots, *_steps_depths(names, engines)], list)
-        of_steps = replies[len(of_slots) :]
-        seen, waiting = _slots_seen(looked_at, replies[: len(of_slots)]), _depths_there(engines, of_steps)
+        pairs = zip(engines, slots_of(DETOKENIZE, first), strict=True)
+        engines = [engine for engine, detokenizer in pairs if engine in found or detokenizer in found]
+        seen, of_steps = yield from _slots_seen(names, found, _steps_depths(names, engines))
         for reply in of_steps[1::2]:
             pending |= pending_of(reply)
         slots |= seen
-        steps |= waiting
-        if not seen and not waiting:
-            break
+        steps |= _depths_there(engines, of_steps)
     slots |= yield from _rank_slots(names)
     return slots, steps, pending
 
@@ -186,48 +189,50 @@ def _rank_slots(names: Names) -> Steps[dict[str, SlotState]]:
     for rank in count():
         for first in count(0, SLOTS_PER_LOOK):
             looked_at = slots_of(rank_stage(rank), first)
-            seen = _slots_seen(looked_at, (yield from Batch(_slot_commands(names, looked_at), list)))
-            slots |= seen
-            if not seen:
+            found = yield from _found(names, looked_at)
+            if not found:
                 break
+            seen, _ = yield from _slots_seen(names, found)
+            slots |= seen
         if first == 0:
             return slots
     return slots
 
 
-def _slot_commands(names: Names, slots: Sequence[str]) -> list[Words]:
-    return [
-        ["TIME"],
-        ["MGET", *map(names.owner, slots)],
-        ["MGET", *map(names.lease, slots)],
-        ["MGET", *map(names.status, slots)],
-        *(["PTTL", names.lease(slot)] for slot in slots),
-        *(["PTTL", names.status(slot)] for slot in slots),
-    ]
+def _found(names: Names, slots: Sequence[str]) -> Steps[_Found]:
+    """Return the owner, lease and status of those *slots* that somebody has held or speaks for."""
+    keys = [["MGET", *map(kind, slots)] for kind in (names.owner, names.lease, names.status)]
+    owners, leases, statuses = yield from Batch(keys, list)
+    told = zip(slots, zip(owners, leases, statuses, strict=True), strict=True)
+    return {slot: said for slot, said in told if said[0] is not None or said[2] is not None}
 
 
-def _slots_seen(slots: Sequence[str], replies: Sequence[Any]) -> dict[str, SlotState]:
-    """Return the slots that somebody has held or speaks for, from the replies to those commands."""
-    time_said, owners, leases, statuses, *ttls = replies
+def _slots_seen(
+    names: Names, found: _Found, more: Sequence[Words] = ()
+) -> Steps[tuple[dict[str, SlotState], Sequence[Any]]]:
+    """Return those slots, and the replies to *more* commands. Only of these slots it is asked how long their keys still
+    live, because most numbers of a stage are free."""
+    ages: list[Words] = [["PTTL", key(slot)] for key in (names.lease, names.status) for slot in found]
+    time_said, *replies = yield from Batch([["TIME"], *ages, *more], list)
+    lease_ttls, status_ttls, others = replies[: len(found)], replies[len(found) : len(ages)], replies[len(ages) :]
     now_ms, seen = clock_ms(time_said), {}
-    for slot, owner, holder, status, lease_ms, status_ms in zip(
-        slots, owners, leases, statuses, ttls[: len(slots)], ttls[len(slots) :], strict=True
+    for (slot, (owner, holder, status)), lease_ms, status_ms in zip(
+        found.items(), lease_ttls, status_ttls, strict=True
     ):
-        if owner is not None or status is not None:
-            seen[slot] = SlotState(
-                as_text(owner or b""),
-                lease_of(holder, lease_ms),
-                as_text(status or b""),
-                now_ms - (STATUS_TTL_MS - status_ms) if status is not None else 0,
-            )
-    return seen
+        seen[slot] = SlotState(
+            as_text(owner or b""),
+            lease_of(holder, lease_ms),
+            as_text(status or b""),
+            now_ms - (STATUS_TTL_MS - status_ms) if status is not None else 0,
+        )
+    return seen, others
 
 
 def peek(log: LogContext, queries: Mapping[str, HistoryQuery]) -> Steps[dict[str, HistoryEnds]]:
     """Return the ends of the histories uid -> query."""
     commands = [words for uid, query in queries.items() for words in _peek(log.names.request(uid), query)]
-    replies = yield from Batch(commands, list, any_type=True)
-    ends = {uid: _ends_of(*replies[3 * index : 3 * index + 3]) for index, uid in enumerate(queries)}
+    replies = iter((yield from Batch(commands, list, any_type=True)))
+    ends = {uid: _ends_of(query, replies) for uid, query in queries.items()}
     heads = yield from wholes(log.names, [(uid, each.head) for uid, each in ends.items()])
     return {
         uid: HistoryEnds(each.exists, tuple(head), each.last) if head is not None else HistoryEnds(False)
@@ -236,21 +241,20 @@ def peek(log: LogContext, queries: Mapping[str, HistoryQuery]) -> Steps[dict[str
 
 
 def _peek(key: str, query: HistoryQuery) -> list[Words]:
-    """Return the three commands that look at the ends of a history."""
-    nothing = ["XRANGE", key, "+", "-"]  # Redis answers an empty interval with no entries
+    """Return the commands that look at the ends of a history: up to three, of a request that has ended one."""
     after = f"({query.after}" if query.after else "-"
     # The interval ends with the last id of no tokens, `0-*`.
-    return [
-        ["EXISTS", key],
-        nothing if query.after == SEAL else ["XRANGE", key, after, "0", "COUNT", HEAD_ENTRIES],
-        ["XREVRANGE", key, "+", f"({TOKENIZED_ID}", "COUNT", 1] if query.last else nothing,
-    ]
+    head: list[Words] = [["XRANGE", key, after, "0", "COUNT", HEAD_ENTRIES]] if query.after != SEAL else []
+    last: list[Words] = [["XREVRANGE", key, "+", f"({TOKENIZED_ID}", "COUNT", 1]] if query.last else []
+    return [["EXISTS", key], *head, *last]
 
 
-def _ends_of(exists: int, head: Sequence[Any] | None, last: Sequence[Any] | None) -> HistoryEnds:
-    """Return the ends from those replies; None is what a key of another type brings."""
-    lasts = history_of(last)
-    return HistoryEnds(bool(exists), tuple(history_of(head)), lasts[0] if lasts else None)
+def _ends_of(query: HistoryQuery, replies: Iterator[Any]) -> HistoryEnds:
+    """Return the ends from the next replies, those to the commands of `_peek`."""
+    exists = bool(next(replies))
+    head = history_of(next(replies)) if query.after != SEAL else []
+    last = history_of(next(replies)) if query.last else []
+    return HistoryEnds(exists, tuple(head), last[0] if last else None)
 
 
 def requests(log: LogContext, cursor: str, max_keys: int) -> Command[tuple[str, list[str]]]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
 from pipeline.errors import DoesNotFit, Fenced, LogUnavailable
 from pipeline.events import Failed, StepCompleted
-from pipeline.log.entries import DEAD_CAP, JOURNAL_CAP, REPLY_CAP, STATUS_TTL_MS, burial_fields, kept_ms, produced_words
+from pipeline.log.entries import (
+    DEAD_CAP,
+    JOURNAL_CAP,
+    REPLY_CAP,
+    STATUS_TTL_MS,
+    burial_fields,
+    kept_ms,
+    produced_words,
+)
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import end_words, flat, shared_by, written
 from pipeline.log.protocol import Entry, Inbox, Journalled, Lease, Owner, Produced, StepCommitted, Taken
@@ -41,8 +50,6 @@ from pipeline.serving import Served, Serving
 SLOTS_PER_LOOK = 16
 """So many slots of a stage are looked at together, and the next ones where one of these was there."""
 PENDING_PER_LOOK = 100
-TOKENS_ALONE = ("kind", "tokens", "text", "step")
-"""The fields of most tokens. Only their values are sent; produced.lua has the names."""
 EXPIRED = -2
 """PTTL of a key that is gone: it was there for the command before."""
 
@@ -71,6 +78,12 @@ def wait(log: LogContext, cursor: str, control_cursor: str, *, block_ms: int) ->
     return Command(["XREAD", "COUNT", 1, *blocking(block_ms), "STREAMS", *streams], nothing, once=True)
 
 
+@functools.cache
+def _keys_of_step(names: Names, slot: str) -> tuple[str, ...]:
+    """Return the keys of every commit of an engine, as below."""
+    return (names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control)
+
+
 def step(
     log: LogContext,
     owner: Owner,
@@ -88,7 +101,7 @@ def step(
         return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush))
 
     slot, names = owner.slot, log.names
-    keys = [names.owner(slot), names.lease(slot), names.steps(slot), names.tokenized, names.control]
+    keys = _keys_of_step(names, slot)
     args: list[str | int | bytes] = [str(owner), lease_ms, control_cursor, len(ended), *ended]
     for number, event in steps.items():
         fields = written(event)
@@ -103,6 +116,13 @@ def flush(log: LogContext, by: str) -> Script[str]:
 # Detokenizers
 
 
+@functools.cache
+def _keys_of_produced(names: Names, slot: str, engine: str) -> tuple[str, ...]:
+    """Return the keys of every commit of a detokenizer. There is one for each token, so they are not written anew."""
+    keys = (names.owner(slot), names.steps(engine), names.live, names.control)
+    return (*keys, names.ended, names.archive, names.journal(engine))
+
+
 def produced(
     log: LogContext,
     owner: Owner,
@@ -112,19 +132,22 @@ def produced(
     journal: Journalled = (),
 ) -> Script[bool]:
     names, limits = log.names, log.limits
-    keys = [names.owner(owner.slot), names.steps(engine), names.live, names.control]
-    keys += [names.ended, names.archive, names.journal(engine)]
+    keys = [*_keys_of_produced(names, owner.slot, engine)]
     histories, replies = produced_words(events)
-    tokens: dict[bytes, list[str | bytes]] = {entry.id.encode(): [] for entry in entries}
-    histories_of: dict[bytes, list[str]] = {step: [] for step in tokens}
+    tokens: dict[str, list[str | bytes]] = {entry.id: [] for entry in entries}
+    histories_of: dict[str, list[str]] = {step: [] for step in tokens}
     others: list[tuple[Produced, dict[str, bytes]]] = []
     others_of = set[str]()
+    request = names.request("")
     for item, fields in zip(events, histories, strict=True):
-        if tuple(fields) == TOKENS_ALONE and (step := fields["step"]) in tokens and item.uid not in others_of:
-            histories_of[step].append(names.request(item.uid))
-            tokens[step] += (item.entry_id, fields["tokens"], fields["text"])
-        else:
+        if isinstance(fields, dict):
             others.append((item, fields))
+            others_of.add(item.uid)
+        elif fields.step in tokens and item.uid not in others_of:  # produced.lua has the names of the fields
+            histories_of[fields.step].append(request + item.uid)
+            tokens[fields.step] += (item.entry_id, fields.tokens, fields.text)
+        else:
+            others.append((item, fields.words()))
             others_of.add(item.uid)
     keys += chain.from_iterable(histories_of.values())
     index: dict[str, int] = {}
@@ -244,10 +267,14 @@ def retry(log: LogContext, inbox: Inbox, owner: Owner, entry: Entry) -> Script[i
     return Script("retry", keys, args, lambda reply: int(unless_fenced(owner, reply)), once=True)
 
 
-def forsaken(log: LogContext, inbox: Inbox) -> Steps[list[str]]:
-    slots = [slot for slot in (yield from _holdings(inbox)) if not is_too_new(slot)]
-    leases = yield from Batch([["GET", log.names.lease(slot)] for slot in slots], list)
-    return [slot for slot, holder in zip(slots, leases, strict=True) if lease_of(holder, 0).is_free]
+def forsaken(log: LogContext, inbox: Inbox, *, but: str = "") -> Steps[list[str]]:
+    words: Words = ["XPENDING", inbox.stream, inbox.group]
+    holdings = yield from Command(words, pending_of, once=True)  # engines ask several times a second
+    slots = [slot for slot in holdings if slot != but and not is_too_new(slot)]
+    if not slots:
+        return []
+    holders = yield from Command(["MGET", *map(log.names.lease, slots)], list, once=True)
+    return [slot for slot, holder in zip(slots, holders, strict=True) if lease_of(holder, 0).is_free]
 
 
 # Entries that cannot be read
@@ -356,14 +383,15 @@ def unattended(log: LogContext) -> Steps[list[str]]:
     for first in count(0, SLOTS_PER_LOOK):
         engines = slots_of(GENERATE, first)
         detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
-        lengths: list[Words] = [["XLEN", log.names.steps(engine)] for engine in engines]
-        leases = ["MGET", *map(log.names.lease, (*engines, *detokenizers))]
-        *waiting, holders = yield from Batch([*lengths, leases], list)
+        keys = map(log.names.lease, (*engines, *detokenizers))
+        holders = yield from Command(["MGET", *keys], list, once=True)  # detokenizers ask several times a second
         living, attending = holders[: len(engines)], holders[len(engines) :]
-        for engine, length, lives, attends in zip(engines, waiting, living, attending, strict=True):
-            if (length or lives) and lease_of(attends, 0).is_free:
-                found.append(engine)
-        if not any(waiting) and not any(holders):
+        free = [number for number, holder in enumerate(attending) if lease_of(holder, 0).is_free]
+        steps = [log.names.steps(engines[number]) for number in free]
+        num_streams = (yield from Command(["EXISTS", *steps], int, once=True)) if steps else 0
+        lengths = (yield from Batch([["XLEN", key] for key in steps], list)) if num_streams else [0] * len(steps)
+        found += [engines[number] for number, length in zip(free, lengths, strict=True) if length or living[number]]
+        if not num_streams and not any(holders):
             break
     return found
 

@@ -20,6 +20,7 @@ from servers import free_port
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log.address import connect
 from pipeline.log.check import check_server
+from pipeline.log.protocol import Reply
 from pipeline.log.redis import AsyncRedisLog, RedisLog
 
 
@@ -33,6 +34,14 @@ def use(url: str) -> None:
     async def as_frontend(front: AsyncRedisLog) -> None:
         cursor = await front.open_replies("web-0")
         assert await front.read_replies("web-0", cursor, block_ms=1) == (cursor, [])
+        told: list[str] = []
+
+        def take(cursor: str, _: list[Reply]) -> bool:
+            told.append(cursor)
+            return len(told) < 2
+
+        await front.follow_replies("web-0", cursor, take, block_ms=1)
+        assert told == [cursor, cursor]
         assert (await front.occupancy()).submitted.length == 0
 
     with_front(url, as_frontend)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import select
 import signal
 import sys
 import time
@@ -22,11 +23,8 @@ from pipeline.process.supervisor import ChildFailed, Job, StartFailed, Superviso
 from pipeline.slots import Status, read_statuses
 
 WORKER = """
-import os, signal, sys, threading, time
+import gc, os, signal, sys, threading, time
 from pathlib import Path
-from pipeline.names import Names
-from pipeline.log.redis import RedisLog
-from pipeline.slots import Announcement, SlotLease, acquire_slot
 
 stage, mode, folder = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 after = lambda flag: sys.argv[sys.argv.index(flag) + 1]
@@ -46,6 +44,13 @@ if mode == "broken":
 if mode == "refused late":
     time.sleep(0.1)
     sys.exit(2)
+
+gc.disable()  # a third of the imports below, which dozens of workers pay
+import pipeline.process.observe  # first: without it structlog would import rich
+from pipeline.names import Names
+from pipeline.log.redis import RedisLog
+from pipeline.slots import Announcement, SlotLease, acquire_slot
+
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set() if mode != "deaf" else None)
 log = RedisLog(os.environ["MINISGL_REDIS_URL"], Names())
@@ -365,18 +370,45 @@ def test_it_runs_until_what_it_is_told(folder: Path, redis_url: str) -> None:
         assert supervisor.signals == 0
 
 
+@pytest.fixture
+def signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals_as_before")
 def test_an_interrupt_of_somebody_else_does_not_count_and_a_termination_does(folder: Path, redis_url: str) -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with supervised(folder, redis_url) as supervisor:
-            supervisor.listen()
-            with supervisor.without_interrupts():
-                os.kill(os.getpid(), signal.SIGINT)
-                assert supervisor.signals == 0
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert supervisor.signals == 1
+    with supervised(folder, redis_url) as supervisor:
+        supervisor.listen()
+        with supervisor.without_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
-            assert supervisor.signals == 2
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            assert supervisor.signals == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert supervisor.signals == 1
+        os.kill(os.getpid(), signal.SIGINT)
+        assert supervisor.signals == 2
+
+
+@pytest.mark.usefixtures("signals_as_before")
+@pytest.mark.parametrize("ends", ["a child", "itself"])
+def test_once_all_are_ready_it_sleeps_until_a_signal_comes(
+    folder: Path, redis_url: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.process.supervisor.SETTLED_POLL_S", 600.0)
+    asleep, killed = select.select, list[int]()
+
+    def killing(heard: list[int], _writable: list[int], _broken: list[int], timeout_s: float) -> object:
+        if not killed:
+            killed.append(starts(folder)[0][0] if ends == "a child" else os.getpid())
+            os.kill(killed[0], signal.SIGKILL if ends == "a child" else signal.SIGTERM)
+        return asleep(heard, [], [], timeout_s)
+
+    with supervised(folder, redis_url, job(folder, "tokenize")) as supervisor:
+        supervisor.listen()
+        assert supervisor.wait_until_ready(30)
+        monkeypatch.setattr("pipeline.process.supervisor.select.select", killing)
+        supervisor.run(until=lambda: len(starts(folder)) == 2)
+    assert supervisor.signals == (ends == "itself") and killed

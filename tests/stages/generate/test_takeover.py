@@ -340,12 +340,12 @@ def test_nothing_is_taken_over_from_a_slot_that_is_held_or_free_for_less_than_a_
     dead = DeadEngine(scene, uid, held=True)
     forsaken, seen = thread_log.forsaken, list[list[str]]()
 
-    def looked(inbox: Inbox) -> list[str]:
+    def looked(inbox: Inbox, **options: str) -> list[str]:
         if comes_and_goes and not mine.lease("generate-0").holder:
             mine.renew(dead.owner, LEASE_MS, "")
         elif comes_and_goes:
             mine.release(dead.owner)
-        seen.append(forsaken(inbox))
+        seen.append(forsaken(inbox, **options))
         return seen[-1]
 
     thread_log.forsaken = looked  # type: ignore[method-assign]  # this instance's alone

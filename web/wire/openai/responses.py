@@ -175,7 +175,8 @@ class ChunkFrames(Frames):
         entry_id = event.entry_id if self._says_ids else ""
         match event.event:
             case TokensProduced() as tokens:
-                return _framed(chunks.tokens(tokens), entry_id)
+                told = chunks.tokens(tokens)
+                return sse.frame(told[0], entry_id) if len(told) == 1 else _framed(told, entry_id)
             case Finished() as finished:
                 told = chunks.finish(finished)
                 if self._include_usage and all(choice.finished is not None for choice in self._choices):

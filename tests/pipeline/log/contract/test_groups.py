@@ -149,6 +149,7 @@ def test_forsaken_slots_have_entries_pending_and_no_worker(log: StreamLog, scene
         log.release(owner)
     scene.be_guest("generate-2")
     assert sorted(log.forsaken(TOKENIZED)) == ["generate-0", "generate-2"]
+    assert log.forsaken(TOKENIZED, but="generate-0") == ["generate-2"]
 
 
 def test_how_much_a_slot_has_in_hand_is_counted_without_reading_it(log: StreamLog, scene: Scene) -> None:
