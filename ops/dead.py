@@ -115,7 +115,7 @@ def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Submit the request of a letter again, print its new uid, drop the letter."""
+    """Submit the request of a letter again, which drops the letter, and print its new uid."""
     about = (
         "Sends a request again that killed its workers, under a new uid, which it prints, and drops the letter. "
         "Nobody listens to it: see what becomes of it with minisgl trace."
@@ -129,15 +129,16 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         letter = find(log, named)
         dead_uid, uid = letter.fields.get("uid", ""), new_uid()
         event = request_of(log, letter)
-        if log.submit(uid, [event]).submission is Submission.BUSY:
+        submitted = log.submit(uid, [event], letter=letter.id).submission
+        if submitted is Submission.BUSY:
             raise NotRequeued(
                 f"{dead_uid}: not sent again; {limits.max_queued_requests} requests wait already "
                 "(--max-queued-requests); try later"
             )
+        if submitted is Submission.GONE:
+            raise NotThere(f"{dead_uid}: its dead letter is gone; somebody else has sent it again, or dropped it")
         said = {"uid": uid, REQUEUED_FROM: dead_uid}
         sys.stdout.write(as_json(said) if prints.as_json else f"{uid}\n")
-        sys.stdout.flush()  # before the letter goes
-        log.drop_dead(letter.id)
 
 
 def drop(arguments: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pipeline.errors import MiniSGLError
-from pipeline.events import Finished, Replay, SamplingParams, Submitted, Tokenized
+from pipeline.events import Finished, Presentation, Replay, SamplingParams, Submitted, Templating, Tokenized
 from pipeline.sampling import MOST_LOGPROBS
 from pipeline.views.recorded import History
 
@@ -76,6 +76,9 @@ def _request(
         prompt_ids=prompt_ids,
         sampling=sampling,
         constraint=submitted.constraint if grammar else None,
+        calls=submitted.calls,  # from here on: how clients are shown the answer
+        templating=Templating(tools=submitted.templating.tools),
+        presentation=Presentation(reasoning=submitted.presentation.reasoning),
         priority=LOWEST,
         labels=submitted.labels,
         replay=Replay(

@@ -190,7 +190,7 @@ class StandIn:
                     self._running.pop(each, None)
 
     def _script(self, event: Submitted) -> Script:
-        match _words(event):
+        match "marked" if event.replay is not None and self.marked[1] else _words(event):
             case "silent":
                 return
             case "endless":

@@ -94,6 +94,10 @@ class Streams:
     def drop(self, key: str) -> None:
         self.by_key.pop(key, None)
 
+    def has(self, key: str, entry_id: str) -> bool:
+        stream = self.get(key)
+        return stream is not None and parse_id(entry_id) in stream.entries
+
     def length(self, key: str) -> int:
         stream = self.get(key)
         return len(stream.entries) if stream is not None else 0

@@ -7,7 +7,7 @@ between them. So it does not jump when snapshots come more often than statuses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pipeline.errors import UndecodableEvent
@@ -208,6 +208,11 @@ def view_of(reading: Observed, sees: Sees = _everybody) -> PipelineView:
         steps=reading.steps,
         others=len(reading.requests) - len(requests),
     )
+
+
+def without_addresses(view: PipelineView) -> PipelineView:
+    """Return *view* without what names the machines and processes of the workers."""
+    return replace(view, slots=tuple(replace(slot, host="", pid=0, address="") for slot in view.slots))
 
 
 _ORDER: Final = (WEB, *(stage for stage in STAGES if stage != WEB), ARCHIVE, JANITOR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -9,7 +10,7 @@ import orjson
 
 from pipeline.errors import LogError
 from pipeline.log.redis import RedisLog
-from pipeline.log.snapshot import HistoryEnds
+from pipeline.log.snapshot import HistoryEnds, HistoryQuery
 from pipeline.names import GENERATE, slot_index, slot_stage
 from pipeline.views.pipeline import Observed, PipelineView, observe, queries_for, view_of
 from pipeline.views.steps import StepsView, last_steps
@@ -19,7 +20,7 @@ SCANNED_AT_START: Final = 10_000
 SCANNED_LATER: Final = 1000
 """Keys scanned at each later read, for requests that come and end between two reads."""
 PEEKED_AT_ONCE: Final = 10
-"""Histories per call; a prompt may be long, and is read once."""
+"""Histories per call that are read from their start; a prompt may be long, and is read once."""
 
 LAST_STEPS: Final = 32
 """Steps of each engine per read; one takes up to 10 KB."""
@@ -41,10 +42,8 @@ class Reader:
         """
         found = self._search(SCANNED_LATER if self._reading is not None else SCANNED_AT_START)
         snapshot = self._log.snapshot()
-        asks = list(queries_for(self._reading, snapshot, found).items())
-        peeks: dict[str, HistoryEnds] = {}
-        for first in range(0, len(asks), PEEKED_AT_ONCE):
-            peeks |= self._log.peek(dict(asks[first : first + PEEKED_AT_ONCE]))
+        asks = queries_for(self._reading, snapshot, found)
+        peeks = self._peeked(asks)
         engines = sorted((slot for slot in snapshot.slots if slot_stage(slot) == GENERATE), key=slot_index)
         steps = tuple(filter(None, map(self._last_steps, engines)))
         self._reading = replace(observe(self._reading, snapshot, peeks), steps=steps)
@@ -56,6 +55,14 @@ class Reader:
             return view_of(self.read())
         except LogError as error:
             return replace(last, error=str(error) or type(error).__name__)
+
+    def _peeked(self, asks: Mapping[str, HistoryQuery]) -> dict[str, HistoryEnds]:
+        """Return the ends of histories in the order of *asks*. Prompts are read piece by piece, all else at once."""
+        peeks = self._log.peek({uid: query for uid, query in asks.items() if query.after})
+        unread = [uid for uid, query in asks.items() if not query.after]
+        for first in range(0, len(unread), PEEKED_AT_ONCE):
+            peeks |= self._log.peek({uid: asks[uid] for uid in unread[first : first + PEEKED_AT_ONCE]})
+        return {uid: peeks[uid] for uid in asks}
 
     def _last_steps(self, engine: str) -> StepsView | None:
         return last_steps(engine, self._log.journal(engine, max_entries=LAST_STEPS, newest=True))

@@ -7,8 +7,9 @@ from lived_requests import LivedRequests
 from redis_servers import command
 from tool import Tool
 
+import ops.dead
 from pipeline.events import Failed, SamplingParams, Submitted, decode, new_uid
-from pipeline.log.protocol import DeadLetter, Inbox
+from pipeline.log.protocol import DeadLetter, Entry, Inbox, StreamLog
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.views.history import copied_history, story
@@ -135,6 +136,22 @@ def test_requeue_sends_the_request_again_to_nobody_and_drops_the_letter(lived: L
     assert work.fields == {"uid": new, "frontend": ""}
     left_ms = command(dead.url, "PTTL", Names().request(new))
     assert 10_000 < left_ms <= 16_000
+
+
+def test_a_letter_that_somebody_else_requeues_meanwhile_is_sent_once(
+    lived: LivedRequests, dead: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid, find, sent = lived.dead(), ops.dead.find, list[str]()
+
+    def find_then_another_sends(log: StreamLog, named: str) -> Entry:
+        letter = find(log, named)
+        monkeypatch.setattr(ops.dead, "find", find)
+        sent.append(dead("requeue", named)[0])
+        return letter
+
+    monkeypatch.setattr(ops.dead, "find", find_then_another_sends)
+    assert f"{uid}: its dead letter is gone" in dead.failure("requeue", uid)
+    assert lived.log.living() == sent and letter_ids(lived) == []
 
 
 def test_a_dead_letter_and_the_request_that_is_sent_again_have_the_owner(lived: LivedRequests, dead: Tool) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import islice
+from itertools import groupby
 from typing import Final
 
 from pipeline.archive.reader import NOTHING_KNOWN, Where
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.log.snapshot import HistoryEnds, HistoryQuery
+from pipeline.names import base_uid
 from pipeline.views.requests import ENDED, RequestFacts, ends_of, heard
 from web.live.archived import Archived
 from web.wire.uids import uid_of
@@ -24,6 +25,10 @@ from web.wire.uids import uid_of
 SCANNED_AT_ONCE: Final = 1000
 MOST_SCANNED: Final = 50_000
 """Keys in one call. Of a larger log, the next call scans on."""
+MANY: Final = 5_000
+SHARE: Final = 0.1
+"""Most of the time that scans take, once they find MANY requests. Those who come soon after one are shown what it has
+found, and what has come since and has not ended."""
 MOST_KNOWN: Final = 50_000
 """Requests, the newest; older ones are not listed."""
 MOST_KEPT: Final = 10_000
@@ -69,6 +74,8 @@ class Catalogue:
         self._is_complete = False
         self._scanning = asyncio.Lock()
         self._scan_began_s = 0.0
+        self._rested_s = 0.0
+        """No scan is needed before that moment."""
 
     async def newest(self, before: str, limit: int, fits: Callable[[RequestFacts], bool]) -> Listed:
         """Return up to *limit* requests that fit and have smaller uids than *before*. Raises as the log does."""
@@ -76,7 +83,8 @@ class Catalogue:
         there = {uid for uid in self._known if uid < before}
         in_archive, floor = await self._archived.newest(before, limit)
         in_log = (uid for uid in self._known if uid in there)
-        uids = merge(in_log, (uid for uid in in_archive if uid not in there), reverse=True)
+        merged = merge(in_log, (uid for uid in in_archive if uid not in there), reverse=True)
+        uids = (uid for uid in merged if uid >= floor)
         found: list[RequestFacts] = []
         archived: set[str] = set()
         num_tried = num_peeked = 0
@@ -84,7 +92,7 @@ class Catalogue:
         def listed(following: str) -> Listed:
             return Listed(tuple(found), frozenset(archived), following, self._is_complete)
 
-        while some := [uid for uid in islice(uids, TRIED_AT_ONCE) if uid >= floor]:
+        for some in _together(uids, TRIED_AT_ONCE):
             told = await self._look(some, in_archive)
             num_tried, num_peeked = num_tried + len(some), num_peeked + told.num_peeked
             for uid in some:
@@ -111,21 +119,27 @@ class Catalogue:
         async with self._scanning:
             if self._scan_began_s > came_s:
                 return
-            self._scan_began_s = time.monotonic()
             there = {uid for uid in await self._log.living() if uid_of(uid)}
-            for _ in range(0, MOST_SCANNED, SCANNED_AT_ONCE):
-                self._cursor, uids = await self._log.requests(self._cursor, SCANNED_AT_ONCE)
-                self._found.update(filter(uid_of, uids))
-                if self._cursor == "0":
-                    break
-            there |= self._found
-            if self._cursor == "0":
-                self._found, self._is_complete = set(), True
-            else:  # the rest of the log may still have them
+            if time.monotonic() < self._rested_s:
                 there.update(self._known)
+            else:
+                there |= await self._scanned()
             new = there.difference(self._known)
             known = [uid for uid in self._known if uid in there]  # almost in order, so the sort takes little
             self._known = sorted([*new, *known], reverse=True)[:MOST_KNOWN]
+
+    async def _scanned(self) -> set[str]:
+        """Scan on; return the requests that are there, or may be."""
+        began_s = self._scan_began_s = time.monotonic()
+        for _ in range(0, MOST_SCANNED, SCANNED_AT_ONCE):
+            self._cursor, uids = await self._log.requests(self._cursor, SCANNED_AT_ONCE)
+            self._found.update(filter(uid_of, uids))
+            if self._cursor == "0":
+                found, self._found, self._is_complete = self._found, set(), True
+                if len(found) > MANY:
+                    self._rested_s = began_s + (time.monotonic() - began_s) / SHARE
+                return found
+        return self._found.union(self._known)  # the rest of the log may still have them
 
     async def _look(self, uids: Sequence[str], in_archive: Mapping[str, Where] = NOTHING_KNOWN) -> _Told:
         """Return what is known of *uids*, after a look at those that may have changed."""
@@ -162,6 +176,19 @@ class Catalogue:
             self._facts[uid] = heard(facts, ends, int(time.time() * 1000))
             while len(self._facts) > MOST_KEPT:
                 del self._facts[next(iter(self._facts))]
+
+
+def _together(uids: Iterable[str], most: int) -> Iterator[list[str]]:
+    """Give *uids* in order, *most* at once or a few more: siblings stay together, since a place in the list may leave
+    out what tells them apart."""
+    some: list[str] = []
+    for _, siblings in groupby(uids, base_uid):
+        some += siblings
+        if len(some) >= most:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 def _place(uid: str, found: Sequence[RequestFacts]) -> str:

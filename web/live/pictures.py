@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import orjson
@@ -17,7 +17,7 @@ import structlog
 
 from pipeline.errors import LogError
 from pipeline.log.redis import AsyncRedisLog, RedisLog
-from pipeline.views.pipeline import Observed, view_of
+from pipeline.views.pipeline import Observed, view_of, without_addresses
 from pipeline.views.reader import Reader, as_json
 from pipeline.views.requests import Sees
 
@@ -25,36 +25,52 @@ logger = structlog.get_logger()
 
 APART_S: Final = 0.5
 """Least time between two pictures."""
-SHARE: Final = 0.01
+SHARE: Final = 0.005
 """Most of a core that reading takes: where a picture is much work, they come more seldom."""
 LONGEST_S: Final = 2.0
 """But at least so often."""
 SILENT_S: Final = 5.0
 """Whoever looks is told if nothing came for so long, which is more than LONGEST_S."""
 BUG: Final = "The picture failed; that is our bug."
+HIDDEN: Final = "the admin key shows why"
+"""What others are told instead of what Redis said: that may name its address and its users."""
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Somebody who looks: those of one *name* get the same pictures."""
+
+    name: str
+    sees: Sees
+    """Whose requests."""
+    is_admin: bool = False
+    """It also sees where the workers run, and what Redis says."""
 
 
 class Picture:
-    """The pipeline at one moment. *error*: why there is no newer one."""
+    """The pipeline at one moment. *error*: why there is no newer one; *told*: what all but admins hear of that."""
 
-    def __init__(self, reading: Observed | None, error: str = "") -> None:
+    def __init__(self, reading: Observed | None, error: str = "", told: str = "") -> None:
         self.reading = reading
         self.error = error
+        self._told = told or error
         self._texts: dict[str, bytes] = {}
 
-    def text(self, viewer: str, sees: Sees) -> bytes:
-        """Return its JSON for a viewer who sees the requests of some owners; it is made once for each *viewer*."""
-        if viewer not in self._texts:
+    def text(self, viewer: Viewer) -> bytes:
+        """Return its JSON; it is made once for each *viewer*."""
+        if viewer.name not in self._texts:
+            error = self.error if viewer.is_admin else self._told
             if self.reading is None:
-                self._texts[viewer] = orjson.dumps({"error": self.error})
+                self._texts[viewer.name] = orjson.dumps({"error": error})
             else:
-                view = replace(view_of(self.reading, sees), error=self.error)
-                self._texts[viewer] = as_json(view).rstrip()
-        return self._texts[viewer]
+                view = replace(view_of(self.reading, viewer.sees), error=error)
+                shown = view if viewer.is_admin else without_addresses(view)
+                self._texts[viewer.name] = as_json(shown).rstrip()
+        return self._texts[viewer.name]
 
-    def without_news(self, error: str) -> Picture:
+    def without_news(self, error: str, told: str = "") -> Picture:
         """Return the same picture, which is not the newest any more."""
-        return Picture(self.reading, error)
+        return Picture(self.reading, error, told)
 
 
 class Pictures:
@@ -74,7 +90,7 @@ class Pictures:
         """Say whether the log is read now."""
         return self._reading is not None
 
-    async def watch(self, viewer: str, sees: Sees) -> AsyncGenerator[bytes, None]:
+    async def watch(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
         """Yield pictures as JSON, the latest one first, until `close`. A slow viewer misses some."""
         self._enter()
         try:
@@ -82,10 +98,10 @@ class Pictures:
             while not self._closed:
                 if self._latest is not None and self._number != seen:
                     seen, since_s = self._number, time.monotonic()
-                    yield self._latest.text(viewer, sees)
+                    yield self._latest.text(viewer)
                 elif not await self._has_changed():
                     silent = f"Redis has not answered for {time.monotonic() - since_s:.0f} s"
-                    yield (self._latest or Picture(None)).without_news(silent).text(viewer, sees)
+                    yield (self._latest or Picture(None)).without_news(silent).text(viewer)
         finally:
             self._leave()
 
@@ -155,7 +171,7 @@ def _next_picture(reader: Reader, latest: Picture) -> Picture:
     try:
         return Picture(reader.read())
     except LogError as error:
-        return latest.without_news(str(error) or type(error).__name__)
+        return latest.without_news(str(error) or type(error).__name__, HIDDEN)
     except Exception:  # a bug of ours with what one worker or request says; the next picture may be well
         logger.exception("picture_broke")
         return latest.without_news(BUG)

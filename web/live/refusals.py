@@ -58,6 +58,12 @@ REFUSALS: Final[Mapping[Submission | type[LogError], Refusal]] = {
         code="idempotency_key_reused",
         param=HEADER,
     ),
+    Submission.GONE: Refusal(
+        "",
+        "There is no such dead letter: it was sent again, dropped, or never there. GET /v1/dead lists them.",
+        status=404,
+        code="dead_letter_not_found",
+    ),
 }
 """What came of a submit -> what the client is told. Other outcomes are no refusals."""
 

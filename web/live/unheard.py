@@ -15,8 +15,10 @@ from web.live.refusals import REFUSALS, refusal
 logger = structlog.get_logger()
 
 
-async def submit_unheard(frontend: Frontend, event: Submitted, quota: Quota | None = None) -> str:
+async def submit_unheard(frontend: Frontend, event: Submitted, quota: Quota | None = None, *, letter: str = "") -> str:
     """Submit *event* and return its uid. With *quota*, it counts as sent by that API key.
+
+    Where it sends the dead letter *letter* again, that is dropped.
 
     Raises:
         RequestError: The log does not take it.
@@ -24,12 +26,15 @@ async def submit_unheard(frontend: Frontend, event: Submitted, quota: Quota | No
     uid = new_uid()
     try:
         with frontend.budget.submitting() as has_room:
-            submitted = await frontend.ask(frontend.log.submit(uid, [event], quota=quota, has_room=has_room))
+            submitted = await frontend.ask(
+                frontend.log.submit(uid, [event], quota=quota, letter=letter, has_room=has_room)
+            )
     except LogFull:
         raise refusal(frontend, LogFull, quota) from None
     except LogError as error:
         logger.warning("not_submitted", uid=uid, error=str(error))
-        frontend.spawn(_take_back(frontend, uid))
+        if not letter:  # it may have got through, and then the request that runs is all that is left of the letter
+            frontend.spawn(_take_back(frontend, uid))
         raise refusal(frontend, LogError, quota) from None
     if submitted.submission in REFUSALS:
         raise refusal(frontend, submitted.submission, quota, math.ceil(submitted.again_ms / 1000))

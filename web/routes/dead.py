@@ -10,12 +10,13 @@ from typing import Final
 import structlog
 from quart import Blueprint, Response, request
 
-from pipeline.errors import LogError, RequestError
+from pipeline.errors import RequestError
 from pipeline.events import Submitted
-from pipeline.log.protocol import Entry
+from pipeline.log.protocol import Entry, Submission
 from pipeline.log.redis import AsyncRedisLog
 from pipeline.views.letters import REQUEUED_FROM, plain_letter, sent_again
 from web.live.frontend import Frontend, reaching
+from web.live.refusals import refusal
 from web.live.unheard import submit_unheard
 from web.routes.access import check_admin
 from web.routes.answers import json_response
@@ -68,16 +69,12 @@ def dead_letter_routes(frontend: Frontend) -> Blueprint:
         try:
             frontend.admit()
             with reaching("letter_not_read"):
-                letter = await _letter(frontend.log, name)
+                letter = await _letter(frontend, name)
                 event = await _request(frontend.log, letter)
-            uid = await submit_unheard(frontend, event)
+            uid = await submit_unheard(frontend, event, letter=letter.id)
         except RequestError as error:
             logger.info("request", status=error.status, error=error.code)
             raise
-        try:
-            await frontend.log.drop_dead(letter.id)
-        except LogError as error:  # it was sent; a letter that stays is no reason to send it again
-            logger.warning("letter_not_dropped", id=letter.id, error=str(error))
         dead_uid = letter.fields["uid"]
         logger.info("request_requeued", uid=uid, of=dead_uid)
         return json_response({"uid": uid, REQUEUED_FROM: dead_uid})
@@ -102,13 +99,13 @@ def _before() -> str:
     return given
 
 
-async def _letter(log: AsyncRedisLog, name: str) -> Entry:
+async def _letter(frontend: Frontend, name: str) -> Entry:
     """Return the letter with the id, or of the request with the uid, *name*. Raises as the log does.
 
     Raises:
         RequestError: There is none.
     """
-    uid, before = uid_of(name), ""
+    log, uid, before = frontend.log, uid_of(name), ""
     found: Entry | None = await log.dead_letter(name) if is_id(name) else None
     for _ in range(0, MOST_SEARCHED if uid else 0, READ_AT_ONCE):
         letters = await log.dead_letters(READ_AT_ONCE, before=before)
@@ -117,8 +114,7 @@ async def _letter(log: AsyncRedisLog, name: str) -> Entry:
             break
         before = letters[-1].id
     if found is None:
-        message = "There is no such dead letter; GET /v1/dead lists them."
-        raise RequestError(message, code="dead_letter_not_found", status=404)
+        raise refusal(frontend, Submission.GONE, None)
     return found
 
 

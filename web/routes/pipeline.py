@@ -12,6 +12,7 @@ from quart import Blueprint, Response, request
 from pipeline.errors import RequestError
 from web.keys import Caller
 from web.live.frontend import Frontend
+from web.live.pictures import Viewer
 from web.routes.access import caller, known_caller
 from web.routes.answers import event_stream, json_response
 from web.routes.operations import EVENTS, operation
@@ -56,8 +57,8 @@ def _most() -> int:
 
 
 async def _pictures(frontend: Frontend, who: Caller, most: int) -> AsyncGenerator[bytes, None]:
-    viewer = "admin" if who.is_admin else f"{who.owner} {who.hashed}"
-    num_sent, pictures = 0, frontend.pictures.watch(viewer, who.may_see)
+    viewer = Viewer("admin" if who.is_admin else f"{who.owner} {who.hashed}", who.may_see, who.is_admin)
+    num_sent, pictures = 0, frontend.pictures.watch(viewer)
     try:
         async for text in pictures:
             yield sse.frame(text)

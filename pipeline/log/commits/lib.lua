@@ -51,6 +51,16 @@ local function sibling_ended(shared, now, retention_ms)
   end
 end
 
+-- Deletes a dead letter and returns how many letters had the id. It has a new version then, for those who purge letters.
+local function drop_letter(letters, versions, id, kept_ms)
+  local dropped = redis.call('XDEL', letters, id)
+  if dropped > 0 then
+    redis.call('HINCRBY', versions, letters, 1)
+    redis.call('PEXPIRE', versions, kept_ms)
+  end
+  return dropped
+end
+
 -- Tells the archivers that a request has ended. Without archivers there is no stream, and none is made. What is older than
 -- *ended_ms*, the retention, is dropped, because its history is gone, and counted; 0: nothing is.
 local function tell_archivers(ended, archive, uid, ended_ms, now)

@@ -1,16 +1,19 @@
 -- submit: begin the histories of one or several requests and hand them to the tokenizers, all of them or none. Under an
--- idempotency key, once. Under a quota, only within it.
+-- idempotency key, once. Under a quota, only within it. Sent again from a dead letter, only if that is there; it is dropped.
 -- KEYS live, submitted, tokenized, the histories; of siblings: shared;
---      with a quota: running, and the limits of three minutes; with an idempotency key: idempotency
+--      with a quota: running, and the limits of three minutes; with an idempotency key: idempotency;
+--      from a dead letter: dead, versions
 -- ARGV base uid, number of requests, timeout_ms, retention_ms, max_queued, digest of the body, the uid that may lose the
 --      key or '', requests per minute, concurrent requests (0: no such limit), number of the first minute ('': no quota),
---      number of shared texts, (digest, text)*, (uid, frontend, number of fields, fields...)*
+--      number of shared texts, id of the dead letter or '', ms for which its version is kept, (digest, text)*,
+--      (uid, frontend, number of fields, fields...)*
 -- Returns an outcome, the base uid that it is about, and a number:
 --   ACCEPTED
 --   DUPLICATE  the requests are there: an earlier try had got through
 --   BUSY       not all of them may wait beside those that wait already
 --   ATTACH     that request has the idempotency key
 --   MISMATCH   so it is, but with another body
+--   GONE       there is no such dead letter: somebody else has sent it again, or dropped it
 --   TOO_FAST   the quota of this minute is used up; the number is how many ms the minute still lasts
 --   TOO_MANY   as many requests of the API key run as may
 --   MINUTE     Redis' clock is in none of the three minutes; the number is the one it is in
@@ -47,10 +50,12 @@ end
 
 local uid, count, quota = ARGV[1], tonumber(ARGV[2]), ARGV[10] ~= ''
 local keys = 3 + count + (count > 1 and 1 or 0) -- those before the quota
-local running, once = quota and KEYS[keys + 1], KEYS[keys + (quota and 5 or 1)]
+local running, once = quota and KEYS[keys + 1], ARGV[6] ~= '' and KEYS[keys + (quota and 5 or 1)]
+local letter, letters, versions = ARGV[12], KEYS[#KEYS - 1], KEYS[#KEYS] -- the keys are these if there is a letter
 for i = 4, 3 + count do -- the first may be gone while others are there
   if redis.call('EXISTS', KEYS[i]) == 1 then return { 'DUPLICATE', uid, 0 } end
 end
+if letter ~= '' and #redis.call('XRANGE', letters, letter, letter) == 0 then return { 'GONE', uid, 0 } end
 local held = once and redis.call('GET', once)
 if held then
   local other, digest = string.match(held, '^([^:]*):([^:]*)')
@@ -79,11 +84,11 @@ if more_wait_than(tonumber(ARGV[5]) - count) then return { 'BUSY', uid, 0 } end
 
 local deadline = string.format('%.0f', tonumber(now) + tonumber(ARGV[3]))
 local gone = string.format('%.0f', tonumber(deadline) + tonumber(ARGV[4]))
-local uids, at = {}, 12 + 2 * tonumber(ARGV[11])
+local uids, at = {}, 14 + 2 * tonumber(ARGV[11])
 if count > 1 then
   local shared = KEYS[4 + count]
   redis.call('HSET', shared, 'left', count)
-  for i = 12, at - 1, 2 do redis.call('HSET', shared, ARGV[i], ARGV[i + 1]) end
+  for i = 14, at - 1, 2 do redis.call('HSET', shared, ARGV[i], ARGV[i + 1]) end
   redis.call('PEXPIREAT', shared, gone)
 end
 for i = 1, count do
@@ -96,6 +101,7 @@ for i = 1, count do
   at = last + 1
 end
 if once then redis.call('SET', once, uid .. ':' .. ARGV[6], 'PX', gone - tonumber(now)) end
+if letter ~= '' then drop_letter(letters, versions, letter, ARGV[13]) end
 if limit then
   redis.call('INCR', limit)
   redis.call('PEXPIRE', limit, 120000)

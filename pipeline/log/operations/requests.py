@@ -78,6 +78,7 @@ def submit(
     once: Once | None = None,
     *,
     quota: Quota | None = None,
+    letter: str = "",
     has_room: Callable[[int], bool] = lambda _: True,
 ) -> Steps[SubmitResult]:
     """Submit, counted in the minute of this machine's clock, or once more in that of Redis' clock.
@@ -91,7 +92,7 @@ def submit(
         histories, shared = [{} for _ in events], {}
 
     def submit(minute: int) -> Script[SubmitResult]:
-        return _submit(log, uid, events, histories, shared, once, quota, minute, is_full=is_full)
+        return _submit(log, uid, events, histories, shared, once, quota, letter, minute, is_full=is_full)
 
     try:
         return (yield from submit(this_minute()))
@@ -107,6 +108,7 @@ def _submit(
     shared: Mapping[str, bytes],
     once: Once | None,
     quota: Quota | None,
+    letter: str,
     minute: int,
     *,
     is_full: bool,
@@ -123,7 +125,7 @@ def _submit(
         allowed = [quota.requests_per_minute, quota.concurrent_requests, first]
     max_queued = 0 if is_full else limits.max_queued
     args: list[str | int | bytes] = [uid, len(events), limits.timeout_ms, limits.retention_ms, max_queued]
-    args += [digest, instead_of, *allowed, len(shared), *flat(shared)]
+    args += [digest, instead_of, *allowed, len(shared), letter, COPY_TTL_MS, *flat(shared)]
     for sibling, event, fields in zip(uids, events, histories, strict=True):
         args += [sibling, event.frontend, 2 * len(fields), *flat(fields)]
 
@@ -136,7 +138,7 @@ def _submit(
         return SubmitResult(Submission.FULL if full else submission, as_text(whose), number)
 
     keys = [names.live, names.submitted, names.tokenized, *map(names.request, uids), *shared_by(names, uids[0])]
-    keys += [*counted, *key]
+    keys += [*counted, *key, *([names.dead, names.copies] if letter else [])]
     return Script("submit", keys, args, parse)
 
 

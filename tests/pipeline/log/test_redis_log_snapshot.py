@@ -86,7 +86,7 @@ def test_a_slot_that_nobody_has_any_more_is_seen_and_one_that_nobody_ever_had_is
 
 def test_slots_beyond_the_first_look_the_janitor_and_guests_are_seen(log: RedisLog, scene: Scene) -> None:
     for index in range(SLOTS_PER_LOOK + 2):
-        scene.own(slot_name("tokenize", index))
+        scene.own(slot_name("generate", index))
         log.prepare(Inbox.steps(NAMES, slot_name("generate", index)))
     scene.own(slot_name(JANITOR, 0))
     guest = scene.be_guest("detokenize-0")

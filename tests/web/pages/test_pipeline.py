@@ -12,6 +12,7 @@ from accessibility import problems
 from browser import PHONE, Browser
 from hostile_markup import CENSUS, HOSTILE, TRAP
 from lived_requests import LivedRequests
+from selenium.webdriver.common.keys import Keys
 from stand_in_stages import StandIn
 from web_process import Server, serving
 
@@ -139,6 +140,38 @@ def test_a_dead_letter_is_shown_and_sent_again(browser: Browser, lived: LivedReq
     browser.button("Requeue", ".dead")
     browser.has(".toast", "Sent again as")
     browser.gone(".dead")
+
+
+def test_the_keyboard_alone_is_enough(browser: Browser, lived: LivedRequests, starts: Starts) -> None:
+    uid, other = lived.dead(), lived.submitted()
+    server = starts()
+    opened(browser, server)
+    browser.has(".dead", uid)
+    _go_to(browser, "Requeue")
+    browser.press(Keys.ENTER)
+    browser.has(".toast", "Sent again as")
+    _go_to(browser, "State")
+    browser.press("f")  # finished, failed: the first one that begins so
+    _go_to(browser, "Search")
+    browser.press(other)
+    _go_to(browser, "State", back=True)
+    browser.press(Keys.HOME)
+    browser.until(lambda: _listed(browser) == [other], "it is found")
+    _go_to(browser, "Requests, the newest first")
+    _go_to(browser, other)
+    browser.press(Keys.ENTER)
+    browser.has("h1 .uid", other)
+
+
+def _go_to(browser: Browser, name: str, *, back: bool = False) -> None:
+    """Press Tab until what has this name has the focus. All on the way has a name, too."""
+    for _ in range(100):
+        focused = browser.focused()
+        if focused.accessible_name == name:
+            return
+        assert focused.accessible_name or focused.tag_name == "body", focused.get_attribute("outerHTML")
+        browser.press(*((Keys.SHIFT, Keys.TAB, Keys.NULL) if back else (Keys.TAB,)))
+    pytest.fail(f"no Tab leads to {name!r}")
 
 
 def test_a_page_of_the_list_that_cannot_be_read_is_asked_for_again_by_the_user_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -17,6 +18,7 @@ import web.routes.dead
 from ops.dead import letters_in
 from pipeline.errors import LogUnavailable
 from pipeline.events import Submitted, decode, new_uid
+from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.views.letters import plain_letter
@@ -94,6 +96,45 @@ async def test_a_requeued_request_asks_the_same_again_and_its_letter_is_gone(
         assert await code_of(requeue(here, letter.id)) == (404, "dead_letter_not_found")
 
 
+async def test_a_letter_that_is_requeued_twice_at_once_is_sent_once(
+    redis_url: str, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = lived.dead()
+    both, found = asyncio.Barrier(2), web.routes.dead._letter
+
+    async def found_by_both(*args: Any) -> Entry:
+        letter = await found(*args)
+        await both.wait()
+        return letter
+
+    monkeypatch.setattr(web.routes.dead, "_letter", found_by_both)
+    async with site(redis_url, ready=False) as here:
+        answers = await asyncio.gather(requeue(here, uid), requeue(here, uid))
+        told = sorted([(answer.status_code, await answer.get_json()) for answer in answers], key=lambda each: each[0])
+    assert [status for status, _ in told] == [200, 404]
+    assert told[1][1]["error"]["code"] == "dead_letter_not_found"
+    assert log.living() == [told[0][1]["uid"]] and not log.dead_letters(9)
+
+
+async def test_a_requeue_whose_answer_is_lost_is_not_taken_back(
+    redis_url: str, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = lived.dead()
+    async with site(redis_url, ready=False) as here:
+        submit = here.log.submit
+
+        async def lose(*args: Any, **more: Any) -> None:
+            await submit(*args, **more)
+            raise LogUnavailable("away")
+
+        monkeypatch.setattr(here.log, "submit", lose)
+        assert await code_of(requeue(here, uid)) == (503, "overloaded")
+        assert await code_of(requeue(here, uid)) == (404, "dead_letter_not_found")
+    (sent,) = log.living()
+    event = decode(log.histories([sent])[0][0].fields)
+    assert isinstance(event, Submitted) and event.labels["requeued_from"] == uid
+
+
 async def test_what_is_not_there_is_not_sent(redis_url: str, log: RedisLog, lived: LivedRequests) -> None:
     uid = lived.dead()
     about_nothing = put(log, Names().dead, {"stream": "submitted", "error": "no JSON"})
@@ -104,18 +145,3 @@ async def test_what_is_not_there_is_not_sent(redis_url: str, log: RedisLog, live
         command(redis_url, "DEL", Names().request(uid))
         assert await code_of(requeue(here, uid)) == (409, "history_gone")
         assert len((await letters(here))["dead"]) == 2 and not log.living()
-
-
-async def test_a_letter_that_cannot_be_dropped_does_not_hide_that_the_request_was_sent(
-    redis_url: str, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uid = lived.dead()
-    async with site(redis_url, ready=False) as here:
-
-        async def refuse(_: str) -> None:
-            raise LogUnavailable("away")
-
-        monkeypatch.setattr(here.log, "drop_dead", refuse)
-        response = await requeue(here, uid)
-        assert response.status_code == 200
-        assert log.alive([(await response.get_json())["uid"]])

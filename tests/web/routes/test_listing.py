@@ -149,6 +149,20 @@ async def test_one_call_does_bounded_work_and_the_next_goes_on(
         assert await all_pages(here, "limit=5", ADMIN) == sorted([*others, mine], reverse=True)
 
 
+async def test_a_page_that_ends_among_siblings_leaves_none_of_them_out(
+    redis_url: str, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MOST_PEEKED", "TRIED_AT_ONCE", "MOST_TRIED"):
+        monkeypatch.setattr(web.live.catalogue, name, 4)
+    older, base = lived.submitted(uid_at(0)), uid_at(1)
+    event = Submitted(endpoint="/v1/completions", frontend="", prompt="Hi", sampling=SamplingParams())
+    log.submit(base, [event] * 6)
+    for uid in (older, f"{base}.0"):
+        log.end(uid, FAILED, frontend="")
+    async with site(redis_url, ready=False) as here:
+        assert await all_pages(here, "state=failed") == [f"{base}.0", older]
+
+
 async def test_a_large_log_is_searched_over_several_calls(
     redis_url: str, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +179,28 @@ async def test_a_large_log_is_searched_over_several_calls(
             while not (page := await listed(here, "limit=200"))["complete"]:
                 assert page["requests"][0]["uid"] == running
         assert await all_pages(here, "limit=200") == sorted([*ended, running], reverse=True)
+
+
+async def test_soon_after_a_long_scan_what_runs_is_listed_without_another(
+    redis_url: str, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web.live.catalogue, "MANY", 0)
+    monkeypatch.setattr(web.live.catalogue, "SHARE", 1e-9)
+    ended = lived.submitted(uid_at(0))
+    lived.ended(ended, FAILED)
+    async with site(redis_url, ready=False) as here:
+        assert await uids(here) == [ended]
+        scans, requests = [], here.log.requests
+
+        async def counted(*given: Any) -> Any:
+            scans.append(given)
+            return await requests(*given)
+
+        monkeypatch.setattr(here.log, "requests", counted)
+        running = lived.submitted(uid_at(1))
+        assert await uids(here) == [running, ended] and not scans
+        here.frontend.catalogue._rested_s = 0
+        assert await uids(here) == [running, ended] and scans
 
 
 async def test_what_is_searched_is_found_in_upper_and_lower_case(redis_url: str, lived: LivedRequests) -> None:

@@ -77,3 +77,18 @@ async def test_an_answer_with_calls_says_the_same_whole_and_streamed(
             ]
         first, second = ({call["id"] for call in choice["message"]["tool_calls"]} for choice in answer["choices"])
         assert not first & second
+
+
+async def test_a_replay_reads_calls_and_reasoning_from_its_answer_as_the_recorded_request_did(
+    redis_url: str, stand_in: StandIn
+) -> None:
+    body = say(stand_in, FAMILIES[0])
+    async with site(redis_url) as here:
+        response = await here.post(body)
+        recorded = put_together(documents(await response.get_data(as_text=False)))
+        answer = await here.client.post(f"/v1/requests/{response.headers['x-minisgl-uid']}/replay")
+        now = put_together(documents(await bytes_of(here, f"/v1/requests/{(await answer.get_json())['uid']}/events")))
+        assert recorded["calls"] and recorded["reasoning"]
+        for name in ("content", "reasoning", "reason"):
+            assert now[name] == recorded[name]
+        assert [call[1:] for call in now["calls"]] == [call[1:] for call in recorded["calls"]]

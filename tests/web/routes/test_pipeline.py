@@ -84,6 +84,16 @@ async def test_a_key_sees_its_own_requests_and_of_the_others_how_many(redis_url:
         assert {request["uid"] for request in told["requests"]} == {*uids.values()} and told["others"] == 0
 
 
+async def test_the_admin_key_alone_sees_where_workers_run(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url, keys=KEYS) as here:
+        (told,) = await pictures(here, key=ANN)
+        assert told["slots"] and {(slot["host"], slot["pid"], slot["address"]) for slot in told["slots"]} == {
+            ("", 0, "")
+        }
+        (told,) = await pictures(here, key=ADMIN)
+        assert any(slot["host"] and slot["pid"] for slot in told["slots"])
+
+
 async def test_the_stream_goes_on_with_what_happens_until_the_client_leaves(redis_url: str, stand_in: StandIn) -> None:
     async with site(redis_url) as here, here.reading(PATH) as connection:
         first = await received(connection, b"\n\n")

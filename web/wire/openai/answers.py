@@ -137,7 +137,8 @@ class Choice:
 def choices_for(uid: str, events: Sequence[Submitted]) -> list[Choice]:
     """Return the empty choices of siblings, which share *uid*, or of the single request *uid*.
 
-    Only the answer to a conversation has markup: a prompt without a template is continued as it is.
+    Only the answer to a conversation has markup, and the replay of one: a prompt without a template is continued as it
+    is.
     """
     tools = functools.cache(lambda: tools_of(events[0].templating.tools))
     return [
@@ -145,7 +146,7 @@ def choices_for(uid: str, events: Sequence[Submitted]) -> list[Choice]:
             index,
             event.presentation,
             own,
-            Chat(event, tools) if event.messages else None,
+            Chat(event, tools) if event.messages or event.replay is not None else None,
             event.sampling.stop_token_ids,
         )
         for index, (own, event) in enumerate(zip(sibling_uids(uid, len(events)), events, strict=True))

@@ -24,7 +24,7 @@ from redis_servers import until
 
 from pipeline.events import Admitted, Answered, End, SamplingParams, Submitted
 from pipeline.log import entries
-from pipeline.log.protocol import Produced, Reply, StreamLog
+from pipeline.log.protocol import Produced, Reply, StreamLog, Submission, SubmitResult
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID
 from pipeline.views.history import copied_history
 
@@ -202,6 +202,30 @@ def test_a_dead_letter_is_dropped_once_and_alone(log: StreamLog, scene: Scene) -
     assert log.drop_dead(oldest.id)
     assert not log.drop_dead(oldest.id)
     assert log.dead_letters(9) == [newest]
+
+
+def test_a_submit_that_sends_a_dead_letter_again_drops_it_and_a_second_one_is_refused(
+    log: StreamLog, scene: Scene
+) -> None:
+    for uid in ("a", "b"):
+        scene.submit(uid)
+        scene.bury(uid)
+    newest, oldest = log.dead_letters(9)
+    event = Submitted(endpoint="e", frontend="", sampling=SamplingParams())
+    assert log.submit("c", [event], letter=oldest.id).submission is Submission.ACCEPTED
+    assert log.submit("c", [event], letter=oldest.id).submission is Submission.DUPLICATE
+    assert log.submit("d", [event], letter=oldest.id) == SubmitResult(Submission.GONE, "d")
+    assert log.alive(["c", "d"]) == {"c"} and log.dead_letters(9) == [newest]
+
+
+def test_a_dead_letter_stays_whose_request_is_not_taken(log: StreamLog, scene: Scene) -> None:
+    scene.submit("a")
+    scene.bury("a")
+    scene.submit("b", max_queued=1)
+    (letter,) = log.dead_letters(9)
+    event = Submitted(endpoint="e", frontend="", sampling=SamplingParams())
+    assert log.submit("c", [event], letter=letter.id).submission is Submission.BUSY
+    assert log.dead_letters(9) == [letter]
 
 
 def test_a_copy_is_cut_to_its_first_entry_and_as_many_of_the_last_as_fit(

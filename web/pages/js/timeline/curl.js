@@ -46,6 +46,7 @@ function bodyOf(submitted) {
   const said = sampling(submitted);
   const constraint = constraintOf(submitted.constraint);
   if (submitted.endpoint === CHAT) {
+    if (submitted.prompt_ids?.length) return null; // it computes a chat again: a client can only send messages
     const asked = submitted.messages?.length ? { messages: submitted.messages } : { prompt: submitted.prompt ?? "" };
     const scores = said.logprobs === undefined ? {} : { logprobs: true, top_logprobs: said.logprobs };
     const templating = submitted.templating ?? {};
