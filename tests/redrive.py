@@ -1,8 +1,10 @@
 """Traffic of every endpoint, recorded; as a script, it measures how exactly `minisgl replay drive` repeats it.
 
-    PYTHONPATH=tests:. .venv/bin/python tests/redrive.py [--seconds 300] [--rate 4] [--model FOLDER] [--other URL]
+    PYTHONPATH=tests:. .venv/bin/python tests/redrive.py [--seconds 300] [--rate 4] [--model FOLDER] [--keep FILE]
 
-sends Poisson traffic with cancels to a server of its own, then drives it at 1x and 2x; and at 1x to another server.
+sends Poisson traffic with cancels to a server of its own, then drives it at 1x, at 2x, and at 1x by the client's clock.
+The server is warm, and its prefix cache is empty before each: recorded prompts would be in it.
+`minisgl replay drive FILE --url URL` then sends it to another server.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 from servers import Server, eventually, serve
 
@@ -27,6 +30,8 @@ from pipeline.names import sibling_uids
 from pipeline.recording import Recording
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+WARM_UP = 16
+"""Requests that are not recorded: the first ones are slow."""
 LEAVES_AFTER = 6
 """Lines of a stream."""
 
@@ -98,13 +103,18 @@ def record(server: Server, file: Path, pauses_s: Sequence[float], num_tokens: Se
     return uids
 
 
+def flush(server: Server) -> None:
+    """Empty the prefix cache of *server*. What runs keeps its pages, so all requests have ended."""
+    httpx.post(f"{server.url}/flush_cache").raise_for_status()
+
+
 def main() -> int:
     """Record, then drive twice; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--rate", type=float, default=4.0)
     parser.add_argument("--model", default="")
-    parser.add_argument("--other", default="")
+    parser.add_argument("--keep", default="", help="new file for the recorded traffic")
     options = parser.parse_args()
     model = ["--model", options.model] if options.model else []
     draw = random.Random(0)
@@ -112,11 +122,14 @@ def main() -> int:
     num_tokens = [draw.randint(16, 128) for _ in pauses_s]
     codes = []
     with tempfile.TemporaryDirectory(prefix="minisgl-redrive-") as folder, serve(Path(folder), *model) as server:
-        file = Path(folder) / "traffic.zst"
+        file = Path(options.keep or f"{folder}/traffic.zst")
+        record(server, file, pauses_s[:WARM_UP], num_tokens[:WARM_UP])
+        file.unlink()
+        flush(server)
         record(server, file, pauses_s, num_tokens)
-        drives = [(server.url, "1"), (server.url, "2")] + [(options.other, "1")] * bool(options.other)
-        for url, speed in drives:
-            codes.append(minisgl.main(["replay", "drive", str(file), "--url", url, "--speed", speed, "--compare"]))
+        for flags in (["--speed", "1"], ["--speed", "2"], ["--client-clock"]):
+            flush(server)
+            codes.append(minisgl.main(["replay", "drive", str(file), "--url", server.url, "--compare", *flags]))
             sys.stdout.write("\n")
             sys.stdout.flush()
     return max(codes)

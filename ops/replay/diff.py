@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Compare two files and print what differs; return the exit code.
 
     Raises:
-        ConfigError: The command line does not name two files, or one of them is not there.
+        ConfigError: The command line does not name two files, one is not there, or it has no answers.
     """
     paths = [Path(each) for each in arguments[:2] if not each.startswith("-")]
     if len(paths) < 2 and not {"--help", "-h"} & set(arguments):
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         )
     (prints,) = parse_flags("replay diff FILE_A FILE_B", FLAGS, arguments[len(paths) :], environment, about=ABOUT)
     try:
-        before, after = ([History(recording) for recording in read_dump(path)] for path in paths)
+        before, after = (read(path) for path in paths)
     except ConfigError:
         raise
     except MiniSGLError as error:
@@ -63,6 +63,19 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         lines += [f"only in {path}: {count}" for path, count in zip(paths, lone, strict=True) if count]
         sys.stdout.write("".join(f"{line}\n" for line in lines))
     return max(exit_code(each) for each in told)
+
+
+def read(path: Path) -> list[History]:
+    """Return the requests of a file.
+
+    Raises:
+        ConfigError: It is not there, or its answers were left out.
+        DamagedFile, ArchiveDamaged: It cannot be read to its end.
+    """
+    recordings = list(read_dump(path))
+    if any("redacted" in each.about for each in recordings):
+        raise ConfigError(f"{path}: it is redacted, or came from a trace, so it has no answers; name a whole dump")
+    return [History(recording) for recording in recordings]
 
 
 def pairs_of(before: Iterable[History], after: Iterable[History]) -> Iterator[tuple[History, History]]:

@@ -67,6 +67,12 @@ class DriveConfig:
     timeout_s: float = flag(
         "--timeout", default=600.0, parse=seconds, help="seconds without data after which a request counts as failed"
     )
+    client_clock: bool = flag(
+        "--client-clock",
+        default=False,
+        parse=yes_or_no,
+        help="treat a MiniSGL as any OpenAI server, and measure it by this client's clock: compare the two so",
+    )
     plot: str = flag("--plot", default="", help="file for a plot (.png, .svg, .pdf); needs minisgl[bench]")
 
 
@@ -147,7 +153,7 @@ def _settings(config: DriveConfig) -> Settings:
 
 async def _driven(recorded: Recorded, config: DriveConfig, settings: Settings) -> tuple[Target, Traffic, list[Sent]]:
     async with connected(config.url, api_key=config.key, timeout_s=config.timeout_s) as client:
-        target = await _target(client, config.model, settings)
+        target = await _target(client, config, settings)
         traffic = traffic_of(map(stand_in, recorded.read()), target, speed=config.speed)
         traffic = replace(traffic, left_out=recorded.left_out | dict(traffic.left_out))
         if not traffic.planned:
@@ -156,15 +162,16 @@ async def _driven(recorded: Recorded, config: DriveConfig, settings: Settings) -
             return target, traffic, await send_all(client, traffic.planned, is_ours=target.is_ours, after_each=advance)
 
 
-async def _target(client: Client, model: str, settings: Settings) -> Target:
+async def _target(client: Client, config: DriveConfig, settings: Settings) -> Target:
     """Return what the server says of itself. One that says nothing may still take requests."""
+    plain = Target(is_ours=False, draws_alike=False, model=config.model, settings=settings)
     try:
         listed = (await client.document("GET", "/v1/models"))["data"]
         names = tuple(str(one["id"]) for one in listed)
-        is_ours = any(one.get("owned_by") == "minisgl" for one in listed)
+        is_minisgl = any(one.get("owned_by") == "minisgl" for one in listed)
     except (ServerRefused, AttributeError, KeyError, TypeError):
-        return Target(is_ours=False, model=model, settings=settings)
-    return Target(is_ours, names, model, settings)
+        return plain
+    return replace(plain, is_ours=is_minisgl and not config.client_clock, draws_alike=is_minisgl, models=names)
 
 
 def _about(name: str, config: DriveConfig, target: Target, traffic: Traffic) -> dict[str, Any]:
@@ -187,8 +194,10 @@ def _lines(
     if traffic.dropped:
         fields = (f"{name} ({_requests(count)})" for name, count in traffic.dropped.items())
         lines.append(f"fields not sent, because OpenAI's API lacks them: {', '.join(fields)}")
+    if other := driven.other_prompts(pairs):
+        lines.append(f"prompts of another length: {_requests(other)}; another tokenizer or chat template is there")
     if config.compare:
-        lines += ["", driven.comparison(driven.compared(pairs))]
+        lines += ["", driven.comparison(driven.compared(pairs), draws_alike=target.draws_alike)]
     return lines
 
 

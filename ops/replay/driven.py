@@ -30,9 +30,16 @@ class Figures:
     num_whole: int
     num_cancelled: int
     num_errors: int
+    prompt_tokens: int
+    """Of the requests that say it, as is the next one."""
+    cached_tokens: int
     ttft_ms: Spread
     tpot_ms: Spread
     e2e_ms: Spread
+
+    @property
+    def cached_share(self) -> str:
+        return f"{self.cached_tokens / self.prompt_tokens:.0%}" if self.prompt_tokens else "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +84,11 @@ class Compared:
     """How the answers of a run compare with the recorded ones."""
 
     num_compared: int
+    num_greedy: int
+    """Of them, those that were not sampled."""
     differing: tuple[tuple[str, Difference], ...]
     """The uid of the recorded request, and where its answer differs."""
+    differing_greedy: int
     changed_ends: Mapping[str, int]
 
     @property
@@ -111,6 +121,8 @@ def figures_of(outcomes: Sequence[Outcome | None]) -> Figures:
         num_whole=len(whole),
         num_cancelled=sum(outcome.end == CANCELLED for outcome in known),
         num_errors=sum(outcome.end == FAILED or bool(outcome.error) for outcome in known),
+        prompt_tokens=sum(outcome.prompt_tokens for outcome in known),
+        cached_tokens=sum(outcome.cached_tokens for outcome in known),
         ttft_ms=spread("ttft_ms", known),
         tpot_ms=spread("tpot_ms", known),
         e2e_ms=spread("e2e_ms", whole),
@@ -119,9 +131,17 @@ def figures_of(outcomes: Sequence[Outcome | None]) -> Figures:
 
 def compared(pairs: Sequence[Pair]) -> Compared:
     """Compare all answers with the recorded ones."""
-    differing = [(pair.uid, difference) for pair in pairs if (difference := pair.difference) is not None]
+    comparable = [pair for pair in pairs if pair.is_comparable]
+    greedy = [pair for pair in comparable if not pair.sent.planned.is_sampled]
+    differing = [(pair.uid, difference) for pair in comparable if (difference := pair.difference) is not None]
     ends = Counter(pair.changed_end for pair in pairs if pair.changed_end)
-    return Compared(sum(pair.is_comparable for pair in pairs), tuple(differing), dict(ends.most_common()))
+    return Compared(
+        num_compared=len(comparable),
+        num_greedy=len(greedy),
+        differing=tuple(differing),
+        differing_greedy=sum(pair.difference is not None for pair in greedy),
+        changed_ends=dict(ends.most_common()),
+    )
 
 
 def late_ms(sent: Sequence[Sent]) -> Spread:
@@ -144,6 +164,7 @@ def table(pairs: Sequence[Pair], *, same_clock: bool) -> str:
         rows.append(tuple(cells))
     for name, field in (("whole answers", "num_whole"), ("cancelled", "num_cancelled"), ("errors", "num_errors")):
         rows.append((name, f"{getattr(before, field):,}", "", "", "", f"{getattr(after, field):,}"))
+    rows.append(("prompts from the cache", before.cached_share, "", "", "", after.cached_share))
     return f"{report.aligned(rows)}\nTimes after: by {clock}."
 
 
@@ -156,12 +177,21 @@ def lateness(sent: Sequence[Sent]) -> str:
     return "\n".join(lines)
 
 
-def comparison(found: Compared) -> str:
-    """Return the comparison in lines."""
+def other_prompts(pairs: Sequence[Pair]) -> int:
+    """Return how many prompts have another number of tokens than before, as far as both sides say it."""
+    lengths = ((pair.before.prompt_tokens, pair.after.prompt_tokens) for pair in pairs if pair.after is not None)
+    return sum(before != after for before, after in lengths if before and after)
+
+
+def comparison(found: Compared, *, draws_alike: bool = True) -> str:
+    """Return the comparison in lines. *draws_alike*: the same seed gives the same tokens as before."""
     if not found.num_compared:
         return "no answers to compare"
     share = found.num_same / found.num_compared
     lines = [f"identical answers: {found.num_same:,} of {found.num_compared:,} ({share:.1%})"]
+    if not draws_alike and found.num_greedy < found.num_compared:
+        same = found.num_greedy - found.differing_greedy
+        lines.append(f"of those at temperature 0: {same:,} of {found.num_greedy:,}; another engine draws other tokens")
     lines += [f"  {uid} differs at {difference}" for uid, difference in found.differing[:DIFFERENCES_SHOWN]]
     more = len(found.differing) - DIFFERENCES_SHOWN
     lines += [f"  and {more:,} more; --json has all"] if more > 0 else []
@@ -191,6 +221,7 @@ def _row(pair: Pair, *, with_answers: bool) -> dict[str, Any]:
         "uid": pair.uid,
         "new_uid": pair.new_uid or None,
         "path": planned.path,
+        "sampled": planned.is_sampled,
         "due_ms": round(planned.due_s * 1000, 3),
         "late_ms": round(pair.sent.late_s * 1000, 3),
         "before": pair.before.plain(),

@@ -72,6 +72,8 @@ def body_of(event: Submitted) -> dict[str, Any]:
     body = {name: value for name, value in sampling.items() if value not in ([], {})}
     body |= {"n_predict": -1} if longest is None else {"max_tokens": longest}
     body |= constraint_fields(event.constraint, WITHIN)
+    if "user" in event.labels:  # `replay forget --user` must find it there
+        body["user"] = event.labels["user"]
     return {"prompt": list(event.prompt_ids), "priority": HIGHEST, **body}
 
 

@@ -3,6 +3,7 @@
     OpenAI      {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {..}}
     Mooncake    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..]}
 
+Requests that computed another one again (`minisgl replay run`) are not written: no client had sent them.
 A batch has no answers. A trace has no texts: its hashes name blocks of 512 tokens, each together with all blocks before
 it (https://arxiv.org/abs/2407.00079, section 4). Knows no log.
 """
@@ -126,7 +127,7 @@ def to_openai(recordings: Iterable[Recording], left_out: Callable[[], None] = la
     """Yield a line for each body that made *recordings*; siblings are one body, if all of them are there.
 
     A request of another endpoint than OpenAI's goes to /v1/completions. *left_out* is called for each request that
-    generates nothing, or cannot be read.
+    generates nothing, computed another one again, or cannot be read.
     """
     for _, family in itertools.groupby(recordings, lambda recording: base_uid(recording.uid)):
         asked = []
@@ -151,7 +152,7 @@ def _asked(recording: Recording) -> Submitted | None:
         event = decode(stand_in(recording).entries[0].fields)
     except UndecodableEvent:
         return None
-    if not isinstance(event, Submitted) or event.task != "generate" or not _has_prompt(event):
+    if not isinstance(event, Submitted) or event.task != "generate" or event.replay or not _has_prompt(event):
         return None
     shown = Presentation(echo=event.presentation.echo, choices=event.presentation.choices)
     limit = event.limit if "." not in event.limit else "max_tokens"
@@ -207,7 +208,7 @@ def _num_blocks(num_tokens: int) -> int:
 
 def to_mooncake(recordings: Iterable[Recording], left_out: Callable[[], None] = lambda: None) -> Iterator[bytes]:
     """Yield a line for each of *recordings*, the earliest first. *left_out* is called for each that has no tokenized
-    prompt, or cannot be read.
+    prompt, computed another one again, or cannot be read.
 
     Hashes are numbered in the order in which they come, so nothing of the tokens is in them.
     """
@@ -231,7 +232,7 @@ def to_mooncake(recordings: Iterable[Recording], left_out: Callable[[], None] = 
 
 
 def _row(recording: Recording) -> tuple[int, int, int, list[object]] | None:
-    """Return moment, lengths and blocks of a request; None if it has no tokenized prompt, or cannot be read."""
+    """Return moment, lengths and blocks of a request; None if the trace cannot have it."""
     asked, prompt, n = None, None, 0
     try:
         for moment in walk(recording.entries, over_holes=True):
@@ -242,7 +243,7 @@ def _row(recording: Recording) -> tuple[int, int, int, list[object]] | None:
                 prompt = moment.event.token_ids
     except UndecodableEvent:
         return None
-    if asked is None or prompt is None:
+    if asked is None or asked.replay or prompt is None:
         return None
     return asked.ms, len(prompt), n, _blocks(recording, prompt)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -33,7 +33,7 @@ OPENAI: Final[Mapping[str, frozenset[str]]] = {
         (COMPLETIONS_ENDPOINT, "prompt"),
     )
 }
-"""The fields that servers with OpenAI's API know. Labels are not sent: they change nothing."""
+"""The fields that servers with OpenAI's API know. Labels are not sent to others: they change nothing."""
 NO_SETTINGS: Final = Settings({}, ())
 
 
@@ -42,13 +42,15 @@ class Target:
     """What is known of the server before anything is sent."""
 
     is_ours: bool
-    """It is a MiniSGL, which takes every field and whose histories can be read."""
+    """It gets every field, and its histories are read: it is a MiniSGL, and its times are to be those of Redis."""
     models: tuple[str, ...] = ()
     """The names that it serves; none if it does not say."""
     model: str = ""
     """The name that all requests use; empty: each uses the recorded one, if it is served."""
     settings: Settings = NO_SETTINGS
     """Fields that all bodies set, or leave out."""
+    draws_alike: bool = True
+    """It is a MiniSGL: the same seed gives the same tokens."""
 
     def model_for(self, recorded: str) -> str:
         """Return the name that a request uses."""
@@ -79,6 +81,8 @@ class Planned:
     form: Form
     before: tuple[Outcome, ...]
     """One for each of `uids`."""
+    is_sampled: bool
+    """Its tokens were drawn, with a temperature above 0."""
     leave: Leave | None
 
 
@@ -154,7 +158,8 @@ def _planned(body: Sequence[_Recorded], first_ms: int, target: Target, speed: fl
     if target.is_ours:
         path, fields = events[0].endpoint, request_body(events)
     else:
-        path, fields = translated(events, outcomes[0].output_tokens, dropped)
+        labels = events[0].labels if target.draws_alike else ()  # there `replay forget --user` must find it
+        path, fields = translated(events, outcomes[0].output_tokens, dropped, labels)
     return Planned(
         uids=tuple(one.uid for one in body),
         due_s=(events[0].ms - first_ms) / 1000 / speed,
@@ -162,6 +167,7 @@ def _planned(body: Sequence[_Recorded], first_ms: int, target: Target, speed: fl
         body=orjson.dumps(_with_settings(fields, target.settings)),
         form="chunks" if path != GENERATE_ENDPOINT else "whole" if events[0].presentation.whole_text else "text",
         before=outcomes,
+        is_sampled=events[0].sampling.temperature > 0,
         leave=leave_of(events[0].presentation, outcomes),
     )
 
@@ -177,8 +183,11 @@ def leave_of(shown: Presentation, outcomes: Sequence[Outcome]) -> Leave | None:
     return Leave(characters, after_s)
 
 
-def translated(events: Sequence[Submitted], num_tokens: int, dropped: Counter[str]) -> tuple[str, Body]:
+def translated(
+    events: Sequence[Submitted], num_tokens: int, dropped: Counter[str], labels: Collection[str] = ()
+) -> tuple[str, Body]:
     """Return path and body for any server with OpenAI's API, always as a stream. Count fields that are *dropped*.
+    Of the labels, those in *labels* are sent.
 
     Prompts that no template touches go to /v1/completions. Its default length is 16 tokens. So a request without a
     limit gets *num_tokens*, the length of the recorded answer.
@@ -198,7 +207,7 @@ def translated(events: Sequence[Submitted], num_tokens: int, dropped: Counter[st
         for name, value in body.items()
         if name not in OPENAI[path] and name not in first.labels and value != defaults.get(name)
     )
-    return path, {name: value for name, value in body.items() if name in OPENAI[path]}
+    return path, {name: value for name, value in body.items() if name in OPENAI[path] or name in labels}
 
 
 def _with_settings(body: Body, settings: Settings) -> Body:

@@ -182,7 +182,9 @@ class EmbeddedRedis:
         return url_of(self._socket)
 
     def watch(self) -> None:
-        """Start it again if it has died; what it had acknowledged is in its append-only file.
+        """Start it again if it has died; it has what it wrote to its append-only file.
+
+        Nearly always that is all that it acknowledged. While the disk is slow, the last 2 s may be missing.
 
         Raises:
             ConfigError: It does not come up any more.

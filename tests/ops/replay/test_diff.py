@@ -10,6 +10,7 @@ from histories import entries_of
 
 from minisgl import main
 from ops.replay.files import write_dump
+from ops.replay.redact import redacted
 from pipeline.events import (
     AnyEvent,
     Finished,
@@ -99,5 +100,8 @@ def test_files_that_cannot_be_compared_exit_with_2(tmp_path: Path, capsys: pytes
     for other, found in (("torn", "cut off"), ("absent", "cannot be read")):
         assert main(["replay", "diff", str(path), str(tmp_path / other)]) == 2
         assert found in capsys.readouterr().err
+    write_dump(tmp_path / "redacted", [redacted(recording("a", 1), b"salt")])
+    assert main(["replay", "diff", str(path), str(tmp_path / "redacted")]) == 2
+    assert "redacted: it is redacted, or came from a trace, so it has no answers" in capsys.readouterr().err
     assert main(["replay", "diff", str(path), "--json"]) == 2
     assert "expected two files first" in capsys.readouterr().err

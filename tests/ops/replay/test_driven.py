@@ -38,6 +38,10 @@ def sent_again(*pairs: tuple[Outcome, Outcome | None]) -> list[Sent]:
     ]
 
 
+def with_greedy(one: Sent) -> Sent:
+    return dataclasses.replace(one, planned=dataclasses.replace(one.planned, is_sampled=False))
+
+
 def test_the_table_has_both_sides_and_says_by_which_clock() -> None:
     sent = sent_again((outcome(), outcome(first_ms=1040)), (outcome(), outcome(end="failed", pause_ms=30)))
     pairs = driven.pairs_of(sent)
@@ -49,6 +53,7 @@ def test_the_table_has_both_sides_and_says_by_which_clock() -> None:
         "whole answers                     2                        1",
         "cancelled                         0                        0",
         "errors                            0                        1",
+        "prompts from the cache          44%                      44%",
         "Times after: by Redis' clock.",
     ]
     assert driven.table(pairs, same_clock=False).endswith("by this client's clock, and not Redis' as before.")
@@ -57,7 +62,8 @@ def test_the_table_has_both_sides_and_says_by_which_clock() -> None:
 
 def test_a_side_without_times_has_none() -> None:
     pairs = driven.pairs_of(sent_again((outcome(), Outcome("failed", error="refused"))))
-    assert driven.table(pairs, same_clock=True).splitlines()[1].split()[-3:] == ["-", "-", "-"]
+    lines = driven.table(pairs, same_clock=True).splitlines()
+    assert lines[1].split()[-3:] == ["-", "-", "-"] and lines[7].split()[-2:] == ["44%", "-"]
 
 
 def test_a_sender_without_time_says_so() -> None:
@@ -81,6 +87,29 @@ def test_the_comparison_counts_what_has_an_answer_and_names_each_difference() ->
         "changed finish reasons: 1x stop -> length, 1x failed -> stop",
     ]
     assert driven.comparison(driven.compared(pairs[3:4])) == "no answers to compare"
+
+
+def test_what_another_engine_drew_is_told_from_what_it_computed_otherwise() -> None:
+    drawn, greedy, wrong = sent_again(
+        (outcome(), outcome(("x",))), (outcome(), outcome()), (outcome(), outcome(("x", "y")))
+    )
+    sent = [drawn, *(with_greedy(one) for one in (greedy, wrong))]
+    found = driven.compared(driven.pairs_of(sent))
+    said = driven.comparison(found, draws_alike=False).splitlines()
+    assert said[:2] == [
+        "identical answers: 1 of 3 (33.3%)",
+        "of those at temperature 0: 1 of 2; another engine draws other tokens",
+    ]
+    assert driven.comparison(found).splitlines() == [said[0], *said[2:]]
+    only_greedy = driven.compared(driven.pairs_of(sent[1:]))
+    assert "temperature" not in driven.comparison(only_greedy, draws_alike=False)
+
+
+def test_prompts_of_other_lengths_are_counted_where_both_sides_say_them() -> None:
+    told = (3, 4), (3, 3), (3, 0), (0, 3)
+    sides = [(dataclasses.replace(outcome(), prompt_tokens=n) for n in lengths) for lengths in told]
+    pairs = driven.pairs_of(sent_again(*[(before, after) for before, after in sides], (outcome(), None)))
+    assert driven.other_prompts(pairs) == 1
 
 
 def test_of_many_differences_the_first_are_shown() -> None:

@@ -201,6 +201,14 @@ def test_served_requests_of_every_endpoint_become_a_batch() -> None:
         assert from_openai(number, orjson.dumps(row))
 
 
+def test_what_computed_another_request_again_is_no_traffic() -> None:
+    sent = served(0, ids=[5])
+    again = served(1, ids=[5], prompt="Hi", replay={"of": sent.uid}, priority=2**31)
+    skipped: list[int] = []
+    for number, write in enumerate((to_openai, to_mooncake), 1):
+        assert len(parsed(write([sent, again], lambda: skipped.append(1)))) == 1 and len(skipped) == number
+
+
 def test_both_go_through_a_log(redis_url: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bring_in, dump = Tool("replay import", redis_url, capsys), Tool("replay dump", redis_url, capsys)
     log = RedisLog(redis_url, Names())

@@ -329,6 +329,13 @@ def test_the_body_for_another_server_asks_for_the_same_tokens_whatever_its_defau
     assert asked.priority == 2**31 - 1 and not request.unknown
 
 
+def test_the_other_server_is_told_the_user_whom_it_may_have_to_forget() -> None:
+    asked = {"endpoint": "e", "frontend": "", "prompt_ids": (5,), "sampling": SamplingParams()}
+    event = Submitted.model_validate(asked | {"labels": {"user": "ann", "custom_id": "7"}})
+    (again,) = completion_events(parse_completion(orjson.dumps(body_of(event))), frontend="", model="", defaults={})
+    assert again.labels == {"user": "ann"}
+
+
 def test_without_a_limit_the_body_asks_for_the_rest_of_the_context() -> None:
     body = body_of(Submitted(endpoint="e", frontend="", prompt_ids=(5,), sampling=SamplingParams()))
     (asked,) = completion_events(parse_completion(orjson.dumps(body)), frontend="", model="", defaults={})

@@ -108,6 +108,13 @@ def test_the_client_leaves_no_siblings_of_which_one_failed() -> None:
     assert [one.leave for one in plan(left, failed).planned] == [None]
 
 
+@pytest.mark.parametrize("is_minisgl", [True, False])
+def test_the_user_is_told_to_minisgl_alone_because_it_can_forget_users(is_minisgl: bool) -> None:
+    target = Target(is_ours=False, draws_alike=is_minisgl)
+    [one] = plan(recording(["a"], labels={"user": "ann"}), target=target).planned
+    assert body(one).get("user") == ("ann" if is_minisgl else None)
+
+
 def test_what_cannot_be_sent_is_counted() -> None:
     broken = Recording(uid(5), (Entry("0-1", {"kind": "what"}),))
     traffic = plan(

@@ -110,7 +110,7 @@ FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
     | CHOICE
     | JSON
     | CLIENT
-    | {("--speed",), ("--compare",), ("--timeout",), ("--plot",)},
+    | {("--speed",), ("--compare",), ("--client-clock",), ("--timeout",), ("--plot",)},
     "shell": CLIENT | {("--system",), ("--prompt", "-q")},
 }
 """Every flag with its aliases. A flag is declared by the change that makes it work; that change adds it here."""
@@ -195,6 +195,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "--prompt": ("Hi", "Hi"),
     "--speed": ("2.5", 2.5),
     "--compare": ("yes", True),
+    "--client-clock": ("yes", True),
     "--timeout": ("7", 7.0),
     "--plot": ("/p.png", "/p.png"),
 }

@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 from lived_requests import LivedRequests
 from measured import count_of
-from redis_servers import until
+from redis_servers import command, until
 from selection import AT_NIGHT, by_night
 from structlog.testing import capture_logs
 
@@ -395,6 +395,7 @@ class Killed:
 
     def __init__(self, folder: Path) -> None:
         self.redis = EmbeddedRedis(folder / "data")
+        self._write_at_once()
         self.folder = folder / "archive"
         self.flags = ["--to", str(self.folder), "--redis-url", self.redis.url, "--lease", "0.5"]
         self.archivers = [self._start(slot) for slot in (0, 1)]
@@ -402,6 +403,10 @@ class Killed:
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
         words = [*PROGRAM, "stage", "archive", "--slot", str(slot), *self.flags]
         return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def _write_at_once(self) -> None:
+        """Have Redis lose nothing when it is killed: with `everysec` it may acknowledge 2 s before it writes."""
+        assert command(self.redis.url, "CONFIG", "SET", "appendfsync", "no") == b"OK"
 
     def kill(self, slots: Sequence[int], *, redis: bool) -> None:
         """Kill archivers, and perhaps Redis, at the same moment; start all again."""
@@ -411,6 +416,7 @@ class Killed:
             self.redis.process.kill()
             self.redis.process.wait()
             self.redis.watch()
+            self._write_at_once()
         for slot in slots:
             self.archivers[slot].wait()
             self.archivers[slot] = self._start(slot)
@@ -443,7 +449,7 @@ def test_whoever_is_killed_every_request_that_ended_is_in_the_files_once(tmp_pat
         until(lambda: log.backlog(ended_inbox(log.names)) == 0, timeout_s=60)
         assert log.num_unarchived() == 0
         histories = log.histories(ended)
-    assert len(ended) > 20 * KILLS_S
+    assert all(histories) and len(ended) > 5 * KILLS_S
     killed.close()
     places = [place.uid for volume in volumes(killed.folder) for place in volume.places()]
     assert sorted(places) == sorted(ended)
