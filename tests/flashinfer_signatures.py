@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 FOLDER: Final = Path(__file__).parent / "signatures"
-VERSIONS: Final = ("0.6.13", "0.7.2")
+VERSIONS: Final = ("0.6.13", "0.7.2", "0.7.2.post1")
 METHODS: Final = ("__init__", "plan", "run", "reset_workspace_buffer")
 RECORDED: Final[Mapping[str, Sequence[str]]] = {
     "decode.py": (*(f"BatchDecodeWithPagedKVCacheWrapper.{method}" for method in METHODS), "fast_decode_plan"),

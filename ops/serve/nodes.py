@@ -41,7 +41,10 @@ def with_nodes(config: C) -> C:
 def _check_flags(config: ServerConfig | GenerateConfig, nodes: NodesConfig) -> None:
     machines, tp = f"--nnodes {nodes.nnodes}", config.engine.tp
     if tp % nodes.nnodes:
-        raise ConfigError(f"{machines}: {tp} ranks (--tp {tp}) cannot be divided among {nodes.nnodes} machines")
+        raise ConfigError(
+            f"{machines}: --tp {tp} cannot be divided among {nodes.nnodes} machines; pass a --tp that is a multiple of "
+            f"{nodes.nnodes}"
+        )
     if nodes.node_rank >= nodes.nnodes:
         raise ConfigError(f"--node-rank {nodes.node_rank}: with {machines} it is 0 to {nodes.nnodes - 1}")
     if not nodes.group:

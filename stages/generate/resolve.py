@@ -314,7 +314,15 @@ def _three_of_four(cores: int) -> int:
 def resolve_device(name: str) -> torch.device:
     """Return the device that `--device` means. Raises ConfigError if torch sees none."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here; install its CUDA build, or pass --device cpu")
+        if torch.version.cuda is None:
+            raise ConfigError(
+                f"--device cuda: torch {torch.__version__} is built without CUDA; install its CUDA build, or pass "
+                "--device cpu"
+            )
+        raise ConfigError(
+            f"--device cuda: torch {torch.__version__} (CUDA {torch.version.cuda}) finds no NVIDIA driver with a GPU; "
+            "check nvidia-smi, give a container its GPUs (--gpus all), or pass --device cpu"
+        )
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
@@ -382,7 +390,7 @@ def resolve_graph(
     Raises:
         ConfigError: `--graph` asks for more than can be.
     """
-    reason = ""
+    reason, remedy = "", "leave it out, or pass --graph 0"
     if attention not in ("fi", "fa,fi"):
         reason = "only --attn fi and fa,fi on CUDA can be recorded"
     elif config.deterministic:
@@ -392,9 +400,10 @@ def resolve_graph(
     elif spec.experts.layers and not can_group(dtype, device, spec.hidden_size, spec.experts.intermediate_size):
         reason = f"experts in {str(dtype).removeprefix('torch.')} wait for the device here, which cannot be recorded"
     elif config.graph > config.max_running_requests:
-        reason = f"only {config.max_running_requests} requests run at once (--max-running-requests)"
+        reason = f"only {config.max_running_requests} requests run at once"
+        remedy = "pass at most that, or raise --max-running-requests"
     if config.graph <= 0:
         return 0 if reason or config.graph == 0 else min(config.max_running_requests, MOST_GRAPH_ROWS)
     if reason:
-        raise ConfigError(f"--graph {config.graph}: {reason}; leave it out, or pass --graph 0")
+        raise ConfigError(f"--graph {config.graph}: {reason}; {remedy}")
     return config.graph

@@ -163,7 +163,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(case: str, redis_url: str, 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--device", "cuda"], ["--device cuda: torch sees no CUDA device here"]),
+        (["--device", "cuda"], ["--device cuda: torch ", "or pass --device cpu"]),
         (["--attn", "fi"], ["--attn fi: ", "CUDA devices only"]),
         (["--graph", "8"], ["--graph 8: ", "pass --graph 0"]),
         (["--deterministic", "--kernels", "torch", "--dp", "2"], ["--deterministic needs the CPU kernels"]),

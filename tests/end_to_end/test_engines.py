@@ -105,7 +105,7 @@ def test_an_engine_that_joins_takes_its_share_and_hands_it_over_when_it_leaves(
         with steady_load(server, LONG) as answers:
             joining = run_command(["stage", "generate", *flags], folder / "joining")
             try:
-                eventually(lambda: len(in_hand(log, "generate-2")) > 1, "it has its share")
+                eventually(lambda: len(in_hand(log, "generate-2")) > 1, "it has its share", timeout_s=120)
                 (worker,) = joining.workers(GENERATE)
                 assert joining.stop() == 0 and not is_alive(worker)
             finally:

@@ -19,6 +19,7 @@ from ops.bench.gpu import document, install, show
 from ops.bench.gpu.document import Document, Phase
 from ops.bench.gpu.phase import Scale
 from ops.bench.gpu.runner import Planned, interruptible, run_all
+from pipeline.errors import ConfigError
 from pipeline.flags import flag, parse_flags, seconds
 
 ABOUT: Final = """\
@@ -32,17 +33,17 @@ PHASES: Final = (  # by worth for the time: what the budget cuts off is at the e
     Planned("probes", "ops.bench.gpu.probes", 30.0),
     Planned("flashinfer", "ops.bench.gpu.flashinfer", 150.0),  # it compiles what the later phases use
     Planned("parity", "ops.bench.gpu.parity", 100.0),
-    Planned("engine", "ops.bench.gpu.engine", 120.0),
+    Planned("engine", "ops.bench.gpu.engine", 100.0),
     Planned("server", "ops.bench.gpu.server", 120.0),
     Planned("protocol", "ops.bench.gpu.protocol", 150.0),
     Planned("graphs", "ops.bench.gpu.graphs", 60.0),
     Planned("overlap", "ops.bench.gpu.overlap", 60.0),
     Planned("deterministic", "ops.bench.gpu.deterministic", 90.0),
     Planned("collectives", "ops.bench.gpu.collectives", 50.0),
-    Planned("sampling", "ops.bench.gpu.sampling", 80.0),
+    Planned("sampling", "ops.bench.gpu.sampling", 60.0),
     Planned("fa", "ops.bench.gpu.fa", 100.0),
 )
-BUDGET_S: Final[Mapping[str, float]] = {"cuda": 470.0, "cpu": 120.0}
+BUDGET_S: Final[Mapping[str, float]] = {"cuda": 450.0, "cpu": 120.0}
 INTERRUPTED: Final = 130
 
 
@@ -62,7 +63,7 @@ class GpuConfig:
     """What runs, where, and for how long."""
 
     budget_s: float = flag(
-        "--budget", default=0.0, parse=seconds, help="seconds for all phases together [470 on a GPU, 120 on a CPU]"
+        "--budget", default=0.0, parse=seconds, help="seconds for all phases together [450 on a GPU, 120 on a CPU]"
     )
     phases: tuple[str, ...] = flag(
         "--phases",
@@ -89,10 +90,15 @@ def run(arguments: Sequence[str], environment: Mapping[str, str], install_s: flo
     """Run the phases; return the exit code. *install_s* is what --wheels took.
 
     Raises:
-        ConfigError: The flags cannot work.
+        ConfigError: The flags cannot work, or there is no GPU where one is asked for.
     """
     (config,) = parse_flags("bench gpu", (GpuConfig,), arguments, environment, about=ABOUT)
     report.check_can_write("--json", config.json)
+    if config.device == "cuda" and not has_gpu():
+        raise ConfigError(
+            "--device cuda: NVIDIA's driver (libcuda.so.1) is not here, or has no GPU; check nvidia-smi, or pass "
+            "--device cpu"
+        )
     device = cast(
         Literal["cuda", "cpu"], ("cuda" if has_gpu() else "cpu") if config.device == "auto" else config.device
     )

@@ -40,8 +40,6 @@ MODELS: Final[Mapping[str, Mapping[str, Shape]]] = {
 }
 DECODE_ROWS: Final = {"toy": (1, 3), "small": (1, 32), "full": (1, 32, 256)}
 CONTEXT: Final = {"toy": 40, "small": 512, "full": 512}
-REFERENCE_ROWS: Final = (1, 32)
-"""The reference takes one row after the other: 256 rows take seconds."""
 PREFILL_TOKENS: Final = {"toy": 64, "small": 512, "full": 2048}
 ROUNDS: Final = 5
 NUM_LONGEST: Final = 10
@@ -72,24 +70,21 @@ def _measure_model(
     rates: tuple[float, float],
     report: Report,
 ) -> None:
-    """Report all steps with the best attention backend of the device, decode steps with its graphs, and a few with the
-    reference.
-    """
+    """Report all steps with the best attention backend of the device, and decode steps with its graphs."""
     spec = read_spec(folder)
     context, num_prefill = CONTEXT[scale.size], PREFILL_TOKENS[scale.size]
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, spec.window, dtype, device)
     best = resolve_attention("auto", shape)
     rows_of = {f"decode of {rows} rows": ((context, 1),) * rows for rows in DECODE_ROWS[scale.size]}
-    few = {step: rows for step, rows in rows_of.items() if len(rows) in REFERENCE_ROWS}
     rows_of[f"prefill of {num_prefill} tokens"] = ((0, num_prefill),)
     decode = {step: rows for step, rows in rows_of.items() if step.startswith("decode")}
-    tries = [(best, 0, rows_of)]
+    tries = [(0, rows_of)]
     if best == "fi":
-        tries += [(best, max(map(len, decode.values())), decode), ("reference", 0, few)]
-    for attention, graph, steps in tries:
-        title = f"{name} {attention}{' graphs' if graph else ''}"
+        tries.append((max(map(len, decode.values())), decode))
+    for graph, steps in tries:
+        title = f"{name} {best}{' graphs' if graph else ''}"
         with attempt(report, f"{title} load"):
-            engine = _load(title, attention, graph, spec, folder, device, dtype, list(steps.values()), report)
+            engine = _load(title, best, graph, spec, folder, device, dtype, list(steps.values()), report)
             for step, rows in steps.items():
                 with attempt(report, f"{title} {step}"):
                     _measure_step(f"{title} {step}", spec, engine, rows, rates, report)

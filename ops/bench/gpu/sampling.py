@@ -23,7 +23,7 @@ from stages.generate.schedule.plan import Sample
 VOCAB_SIZES: Final = {"toy": (1000,), "small": (1000, 151_936), "full": (1000, 151_936)}
 ROUNDS: Final = {"toy": (1,), "small": (1, 1), "full": (14_800, 4)}
 """Times that all parameter sets are tried with each vocabulary, with other logits and seeds: a million rows at most."""
-MOST_S: Final = 8.0
+MOST_S: Final = 3.0
 """No further batch of a kind of logits begins after so many seconds: `rows` says how many were compared."""
 AT_ONCE: Final = 64
 """So many rounds make one batch."""

@@ -30,6 +30,8 @@ SHAPES: Final = {
     "5m": Shape(256, 4, 4, 2, 64, 768, 4000, 10_000.0, 1024),
     "0.6b": models.SHAPES["0.6b"],
 }
+WARM_TOKENS: Final = 16
+"""Most output tokens of a request that only warms up."""
 METRICS_TIMEOUT_S: Final = 15.0
 STEP_SECONDS: Final = "minisgl:step_time_seconds_sum"
 STEPS: Final = "minisgl:step_time_seconds_count"
@@ -86,17 +88,19 @@ def attention_of(said: Path) -> str | None:
 
 
 def _offline(scale: Scale, folder: Path, sizes: Sizes, num_requests: int) -> float:
-    """Return the output tokens/s of as many requests of the same lengths without server, after as many that warm up."""
+    """Return the output tokens/s of as many requests of the same lengths without server, after as many short ones that
+    warm up.
+    """
     from ops.offline import LLM
 
     more: dict[str, Any] = {"threads": 1} if scale.size == "toy" else {}
-    params = SamplingParams(temperature=0, max_tokens=sizes.output_tokens, ignore_eos=True)
     with LLM(folder, dummy_weight="yes", device=scale.device, **more) as llm:
         seconds = 0.0
-        for seed in range(2):
+        for seed, num_tokens in enumerate((min(WARM_TOKENS, sizes.output_tokens), sizes.output_tokens)):
             draw = random.Random(seed)
             vocab_size = llm.settings.limits.vocab_size
             prompts = [draw.choices(range(vocab_size), k=sizes.input_tokens) for _ in range(num_requests)]
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
             began_s = time.perf_counter()
             llm.generate(prompts, params, progress=False)
             seconds = time.perf_counter() - began_s
@@ -104,11 +108,14 @@ def _offline(scale: Scale, folder: Path, sizes: Sizes, num_requests: int) -> flo
 
 
 def _measure(tell: Report, served: Served, prompts: Prompts, sizes: Sizes, name: str, concurrency: int) -> float:
-    """Send *concurrency* requests at once, after as many that warm up; report what a client sees, and return the output
-    tokens/s.
+    """Send *concurrency* requests at once, after as many short ones that warm up; report what a client sees, and return
+    the output tokens/s.
     """
-    lengths = [(sizes.input_tokens, sizes.output_tokens)] * concurrency
-    warmup, load = (Workload(prompts.drawn(random.Random(seed), lengths), concurrency) for seed in (0, 1))
+    output_tokens = min(WARM_TOKENS, sizes.output_tokens), sizes.output_tokens
+    warmup, load = (
+        Workload(prompts.drawn(random.Random(seed), [(sizes.input_tokens, most)] * concurrency), concurrency)
+        for seed, most in enumerate(output_tokens)
+    )
     began = engine_counts(served.url, 0.0)
     served.measure(warmup)
     before = engine_counts(served.url, began[TOKENS] + warmup.output_tokens)

@@ -352,7 +352,7 @@ def why_not(shape: AttentionShape, prefill: str = "fa2") -> str:
     if shape.device.type != "cuda":
         return "it computes on CUDA devices only"
     if shape.dtype not in DTYPES:
-        return f"the dtype is {_name(shape.dtype)}, and it computes in {' and '.join(map(_name, DTYPES))}"
+        return f"the dtype is {_name(shape.dtype)}, and it computes in {' and '.join(map(_name, DTYPES))} (--dtype)"
     if shape.head_dim not in HEAD_DIMS:
         return f"the model's head_dim is {shape.head_dim}, and it supports {', '.join(map(str, HEAD_DIMS))}"
     if (capability := torch.cuda.get_device_capability(shape.device)) < LEAST_CAPABILITY:

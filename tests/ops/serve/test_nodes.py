@@ -38,8 +38,11 @@ def test_ranks_listen_at_the_address_that_reaches_redis(monkeypatch: pytest.Monk
     [
         ("serve --group g", "--group g: needs --nnodes"),
         ("stage generate --node-rank 1 --tp 2", "--node-rank 1: needs --nnodes"),
-        ("serve --nnodes 2", r"--nnodes 2: 1 ranks \(--tp 1\) cannot be divided among 2 machines"),
-        (f"serve {GOOD} --nnodes 3", r"--nnodes 3: 4 ranks \(--tp 4\) cannot be divided among 3 machines"),
+        (
+            "serve --nnodes 2",
+            r"--nnodes 2: --tp 1 cannot be divided among 2 machines; pass a --tp that is a multiple of 2",
+        ),
+        (f"serve {GOOD} --nnodes 3", r"--nnodes 3: --tp 4 cannot be divided among 3 machines"),
         (f"stage generate {GOOD} --node-rank 2", "--node-rank 2: with --nnodes 2 it is 0 to 1"),
         (f"serve --tp 2 --nnodes 2 {REDIS}", "--nnodes 2: --group is missing; pass the same name on all"),
         (f"serve {TWO}", "--nnodes 2: --redis-url is missing"),

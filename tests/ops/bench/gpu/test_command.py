@@ -150,6 +150,24 @@ def test_two_phases_that_hang_leave_time_for_the_rest() -> None:
     assert all(phase.limit_s <= command.BUDGET_S["cuda"] / 3 for phase in PHASES)
 
 
+def test_a_gpu_that_is_asked_for_and_is_not_there_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"^--device cuda: NVIDIA's driver .* or pass --device cpu$"):
+        command.run(["--device", "cuda"], {}, None)
+
+
+def test_the_time_that_the_page_adds_up_fits_the_budget_and_the_budget_is_below_eight_minutes() -> None:
+    page = (ROOT / "docs" / "gpu-check.md").read_text()
+    table = page[page.index("| phase | seconds measured |") : page.index("Together")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
+    expected_s = {name: int(measured or 0) + int(more or 0) for name, measured, more, _ in rows}
+    assert list(expected_s) == [phase.name for phase in PHASES]
+    assert all(expected_s[phase.name] < phase.limit_s for phase in PHASES)
+    assert f"Together {sum(expected_s.values())} s." in page
+    assert sum(expected_s.values()) <= command.BUDGET_S["cuda"] - 20
+    assert command.BUDGET_S["cuda"] <= 480 - 20
+
+
 def test_the_phases_that_are_chosen_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, ["fine", "raises", "skips"])
     file = tmp_path / "out.json"

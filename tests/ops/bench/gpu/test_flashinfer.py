@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,6 +85,15 @@ def test_what_was_not_compiled_is_skipped_by_name() -> None:
     report = Reported()
     flashinfer.measure(flashinfer_double.Double(), [], TOY, report)
     assert not report.wrong and "prefill of 48 tokens" in report.skipped
+
+
+@pytest.mark.parametrize(("gib", "at_once"), [(125, 4), (64, 2), (8, 1)])
+def test_as_many_modules_are_compiled_at_once_as_there_is_memory_for(
+    gib: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {"SC_PHYS_PAGES": gib * 2**18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", memory.__getitem__)
+    assert flashinfer._builds_at_once(len(flashinfer.BUILDS)) == at_once
 
 
 def test_a_module_that_does_not_compile_is_told_with_the_compilers_error(monkeypatch: pytest.MonkeyPatch) -> None:
