@@ -20,10 +20,14 @@ from pipeline.names import SEAL, Names
 from web.listener import open_listener
 
 PROGRAM = """
+import gc
+gc.disable()  # while it imports, as `minisgl stage web` does
 import asyncio, os, sys, time
+import pipeline.process.observe
 import web.app, web.connections, web.live.frontend, web.server
 from pipeline.flags import parse_config
 from web.config import WebStageConfig
+gc.enable()
 
 web.server.DRAIN_S = web.server.HARD_EXIT_S = web.live.frontend.SHUT_DOWN_S = float(sys.argv.pop(1))
 web.app.BODY_TIMEOUT_S = web.connections.LINGER_S = float(sys.argv.pop(1))

@@ -13,7 +13,7 @@ from stages.generate.model.checkpoint import DEMO_FOLDER
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """What `make_tokenizer` makes in seconds, as `test_demo_folder.py` sees."""
+    """What `make_tokenizer` makes in seconds, as `test_demo_folder.py` sees at night."""
     return Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
 
 

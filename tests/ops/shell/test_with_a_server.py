@@ -133,7 +133,7 @@ def test_what_the_server_says_of_a_request_is_shown(shell: Terminal, tmp_path: P
 def test_an_answer_goes_on_where_it_was_when_its_web_worker_dies(
     shell: Terminal, server: Server, tmp_path: Path
 ) -> None:
-    shell.said("/set ignore_eos=true max_tokens=2500")
+    shell.said("/set ignore_eos=true max_tokens=1500")
     shell.enter("long")
     until_long(shell)
     (worker,) = server.command.workers(WEB)
@@ -160,6 +160,7 @@ def served(port: int, folder: Path) -> Iterator[Command]:
         command.stop()
 
 
+@pytest.mark.night  # by day `test_on_a_terminal.py` and `test_script.py` have what a stand-in does so
 def test_a_server_that_is_killed_and_comes_back_is_answered_in_the_same_shell(tmp_path: Path) -> None:
     port = free_port()
     with on_a_terminal(["shell", "--url", f"http://127.0.0.1:{port}"], tmp_path) as shell:
