@@ -145,7 +145,7 @@ class EngineConfig:
         parse=whole_or_auto,
         help=(
             "longest time in milliseconds, at most 1000, that tokens wait to be committed together with those of the "
-            "next steps; first tokens and ends never wait; 0: each step is committed at once [10 on CPU, 2 on CUDA]"
+            "next steps; first tokens and ends never wait; 0: each step is committed at once [25 on CPU, 2 on CUDA]"
         ),
     )
     graph: int = flag(

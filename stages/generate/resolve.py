@@ -208,7 +208,7 @@ def resolve(
 
 def _commit_interval_ms(config: EngineConfig, *, cuda: bool) -> int:
     """On a CPU the engine shares its cores with all that a commit wakes."""
-    return config.commit_interval_ms if config.commit_interval_ms >= 0 else 2 if cuda else 10
+    return config.commit_interval_ms if config.commit_interval_ms >= 0 else 2 if cuda else 25
 
 
 def _device_of(local_rank: int, ranks_here: int) -> torch.device:
