@@ -28,6 +28,8 @@ NUM_OTHERS = 8
 COMPANIES = by_night(2, 4)
 KILLED = by_night(1, 2)
 """The company whose engine is killed."""
+MEASURED = "measured"
+"""A label of the requests that are compared."""
 ARRIVE_WITHIN = by_night(80, 160)
 """Tokens of a stream; while it makes them, all requests of a company arrive."""
 FLAGS = ("--page-size", "16", "--num-pages", by_night("80", "120"), "--lease", "1")
@@ -77,6 +79,7 @@ def measured(index: int) -> dict[str, Any]:
         "max_tokens": NUM_TOKENS,
         "ignore_eos": True,
         "return_token_ids": True,
+        "user": MEASURED,
     } | ({"logprobs": 2} if index % 2 else {})
 
 
@@ -117,9 +120,15 @@ def in_company(server: Server, http: httpx.Client, number: int) -> list[Answered
             eventually(partial(has_come_to, moment, stream), f"{moment} tokens of the stream")
             answers[index] = threads.submit(ask, http, coming[index])
             if number == KILLED and len(answers) == len(coming) // 2:
+                eventually(partial(is_measuring, http), "the engine computes one of them")
                 engine.kill()
     assert stream.answer[1] == "length"
     return [answers[index].result() for index in range(NUM_REQUESTS)]
+
+
+def is_measuring(http: httpx.Client) -> bool:
+    listed = http.get("/v1/requests", params={"state": "running", "search": MEASURED}).json()["requests"]
+    return any(request["output_tokens"] for request in listed)
 
 
 def has_come_to(moment: int, stream: Stream) -> bool:

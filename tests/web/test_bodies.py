@@ -75,11 +75,11 @@ class Scene:
     redis_url: str
 
     def check(self, body: bytes, path: str = CHAT, *, chunk_bytes: int = 0) -> Cost:
-        """Send it, and see what it has cost. What costs too much may do so again, twice: a core that others share takes
-        twice its time at moments.
+        """Send it, and see what it has cost. What costs too much may do so again, four times: a core that others share
+        takes twice its time at moments.
         """
         cost = self.post(body, path, chunk_bytes=chunk_bytes)
-        for _ in range(2):
+        for _ in range(4):
             if not cost.is_too_much:
                 break
             cost = self.post(body, path, chunk_bytes=chunk_bytes)

@@ -314,7 +314,7 @@ async def test_what_a_request_does_not_say_of_sampling_is_as_the_model_recommend
             assert (await here.post(chat(seed=1))).status_code == 200
             stages.sampling_defaults = {}  # another one, that was told to recommend nothing
             stages.say_phase("ready", "generate")
-            await until(lambda: not here.frontend.readiness.waiting_for)
+            await until(lambda: not (here.frontend.readiness.waiting_for or here.frontend.readiness.sampling_defaults))
             assert (await here.post(chat(seed=1))).status_code == 200
         as_recommended = SamplingParams.model_validate({"seed": 1, **recommended})
         assert [event.sampling for _, event in stand_in.requests()] == [
