@@ -103,11 +103,18 @@ class Driver:
             raise self._failed(error) from error
 
     def _send_once(self, *words: str | int | bytes) -> Any:
+        is_fresh = time.monotonic() - self._replied_s <= FRESH_S
         if self._kept is None:
             self._kept = self._once.connection_pool.get_connection()
-        elif time.monotonic() - self._replied_s > FRESH_S:
+        elif not is_fresh:
             _check(self._kept)
-        self._kept.send_packed_command(_packed(self._kept, words))
+        packed = _packed(self._kept, words)
+        try:
+            self._kept.send_packed_command(packed)
+        except errors.ConnectionError:
+            if not is_fresh:
+                raise
+            self._kept.send_packed_command(packed)  # the server had closed it, so it has read nothing
         reply = self._kept.read_response()
         self._replied_s = time.monotonic()
         return reply

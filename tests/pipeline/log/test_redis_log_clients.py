@@ -199,10 +199,11 @@ def test_occupancy_of_a_log_that_does_not_answer_so_raises(log: RedisLog) -> Non
     with_front(log.url, act)
 
 
+@pytest.mark.parametrize("fresh_s", [0.0, 60.0], ids=["which is checked", "which had a reply lately"])
 def test_a_kept_connection_that_the_server_has_closed_is_made_again(
-    log: RedisLog, monkeypatch: pytest.MonkeyPatch
+    fresh_s: float, log: RedisLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.log.drivers.FRESH_S", 0.0)
+    monkeypatch.setattr("pipeline.log.drivers.FRESH_S", fresh_s)
 
     def close_all() -> None:
         command(log.url, "CLIENT", "KILL", "TYPE", "normal")
