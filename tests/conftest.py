@@ -69,6 +69,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             file = nodeid.partition("::")[0]
             return group_of_file(config.rootpath / file) or file
 
+        def _reschedule(self, node: Any) -> None:
+            """Give *node* work until it has two tests or no more will come: it holds back its last one until then.
+
+            xdist gives one unit. The process that replaces a dead one may get a unit whose tests have all run, and
+            then it and the whole run would wait for ever.
+            """
+            super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
+
     return ByFile(config, log)
 
 
