@@ -106,7 +106,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     folder = config.folder(environment)
     prompts = Prompts(folder)
     interrupt_on_sigterm()
-    flags = ["--model", str(folder), *shlex.split(config.serve_flags)]
+    # Tokens that are committed together come together, and then the time of a single step cannot be seen.
+    flags = ["--model", str(folder), "--commit-interval", "0", *shlex.split(config.serve_flags)]
     runs: list[Run] = []
     with Console(stderr=True).status("", refresh_per_second=1) as status, contextlib.ExitStack() as stack:
         data = stack.enter_context(tempfile.TemporaryDirectory(prefix="minisgl-bench-", ignore_cleanup_errors=True))
