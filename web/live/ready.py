@@ -155,8 +155,10 @@ class Readiness:
 
     async def _poll(self) -> None:
         texts = await asyncio.gather(*(self._log.statuses(stage) for stage in STAGES))
+        ranks = await statuses_of_ranks(self._log)
+        # All at once: whoever asks in between sees the last poll, not half of this one.
         self._statuses = {stage: known_statuses(found) for stage, found in zip(STAGES, texts, strict=True)}
-        self._ranks = await statuses_of_ranks(self._log)
+        self._ranks = ranks
         engines = [status for status in self._statuses[GENERATE] if status.phase == "ready" and status.models]
         # Living engines have the same weights. Others are left over from dead ones; the next model got the lowest slot.
         engines = [status for status in engines if status.fingerprint == engines[0].fingerprint]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +16,7 @@ from web_site import Site, chat, error_of, seal_of, site, until
 import web.live.ready
 from pipeline.events import SamplingParams
 from pipeline.log.protocol import RequestLimits
+from pipeline.log.redis import AsyncRedisLog
 from pipeline.names import Names
 from pipeline.slots import Phase, Status
 
@@ -273,6 +275,23 @@ async def test_the_model_of_the_server_before_is_not_served_while_the_next_one_l
         await until(lambda: here.frontend.readiness.waiting_for == ("generate",))
         assert (await error_of(here.post(chat(model="the-next"))))[1]["code"] == "loading"
         assert (await (await here.client.get("/v1/models")).get_json())["data"] == []
+
+
+async def test_no_request_sees_half_of_a_poll(redis_url: str, stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+    async with site(redis_url, ready=False) as here:
+        readiness = here.frontend.readiness
+
+        async def statuses_of_ranks(log: AsyncRedisLog) -> dict[str, Sequence[Status]]:
+            seen.append(("generate" in readiness.missing, not readiness.models))
+            return {}
+
+        monkeypatch.setattr(web.live.ready, "statuses_of_ranks", statuses_of_ranks)
+        stages.say_phase("ready")
+        await until(lambda: readiness.models)
+        stages.say_phase("loading", "generate")
+        await until(lambda: not readiness.models)
+    assert all(without_engine == without_model for without_engine, without_model in seen)
 
 
 async def test_a_model_whose_engines_died_is_not_served_beside_the_one_that_came_after_it(
