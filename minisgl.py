@@ -30,7 +30,6 @@ usage: minisgl serve [flags]                everything on this machine; `python 
        minisgl stage STAGE [flags]          one stage alone: tokenize, generate, detokenize, web or archive
        minisgl shell [flags]                chat in the terminal, with any OpenAI server
        minisgl trace UID [flags]            what happened to a request
-       minisgl replay ACTION [flags]        past requests and steps again: schedule
        minisgl top [flags]                  a running server, live in the terminal
        minisgl dead ACTION [flags]          requests that crashed their workers: ls, show, requeue or drop
        minisgl replay ACTION [flags]        recorded requests: show, run, diff, drive, schedule, dump, import, forget

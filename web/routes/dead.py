@@ -37,6 +37,7 @@ LEAST_ID: Final = "0-0"
 QUERY: Final = {
     "limit": {"description": f"Most letters in the answer, 1 to {MOST}.", "pattern": "^[1-9][0-9]{0,2}$"},
     "before": {"description": "Only older letters: the `next` of the page before.", "pattern": "^[0-9]+-[0-9]+$"},
+    "uid": {"description": f"Only the letter of this request, if it is among the newest {MOST_SEARCHED:,}."},
 }
 
 
@@ -47,8 +48,12 @@ def dead_letter_routes(frontend: Frontend) -> Blueprint:
     @operation("The dead letters, the newest first", query=QUERY)
     async def letters() -> Response:
         _check()
-        limit, before = limit_asked(LIMIT, MOST), _before()
+        limit, before, uid = limit_asked(LIMIT, MOST), _before(), _uid()
         told: list[Entry] = []
+        if uid:
+            with reaching("letters_not_read"):
+                letter = await _letter_of(frontend.log, uid)
+            return json_response({"dead": [plain_letter(letter)] if letter else [], "next": None})
         if before == LEAST_ID:  # Redis refuses an interval that ends before the least id; this one is empty
             return json_response({"dead": [], "next": None})
         with reaching("letters_not_read"):
@@ -99,23 +104,35 @@ def _before() -> str:
     return given
 
 
+def _uid() -> str:
+    given = request.args.get("uid", "")
+    if given and not uid_of(given):
+        raise RequestError("uid: should be that of a request", param="uid", code="invalid_value")
+    return uid_of(given)
+
+
 async def _letter(frontend: Frontend, name: str) -> Entry:
     """Return the letter with the id, or of the request with the uid, *name*. Raises as the log does.
 
     Raises:
         RequestError: There is none.
     """
-    log, uid, before = frontend.log, uid_of(name), ""
-    found: Entry | None = await log.dead_letter(name) if is_id(name) else None
+    found = await frontend.log.dead_letter(name) if is_id(name) else await _letter_of(frontend.log, uid_of(name))
+    if found is None:
+        raise refusal(frontend, Submission.GONE, None)
+    return found
+
+
+async def _letter_of(log: AsyncRedisLog, uid: str) -> Entry | None:
+    """Return the letter of the request *uid*, if it is among the newest. Raises as the log does."""
+    before = ""
     for _ in range(0, MOST_SEARCHED if uid else 0, READ_AT_ONCE):
         letters = await log.dead_letters(READ_AT_ONCE, before=before)
         found = next((letter for letter in letters if letter.fields.get("uid") == uid), None)
         if found is not None or len(letters) < READ_AT_ONCE:
-            break
+            return found
         before = letters[-1].id
-    if found is None:
-        raise refusal(frontend, Submission.GONE, None)
-    return found
+    return None
 
 
 async def _request(log: AsyncRedisLog, letter: Entry) -> Submitted:

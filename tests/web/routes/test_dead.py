@@ -76,6 +76,18 @@ async def test_they_come_in_pages(redis_url: str, lived: LivedRequests, monkeypa
             assert await code_of(here.get(f"/v1/dead?{query}")) == (400, "invalid_value")
 
 
+async def test_the_letter_of_a_request_is_found_among_many(redis_url: str, lived: LivedRequests) -> None:
+    uid = lived.dead()
+    for _ in range(3 * web.routes.dead.READ_AT_ONCE):
+        lived.dead()
+    async with site(redis_url, ready=False) as here:
+        for name in (uid, f"chatcmpl-{uid}"):
+            told = await letters(here, f"uid={name}")
+            assert ([one["uid"] for one in told["dead"]], told["next"]) == ([uid], None)
+        assert await letters(here, f"uid={new_uid()}") == {"dead": [], "next": None}
+        assert await code_of(here.get("/v1/dead?uid=x")) == (400, "invalid_value")
+
+
 @pytest.mark.parametrize("by", ["id", "uid"])
 async def test_a_requeued_request_asks_the_same_again_and_its_letter_is_gone(
     redis_url: str, log: RedisLog, lived: LivedRequests, monkeypatch: pytest.MonkeyPatch, by: str

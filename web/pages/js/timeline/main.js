@@ -373,8 +373,8 @@ async function deadLetter(uid) {
   try {
     const { admin } = await call("/v1/caller");
     if (!admin) return null;
-    const { dead } = await call("/v1/dead?limit=50");
-    return dead.find((letter) => letter.uid === uid) ?? null;
+    const { dead } = await call(`/v1/dead?uid=${encodeURIComponent(uid)}`);
+    return dead[0] ?? null;
   } catch {
     return null; // then it is not offered
   }
