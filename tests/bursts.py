@@ -17,6 +17,8 @@ from pipeline.events import Admitted
 from pipeline.log.redis import RedisLog
 
 BURST = 64
+WORDS = 150
+"""Of a long prompt. Each engine computes some ms for those that it takes, so that the others have the time to come."""
 NUM_CLIENTS = 16
 """Of those that ask one thing after the other."""
 
@@ -24,22 +26,29 @@ NUM_CLIENTS = 16
 class Clients:
     """Clients of a server. What they ask has a number, and equal numbers get equal answers."""
 
-    def __init__(self, server: Server, max_tokens: int) -> None:
-        self._url, self._max_tokens = f"{server.url}/v1/completions", max_tokens
+    def __init__(self, server: Server, max_tokens: int, more: str = "") -> None:
+        self._url, self._max_tokens, self._more = f"{server.url}/v1/completions", max_tokens, more
         self._http = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=BURST))
 
     def ask(self, number: int) -> httpx.Response:
         fields = {"max_tokens": self._max_tokens, "temperature": 0, "ignore_eos": True}
-        return self._http.post(self._url, json={"prompt": f"Request {number}.", **fields})
+        return self._http.post(self._url, json={"prompt": f"Request {number}.{self._more}", **fields})
 
     def close(self) -> None:
         self._http.close()
 
 
 @contextlib.contextmanager
-def burst(server: Server, max_tokens: int) -> Iterator[list[Future[httpx.Response]]]:
-    """Send the requests of as many clients at once; give their answers to be."""
-    with contextlib.closing(Clients(server, max_tokens)) as clients, ThreadPoolExecutor(BURST) as threads:
+def burst(server: Server, max_tokens: int, *, num_words: int = 0) -> Iterator[list[Future[httpx.Response]]]:
+    """Send the requests of as many clients at once, with *num_words* more each; give their answers to be.
+
+    No engine has cached anything of the prompts.
+    """
+    httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+    with (
+        contextlib.closing(Clients(server, max_tokens, " more" * num_words)) as clients,
+        ThreadPoolExecutor(BURST) as threads,
+    ):
         yield [threads.submit(clients.ask, number) for number in range(BURST)]
 
 

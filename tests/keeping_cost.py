@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests:. .venv/bin/python tests/keeping_cost.py [--model FOLDER] [--pairs 5] [--tokens 128] ..
 
-runs three servers: without journals, with them, and with an archive too. Each in turn answers the same requests.
+runs three servers: without journals, with them, and with an archive too. Each in turn answers the same requests. All
+but the engine is also told alone: the engine's forward passes vary more than journals and archive cost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from servers import Server, serve
 from streams import Stream
 
 from ops.bench.processes import tree_cpu_s
+from pipeline.names import GENERATE
 
 WITHOUT, JOURNAL, ARCHIVE = "without", "journal", "archive"
 PAIRS: Final[Mapping[str, str]] = {JOURNAL: WITHOUT, ARCHIVE: JOURNAL}
@@ -41,6 +43,12 @@ def cpu_us_per_token(server: Server, texts: Sequence[str], num_tokens: int, **fi
     return (tree_cpu_s(server.command.process.pid) - before_s) * 1e6 / (len(texts) * num_tokens)
 
 
+def beside_engines_s(server: Server) -> float:
+    """Return the CPU time of all processes but the engines, and of Redis, so far."""
+    engines = [process.cpu_times() for process in server.command.workers(GENERATE)]
+    return tree_cpu_s(server.command.process.pid) - float(sum(each.user + each.system for each in engines))
+
+
 def main() -> int:
     """Measure, and write a line for each round and for each comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -51,22 +59,33 @@ def main() -> int:
     options = parser.parse_args()
     model = ["--model", options.model] if options.model else []
     measured: dict[str, list[float]] = {WITHOUT: [], JOURNAL: [], ARCHIVE: []}
+    beside: dict[str, list[float]] = {name: [] for name in measured}
     with tempfile.TemporaryDirectory(prefix="minisgl-keeping-") as folder, ExitStack() as stack:
         flags = {WITHOUT: ["--journal-bytes", "0"], JOURNAL: [], ARCHIVE: ["--archive", f"{folder}/kept"]}
         servers = {name: stack.enter_context(serve(Path(folder) / name, *model, *flags[name])) for name in measured}
         for number in range(options.pairs + 1):
             texts = [f"Tell me story number {number * options.requests + each}." for each in range(options.requests)]
             order = list(servers) if number % 2 else list(reversed(servers))
-            now = {name: cpu_us_per_token(servers[name], texts, options.tokens) for name in order}
+            now, others = dict[str, float](), dict[str, float]()
+            for name in order:
+                before_s = beside_engines_s(servers[name])
+                now[name] = cpu_us_per_token(servers[name], texts, options.tokens)
+                others[name] = (beside_engines_s(servers[name]) - before_s) * 1e6 / (len(texts) * options.tokens)
             if number:  # the first round warms up
-                for name, value in now.items():
-                    measured[name].append(value)
-                sys.stdout.write("  ".join(f"{name} {now[name]:.1f} us" for name in measured) + "\n")
+                for name in measured:
+                    measured[name].append(now[name])
+                    beside[name].append(others[name])
+                said = (f"{name} {now[name]:.1f} us, beside the engine {others[name]:.1f} us" for name in measured)
+                sys.stdout.write("  ".join(said) + "\n")
                 sys.stdout.flush()
     for name, other in PAIRS.items():
         ratios = sorted(mine / its for mine, its in zip(measured[name], measured[other], strict=True))
         spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
         sys.stdout.write(f"{name} / {other}: median {median(ratios):.3f}, {spread}, {len(ratios)} pairs\n")
+        of_all = median(measured[other])
+        more = sorted((mine - its) / of_all for mine, its in zip(beside[name], beside[other], strict=True))
+        spread = f"{more[0]:+.2%} to {more[-1]:+.2%}"
+        sys.stdout.write(f"beside the engine: median {median(more):+.2%} of all, {spread}\n")
     return 0
 
 

@@ -238,6 +238,8 @@ def _slot(slot: str, reading: Observed) -> SlotView:
     seen = reading.snapshot.slots[slot]
     status = _status(seen)
     lease = seen.lease
+    if status is not None and status.owner and status.owner != seen.owner:
+        status = None  # of the worker that had the slot before: the new one has not said anything yet
     announced = status is not None and not status.owner  # it asks for the slot once it is ready
     if lease.holder and lease.is_free and not announced:
         phase = "guest"

@@ -101,9 +101,9 @@ redis.call('XDEL', KEYS[1], ARGV[1])
         "if redis.call('XACK', KEYS[2], 'detokenize', unpack(ids)) == 0 then return 'LOST' end\n",
         "redis.call('XACK', KEYS[2], 'detokenize', unpack(ids))\n",
         contract("produced", "test_a_repeated_produced_is_lost_and_changes_nothing")),
-    lua("produced", "of several steps those are consumed that are still there",
+    Mutation("of several steps those are consumed that are still there", f"{COMMITS}/produced.lua",
         "    if not are_pending[id] then return 'LOST' end\n", "",
-        contract("produced", "test_several_steps_are_consumed_together_or_not_at_all")),
+        (contract("produced", "test_several_steps_are_consumed_together_or_not_at_all"),)),  # stories seldom find it
     lua("step", "a request that ended stays in `tokenized`", "  redis.call('XDEL', KEYS[4], ARGV[i])\n", "",
         contract("step", "test_a_step_deletes_the_entries_that_ended")),
     Mutation("a journal grows without end", f"{COMMITS}/produced.lua", "    redis.call('XDEL', key, first[1])\n",

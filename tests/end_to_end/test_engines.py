@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bursts import BURST, answer_of, answers_of, burst, engines_of, steady_load, uids_of
+from bursts import BURST, WORDS, answer_of, answers_of, burst, engines_of, steady_load, uids_of
 from selection import by_night
 from servers import Server, eventually, free_port, is_alive, run_command, serve
 from streams import assert_nothing_is_left, events_of, num_of
@@ -69,7 +69,7 @@ def test_engines_share_each_burst(server: Server) -> None:
     taken = []
     with server.log() as log:
         for _ in range(NUM_BURSTS):
-            with burst(server, SHORT) as coming:
+            with burst(server, SHORT, num_words=WORDS) as coming:
                 answers_of(coming)
             found = engines_of(log, uids_of(coming))
             taken.append([found[engine] for engine in ENGINES])
@@ -144,7 +144,7 @@ def test_two_engines_of_two_ranks_each_share_a_burst(folder: Path) -> None:
         assert len(server.command.workers(GENERATE)) == 4
         answers = []
         for _ in range(2):
-            with burst(server, SHORT) as coming:
+            with burst(server, SHORT, num_words=WORDS) as coming:
                 answers.append(answers_of(coming))
             assert min(engines_of(log, uids_of(coming))[engine] for engine in ENGINES) >= 16
         assert answers[0] == answers[1], "each request has the same bits, whichever engine computes it"

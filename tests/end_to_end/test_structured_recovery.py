@@ -41,7 +41,8 @@ def test_a_killed_engine_costs_a_bound_answer_nothing(plain_server: Server) -> N
     engine.kill()
     assert [stream.answer for stream in streams] == expected
     with plain_server.log() as log:
-        assert all(num_of(events_of(log, stream.uid), TakenOver) for stream in streams)
+        taken_over = [num_of(events_of(log, stream.uid), TakenOver) for stream in streams]
+    assert any(taken_over), "all had ended before the engine was killed"
 
 
 def test_evil_grammars_end_neither_an_engine_nor_the_answers_beside_them(plain_server: Server) -> None:

@@ -118,6 +118,11 @@ def test_who_loads_before_it_asks_for_its_slot_is_loading() -> None:
     assert (while_guarded.phase, while_guarded.lease_ms) == ("loading", 900)
 
 
+def test_who_had_a_slot_before_is_not_shown_as_who_has_it() -> None:
+    shown = slot_of(SlotState("2:n", Lease("2:n", 900), a_slot(epoch=1).status, 0))
+    assert (shown.phase, shown.epoch, shown.pid) == ("held", 2, 0)
+
+
 def test_a_guest_and_who_holds_a_slot_and_says_nothing_are_told_apart() -> None:
     assert slot_of(SlotState(f"2:{GUEST}x", Lease(f"2:{GUEST}x", 900), "", 0)).phase == "guest"
     assert slot_of(SlotState("2:n", Lease("2:n", 900), "", 0)).phase == "held"

@@ -64,6 +64,17 @@ for (let frame = 0; frame < 8; frame++) await nextFrame();
 return asked;
 """
 """Shows a list with older pages before a server that is away; returns how often it asked for them."""
+TAKEOVERS = """
+const { Pipeline } = await import("/pages/js/pipeline/model.js");
+const slot = { slot: "generate-0", phase: "ready", detail: "", progress: 0 };
+return rest[0].map((story) => {
+  const pipeline = new Pipeline();
+  for (const [at_ms, epoch, pid, lease_ms] of story)
+    pipeline.hear({ at_ms, num_dead: 0, engines: [], slots: [{ ...slot, epoch, pid, lease_ms }] });
+  return pipeline.happenings.map(({ says }) => says);
+});
+"""
+"""Returns what the page tells of each story, a list of pictures of a slot: time, epoch, process and lease."""
 COSTS = ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
@@ -130,6 +141,22 @@ def _listed(browser: Browser) -> list[str]:
         "return rows.map(row => row.querySelector('a').textContent)"
     )
     return found
+
+
+def test_a_takeover_is_told_once_with_both_processes_whenever_the_new_one_is_seen(
+    browser: Browser, server: Server
+) -> None:
+    opened(browser, server)
+    before, named = [0, 1, 7, 900], "epoch 2, taken over by process 8, before it was 7"
+    told = {
+        "at once": ([before, [500, 2, 8, 900], [900, 2, 8, 900]], [named]),
+        "while it waits for the slot": ([before, [200, 1, 8, 0], [500, 2, 8, 900]], [named]),
+        "before it says who it is": ([before, [500, 2, 0, 900], [900, 2, 8, 900], [1300, 2, 8, 900]], [named]),
+        "never": ([before, [500, 2, 0, 900], [900, 2, 0, 900], [2500, 2, 0, 900]], ["epoch 2, taken over"]),
+        "the same one": ([before, [500, 2, 7, 900]], ["epoch 2, taken over"]),
+    }
+    found = browser.wait(TAKEOVERS, [story for story, _ in told.values()])
+    assert dict(zip(told, found, strict=True)) == {name: lines for name, (_, lines) in told.items()}
 
 
 def test_a_dead_letter_is_shown_and_sent_again(browser: Browser, lived: LivedRequests, starts: Starts) -> None:

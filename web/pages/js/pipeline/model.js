@@ -3,6 +3,7 @@
 
 export const SERIES_MS = 5 * 60_000; // figures are kept so long
 export const FADING_MS = 12_000; // what went away, and a takeover, are shown so long
+const UNNAMED_MS = 2_000; // so long a takeover is not told, if its process has not yet said who it is
 const MOST_HAPPENINGS = 200;
 const ORDER = ["web", "tokenize", "generate", "rank", "detokenize", "archive", "janitor"];
 const FIGURES = ["output_tokens_per_s", "prompt_tokens_per_s", "running", "waiting", "cache_used", "prefix_hits"];
@@ -11,7 +12,9 @@ export class Pipeline {
   constructor() {
     this.picture = null; // the last one
     this.error = ""; // why there is no newer one; "": there is
-    this.slots = new Map(); // name -> {...slot, goneMs, tookMs, tookEpoch, lastPid}; those that went away stay for a while
+    // name -> {...slot, goneMs, tookMs, tookEpoch, heldBy, isTold}; those that went away stay for a while. heldBy: the last
+    // process that had the slot; isTold: its last takeover is told.
+    this.slots = new Map();
     this.series = new Map(); // engine -> {times, <figure>: values}
     this.happenings = []; // {ms, slot, says, kind}, the newest first
     this._dead = null;
@@ -51,10 +54,12 @@ export class Pipeline {
         goneMs: 0,
         tookMs: before?.tookMs ?? 0,
         tookEpoch: before?.tookEpoch ?? 0,
-        lastPid: slot.pid || before?.lastPid || 0,
+        heldBy: before?.heldBy ?? 0,
+        isTold: before?.isTold ?? true,
       };
       if (slot.phase === "away") now.goneMs = before?.goneMs || picture.at_ms;
       if (!isFirst) this._tellChange(picture.at_ms, before, now);
+      if (slot.pid && slot.lease_ms) now.heldBy = slot.pid; // a process without a lease only waits for the slot
       this.slots.set(slot.slot, now);
     }
     for (const [name, slot] of this.slots) {
@@ -74,12 +79,12 @@ export class Pipeline {
       this._happens(ms, now.slot, `appeared: ${now.phase}`, "info");
       return;
     }
-    if (now.epoch > before.epoch && before.epoch > 0) {
+    if (now.epoch > before.epoch && before.epoch > 0)
+      Object.assign(now, { tookMs: ms, tookEpoch: now.epoch, isTold: false });
+    if (!now.isTold && (now.pid || ms - now.tookMs >= UNNAMED_MS)) {
       const who =
-        now.pid && before.lastPid && now.pid !== before.lastPid
-          ? ` by process ${now.pid}, before it was ${before.lastPid}`
-          : "";
-      Object.assign(now, { tookMs: ms, tookEpoch: now.epoch });
+        now.pid && now.heldBy && now.pid !== now.heldBy ? ` by process ${now.pid}, before it was ${now.heldBy}` : "";
+      now.isTold = true;
       this._happens(ms, now.slot, `epoch ${now.epoch}, taken over${who}`, "warn");
     }
     if (now.phase !== before.phase) {
