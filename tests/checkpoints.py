@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, NoBadWordsLogitsProcessor
 
 from ops.bench.checkpoints import (
@@ -38,6 +40,7 @@ __all__ = [
     "Family",
     "make_checkpoint",
     "make_engine",
+    "reference_logits",
     "reference_model",
     "reference_tokens",
     "train_tokenizer",
@@ -67,6 +70,14 @@ def make_engine(folder: Path, dtype: str = "auto", *, dummy: bool = False, **mor
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return the model as transformers computes it, in eager mode."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+
+
+def reference_logits(model: Any, token_ids: Sequence[int], cache: Any) -> Tensor:
+    """Return logits_TV of *token_ids* after what *cache*, a DynamicCache, has seen, and let it see these, too."""
+    # transformers 5.24 has renamed the argument.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    logits_TV: Tensor = model(torch.tensor([token_ids]), use_cache=True, **{name: cache}).logits[0]
+    return logits_TV
 
 
 def reference_tokens(

@@ -21,12 +21,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint
+from checkpoints import BOS, FAMILIES, TEXT, make_checkpoint, reference_logits
 from selection import by_night, rest_at_night
 from servers import Server, eventually, serve
 from streams import Stream
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import stages.generate.forward.engine as engine_module
 from pipeline.events import (
@@ -113,14 +113,13 @@ class Reference:
         """Return the tokens that follow *prompt*, and the smallest gap between the two best logits on the way."""
         tokens: list[int] = []
         smallest_gap = float("inf")
-        todo, cache = list(prompt), None
+        todo, cache = list(prompt), DynamicCache(config=self._model.config)
         while len(tokens) < NUM_TOKENS:
             with one_thread(), torch.inference_mode():
-                out = self._model(torch.tensor([todo]), past_key_values=cache, use_cache=True)
-            best = out.logits[0, -1].topk(2)
+                best = reference_logits(self._model, todo, cache)[-1].topk(2)
             smallest_gap = min(smallest_gap, float(best.values[0] - best.values[1]))
             tokens.append(int(best.indices[0]))
-            todo, cache = tokens[-1:], out.past_key_values
+            todo = tokens[-1:]
         return tokens, smallest_gap
 
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
