@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Final, NoReturn, TypeVar, get_type_hints
@@ -44,12 +45,17 @@ def flag(
 
 def at_least(lowest: int) -> Callable[[str], int]:
     """Return a parser of whole numbers that refuses numbers below *lowest*."""
-    return _number(int, lambda value: value >= lowest, f"a whole number of at least {lowest}")
+    return _number(int, lambda value: value >= lowest, _whole(lowest))
 
 
-def auto_or(lowest: int) -> Callable[[str], int]:
-    """As `at_least`, and `auto` is 0."""
-    return lambda text: 0 if text == "auto" else at_least(lowest)(text)
+def auto_or(lowest: int, auto: int = 0) -> Callable[[str], int]:
+    """As `at_least`, and `auto` is *auto*."""
+    number = _number(int, lambda value: value >= lowest, f"auto, or {_whole(lowest)}")
+    return lambda text: auto if text == "auto" else number(text)
+
+
+def _whole(lowest: int) -> str:
+    return f"a whole number of at least {lowest}"
 
 
 def _number(kind: Callable[[str], N], is_allowed: Callable[[N], bool], expected: str) -> Callable[[str], N]:
@@ -138,6 +144,9 @@ def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # argparse says: argument --tp/--tensor-parallel-size/--tp-size: '0': must be ..
+        message = re.sub(r"^argument (-[\w-]+)[^:]*:(?= ')", r"\1", message)
+        message = re.sub(r"^argument (-[\w-]+)[^:]*:", r"\1:", message)
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 

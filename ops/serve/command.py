@@ -19,6 +19,7 @@ from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.detokenize.config import DetokenizeConfig
 from stages.generate.config import EngineConfig, GenerateConfig
+from stages.generate.contradictions import check_flags
 from stages.tokenize.config import TokenizeConfig
 from web.config import LEAST_LOG_BYTES, ArchivedConfig, KeysConfig, WebStageConfig
 
@@ -66,6 +67,7 @@ def serve(config: ServerConfig) -> int:
         check_terminal()
     _check_keys(config.keys)
     _check_origins(config)
+    check_flags(config.engine)
     config = with_nodes(config)
     folder = model_folder(config.model.model, dummy=config.engine.dummy_weight)
     _check_ranks(config.engine, folder)
@@ -113,6 +115,7 @@ def run_stage(config: StageConfig, stage: str) -> int:
     if isinstance(config, ArchiveConfig):
         config = _with_files(config)
     if isinstance(config, GenerateConfig):
+        check_flags(config.engine)
         config = with_nodes(config)
     check_server(config.log.redis_url, (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0)
     processes = Processes(config, config.log.redis_url)

@@ -46,7 +46,7 @@ def _check_flags(config: ServerConfig | GenerateConfig, nodes: NodesConfig) -> N
             f"{nodes.nnodes}"
         )
     if nodes.node_rank >= nodes.nnodes:
-        raise ConfigError(f"--node-rank {nodes.node_rank}: with {machines} it is 0 to {nodes.nnodes - 1}")
+        raise ConfigError(f"--node-rank {nodes.node_rank}: with {machines} it must be 0 to {nodes.nnodes - 1}")
     if not nodes.group:
         raise ConfigError(f"{machines}: --group is missing; pass the same name on all machines of an engine")
     if not config.log.redis_url:

@@ -29,11 +29,6 @@ def own_address(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r}: must be one IP address of this machine, such as 10.0.0.5")
 
 
-def whole_or_auto(text: str) -> int:
-    """Parse a number of at least 0; `auto` is -1."""
-    return -1 if text == "auto" else at_least(0)(text)
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How an engine computes."""
@@ -81,8 +76,8 @@ class EngineConfig:
         default=0,
         parse=auto_or(1),
         help=(
-            "CPU threads of an engine, or of each of its ranks [OMP_NUM_THREADS, or the physical cores of one NUMA "
-            "node minus one in four; ranks divide them]"
+            "CPU threads of an engine, or of each of its ranks; auto: OMP_NUM_THREADS, or three of every four physical "
+            "cores of one NUMA node, and all of three or fewer; ranks divide them [auto]"
         ),
     )
     kernels: str = flag(
@@ -97,8 +92,9 @@ class EngineConfig:
         default="auto",
         parse=one_of(("auto", "fi", "fa,fi", "torch", "cpu", "reference"), str),
         help=(
-            "attention backend: auto, fi, fa,fi (prefill by fa), torch (old name: cpu) or reference; auto: fi on CUDA "
-            "if it can run there, else torch; the kernels' own on a CPU, where any other makes torch compute"
+            "what computes attention: fi (FlashInfer), fa,fi (FlashInfer, with FlashAttention 3 for prompts), torch "
+            "(old name: cpu) or reference; auto: fi on CUDA if it can run there, else torch; on a CPU the kernels, and "
+            "any other value makes torch compute the model"
         ),
     )
     cache: str = flag(
@@ -120,8 +116,9 @@ class EngineConfig:
         default=0,
         parse=auto_or(1),
         help=(
-            "maximum prompt tokens per step while streams run [512 on CUDA; on CPU measured, so that a step takes 1.5 "
-            "times as long, or up to 3 times with many prompts; where torch computes 16, or 2 per running request]"
+            "maximum prompt tokens per step while streams run; auto: 512 on CUDA; with the CPU kernels as many as make "
+            "a step take 1.5 times as long, or up to 3 times if many prompts wait; with torch on a CPU 16, or 2 per "
+            "running request if that is more [auto]"
         ),
     )
     max_running_requests: int = flag(
@@ -142,7 +139,7 @@ class EngineConfig:
     commit_interval_ms: int = flag(
         "--commit-interval",
         default=-1,
-        parse=whole_or_auto,
+        parse=auto_or(0, auto=-1),
         help=(
             "longest time in milliseconds, at most 1000, that tokens wait to be committed together with those of the "
             "next steps; first tokens and ends never wait; 0: each step is committed at once [25 on CPU, 2 on CUDA]"
@@ -152,7 +149,7 @@ class EngineConfig:
         "--graph",
         "--cuda-graph-max-bs",
         default=-1,
-        parse=whole_or_auto,
+        parse=auto_or(0, auto=-1),
         help=(
             "decode steps of up to so many requests are recorded as CUDA graphs; 0: none [with --attn fi or fa,fi as "
             "many as --max-running-requests, at most 256]"
@@ -163,8 +160,8 @@ class EngineConfig:
         default=False,
         parse=yes_or_no,
         help=(
-            "same tokens for a request alone and in any batch; on a GPU slower, with --attn fi or torch, one rank; the "
-            "CPU kernels always compute so"
+            "compute the same tokens for a request alone and in any batch; slower on a GPU, where it needs --attn fi "
+            "or torch and --tp 1; the CPU kernels always do this"
         ),
     )
     page_size: int = flag(
@@ -181,8 +178,9 @@ class EngineConfig:
         default=0.9,
         parse=share,
         help=(
-            "share of the free memory for weights and cache; on a GPU the cache's share of what weights and the "
-            "largest step leave (with --tp, the weights alone); on a CPU the cache takes 4 GiB at most"
+            "share of the free memory that the engine may use; on a CPU for weights and cache together, of which the "
+            "cache takes 4 GiB at most; on a GPU for the cache, of what the weights and the largest step leave (with "
+            "--tp, of what the weights leave)"
         ),
     )
     max_seq_len: int = flag(

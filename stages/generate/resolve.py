@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError
 from stages.generate.attention import DETERMINISTIC, AttentionShape
 from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.config import EngineConfig, ShareConfig
+from stages.generate.contradictions import check_flags, in_place_of_kernels, needing_kernels, variant_of
 from stages.generate.forward import sampler
 from stages.generate.kernels import MOST_THREADS, VERSION, library
 from stages.generate.kernels.memory import step_bytes
@@ -27,8 +28,6 @@ from stages.generate.schedule.schedule import ScheduleLimits
 
 MOST_GRAPH_ROWS: Final = 256
 """Where no flag says it. A larger step keeps the device busy without a graph."""
-MOST_COMMIT_INTERVAL_MS: Final = 1000
-"""While steps wait, the log thread hears of no new request."""
 
 logger = structlog.get_logger()
 
@@ -133,12 +132,16 @@ def resolve(
     Raises:
         ConfigError: Flags, model and machine do not fit together.
     """
+    check_flags(config)
     ranks_here = ranks_here or config.tp
     device = resolve_device(config.device)
     cuda = device.type == "cuda"
     if cuda and config.tp > 1:
         device = _device_of(rank % ranks_here, ranks_here)
-    _check_flags(config, spec, cuda=cuda)
+    if config.max_seq_len > spec.max_positions:
+        raise ConfigError(
+            f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
+        )
     spec = spec.sharded(rank, config.tp, config.quantization)
     kernels, why_torch = resolve_kernels(config, device)
     threads = resolve_threads(config, kernels, ranks_here, share)
@@ -219,24 +222,6 @@ def _device_of(local_rank: int, ranks_here: int) -> torch.device:
             "--tp, more machines (--nnodes), or --device cpu"
         )
     return torch.device("cuda", local_rank)
-
-
-def _check_flags(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> None:
-    """Raise ConfigError if flags contradict each other, the model or the device."""
-    if config.max_seq_len > spec.max_positions:
-        raise ConfigError(
-            f"--max-seq-len {config.max_seq_len}: the model knows {spec.max_positions} positions; pass at most that"
-        )
-    if config.num_pages and config.memory_ratio != EngineConfig().memory_ratio:
-        raise ConfigError(
-            f"--num-pages {config.num_pages} and --memory-ratio {config.memory_ratio} both say how large the cache is; "
-            "pass one of them"
-        )
-    if config.commit_interval_ms > MOST_COMMIT_INTERVAL_MS:
-        raise ConfigError(
-            f"--commit-interval {config.commit_interval_ms}: tokens of streams may wait for at most "
-            f"{MOST_COMMIT_INTERVAL_MS} ms; pass at most that"
-        )
 
 
 def _gpu(config: EngineConfig, attention: str, device: torch.device) -> str:
@@ -332,27 +317,18 @@ def resolve_kernels(config: EngineConfig, device: torch.device) -> tuple[str, st
     Raises:
         ConfigError: The flags contradict each other, or this machine lacks what they ask for.
     """
-    variant = "" if config.kernels in ("auto", "torch") else config.kernels
-    needing = variant and f"--kernels {variant}"
-    if config.quantization != "none":
-        needing = f"--quantization {config.quantization}"
+    variant, needing = variant_of(config), needing_kernels(config)
     if device.type == "cuda":
         if needing:
             raise ConfigError(f"{needing} is for CPUs, and this engine computes on a GPU; pass --device cpu")
         return "torch", ""
     if config.deterministic and not needing:
         needing = "--deterministic"
-    if config.kernels == "torch" or config.attention != "auto":
+    if other := in_place_of_kernels(config):
         if needing:
-            given = "--kernels torch" if config.kernels == "torch" else f"--attn {config.attention}"
-            raise ConfigError(
-                f"{needing} needs the CPU kernels, but with {given} torch computes; leave one of them out"
-            )
+            raise ConfigError(f"{needing} needs the CPU kernels; remove {other}")
         return "torch", ""
     usable = library.available()
-    if variant and variant not in usable:
-        reason = library.reason(variant)
-        raise ConfigError(f"--kernels {variant}: these kernels cannot run here: {reason}; pass --kernels auto")
     if needing and not usable:
         raise ConfigError(f"{needing} needs the CPU kernels, and none can run here ({library.reason()}); leave it out")
     return (variant or usable[0], "") if usable else ("torch", library.reason())

@@ -7,6 +7,7 @@ Here is one case for each place that refuses. Every message has a test beside it
 from __future__ import annotations
 
 import contextlib
+import platform
 import subprocess
 import sys
 import time
@@ -74,6 +75,7 @@ def assert_refused(ended: Ended, *words: str) -> None:
     assert "hidden" not in ended.stderr
 
 
+FOREIGN = "avx2" if platform.machine() == "aarch64" else "neon"
 CASES: dict[str, tuple[str, str, list[str]]] = {
     # what: (command line, variable of the environment, words of the refusal)
     "a flag cut short": ("serve --tokenizer 2", "", ["--tokenizer", "minisgl serve --help"]),
@@ -87,6 +89,17 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "a model that is cut off": ("serve --model {model}", "", ["{model}", "model.safetensors", "truncated"]),
     "a stage's model": ("stage generate --model {model} --redis-url {redis}", "", ["{model}", "truncated"]),
     "ranks that cannot divide the model": ("serve --tp 7", "", ["--tp 7", "query heads", "pass one of 1, 2"]),
+    "weights that torch cannot read": (
+        "serve --quantization int8 --kernels torch",
+        "",
+        ["--quantization int8 needs the CPU kernels; remove --kernels torch"],
+    ),
+    "kernels of another machine": ("serve", f"MINISGL_KERNELS={FOREIGN}", [f"--kernels {FOREIGN}: ", "--kernels auto"]),
+    "tokens that wait too long": (
+        "stage generate --redis-url {redis} --commit-interval 5000",
+        "",
+        ["--commit-interval 5000", "at most 1000 ms"],
+    ),
     "machines without a common name": ("serve --tp 2 --nnodes 2", "", ["--nnodes 2", "--group is missing"]),
     "a model of the hub": (
         "serve --model someone/small-model",

@@ -172,7 +172,7 @@ def test_a_damaged_file_sends_nothing(
     [
         ((), "minisgl replay drive: nothing given, expected the "),
         (("FILE", "--url", "ftp://a"), "--url ftp://a: must begin with http"),
-        (("FILE", "--speed", "0"), "--speed: '0': must be a number above 0"),
+        (("FILE", "--speed", "0"), "--speed '0': must be a number above 0"),
         (("FILE", "--plot", "a.txt"), "--plot a.txt: must end in"),
         (("FILE", "--set", "messages=1"), "--set: messages cannot be set: it is recorded"),
         (("FILE", "--set", "model=x"), "--set: model cannot be set: use --model"),

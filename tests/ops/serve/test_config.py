@@ -405,7 +405,7 @@ def test_a_bad_value_in_the_environment_does_not_matter_when_the_command_line_wi
 def test_a_bad_value_of_a_flag_of_the_archive_is_refused(flag: str, value: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse("stage", "archive", f"{flag}={value}")
-    assert f"{flag}: {value!r}" in str(caught.value) and expected in str(caught.value)
+    assert f"{flag} {value!r}: " in str(caught.value) and expected in str(caught.value)
 
 
 @pytest.mark.parametrize(

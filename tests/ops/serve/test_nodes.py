@@ -43,7 +43,7 @@ def test_ranks_listen_at_the_address_that_reaches_redis(monkeypatch: pytest.Monk
             r"--nnodes 2: --tp 1 cannot be divided among 2 machines; pass a --tp that is a multiple of 2",
         ),
         (f"serve {GOOD} --nnodes 3", r"--nnodes 3: --tp 4 cannot be divided among 3 machines"),
-        (f"stage generate {GOOD} --node-rank 2", "--node-rank 2: with --nnodes 2 it is 0 to 1"),
+        (f"stage generate {GOOD} --node-rank 2", "--node-rank 2: with --nnodes 2 it must be 0 to 1"),
         (f"serve --tp 2 --nnodes 2 {REDIS}", "--nnodes 2: --group is missing; pass the same name on all"),
         (f"serve {TWO}", "--nnodes 2: --redis-url is missing"),
         (

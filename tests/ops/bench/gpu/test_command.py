@@ -131,7 +131,7 @@ sys.exit(command.run(["--device", "cpu", "--json", {str(file)!r}], {{}}, None))
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--phases", "machine,kernels"], "--phases: 'kernels': no such phase; expected some of machine,probes"),
+        (["--phases", "machine,kernels"], "--phases 'kernels': no such phase; expected some of machine,probes"),
         (["--phases", ","], "must be phases with commas between them"),
         (["--budget", "0"], "must be a number of seconds above 0"),
         (["--json", "/nowhere/a.json"], "--json /nowhere/a.json: not a file in a folder that exists"),
