@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -132,16 +133,28 @@ class Terms:
             ConfigError: Something differs. The line names both.
         """
         for what in TERMS:
-            mine, its = getattr(self, what), getattr(rank_0, what)
-            if mine != its:
+            mine, its = differing(getattr(self, what), getattr(rank_0, what))
+            if mine:
                 raise ConfigError(
-                    f"--tp: rank {rank} has the {what} {mine}, but rank 0 has {its}; start all ranks with the same "
-                    "model, flags and version of MiniSGL"
+                    f"rank {rank} has the {what} {mine}, but rank 0 has {its}; start all ranks with the same model, "
+                    "flags and version of MiniSGL"
                 )
 
     def differ(self, its: Said) -> bool:
         """Whether another rank says something else."""
         return any(getattr(self, what) != getattr(its, what) for what in TERMS)
+
+
+def differing(mine: str, its: str) -> tuple[str, str]:
+    """Return the words in which two texts differ, or all of both if one has more words; empty if they are equal.
+
+    A slash ends a word, as in the numerics of an engine.
+    """
+    words = [re.split(r"[ /]", text) for text in (mine, its)]
+    if len(words[0]) != len(words[1]):
+        return mine, its
+    pairs = [pair for pair in zip(*words, strict=True) if pair[0] != pair[1]]
+    return ", ".join(pair[0] for pair in pairs), ", ".join(pair[1] for pair in pairs)
 
 
 def terms_of(fingerprint: str, settings: str) -> Terms:

@@ -19,6 +19,9 @@ logger = structlog.get_logger()
 LOOK_EVERY_S: Final = 0.05
 AGAIN_S: Final = 0.5
 """Pause after an error of the log."""
+TOLD_AFTER_S: Final = 10.0
+"""So long may ranks load before a log line says who is missing."""
+TOLD_EVERY_S: Final = 60.0
 
 
 def start_of(group: str, nonce: str) -> str:
@@ -101,14 +104,14 @@ def wait_for_others(
 ) -> None:
     """Return when all of the other *size* ranks wait for rank 0 and none of them *differs*, or at *stop*.
 
-    The status says which do not, and for how long.
+    The status says which do not, and for how long; now and then, a log line does, too.
     """
     holders = Holders(log, group)
     since_s = dict.fromkeys(range(1, size), clock_s())
-    said = ""
+    said, tells_s = "", clock_s() + TOLD_AFTER_S
 
     def look(_: Owner) -> bool:
-        nonlocal said
+        nonlocal said, tells_s
         now_s, late = clock_s(), []
         for rank in since_s:
             waiting = [holder.status for holder in holders.of(rank) if holder.status.phase == "waiting"]
@@ -120,6 +123,11 @@ def wait_for_others(
         if (detail := ", ".join(late)) != said:
             said = detail
             slot.say(phase="waiting", detail=detail)
+        if late and now_s >= tells_s:
+            tells_s = now_s + TOLD_EVERY_S
+            logger.warning(
+                "waits_for_ranks", group=group, ranks=detail, action="start them, or look into what they print"
+            )
         return not late
 
     _look_until(look, slot, stop)

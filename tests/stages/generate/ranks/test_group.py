@@ -144,6 +144,16 @@ def test_a_rank_that_differs_from_rank_0_says_both(what: str) -> None:
         replace(TERMS, **{what: "mine"}).check(formation, 1)
 
 
+def test_of_long_settings_only_what_differs_is_named() -> None:
+    settings = "bfloat16/none/avx512/1/64/torch-2.13.0 page size 64 requests 256"
+    mine = settings.replace("bfloat16", "float32").replace("requests 256", "requests 8")
+    formation = Formation(Owner("rank-0-0", 1, "x"), "n", 2, "s", "f1", "1.0", settings)
+    with pytest.raises(ConfigError, match="rank 1 has the settings float32, 8, but rank 0 has bfloat16, 256; start"):
+        replace(TERMS, settings=mine).check(formation, 1)
+    with pytest.raises(ConfigError, match=f"rank 1 has the settings {settings}/more, but rank 0 has {settings};"):
+        replace(TERMS, settings=f"{settings}/more").check(formation, 1)
+
+
 def test_a_rank_that_lost_its_slot_takes_another_and_says_the_same(log: MemoryLog) -> None:
     with slot_of(log, 1) as slot:
         before = owner_of(slot)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from redis_servers import until
+from structlog.testing import capture_logs
 
 from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.log.memory import MemoryLog
@@ -68,7 +69,7 @@ def test_who_holds_a_slot_is_there_and_who_renews_it_lives(log: MemoryLog) -> No
 
 def test_rank_0_waits_for_all_and_says_who_is_missing_for_how_long(log: MemoryLog) -> None:
     now_s = [100.0]
-    with slot_of(log, 0, phase="starting") as slot, slot_of(log, 1, phase="loading"):
+    with slot_of(log, 0, phase="starting") as slot, slot_of(log, 1, phase="loading"), capture_logs() as told:
         args = (log, slot, "g", 4, TERMS.differ, Stop())
         waiting = threading.Thread(target=wait_for_others, args=args, kwargs={"clock_s": lambda: now_s[0]})
         waiting.start()
@@ -79,6 +80,9 @@ def test_rank_0_waits_for_all_and_says_who_is_missing_for_how_long(log: MemoryLo
             until(lambda: detail_of(log) == "rank-2 (differs for 12 s), rank-3 (missing for 12 s)")
             now_s[0] = 120.0
             until(lambda: detail_of(log) == "rank-2 (differs for 20 s), rank-3 (missing for 20 s)")
+            until(lambda: bool(told))
+            assert [line["event"] for line in told] == ["waits_for_ranks"], "once in a minute"
+            assert told[0]["ranks"] == ", ".join(f"rank-{rank} (missing for 12 s)" for rank in (1, 2, 3))
             assert waiting.is_alive()
             with slot_of(log, 2, **SAID), slot_of(log, 3, **SAID):
                 waiting.join(20)
