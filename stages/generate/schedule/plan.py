@@ -69,10 +69,11 @@ class Sample:
         """Return the sample as it is once all tokens before `position` are known."""
         if not self.token_ids and self.matcher is None:
             return self
-        seen, forbidden = self.token_ids[: self.position], self.forbidden
+        forbidden = self.forbidden
         if self.bad_words is not None:
-            forbidden += self.bad_words.completed_by(seen, self.position - self.prompt_length)
-        shown = seen if self.params.penalizes else ()
+            first = max(self.prompt_length, self.position - self.bad_words.reach)
+            forbidden += self.bad_words.completed_by(self.token_ids[first : self.position])
+        shown = self.token_ids[: self.position] if self.params.penalizes else ()
         allowed = None if self.matcher is None else self.matcher.allowed()
         return Sample(self.params, self.position, forbidden, shown, self.prompt_length, allowed=allowed)
 
