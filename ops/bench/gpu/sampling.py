@@ -17,6 +17,7 @@ from ops.bench.gpu.timing import median_s
 from pipeline.events import SamplingParams
 from stages.generate.forward.sampler import sample
 from stages.generate.schedule.plan import Sample
+from stages.generate.schedule.seen import Seen
 
 # R = rows that sample, V = vocabulary
 
@@ -106,8 +107,13 @@ def _samples(names: Sequence[str], vocab_size: int, seed: int) -> list[Sample]:
         tokens = draw.choices(range(vocab_size), k=60)
         params = SamplingParams(**PARAMS[name], seed=draw.getrandbits(62))
         forbidden = FORBIDDEN if name == "forbidden" else ()
-        samples.append(Sample(params, draw.randrange(1, 5000), forbidden, tokens, prompt_length=20))
+        samples.append(Sample(params, draw.randrange(1, 5000), forbidden, seen=_seen(tokens)))
     return samples
+
+
+def _seen(token_ids: Sequence[int]) -> Seen:
+    """Return the record of a request with these tokens, of which 20 are its prompt."""
+    return Seen(prompt_length=20).follow(token_ids, len(token_ids))
 
 
 def _compare(report: Report, item: str, kind: str, vocab_size: int, device: torch.device, rounds: int) -> None:
@@ -153,8 +159,8 @@ def _time_s(name: str, num_rows: int, vocab_size: int, device: torch.device) -> 
     """Measure a whole batch of one kind, with the copy of its tokens to the host that ends a step."""
     logits_RV = torch.randn(num_rows, vocab_size, device=device).bfloat16().float()
     draw = random.Random(num_rows)
+    seen = [_seen(draw.choices(range(vocab_size), k=60)) for _ in range(num_rows)]
     samples = [
-        Sample(SamplingParams(**TIMED[name], seed=row), 100 + row, (), draw.choices(range(vocab_size), k=60), 20)
-        for row in range(num_rows)
+        Sample(SamplingParams(**TIMED[name], seed=row), 100 + row, (), seen=seen[row]) for row in range(num_rows)
     ]
     return median_s(lambda: sample(logits_RV, samples), device, rounds=5)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pipeline.events import SamplingParams, Score
 from stages.generate.schedule.bad_words import BadWords
+from stages.generate.schedule.seen import Seen
 
 NOT_A_NUMBER: Final = -1
 """In place of a token: a logit is NaN, or the largest is infinite, so no token can follow."""
@@ -56,7 +57,7 @@ class Sample:
     forbidden: tuple[int, ...]
     """Token ids that must not come out: end-of-sequence and stop ids before `min_tokens`, and ends of bad words."""
     token_ids: Sequence[int] = ()
-    """Prompt + output; empty when nothing needs them. In a plan it is the schedule's own list, and goes on."""
+    """Prompt + output, for `settled`; empty when it does not need them. It is the schedule's own list, and goes on."""
     prompt_length: int = 0
     bad_words: BadWords | None = None
     """What `settled` adds the ends of."""
@@ -64,6 +65,10 @@ class Sample:
     """What `settled` asks for `allowed`."""
     allowed: Words | None = None
     """Which tokens the grammar allows; None: all."""
+    seen: Seen | None = None
+    """The tokens that penalties apply to; None: there are no penalties. It is the request's own record: `settled`
+    counts the tokens before `position`, and a later sample counts on.
+    """
 
     def settled(self) -> Sample:
         """Return the sample as it is once all tokens before `position` are known."""
@@ -73,9 +78,9 @@ class Sample:
         if self.bad_words is not None:
             first = max(self.prompt_length, self.position - self.bad_words.reach)
             forbidden += self.bad_words.completed_by(self.token_ids[first : self.position])
-        shown = self.token_ids[: self.position] if self.params.penalizes else ()
+        seen = None if self.seen is None else self.seen.follow(self.token_ids, self.position)
         allowed = None if self.matcher is None else self.matcher.allowed()
-        return Sample(self.params, self.position, forbidden, shown, self.prompt_length, allowed=allowed)
+        return Sample(self.params, self.position, forbidden, (), self.prompt_length, allowed=allowed, seen=seen)
 
     @property
     def changes_logits(self) -> bool:

@@ -12,6 +12,7 @@ from pipeline.events import FinishReason, SamplingParams, Score
 from stages.generate.kvcache.base import Holding
 from stages.generate.schedule.bad_words import BadWords
 from stages.generate.schedule.plan import Matcher, Sample, Scoring
+from stages.generate.schedule.seen import Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +78,14 @@ class Request:
     """How many of `token_ids` are known. The others are placeholders."""
     is_plain: bool = field(init=False)
     """No token before the next one says how that is sampled."""
+    seen: Seen | None = field(init=False)
+    """Of `token_ids`, for penalties. Only whoever draws tokens counts them there."""
 
     def __post_init__(self) -> None:
         self.num_known = len(self.token_ids)
         shaped = self.sampling.min_tokens or self.sampling.penalizes or self.bad_words
         self.is_plain = not shaped and self.matcher is None
+        self.seen = Seen(self.prompt_length) if self.sampling.penalizes else None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -123,9 +127,9 @@ class Request:
         forbidden: tuple[int, ...] = ()
         if position - self.prompt_length < sampling.min_tokens:
             forbidden = sampling.stop_token_ids if sampling.ignore_eos else eos_ids + sampling.stop_token_ids
-        seen = self.token_ids if sampling.penalizes or self.bad_words else ()
-        bad_words = self.bad_words or None
-        return Sample(sampling, position, forbidden, seen, self.prompt_length, bad_words, self.matcher)
+        bad_words, seen = self.bad_words or None, self.seen
+        token_ids = self.token_ids if seen or bad_words else ()
+        return Sample(sampling, position, forbidden, token_ids, self.prompt_length, bad_words, self.matcher, seen=seen)
 
     def learn(self, position: int, token: int, eos_ids: Sequence[int]) -> FinishReason | None:
         """Replace the placeholder at *position*. Return why the request ends with this token; None: it goes on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -190,9 +190,11 @@ class Pages:
 def draw(held: tuple[int, ...], sample: Sample) -> int:
     """Return what this model says after *held*: always the same."""
     number = sum((position + 1) * token for position, token in enumerate(held)) + len(held)
-    if sample.params.penalizes:
-        number += sum(place * token for place, token in enumerate(sample.token_ids))
-        assert min(sample.token_ids, default=0) >= 0, "a placeholder is penalized"
+    if sample.seen is not None:
+        output = list(held[sample.prompt_length :])
+        assert set(sample.seen.prompt_ids) == set(held[: sample.prompt_length])
+        assert dict(zip(sample.seen.output_ids, sample.seen.counts, strict=True)) == Counter(output)
+        number += sum(place * token for place, token in enumerate(sample.seen.output_ids))
     token = EOS if number % 7 == 0 else number % 5
     while token in sample.forbidden:
         token = (token + 1) % (POISON - 1)

@@ -18,6 +18,7 @@ from pipeline.events import SamplingParams
 from stages.generate.forward.sampler import sample
 from stages.generate.kernels import library, sampling
 from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
+from stages.generate.schedule.seen import Seen
 
 FLOAT = np.float32
 NEVER = FLOAT("-inf")
@@ -146,7 +147,11 @@ def some_sample(draw: random.Random, size: int) -> Sample:
     )
     forbidden = maybe((), (), (0, 0, 9, -1, size - 1, 10**30), tuple(range(min(size, 200))))
     tokens = draw.choices(range(size), k=draw.randrange(1, 60))
-    return Sample(params, draw.randrange(1, 10**6), forbidden, tokens, draw.randrange(len(tokens) + 1))
+    prompt_length = draw.randrange(len(tokens) + 1)
+    seen = Seen(prompt_length)
+    for length in (draw.randrange(prompt_length, len(tokens) + 1), len(tokens)):  # it grows
+        seen.follow(tokens, length)
+    return Sample(params, draw.randrange(1, 10**6), forbidden, tokens, prompt_length, seen=seen)
 
 
 @pytest.fixture(params=["torch", "kernels"])

@@ -16,15 +16,22 @@ from stages.generate.forward.masks import packed
 from stages.generate.forward.sampler import sample
 from stages.generate.forward.shaping import shape
 from stages.generate.kernels import sampling
-from stages.generate.schedule.plan import Sample
+from stages.generate.schedule.plan import NOT_A_NUMBER, Sample
+from stages.generate.schedule.seen import Seen
 
 NEVER = float("-inf")
 PROMPT, OUTPUT = [1, 2, 2, 5], [3, 3, 7, 2]
 
 
 def how(forbidden: tuple[int, ...] = (), **params: Any) -> Sample:
-    tokens = [*PROMPT, *OUTPUT]
-    return Sample(SamplingParams(**params), len(tokens), forbidden, tokens, len(PROMPT))
+    return after(PROMPT, OUTPUT, forbidden, **params)
+
+
+def after(prompt: list[int], output: list[int], forbidden: tuple[int, ...] = (), **params: Any) -> Sample:
+    """Return how the token after *prompt* and *output* is drawn."""
+    tokens = [*prompt, *output]
+    seen = Seen(len(prompt)).follow(tokens, len(tokens))
+    return Sample(SamplingParams(**params), len(tokens), forbidden, prompt_length=len(prompt), seen=seen)
 
 
 def shaped(logits_RV: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
@@ -63,7 +70,7 @@ def test_presence_and_frequency_follow_the_formula_of_openai_over_the_output_alo
 
 def test_bias_comes_before_the_penalties() -> None:
     logits_RV = torch.tensor([[0.0, -1.0, 4.0]])
-    row = Sample(SamplingParams(logit_bias=((1, 3.0),), repetition_penalty=2.0), 1, (), [1], 1)
+    row = after([1], [], logit_bias=((1, 3.0),), repetition_penalty=2.0)
     assert shaped(logits_RV, [row])[0].tolist() == [0.0, 1.0, 4.0]
 
 
@@ -100,8 +107,15 @@ def test_rows_are_shaped_each_by_itself_and_others_stay() -> None:
         assert torch.equal(some[index], expected[index])
 
 
+def test_a_row_that_is_still_computed_after_it_failed_and_left_changes_no_other_row() -> None:
+    logits_RV = logits(3)
+    left = after([1], [2, NOT_A_NUMBER], repetition_penalty=2.0, presence_penalty=2.0)
+    assert torch.equal(shaped(logits_RV, [how(), left, how()])[[0, 2]], logits_RV[[0, 2]])
+    assert torch.equal(shaped(logits_RV, [left, how(), how()])[1:], logits_RV[1:])
+
+
 def test_a_penalty_that_divides_by_almost_nothing_leaves_numbers() -> None:
-    row = Sample(SamplingParams(repetition_penalty=1e-300), 2, (), [0, 1, 2], 1)
+    row = after([0], [1, 2], repetition_penalty=1e-300)
     assert sample(torch.tensor([[-1.0, 2.0, 0.0, 1.0]]), [row]) == [1]
 
 
@@ -115,7 +129,7 @@ def test_a_greedy_row_is_shaped_too() -> None:
     logits_RV = torch.tensor([[0.0, 2.0, 0.0, 1.5]])
     assert sample(logits_RV, [how(temperature=0)]) == [1]
     assert sample(logits_RV, [how(temperature=0, logit_bias=((3, 1.0),))]) == [3]
-    once = Sample(SamplingParams(temperature=0, presence_penalty=0.6), 2, (), [0, 1], 1)
+    once = after([0], [1], temperature=0, presence_penalty=0.6)
     assert sample(logits_RV, [once]) == [3]
 
 

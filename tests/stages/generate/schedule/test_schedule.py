@@ -5,6 +5,7 @@ What must hold in every story (order, budgets, pages, ends, who runs alone) is i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -119,7 +120,11 @@ def test_a_penalty_sees_prompt_and_output_also_those_that_another_engine_made(pe
         assert planned is not None
         sample = planned[0].rows[0].sample
         assert sample is not None and sample.prompt_length == 3
-        assert list(sample.settled().token_ids) == ([] if is_none else [0, 1, 2, 9, 8, *made])
+        seen = sample.settled().seen
+        assert (seen is None) is is_none
+        if seen is not None:
+            assert list(seen.prompt_ids) == [0, 1, 2]
+            assert dict(zip(seen.output_ids, seen.counts, strict=True)) == Counter([9, 8, *made])
         schedule.complete([7])
 
 
