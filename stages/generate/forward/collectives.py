@@ -30,7 +30,7 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of *x* over all ranks, with the same bits on each."""
+        """Return the sum of *x* over all ranks, with the same bits on each. The caller may write to it."""
         ...
 
     def gather_to_0(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stages.generate.model.layers.blocks import padded
 from stages.generate.model.layers.linear import Linear
-from stages.generate.model.layers.mlp import Mlp
+from stages.generate.model.layers.mlp import Mlp, gated
 
 # T = packed tokens, E = hidden size, X = experts, C = experts of a token, P = T * C pairs of a token and its expert,
 # N = tokens of one expert, I = intermediate size
@@ -62,6 +62,7 @@ class GroupedExperts:
     down_XEI: Tensor
     experts_per_token: int
     normalize: bool
+    gated: Callable[[Tensor], Tensor] = gated
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return y_TE. The experts of a token are added in float32, whatever else is in the batch."""
@@ -70,8 +71,8 @@ class GroupedExperts:
         ids_X = torch.arange(len(self.gate_up_XOE), device=x_TE.device)
         ends_X = torch.searchsorted(sorted_P, ids_X, right=True, out_int32=True)
         x_PE = x_TE[order_P // self.experts_per_token]
-        gate_PI, up_PI = F.grouped_mm(x_PE, self.gate_up_XOE.transpose(1, 2), offs=ends_X).chunk(2, dim=-1)
-        y_PE = F.grouped_mm(F.silu(gate_PI) * up_PI, self.down_XEI.transpose(1, 2), offs=ends_X)
+        y_PI = self.gated(F.grouped_mm(x_PE, self.gate_up_XOE.transpose(1, 2), offs=ends_X))
+        y_PE = F.grouped_mm(y_PI, self.down_XEI.transpose(1, 2), offs=ends_X)
         y_PE = torch.empty_like(y_PE).index_copy_(0, order_P, y_PE * weights_P[order_P, None])
         return y_PE.view(-1, self.experts_per_token, y_PE.shape[1]).sum(1)
 

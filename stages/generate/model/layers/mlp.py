@@ -11,10 +11,16 @@ from torch import Tensor
 
 from stages.generate.model.layers.linear import Linear
 
-# T = packed tokens, E = hidden size
+# T = packed tokens, E = hidden size, I = intermediate size, O = 2 I
 
 FeedForward: TypeAlias = Callable[[Tensor], Tensor]
 """x_TE -> y_TE, each token on its own."""
+
+
+def gated(gate_up_TO: Tensor) -> Tensor:
+    """Return silu(gate) * up, y_TI."""
+    gate_TI, up_TI = gate_up_TO.chunk(2, dim=-1)
+    return F.silu(gate_TI) * up_TI
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,8 @@ class Mlp:
 
     gate_up: Linear
     down: Linear
+    gated: Callable[[Tensor], Tensor] = gated
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return y_TE."""
-        gate, up = self.gate_up(x_TE).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.gated(self.gate_up(x_TE)))

@@ -47,13 +47,18 @@ def rope_tables(rope: Rope, positions_T: Tensor, dtype: torch.dtype) -> tuple[Te
     Computed in float32 (bfloat16 cannot count beyond 256), cast at the end. Computed in each step, because a table for
     131,072 positions would take much memory and save little time.
     """
-    freq = dynamic_frequencies(rope, positions_T) if rope.spec.kind == "dynamic" else rope.freq_F
-    angle_T1F = (positions_T.float()[:, None] * freq)[:, None]
+    angle_T1F = angles(rope, positions_T)[:, None]
     cos_T1F, sin_T1F = angle_T1F.cos(), angle_T1F.sin()
     cos_T1D, sin_T1D = torch.cat((cos_T1F, cos_T1F), dim=-1), torch.cat((-sin_T1F, sin_T1F), dim=-1)
     if rope.spec.attention_factor != 1.0:
         cos_T1D, sin_T1D = cos_T1D * rope.spec.attention_factor, sin_T1D * rope.spec.attention_factor
     return cos_T1D.to(dtype), sin_T1D.to(dtype)
+
+
+def angles(rope: Rope, positions_T: Tensor) -> Tensor:
+    """Return angle_TF in radians, float32."""
+    freq = dynamic_frequencies(rope, positions_T) if rope.spec.kind == "dynamic" else rope.freq_F
+    return positions_T.float()[:, None] * freq
 
 
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:

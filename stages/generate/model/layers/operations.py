@@ -1,0 +1,57 @@
+"""What a layer computes between its matrices, in torch. `attention/fused.py` has FlashInfer's functions for the same,
+which launch fewer kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stages.generate.model.layers.mlp import gated
+from stages.generate.model.layers.norm import rms_norm
+from stages.generate.model.layers.rope import Rope, apply_rope, rope_tables
+
+# T = packed tokens, E = hidden size, H = query heads, K = kv heads, N = H + K, D = head dim, I = intermediate size,
+# O = 2 I
+
+
+def add_norm(x_TE: Tensor, added_TE: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `Operations`."""
+    x_TE = x_TE + added_TE
+    return x_TE, rms_norm(x_TE, weight_E, eps)
+
+
+def norm_heads(qk_TND: Tensor, weight_ND: Tensor, num_heads: int, eps: float) -> Tensor:
+    """See `Operations`."""
+    return rms_norm(qk_TND, weight_ND, eps)
+
+
+def rotate(qk_TND: Tensor, num_heads: int, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Operations`."""
+    qk_TND = apply_rope(qk_TND, cos_T1D, sin_T1D)
+    return qk_TND[:, :num_heads], qk_TND[:, num_heads:]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Functions that the decoder calls. The engine chooses them once."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    """(x_TE, weight_E, eps) -> y_TE."""
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
+    """(x_TE, added_TE, weight_E, eps) -> (the sum, its norm). It may write to x_TE and added_TE."""
+    norm_heads: Callable[[Tensor, Tensor, int, float], Tensor] = norm_heads
+    """(qk_TND, weight_ND, H, eps) -> qk_TND. All query heads have the same weights, and so have all kv heads."""
+    rope_tables: Callable[[Rope, Tensor, torch.dtype], tuple[Tensor, Tensor]] = rope_tables
+    """(rope, positions_T, dtype) -> the last two arguments of `rotate`, for all layers of a step."""
+    rotate: Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
+    """(qk_TND, H, ..) -> (q_THD, k_TKD)."""
+    gated: Callable[[Tensor], Tensor] = gated
+    """gate_up_TO -> y_TI, which goes through the last matrix of an MLP."""
+
+
+TORCH: Final = Operations()
