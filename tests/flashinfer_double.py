@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from flashinfer_signatures import VERSIONS, signatures
+from fused_double import Modules, here
 from torch import Tensor
 
 # T = packed tokens, B = rows, H = query heads, K = kv heads, D = head dim, Q = queries of a row, C = its tokens
@@ -43,12 +44,6 @@ class Stream:
             work()
 
 
-def here(tensor: Tensor) -> Tensor:
-    """Return *tensor*, or what holds it where it is of a pretended device."""
-    held: Tensor = getattr(tensor, "held", tensor)
-    return held
-
-
 class Double:
     """The module `flashinfer` of *version*."""
 
@@ -71,7 +66,18 @@ class Double:
         """Those that a plan needed and that were not loaded: FlashInfer would compile them then."""
         self.compiled = True
         """Whether the kernels are in the cache."""
-        self.jit = SimpleNamespace(gen_batch_prefill_module=self._generate, build_jit_specs=self._build)
+        self.modules = modules = Modules(self)
+        """Those of the operations beside attention."""
+        described = {
+            name: SimpleNamespace(**{f"gen_{name}_module": modules.described(f"gen_{name}_module", name)})
+            for name in ("norm", "page", "rope")
+        }
+        self.jit = SimpleNamespace(
+            gen_batch_prefill_module=self._generate,
+            build_jit_specs=self._build,
+            gen_act_and_mul_module=modules.described("gen_act_and_mul_module", "silu_and_mul"),
+            **described,
+        )
 
     def bound(self, name: str, *arguments: Any, **named: Any) -> SimpleNamespace:
         """Return what each parameter of a function gets, or raise TypeError, as the call of that version would."""
@@ -111,7 +117,10 @@ class Double:
         )
 
     def _build(self, *arguments: Any, **named: Any) -> None:
-        self.built += [each.name for each in self.bound("build_jit_specs", *arguments, **named).specs]
+        names = [each.name for each in self.bound("build_jit_specs", *arguments, **named).specs]
+        if broken := [name for name in names if name in self.modules.broken]:
+            raise RuntimeError(self.modules.broken[broken[0]])
+        self.built += names
 
 
 class Wrapper:

@@ -11,6 +11,7 @@ import ast
 import functools
 import inspect
 import json
+import re
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,19 @@ RECORDED: Final[Mapping[str, Sequence[str]]] = {
     "prefill.py": tuple(f"BatchPrefillWithPagedKVCacheWrapper.{method}" for method in METHODS),
     "jit/attention/modules.py": ("gen_batch_prefill_module",),
     "jit/core.py": ("build_jit_specs",),
+    "jit/norm.py": ("gen_norm_module",),
+    "jit/page.py": ("gen_page_module",),
+    "jit/rope.py": ("gen_rope_module",),
+    "jit/activation.py": ("gen_act_and_mul_module",),
 }
 """Functions of each file of the package."""
+EXPORTED: Final[Mapping[str, Mapping[str, str]]] = {
+    "data/csrc/flashinfer_norm_binding.cu": {"rmsnorm": "rmsnorm", "fused_add_rmsnorm": "fused_add_rmsnorm"},
+    "data/csrc/flashinfer_page_binding.cu": {"append_paged_kv_cache": "append_paged_kv_cache"},
+    "data/csrc/flashinfer_rope_binding.cu": {"apply_rope_pos_ids_cos_sin_cache": "apply_rope_pos_ids_cos_sin_cache"},
+    "jit/activation.py": {"silu_and_mul": "{{ func_name }}"},
+}
+"""Functions of the compiled modules: their names, and how the files with their C++ call them."""
 PHRASES: Final = {"data/include/flashinfer/allocator.h": "Increase the workspace buffer size."}
 """What a file of the package says in an error that the attention backend understands."""
 
@@ -52,6 +64,11 @@ def read(wheel: Path) -> dict[str, str]:
                     if isinstance(argument, ast.arg):
                         argument.annotation = None
                 found[name] = ast.unparse(function.args)
+        for path, exported in EXPORTED.items():
+            source = files.read(f"flashinfer/{path}").decode()
+            for name, called in exported.items():
+                (parameters,) = re.findall(rf"void {re.escape(called)}\(([^)]*)\)", source)
+                found[name] = ", ".join(f"{each.split()[-1]}" for each in parameters.split(","))
     return found
 
 

@@ -37,6 +37,8 @@ class AttentionShape:
     device: torch.device = CPU
     deterministic: bool = False
     """The bits of a token must not depend on what is computed beside it, nor on how its prompt is divided."""
+    fused: bool = False
+    """FlashInfer also computes what it can of the rest of a layer (`fused.py`), if it computes the attention."""
 
 
 class Attention(Protocol):

@@ -25,7 +25,8 @@ import torch.nn.functional as F  # noqa: N812  (everybody's name for it)
 from torch import Tensor
 
 from pipeline.errors import ConfigError
-from stages.generate.attention.base import Attend, AttentionShape, places_of, write_pages
+from stages.generate.attention import fused
+from stages.generate.attention.base import Attend, AttentionShape
 from stages.generate.forward.batch import ForwardBatch, seen_by_tokens
 
 # T = packed tokens, H = query heads, K = kv heads, D = head dim, P = pages, S = slots of a page, B = rows,
@@ -81,7 +82,10 @@ class FlashInferAttention:
         """
         self._shape = shape
         self._library = library = load_library()
-        compile_kernels(library, shape, prefill)
+        described = fused.descriptions(library) if shape.fused else {}
+        compile_kernels(library, shape, prefill, list(described.values()))
+        self.beside = fused.load(described, shape) if described else fused.IN_TORCH
+        """What computes the rest of a layer."""
         self._workspaces = {
             name: torch.zeros(size, dtype=torch.uint8, device=shape.device)
             for name, size in (("float", WORKSPACE_BYTES), ("decode", DECODE_BYTES), ("prefill", PREFILL_BYTES))
@@ -112,10 +116,10 @@ class FlashInferAttention:
 
     def attending(self, run: Run, slots_T: Tensor) -> Attend:
         """Return the function that the layers call, which writes to *slots_T*."""
-        places = places_of(slots_T, self._shape.page_size)
+        write = self.beside.writing(slots_T, self._shape.page_size)
 
         def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
-            write_pages(kv_2PKSD, k_TKD, v_TKD, places)
+            write(kv_2PKSD, k_TKD, v_TKD)
             return run(q_THD, (kv_2PKSD[0], kv_2PKSD[1]))
 
         return attend
@@ -404,17 +408,22 @@ def kernels_of(library: Any, shape: AttentionShape, backend: str = "fa2") -> Any
     )
 
 
-def compile_kernels(library: Any, shape: AttentionShape, prefill: str = "fa2") -> None:
-    """Compile the kernels for *shape* unless they are in FlashInfer's cache, all at once, and load them.
+def compile_kernels(library: Any, shape: AttentionShape, prefill: str = "fa2", others: Sequence[Any] = ()) -> None:
+    """Compile the kernels for *shape* and *others*, all at once, unless FlashInfer's cache has them; load the former.
 
     Raises:
-        ConfigError: They do not compile.
+        ConfigError: Those for *shape* do not compile. Others that do not compile say so when they are loaded.
     """
     tools()
     try:
         kernels = [kernels_of(library, shape, backend) for backend in sorted({"fa2", prefill})]
-        if missing := [each for each in kernels if not each.is_compiled]:
-            _build(library, missing)
+        if missing := [each for each in (*kernels, *others) if not each.is_compiled]:
+            try:
+                _build(library, missing)
+            except Exception:
+                if not others:
+                    raise
+                logger.info("attention_kernels_compile", detail="once more, each module alone: one does not compile")
         for each in kernels:
             each.build_and_load()
     except Exception as error:

@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeline.errors import ConfigError, DeviceFull
 from stages.generate.attention import ATTENTION, Attention, AttentionShape
 from stages.generate.attention.flashinfer import FlashInferAttention
+from stages.generate.attention.fused import IN_TORCH
 from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
 from stages.generate.forward.collectives import ALONE, Collectives
 from stages.generate.forward.graphs import DecodeGraphs
@@ -202,6 +203,7 @@ class Engine:
         graph: int = 0,
         needs_graph: bool = True,
         deterministic: bool = False,
+        fused: bool = True,
         measure: Measure | None = None,
         dummy: bool = False,
         collectives: Collectives = ALONE,
@@ -221,6 +223,9 @@ class Engine:
 
         *deterministic*: torch computes a token with the same bits whatever is computed beside it.
 
+        *fused*: where FlashInfer computes the attention, its operations compute the rest of a layer, too, unless it
+        must be deterministic. Torch's do if they cannot. `fused` says which modules of FlashInfer compute.
+
         With *collectives* of several ranks, this engine loads and computes a part of the model. When rank 0 calls
         `forward`, or `logits` for a plan that scores no prompt, the others call `follow` with the same plan.
 
@@ -238,6 +243,8 @@ class Engine:
         weights = load_all(spec, dtype=self.dtype, device=self.device, shard=shard, progress=progress)
         self._tables = PageTables(max_running_requests, max_seq_len, page_size)
         self.num_pages = num_pages
+        self.fused: tuple[str, ...] = ()
+        """The modules of FlashInfer that compute parts of the layers."""
         self._computer: Computer
         if kernels != "torch":
             self._computer = KernelDecoder(
@@ -248,9 +255,12 @@ class Engine:
             if packed:
                 pack_weights(weights)
             heads = (shard.num_heads, shard.num_kv_heads, spec.head_dim)
-            shape = AttentionShape(*heads, page_size, spec.window, self.dtype, self.device, deterministic)
-            decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0)
+            fused = fused and not deterministic
+            shape = AttentionShape(*heads, page_size, spec.window, self.dtype, self.device, deterministic, fused)
             backend = ATTENTION[attention](shape)
+            beside = backend.beside if isinstance(backend, FlashInferAttention) else IN_TORCH
+            self.fused = beside.modules
+            decoder = Decoder(shard, weights, collectives, BLOCK_ROWS if deterministic else 0, beside.operations)
             self._computer = TorchComputer(decoder, backend, device)
             if measure is not None:
                 self._measure(shard, measure, graphs=graph > 0)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from flashinfer_double import Double
-from flashinfer_signatures import FOLDER, PHRASES, RECORDED, VERSIONS, read, signatures
+from flashinfer_signatures import EXPORTED, FOLDER, PHRASES, RECORDED, VERSIONS, read, signatures
 from reported import Reported
 from structlog.testing import capture_logs
 from torch import Tensor
@@ -303,9 +303,12 @@ def test_the_records_are_made_from_a_wheel_with_what_a_plan_forwards_to(tmp_path
     with zipfile.ZipFile(wheel, "w") as files:
         for path, phrase in PHRASES.items():
             files.writestr(f"flashinfer/{path}", f"// {phrase}")
-        for path, names in RECORDED.items():
+        for path in dict.fromkeys([*RECORDED, *EXPORTED]):
             lines = []
-            for name in names:
+            for name, called in EXPORTED.get(path, {}).items():
+                parameters = ", ".join(f"TensorView {each}" for each in recorded[name].split(", "))
+                lines.append(f"# void {called}({parameters});")
+            for name in RECORDED.get(path, ()):
                 owner, _, method = name.rpartition(".")
                 if owner and f"class {owner}:" not in lines:
                     lines.append(f"class {owner}:")

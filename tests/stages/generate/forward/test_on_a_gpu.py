@@ -38,7 +38,9 @@ SIZES: dict[str, Any] = {"num_pages": NUM_PAGES, "page_size": PAGE_SIZE, "max_ru
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in ("qwen3", "qwen3moe")}
+    return {
+        family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in ("qwen3", "qwen3moe", "mistral")
+    }
 
 
 @pytest.fixture
@@ -96,6 +98,7 @@ def tokens_of(engine: Engine) -> dict[str, list[int]]:
     [
         ("qwen3", "torch", 0),
         ("qwen3moe", "fi", 2),
+        ("mistral", "fi", 2),
         pytest.param("qwen3moe", "fi", 0, marks=pytest.mark.night),
         pytest.param("qwen3moe", "fi", 3, marks=pytest.mark.night),
         pytest.param("qwen3", "fa,fi", 2, marks=pytest.mark.night),
