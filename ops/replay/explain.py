@@ -15,6 +15,7 @@ NAMED: Final[Mapping[str, str]] = {
     "sampler": "sampler-1",
     "llguidance": "",
     "deterministic": "deterministic-no",
+    "fused": "fused-no",
     "ranks": "ranks-1",
 }
 """The parts that begin with their name, and what the numerics mean that lack one; nothing: that is not known."""

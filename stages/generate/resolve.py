@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from pipeline.errors import ConfigError
-from stages.generate.attention import DETERMINISTIC, AttentionShape
+from stages.generate.attention import DETERMINISTIC, AttentionShape, fused
 from stages.generate.attention.flashinfer import load_library, why_not
 from stages.generate.config import EngineConfig, ShareConfig
 from stages.generate.contradictions import check_flags, in_place_of_kernels, needing_kernels, variant_of
@@ -71,6 +71,8 @@ class Settings:
     """Whether torch, too, computes a row with the same bits whatever is computed beside it."""
     gpu: str = ""
     """Where torch is deterministic: the name of the GPU, which chooses the kernels, and the version of FlashInfer."""
+    fused: tuple[str, ...] = ()
+    """The modules of FlashInfer that compute parts of the layers. The engine may find that it cannot use one."""
 
     @property
     def paced(self) -> bool:
@@ -90,8 +92,8 @@ class Settings:
 
         With kernels: dtype/quantization/variant/version/page size/torch/sampler/llguidance. Engines with equal ones
         compute equal bits. With torch alone: dtype/quantization/torch/attention/sampler/llguidance, which is no
-        promise unless it is deterministic: that adds the page size and the GPU. Several ranks add their number at the
-        end.
+        promise unless it is deterministic: that adds the page size and the GPU. FlashInfer's operations in the layers
+        add the names of their modules. Several ranks add their number at the end.
         """
         cpu = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")  # torch has code for each
         by_torch = f"torch-{torch.__version__}-{'cuda' if self.device.type == 'cuda' else cpu}"
@@ -103,6 +105,8 @@ class Settings:
         parts.append(f"llguidance-{metadata.version('llguidance')}")  # its masks decide tokens
         if self.deterministic and self.kernels == "torch":
             parts.append(f"deterministic-{BLOCK_ROWS}-pages-{self.page_size}-{self.gpu}")
+        if self.fused:
+            parts.append("-".join(("fused", str(fused.VERSION), *self.fused)))
         if self.num_ranks > 1:
             parts.append(f"ranks-{self.num_ranks}")
         return "/".join(parts)
@@ -112,6 +116,10 @@ class Settings:
         """Name what must be the same on all ranks. The number of pages is not in it: ranks agree on that."""
         limits = self.limits
         return f"{self.numerics} page size {self.page_size} requests {limits.max_running_requests}"
+
+    def with_fused(self, modules: tuple[str, ...]) -> Settings:
+        """Return the settings of an engine in which these modules of FlashInfer compute parts of the layers."""
+        return replace(self, fused=modules)
 
     def with_pages(self, num_pages: int) -> Settings:
         """Return the settings of an engine with *num_pages* pages, which are not more than these."""
@@ -206,6 +214,7 @@ def resolve(
         commit_interval_s=_commit_interval_ms(config, cuda=cuda) / 1000,
         deterministic=config.deterministic,
         gpu=_gpu(config, attention, device),
+        fused=tuple(fused.MODULES) if attention in ("fi", "fa,fi") and not config.deterministic else (),
     )
 
 

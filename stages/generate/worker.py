@@ -493,7 +493,7 @@ def load(config: GenerateConfig, folder: Path, report: Callable[[float], None]) 
     engine = load_engine(config, spec, folder, settings, report)
     if settings.device.type == "cuda":
         settings = settings.with_pages(engine.num_pages)
-    return Loaded(engine, settings, tuple(spec.eos_ids))
+    return Loaded(engine, settings.with_fused(engine.fused), tuple(spec.eos_ids))
 
 
 def serving_of(folder: Path, model: str, *, dummy: bool = False) -> Serving:

@@ -62,7 +62,7 @@ def loaded_with_ranks(config: GenerateConfig, folder: Path, on_lost: Callable[[R
         least(ways.frames, 0, LOAD_TIMEOUT_S)  # all have loaded
         leader = Leader(ways.frames, on_lost, bodies=ways.bodies)
         leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
-        yield Loaded(leading, settings, tuple(spec.eos_ids))
+        yield Loaded(leading, settings.with_fused(engine.fused), tuple(spec.eos_ids))
         with contextlib.suppress(RankLost):  # one that is gone needs not be told
             leader.leave()
 

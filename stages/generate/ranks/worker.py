@@ -118,7 +118,7 @@ def _lead(config: GenerateConfig, open_log: Callable[[], StreamLog], folder: Pat
             until_the_end.push(partial(_leave, leader))
             until_the_end.callback(watch.leave)  # before the others leave
             leading = leading_engine(engine, leader, collectives, spec.vocab_size, overlap=settings.overlap)
-            return Loaded(leading, settings, tuple(spec.eos_ids))
+            return Loaded(leading, settings.with_fused(engine.fused), tuple(spec.eos_ids))
 
         return run_engine(config, open_log, folder, load)
 

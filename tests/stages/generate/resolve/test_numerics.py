@@ -137,7 +137,7 @@ def test_where_torch_is_slow_with_the_dtype_of_the_checkpoint_auto_is_float32(
 def test_an_engine_says_why_torch_computes_and_in_another_dtype(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: SimpleNamespace(graph=0))
+    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: SimpleNamespace(graph=0, fused=()))
     folder = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
 
     def said(*flags: str) -> list[tuple[str, str]]:
@@ -195,7 +195,9 @@ def test_deterministic_on_a_gpu_is_batch_invariant_and_its_numerics_name_what_it
     in_torch = resolve(replace(DETERMINISTIC, attention="torch"), spec)
     assert in_torch.numerics == f"float32/none/{by}/torch/{last}/{how}"
     plain = resolve(replace(DETERMINISTIC, deterministic=False), spec)
-    assert (plain.batch_invariant, plain.numerics) == (False, f"float32/none/{by}/fi/{last}")
+    fused = "fused-1-norm-page-rope-silu_and_mul"
+    assert (plain.batch_invariant, plain.numerics) == (False, f"float32/none/{by}/fi/{last}/{fused}")
+    assert plain.with_fused(()).numerics == f"float32/none/{by}/fi/{last}"
 
 
 def test_the_kernels_of_a_cpu_are_deterministic_with_the_flag_and_without(spec: ModelSpec, kernels: Kernels) -> None:

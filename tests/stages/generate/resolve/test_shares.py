@@ -147,7 +147,7 @@ def test_an_engine_that_starts_again_has_as_many_pages_as_before(
 
 def test_an_engine_keeps_to_its_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: SimpleNamespace(graph=0))
+    monkeypatch.setattr(loading, "Engine", lambda *arguments, **options: SimpleNamespace(graph=0, fused=()))
     monkeypatch.setattr("os.sched_setaffinity", lambda *arguments: kept.append(arguments))
     monkeypatch.setattr(resolve_module, "cpus_of", lambda engine, *_: (frozenset({engine, 99}), 1))
     folder = make_checkpoint(tmp_path, "qwen3")
