@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -70,7 +70,9 @@ def _measure_model(
     rates: tuple[float, float],
     report: Report,
 ) -> None:
-    """Report all steps with the best attention backend of the device, and decode steps with its graphs."""
+    """Report all steps with the best attention backend of the device, and decode steps with its graphs; then all steps
+    with graphs, but with torch's operations beside the attention.
+    """
     spec = read_spec(folder)
     context, num_prefill = CONTEXT[scale.size], PREFILL_TOKENS[scale.size]
     shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, spec.window, dtype, device)
@@ -78,13 +80,15 @@ def _measure_model(
     rows_of = {f"decode of {rows} rows": ((context, 1),) * rows for rows in DECODE_ROWS[scale.size]}
     rows_of[f"prefill of {num_prefill} tokens"] = ((0, num_prefill),)
     decode = {step: rows for step, rows in rows_of.items() if step.startswith("decode")}
-    tries = [(0, rows_of)]
+    tries = [(f"{name} {best}", 0, True, rows_of)]
     if best == "fi":
-        tries.append((max(map(len, decode.values())), decode))
-    for graph, steps in tries:
-        title = f"{name} {best}{' graphs' if graph else ''}"
+        most_rows = max(map(len, decode.values()))
+        tries.append((f"{name} fi graphs", most_rows, True, decode))
+        tries.append((f"{name} fi graphs, layers in torch", most_rows, False, rows_of))
+    for title, graph, fused, steps in tries:
         with attempt(report, f"{title} load"):
-            engine = _load(title, best, graph, spec, folder, device, dtype, list(steps.values()), report)
+            how = {"attention": best, "graph": graph, "fused": fused}
+            engine = _load(title, how, spec, folder, device, dtype, list(steps.values()), report)
             for step, rows in steps.items():
                 with attempt(report, f"{title} {step}"):
                     _measure_step(f"{title} {step}", spec, engine, rows, rates, report)
@@ -96,8 +100,7 @@ def _measure_model(
 
 def _load(
     title: str,
-    attention: str,
-    graph: int,
+    how: Mapping[str, Any],
     spec: ModelSpec,
     folder: Path,
     device: torch.device,
@@ -117,9 +120,8 @@ def _load(
         page_size=PAGE_SIZE,
         max_running_requests=max(map(len, all_rows)),
         max_seq_len=max(start + count for rows in all_rows for start, count in rows) + PAGE_SIZE,
-        attention=attention,
-        graph=graph,
         dummy=True,
+        **how,
     )
     wait(device)
     seconds = time.perf_counter() - began_s
@@ -129,6 +131,7 @@ def _load(
         seconds=seconds,
         weights_gib=_num_weights(spec) * dtype.itemsize / GIB,
         kv_gib=engine.kv_L2PKSD.nbytes / GIB,
+        fused=list(engine.fused),
     )
     return engine
 

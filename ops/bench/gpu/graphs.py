@@ -7,7 +7,7 @@ lengths that it was recorded with. The one written here takes them from a tensor
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -22,7 +22,7 @@ from ops.bench.gpu.phase import Report, Scale, Skip, attempt, error_text
 from ops.bench.gpu.timing import median_s, wait
 from ops.bench.models import SHAPES, Shape, write_config
 from pipeline.events import SamplingParams
-from stages.generate.attention import Attend, AttentionShape
+from stages.generate.attention import Attend, AttentionShape, fused
 from stages.generate.attention.base import places_of, write_pages
 from stages.generate.attention.flashinfer import indices_of, kernels_of, plan_decode, tools, why_not
 from stages.generate.attention.reference import ReferenceAttention
@@ -61,6 +61,8 @@ ENGINE_DISTANCE: Final = 2e-2
 class Steps(Protocol):
     """An attention whose lengths may change after it was captured."""
 
+    decoder: Decoder
+
     def load(self, batch: ForwardBatch) -> Attend:
         """Take in the pages and lengths of *batch*, and return the function that the layers call."""
         ...
@@ -71,6 +73,7 @@ class Model:
     """A decoder with random weights, the same in float32, random pages; and how many rows decode at which length."""
 
     spec: ModelSpec
+    weights: Mapping[str, Tensor]
     decoder: Decoder
     exact: Decoder
     kv_L2PKSD: Tensor
@@ -100,6 +103,7 @@ def run(scale: Scale, report: Report) -> None:
                 _try_reference(f"reference attention, {num_rows} rows", model, report)
             _try(f"static attention, {num_rows} rows", model, StaticAttention, report)
             _try(f"FlashInfer, {num_rows} rows", model, FlashInferSteps, report)
+            _try(f"FlashInfer in all of a layer, {num_rows} rows", model, FusedSteps, report)
     with attempt(report, "engine"):
         _try_engine("engine", device, report)
 
@@ -108,7 +112,7 @@ class StaticAttention:
     """Decode rows on a table of one width, in torch's own operations; whatever is beyond a length is hidden."""
 
     def __init__(self, model: Model) -> None:
-        self._shape, device = model.shape, model.device
+        self._shape, self.decoder, device = model.shape, model.decoder, model.device
         num_pages = -(-model.context // model.shape.page_size)
         self._table_BN = torch.zeros(model.num_rows, num_pages, dtype=torch.long, device=device)
         self._slots_B = torch.zeros(model.num_rows, dtype=torch.long, device=device)
@@ -143,10 +147,10 @@ class FlashInferSteps:
     """Decode rows by FlashInfer's wrapper in fixed buffers."""
 
     def __init__(self, model: Model) -> None:
-        library, self._shape = _library(model.shape), model.shape
+        self._library, self._shape, self.decoder = _library(model.shape), model.shape, model.decoder
         workspace = torch.zeros(fi.WORKSPACE_BYTES["full"], dtype=torch.uint8, device=model.device)
         most_pages = model.num_rows * -(-model.context // model.shape.page_size)
-        self._wrapper = fi.graph_wrapper(library, workspace, model.num_rows, most_pages)
+        self._wrapper = fi.graph_wrapper(self._library, workspace, model.num_rows, most_pages)
         self._slots_B = torch.zeros(model.num_rows, dtype=torch.long, device=model.device)
 
     def load(self, batch: ForwardBatch) -> Attend:
@@ -156,9 +160,29 @@ class FlashInferSteps:
         return self._attend
 
     def _attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, kv_2PKSD: Tensor) -> Tensor:
-        write_pages(kv_2PKSD, k_BKD, v_BKD, places_of(self._slots_B, self._shape.page_size))
+        self._write(k_BKD, v_BKD, kv_2PKSD)
         o_BHD: Tensor = self._wrapper.run(q_BHD.contiguous(), (kv_2PKSD[0], kv_2PKSD[1]))
         return o_BHD
+
+    def _write(self, k_BKD: Tensor, v_BKD: Tensor, kv_2PKSD: Tensor) -> None:
+        write_pages(kv_2PKSD, k_BKD, v_BKD, places_of(self._slots_B, self._shape.page_size))
+
+
+class FusedSteps(FlashInferSteps):
+    """The same, with FlashInfer's operations beside the attention. Each layer finds the places on the pages anew, which
+    the engine does once in a step.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._beside = fused.load(fused.descriptions(self._library), model.shape)
+        if missing := [name for name in fused.MODULES if name not in self._beside.modules]:
+            raise Skip(f"FlashInfer's modules {', '.join(missing)} cannot be used")
+        self.decoder = Decoder(model.spec, dict(model.weights), operations=self._beside.operations)
+        self._slots_B = self._slots_B.int()
+
+    def _write(self, k_BKD: Tensor, v_BKD: Tensor, kv_2PKSD: Tensor) -> None:
+        self._beside.writing(self._slots_B, self._shape.page_size)(kv_2PKSD, k_BKD, v_BKD)
 
 
 def _try_engine(item: str, device: torch.device, report: Report) -> None:
@@ -217,7 +241,7 @@ def _model(shape: Shape, dtype: torch.dtype, device: torch.device, num_rows: int
     weights = dummy_weights(spec, dtype=dtype, device=device)
     exact = Decoder(spec, {name: weight.float() for name, weight in weights.items()})
     attention = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, 0, dtype, device)
-    return Model(spec, Decoder(spec, weights), exact, kv_L2PKSD, attention, num_rows, context)
+    return Model(spec, weights, Decoder(spec, dict(weights)), exact, kv_L2PKSD, attention, num_rows, context)
 
 
 def _batches(model: Model) -> list[ForwardBatch]:
@@ -312,7 +336,7 @@ def _try_steps(item: str, model: Model, steps: Steps, report: Report) -> None:
     batch = replace(static, token_ids_T=token_ids_B, positions_T=positions_B)  # what a graph reads
 
     def step() -> None:
-        held["x_BE"] = model.decoder.forward(batch, attend, model.kv_L2PKSD)
+        held["x_BE"] = steps.decoder.forward(batch, attend, model.kv_L2PKSD)
 
     restore = _restorer(model.kv_L2PKSD, torch.cat([which.slots_T for which in batches]))
 

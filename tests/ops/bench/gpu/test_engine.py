@@ -14,6 +14,7 @@ from ops.bench.gpu import engine
 from ops.bench.gpu.phase import Scale
 from ops.bench.gpu.profiled import profiled, summary
 from ops.bench.models import SHAPE_8B, SHAPES, write_config
+from stages.generate.attention import fused
 from stages.generate.model.spec import read_spec
 
 TOY = Scale("cpu", "toy")
@@ -47,7 +48,12 @@ def test_decode_steps_are_measured_with_graphs_too_where_flashinfer_computes(mon
         "tiny fi prefill of 64 tokens",
         "tiny fi graphs decode of 1 rows",
         "tiny fi graphs decode of 3 rows",
+        "tiny fi graphs, layers in torch decode of 1 rows",
+        "tiny fi graphs, layers in torch decode of 3 rows",
+        "tiny fi graphs, layers in torch prefill of 64 tokens",
     ]
+    loads = ("tiny fi load", "tiny fi graphs load", "tiny fi graphs, layers in torch load")
+    assert [report.items[load]["fused"] for load in loads] == [list(fused.MODULES)] * 2 + [[]]
 
 
 def test_a_model_that_cannot_be_made_is_one_wrong_item(monkeypatch: pytest.MonkeyPatch) -> None:

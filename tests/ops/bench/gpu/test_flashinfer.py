@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import flashinfer_double
@@ -14,9 +16,10 @@ import torch
 from reported import Reported
 from torch import Tensor
 
-from ops.bench.gpu import flashinfer
+from ops.bench.gpu import flashinfer, flashinfer_build
 from ops.bench.gpu.capture import Captured
 from ops.bench.gpu.phase import Scale, Skip
+from stages.generate.attention import fused
 
 TOY = Scale("cpu", "toy")
 
@@ -108,3 +111,38 @@ def test_a_module_that_does_not_compile_is_told_with_the_compilers_error(monkeyp
     assert flashinfer.build_all(((64, False), (128, False)), report) == [(64, False)]
     assert report.items["jit head_dim 64"]["seconds"] == 1.5
     assert "no such type" in str(report.wrong["jit head_dim 128"]["error"])
+    assert "no such type" in str(report.wrong["jit norm"]["error"])
+
+
+def test_an_operation_whose_module_does_not_compile_is_skipped_and_the_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = flashinfer_double.Double()
+    library.modules.broken["norm"] = "x.cu(3): error: cublasLt.h: No such file"
+    said = flashinfer_build.build_operations(fused.descriptions(library))
+    assert said["norm"] == {"ok": False, "error": library.modules.broken["norm"]} and said["rope"]["ok"] is True
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, json.dumps(said), "")
+    )
+    report = Reported()
+    flashinfer.build_all((), report)
+    assert set(report.wrong) == {"jit norm"}
+    generate = library.jit.norm.gen_norm_module
+    library.jit.norm.gen_norm_module = lambda: SimpleNamespace(**{**vars(generate()), "is_compiled": False})
+    report = Reported()
+    flashinfer.measure(library, flashinfer.BUILDS, TOY, report)
+    skipped = {f"{name}, 3 tokens" for name in ("rmsnorm", "fused_add_rmsnorm", "rmsnorm of heads")}
+    assert not report.wrong and skipped < set(report.skipped)
+    rope = report.items["apply_rope_with_cos_sin_cache, 3 tokens"]
+    assert rope["ok"] is True and float(str(rope["us"])) > 0 and float(str(rope["torch_us"])) > 0
+
+
+def test_an_operation_that_is_wrong_is_found_out() -> None:
+    def scaled(given: SimpleNamespace) -> None:
+        given.input = given.input * 1.1
+
+    library = flashinfer_double.Double()
+    library.modules.changes["silu_and_mul"] = scaled
+    report = Reported()
+    flashinfer.measure(library, flashinfer.BUILDS, TOY, report)
+    assert set(report.wrong) == {"silu_and_mul, 3 tokens"}
