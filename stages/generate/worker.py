@@ -286,8 +286,7 @@ class GenerateWorker:
                 rows.append(self._taken_over(mark.uid, n, alone=trial is not None and trial.uid == mark.uid))
         if rows:
             assert not self._flights, "step.lua would take a step in flight for one that was committed before"
-            figures = Figures(mixed_prefill_length=budget)
-            self._commit(plan.step, [*rows, *marks], [], figures, settled=True)
+            self._commit(plan.step, [*rows, *marks], [], Figures(mixed_prefill_length=budget), settled=True)
             failpoint("generate.after_takeover_committed")
             self._take_in()  # raises if it could not be committed because the slot has another owner
         return bool(rows)

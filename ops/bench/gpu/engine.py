@@ -70,8 +70,8 @@ def _measure_model(
     rates: tuple[float, float],
     report: Report,
 ) -> None:
-    """Report all steps with the best attention backend of the device, and decode steps with its graphs; then all steps
-    with graphs, but with torch's operations beside the attention.
+    """Report all steps with the best attention backend of the device, and decode steps with its graphs; of the first
+    model then all steps with graphs, but with torch's operations beside the attention.
     """
     spec = read_spec(folder)
     context, num_prefill = CONTEXT[scale.size], PREFILL_TOKENS[scale.size]
@@ -84,7 +84,8 @@ def _measure_model(
     if best == "fi":
         most_rows = max(map(len, decode.values()))
         tries.append((f"{name} fi graphs", most_rows, True, decode))
-        tries.append((f"{name} fi graphs, layers in torch", most_rows, False, rows_of))
+        if name == next(iter(MODELS[scale.size])):
+            tries.append((f"{name} fi graphs, layers in torch", most_rows, False, rows_of))
     for title, graph, fused, steps in tries:
         with attempt(report, f"{title} load"):
             how = {"attention": best, "graph": graph, "fused": fused}

@@ -38,6 +38,8 @@ class Planned:
     name: str
     module: str
     limit_s: float
+    by_name: bool = False
+    """It runs only where `--phases` names it."""
 
 
 @contextlib.contextmanager

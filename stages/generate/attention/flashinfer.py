@@ -436,7 +436,8 @@ def compile_kernels(library: Any, shape: AttentionShape, prefill: str = "fa2", o
 def _build(library: Any, kernels: Sequence[Any]) -> None:
     """Compile, and log how far it is."""
     names = ", ".join(each.name for each in kernels)
-    logger.info("attention_kernels_compile", kernels=names, detail="takes about half a minute, once")
+    detail = "takes one or two minutes, once; the kernels of fa take many"
+    logger.info("attention_kernels_compile", kernels=names, detail=detail)
     objects = [path for each in kernels for path in each.get_object_paths()]
     with ThreadPoolExecutor(1) as pool:
         building = pool.submit(library.jit.build_jit_specs, kernels)

@@ -17,6 +17,7 @@ from torch import Tensor
 from stages.generate.forward.batch import PageTables
 from stages.generate.forward.collectives import ALONE, Collectives
 from stages.generate.forward.sampler import best as best_of
+from stages.generate.kernels.arena import Arena
 from stages.generate.kernels.library import Format, Library, Matrix, library
 from stages.generate.kernels.sampling import addresses
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
@@ -110,6 +111,7 @@ class KernelDecoder:
         self._variant = ctypes.addressof(found.variant(variant))
         self._quantized, self._threads = quantization == "int8", threads
         self._kept: list[object] = []
+        self._arena = Arena()
         self._declare()
         embedding_VE = weights.pop(EMBEDDING)
         head_VE = weights.pop(HEAD, embedding_VE)
@@ -310,17 +312,18 @@ class KernelDecoder:
         outputs, inputs = weight_OI.shape
         each = outputs // 2 if pair else outputs
         size = self._functions.kernels_packed_bytes(self._variant, target, each, inputs, int(pair))
-        panels = torch.empty(size, dtype=torch.uint8)
+        panels = self._arena.take(size)
         second = weight_OI.data_ptr() + each * inputs * weight_OI.itemsize if pair else None
         self._functions.kernels_pack(
-            self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, self._threads, panels.data_ptr()
+            self._variant, target, source, weight_OI.data_ptr(), second, each, inputs, self._threads, panels.ctypes.data
         )
         bias = None
         if bias_O is not None:
             parts = [F.pad(part_O, (0, -each % PANEL)) for part_O in torch.split(bias_O.float(), each)]
             bias = self._keep(torch.stack([part.view(-1, PANEL) for part in parts], dim=1))
         num_outputs = 2 * PANEL * -(-each // PANEL) if pair else outputs
-        return Matrix(self._keep(panels), bias, num_outputs, inputs, target)
+        self._kept.append(panels)
+        return Matrix(panels.ctypes.data, bias, num_outputs, inputs, target)
 
     def _floats(self, values: Tensor) -> int:
         return self._keep(values.float().contiguous())

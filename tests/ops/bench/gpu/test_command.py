@@ -32,12 +32,19 @@ STUBS: Mapping[str, str] = {
 }
 
 
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[str], limit_s: float = 60.0) -> None:
+def stand_in(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: Sequence[str],
+    limit_s: float = 60.0,
+    by_name: Sequence[str] = (),
+) -> None:
     """Put stubs where the phases are."""
     for name in names:
         (tmp_path / f"stub_{name}.py").write_text(STUBS[name])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(command, "PHASES", tuple(Planned(name, f"stub_{name}", limit_s) for name in names))
+    planned = (Planned(name, f"stub_{name}", limit_s, by_name=name in by_name) for name in names)
+    monkeypatch.setattr(command, "PHASES", tuple(planned))
 
 
 # the file
@@ -147,7 +154,7 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags: Sequence[str], me
 
 
 def test_two_phases_that_hang_leave_time_for_the_rest() -> None:
-    assert all(phase.limit_s <= command.BUDGET_S["cuda"] / 3 for phase in PHASES)
+    assert all(phase.limit_s <= command.BUDGET_S["cuda"] / 3 for phase in PHASES if not phase.by_name)
 
 
 def test_a_gpu_that_is_asked_for_and_is_not_there_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +168,20 @@ def test_the_time_that_the_page_adds_up_fits_the_budget_and_the_budget_is_below_
     table = page[page.index("| phase | seconds measured |") : page.index("Together")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
     expected_s = {name: int(measured or 0) + int(more or 0) for name, measured, more, _ in rows}
-    assert list(expected_s) == [phase.name for phase in PHASES]
-    assert all(expected_s[phase.name] < phase.limit_s for phase in PHASES)
+    usual = [phase for phase in PHASES if not phase.by_name]
+    assert list(expected_s) == [phase.name for phase in usual]
+    assert all(expected_s[phase.name] < phase.limit_s for phase in usual)
     assert f"Together {sum(expected_s.values())} s." in page
     assert sum(expected_s.values()) <= command.BUDGET_S["cuda"] - 20
     assert command.BUDGET_S["cuda"] <= 480 - 20
+
+
+def test_a_phase_that_takes_long_runs_only_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, ["fine", "skips", "raises"], by_name=["raises"])
+    file = tmp_path / "out.json"
+    for flags, ran in (([], ["fine", "skips"]), (["--phases", "raises"], ["raises"])):
+        command.run([*flags, "--device", "cpu", "--json", str(file)], {}, None)
+        assert [phase.name for phase in Document.model_validate_json(file.read_text()).phases] == ran
 
 
 def test_the_phases_that_are_chosen_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
