@@ -18,7 +18,7 @@ from pipeline.errors import RequestError
 from pipeline.events import Calls, Submitted
 from pipeline.markup import Markup
 from stages.tokenize.calls import CallRules, Tool, call_rules, marker
-from stages.tokenize.grammars import UNFORCED, checked, grammar_of, made_in_thread, rules_of
+from stages.tokenize.grammars import UNFORCED, checked, choices_of, grammar_of, made_in_thread, rules_of
 from stages.tokenize.literals import Rules, quoted
 from stages.tokenize.markup import BEGINS, MARKERS, Dialect
 
@@ -182,9 +182,10 @@ class _Answer:
 
     def _bound(self, constraint: Constraint, rules: Rules, nested: list[dict[str, str]]) -> str:
         text = rules_of(constraint)
-        head, _, body = text.partition(": ")
-        if constraint.kind in ("json", "choice") and head == "start":
-            return rules.add(body)
+        if constraint.kind == "choice":
+            return rules.add(rules.add(choices_of(constraint), terminal=True))
+        if constraint.kind == "json":
+            return rules.add(text.removeprefix("start: "))
         nested.append({"name": "answer", "lark_grammar": f"{text}\n{UNFORCED}\n"})
         return rules.add("@answer")
 

@@ -33,6 +33,8 @@ FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 """What llguidance checks of a text."""
+CHOSEN: Final = "CHOSEN"
+"""Name of the terminal that is one of some texts."""
 OPTIONS: Final = "x-guidance"
 """llguidance's own keyword: options of its compiler, which clients do not set."""
 UNFORCED: Final = '%llguidance {"no_forcing": true}'
@@ -135,7 +137,13 @@ def _of_pattern(constraint: Constraint) -> str:
 
 
 def _of_choice(constraint: Constraint) -> str:
-    return "start: " + " | ".join(map(json.dumps, orjson.loads(constraint.text)))
+    """As a terminal, because a rule has at most 2,000 alternatives."""
+    return f"start: {CHOSEN}\n{CHOSEN}: {choices_of(constraint)}"
+
+
+def choices_of(constraint: Constraint) -> str:
+    """Return what a terminal is that is one of some texts."""
+    return " | ".join(map(json.dumps, orjson.loads(constraint.text)))
 
 
 def _of_grammar(constraint: Constraint) -> str:

@@ -406,6 +406,18 @@ def test_other_constraints_come_directly_after_thinking(family: GetFamily, kind:
         assert refused(lambda: model.grammar(constraint=bad))[:2] == ("invalid_grammar", "field")
 
 
+def test_one_of_many_texts_comes_after_thinking_or_in_place_of_a_call(family: GetFamily) -> None:
+    texts = json.dumps([f"a{number}" for number in range(4096)])
+    constraint = Constraint(kind="choice", text=texts, param="field")
+    thinks, calls = family("deepseek_r1"), family("hermes")
+    thought = thinks.grammar(constraint=constraint)
+    assert thinks.wrong(thought, "So.</think>a1", "</think>a4095", good=True) == []
+    assert thinks.wrong(thought, "</think>a", "</think>a4096", "</think>a1a1", good=False) == []
+    called = calls.grammar(constraint=constraint, tools=TOOLS, calls=Calls())
+    assert calls.wrong(called, "a0", "a4095", LOOKS["hermes"], good=True) == []
+    assert calls.wrong(called, "a", "a4096", "a0" + LOOKS["hermes"], good=False) == []
+
+
 @pytest.mark.parametrize("budget", [0, 1, 2, 3, 4, 5, 16])
 @pytest.mark.parametrize("bound", [True, False], ids=["schema", "free"])
 def test_thinking_has_no_more_tokens_than_its_budget(family: GetFamily, bound: bool, budget: int) -> None:

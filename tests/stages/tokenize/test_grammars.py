@@ -15,6 +15,7 @@ from pipeline.constraint import Constraint
 from pipeline.errors import RequestError
 from pipeline.grammars import parser_limits
 from stages.tokenize.grammars import LARGEST_GRAMMAR_BYTES, grammar_of, known_formats
+from web.wire.constraints import MOST_CHOICES
 
 DEMO = Path(__file__).resolve().parents[3] / "stages" / "generate" / "model" / "demo" / "tokenizer.json"
 SUITE = Path(__file__).resolve().parent / "json_schema_test_suite"
@@ -83,6 +84,12 @@ def test_the_model_chooses_the_tokens_of_a_text_that_must_come(
     assert len(t) == len(the) == 1 and [matcher.validate_tokens(ids) for ids in (t, the)] == [1, 1]
     allowed = matcher.compute_bitmask()
     assert all(allowed[token // 8] >> token % 8 & 1 for token in (*t, *the))
+
+
+def test_an_answer_can_be_one_of_as_many_texts_as_a_request_may_have(tokenizer: LLTokenizer) -> None:
+    made = grammar("choice", [f"a{number}" for number in range(MOST_CHOICES)])
+    assert [text for text in ("a0", "a1", "a10", "a4095") if not is_accepted(tokenizer, made, text)] == []
+    assert [text for text in ("a", "a4096", "a1a1", "") if is_accepted(tokenizer, made, text)] == []
 
 
 def test_whitespace_in_json_is_bounded_unless_its_pattern_says_otherwise(tokenizer: LLTokenizer) -> None:
