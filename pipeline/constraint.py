@@ -17,3 +17,5 @@ class Constraint(Value):
     """Of a JSON schema: the pattern of whitespace between tokens of JSON; None: our own."""
     param: str
     """The field of the request that holds it."""
+    whitespace_param: str = ""
+    """The field that holds `whitespace`."""

@@ -6,6 +6,7 @@ is dropped here either, but formats: by JSON Schema's rules an unknown one is a 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import orjson
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from pipeline.constraint import Constraint
@@ -42,6 +43,8 @@ UNFORCED: Final = '%llguidance {"no_forcing": true}'
 encoder, and minutes for `((a{100}){100}){100}`. The last line of a grammar that says it counts."""
 SOURCE: Final = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*|\n +\^(?=\n|$)")
 """Where in the grammar llguidance found an error, and the lines around it: clients do not know that text."""
+UNKNOWN_KEYWORDS: Final = re.compile(r'Unimplemented keys: (\[(?:"[\w$]+"(?:, )?)+\])')
+"""llguidance's list of keywords that it does not enforce."""
 OF_A_SCHEMA: Final = frozenset(
     {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not", "then"}
     | {"propertyNames", "unevaluatedItems", "unevaluatedProperties"}
@@ -59,8 +62,11 @@ def grammar_of(constraint: Constraint) -> str:
     Raises:
         RequestError: It cannot be enforced, it allows no answer, or its grammar is too large.
     """
+    if constraint.whitespace:
+        pattern = Constraint(kind="regex", text=constraint.whitespace, param=constraint.whitespace_param)
+        made_in_thread(lambda: checked(rules_of(pattern)), "invalid_grammar", pattern.param or constraint.param)
     code = "unsupported_schema" if constraint.kind == "json" else "invalid_grammar"
-    return made_in_thread(lambda: checked(rules_of(constraint)), code, constraint.param)
+    return made_in_thread(lambda: _answered(checked(rules_of(constraint))), code, constraint.param)
 
 
 def made_in_thread(make: Callable[[], str], code: str, param: str) -> str:
@@ -111,6 +117,26 @@ def checked(rules: str) -> str:
     return grammar
 
 
+def _answered(grammar: str) -> str:
+    """Return a grammar if some answer that it allows has a character in it. Raise ValueError otherwise.
+
+    It is followed over single bytes. One that names tokens of the model's own is left to the engine.
+    """
+    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=parser_limits())
+    if matcher.is_error() or not matcher.is_accepting():
+        return grammar
+    may_follow = int.from_bytes(matcher.compute_bitmask(), "little") & ~(1 << _bytes().eos_token)
+    if not may_follow and not matcher.is_error():
+        raise ValueError("it allows nothing but the empty text")
+    return grammar
+
+
+@functools.cache
+def _bytes() -> LLTokenizer:
+    """Return a vocabulary in which each byte is a token."""
+    return LLTokenizer("byte")
+
+
 def refusal(code: str, param: str, reason: str) -> RequestError:
     """Return the error for a field from which no grammar can be made."""
     told = " ".join(reason.split())[:500]
@@ -122,6 +148,11 @@ def _what_is_wrong(grammar: str) -> str:
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
     if not is_wrong:
         return ""
+    if unknown := UNKNOWN_KEYWORDS.search(messages[0]):
+        names = [f"`{name}`" for name in sorted(json.loads(unknown[1]))]
+        several = len(names) > 1
+        told = f"the keyword{'s' * several} {', '.join(names)} {'are' if several else 'is'} not supported"
+        return f"{told}; remove {'them' if several else 'it'}"
     told, coerced, _ = SOURCE.sub("", messages[0]).partition(" Enable 'coerce_one_of'")  # clients set no options
     return told.removeprefix("failed to compile JSON schema: ") + (" Use anyOf." if coerced else "")
 

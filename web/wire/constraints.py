@@ -124,7 +124,7 @@ class ConstraintFields(Strict):
             raise RequestError(f"{param}: not together with `structured_outputs`, which has its own", param=param)
         if not found or found[0].kind != "json":
             raise RequestError(f"{param}: only allowed with a JSON schema", param=param)
-        return found[0].model_copy(update={"whitespace": whitespace})
+        return found[0].model_copy(update={"whitespace": whitespace, "whitespace_param": param})
 
     @property
     def unknown_members(self) -> set[str]:

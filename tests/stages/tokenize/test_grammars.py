@@ -128,6 +128,59 @@ def test_what_cannot_be_enforced_is_refused_by_its_name(
     assert told in raised.value.message and len(raised.value.message) < 600
 
 
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("grammar", "root ::= "),
+        ("grammar", 'root ::= "" | ""'),
+        ("grammar", 'start: a{0,5}\na: ""'),
+        ("regex", "()"),
+        ("regex", "a{0}"),
+    ],
+)
+def test_a_grammar_whose_only_answer_is_the_empty_text_is_refused(kind: Literal["regex", "grammar"], what: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        grammar(kind, what)
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, "invalid_grammar", "field")
+    assert raised.value.message == "field: cannot be enforced: it allows nothing but the empty text"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("regex", "a?"), ("grammar", 'start: "a"?'), ("grammar", "start: <think>?"), ("grammar", "start: <[70000]>?")],
+)
+def test_an_answer_may_be_empty_if_it_may_be_another(kind: Literal["regex", "grammar"], what: str) -> None:
+    assert grammar(kind, what)
+
+
+def test_a_wrong_pattern_of_whitespace_is_refused_by_its_own_field() -> None:
+    constraint = Constraint(kind="json", text="{}", whitespace="(", param="field", whitespace_param="space")
+    with pytest.raises(RequestError) as raised:
+        grammar_of(constraint)
+    assert (raised.value.status, raised.value.code, raised.value.param) == (400, "invalid_grammar", "space")
+    assert raised.value.message.startswith("space: cannot be enforced: ") and "unclosed group" in raised.value.message
+    for odd in ({"type": "strin"}, {"type": "array", "uniqueItems": True}):  # then the schema is to blame
+        with pytest.raises(RequestError) as raised:
+            grammar_of(constraint.model_copy(update={"text": json.dumps(odd), "whitespace": " "}))
+        assert (raised.value.code, raised.value.param) == ("unsupported_schema", "field")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"uniqueItems": True}, "the keyword `uniqueItems` is not supported; remove it"),
+        (
+            {"items": {"uniqueItems": True, "contains": {}}},
+            "the keywords `contains`, `uniqueItems` are not supported; remove them",
+        ),
+    ],
+)
+def test_keywords_that_are_not_supported_are_named_with_what_to_do(schema: Any, words: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        grammar("json", schema)
+    assert raised.value.message == f"field: cannot be enforced: {words}"
+
+
 def test_unknown_formats_are_left_out_and_nothing_else() -> None:
     schema = {
         "properties": {"format": {"format": "password", "enum": [{"format": "password"}]}, "at": {"format": "date"}},
