@@ -20,6 +20,11 @@ from web.wire.openai.strict import Strict, kept_exactly, refuse_unsupported
 LARGEST_BYTES: Final = 64 << 10
 MOST_CHOICES: Final = 4096
 ANY_OBJECT: Final = '{"type":"object"}'
+EXAMPLE_FORMAT: Final = {
+    "type": "json_schema",
+    "json_schema": {"name": "place", "schema": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+"""What /openapi.json and the playground show."""
 
 
 def _bounded(text: str) -> str:
@@ -54,17 +59,22 @@ class NamedSchema(Strict):
     """OpenAI's `json_schema`."""
 
     schema_: Annotated[Schema, Field(alias="schema")]
+    """The schema that the answer follows."""
     name: str | None = None
+    """Name of the schema. Changes nothing."""
     description: str | None = None
+    """What the schema is for. Changes nothing."""
     strict: bool | None = None
-    """A schema is enforced whatever this says."""
+    """Changes nothing: a schema is always enforced."""
 
 
 class ResponseFormat(Strict):
     """OpenAI's field for structured output."""
 
     type: Literal["text", "json_object", "json_schema"]
+    """`text`: any answer. `json_object`: a JSON object. `json_schema`: JSON of a schema."""
     json_schema: NamedSchema | None = None
+    """The schema of `json_schema`."""
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     """llama.cpp's member: the schema of a `json_object`."""
 
@@ -73,12 +83,17 @@ class StructuredOutputs(Strict):
     """vLLM's field for structured output. One of the first five members says what the answer must be."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
+    """JSON that this schema allows."""
     regex: Pattern | None = None
+    """A text that this regular expression matches."""
     choice: Choices | None = None
+    """One of these texts."""
     grammar: Pattern | None = None
+    """A text of this grammar, in GBNF or Lark."""
     json_object: bool | None = None
+    """A JSON object."""
     whitespace_pattern: Whitespace | None = None
-    """With a JSON schema: the pattern of whitespace between tokens of JSON."""
+    """Pattern of the whitespace between tokens of JSON. Empty: none."""
 
 
 _REFUSED_MEMBERS: Final = fields.refused(
@@ -89,18 +104,29 @@ _REFUSED_MEMBERS: Final = fields.refused(
 class ConstraintFields(Strict):
     """What all bodies that generate have."""
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    response_format: Annotated[ResponseFormat | None, Field(examples=[EXAMPLE_FORMAT])] = None
+    """The answer is a JSON object, or JSON that the schema in `json_schema` allows, whatever `strict` says."""
+    structured_outputs: Annotated[StructuredOutputs | None, Field(examples=[{"choice": ["yes", "no"]}])] = None
+    """The answer is JSON of a schema (`json`), a text of a pattern or a grammar, or one of some texts (`choice`), as
+    in vLLM. `whitespace_pattern` sets the whitespace of JSON."""
     guided_json: Schema | None = None
+    """vLLM's older name of `structured_outputs.json`."""
     guided_regex: Pattern | None = None
+    """vLLM's older name of `structured_outputs.regex`."""
     guided_choice: Choices | None = None
+    """vLLM's older name of `structured_outputs.choice`."""
     guided_grammar: Pattern | None = None
+    """vLLM's older name of `structured_outputs.grammar`."""
     guided_whitespace_pattern: Whitespace | None = None
+    """Pattern of the whitespace between tokens of JSON, for all fields but `structured_outputs`. Empty: none."""
     json_schema: Schema | None = None
+    """SGLang's and llama.cpp's name of `structured_outputs.json`."""
     regex: Pattern | None = None
+    """SGLang's name of `structured_outputs.regex`."""
     ebnf: Pattern | None = None
+    """SGLang's name of `structured_outputs.grammar`."""
     grammar: Annotated[str, AfterValidator(_bounded)] | None = None
-    """An empty text means none, as in llama.cpp."""
+    """llama.cpp's name of `structured_outputs.grammar`. Empty: none."""
 
     def constraint(self, path: str = "") -> Constraint | None:
         """Return what the answer must be; None: anything. Errors put *path* before names.

@@ -221,6 +221,17 @@ def test_the_form_has_every_field_and_sends_what_it_says(browser: Browser, serve
         "return [...document.querySelectorAll('#settings .fields label')].map(label => label.textContent)"
     )
     assert set(labels) == fields and len(labels) == len(fields)
+    hints = browser.run(
+        "return Object.fromEntries([...document.querySelectorAll('#settings .fields .field')]"
+        ".map(field => [field.querySelector('label').textContent, field.querySelector('.hint').textContent]))"
+    )
+    for name in fields:
+        assert " ".join(schema["properties"][name]["description"].replace("`", "").split()) in " ".join(
+            hints[name].split()
+        )
+    for name in ("tools", "response_format"):
+        example = browser.run("return document.getElementById(`field-${arguments[0]}`).placeholder", name)
+        assert example and [json.loads(example)] == schema["properties"][name]["examples"]
 
     browser.button(f"All other fields ({len(fields) - 10})")
     values = {

@@ -55,7 +55,17 @@ async def test_a_body_is_told_by_the_model_that_reads_it(redis_url: str) -> None
     assert schema["properties"]["top_p"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
     (stop,) = [one for one in schema["properties"]["stop"]["anyOf"] if one.get("type") != "null"]
     assert {"type": "string"} in stop["anyOf"], "also what is read in another form than it is kept in"
-    assert "-1 and 0 turn it off" in schema["properties"]["top_k"]["description"]
+    assert "-1 and 0 mean all" in schema["properties"]["top_k"]["description"]
+
+
+async def test_every_property_of_a_body_has_a_description(redis_url: str) -> None:
+    told, _ = await document(redis_url)
+    schemas = {name: schema for name, schema in told["components"]["schemas"].items() if name != "Error"}
+    assert {"ChatRequest", "CompletionRequest", "SGLangRequest", "SGLangSampling", "Message", "Tool"} <= set(schemas)
+    for name, schema in schemas.items():
+        for property_name, property_ in schema.get("properties", {}).items():
+            description = property_.get("description", "")
+            assert description.endswith("."), f"{name}.{property_name}: {description!r}"
 
 
 async def test_every_error_has_the_one_shape_and_no_reference_leads_nowhere(redis_url: str) -> None:

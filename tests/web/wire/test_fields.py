@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from fields import FIELDS, Field
 from pipeline.errors import RequestError
 from pipeline.events import SamplingParams
 from web.wire.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, parse_chat, parse_completion
+from web.wire.sglang.schemas import parse_generate
 
 NAMES = [one.name for one in FIELDS]
 SHOWN_TWICE = {one.name for one in FIELDS if one.completions and NAMES.count(one.name) > 1}
@@ -38,6 +41,22 @@ def test_a_bias_of_no_token_is_refused_with_what_a_key_should_be() -> None:
         parse_completion(b'{"prompt": "Hello!", "logit_bias": {"a": 1}}')
     expected = 'logit_bias at "a": the key is not a token id; expected a whole number below 1000000000, such as `42`'
     assert raised.value.message == expected
+
+
+def test_a_minimum_above_the_limit_says_which_field_to_raise() -> None:
+    def refused(parse: Callable[[bytes], object], **asked: object) -> str:
+        with pytest.raises(RequestError) as raised:
+            parse(json.dumps(asked).encode())
+        return raised.value.message
+
+    chat = functools.partial(refused, parse_chat, messages=[{"role": "user", "content": "Hello!"}], min_tokens=50)
+    assert chat(max_tokens=5) == "min_tokens: 50 is above max_tokens (5); raise max_tokens"
+    expected = "min_tokens: 50 is above max_completion_tokens (4); raise max_completion_tokens"
+    assert chat(max_tokens=60, max_completion_tokens=4) == expected
+    expected = "min_tokens: 50 is above max_tokens (16); raise max_tokens"
+    assert refused(parse_completion, prompt="Hello!", min_tokens=50) == expected
+    expected = "sampling_params.min_new_tokens: 129 is above max_new_tokens (128); raise max_new_tokens"
+    assert refused(parse_generate, text="Hello!", sampling_params={"min_new_tokens": 129}) == expected
 
 
 @pytest.mark.parametrize("row", FIELDS, ids=NAMES)

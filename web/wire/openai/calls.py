@@ -16,6 +16,14 @@ BUDGETS: Final = ("thinking_token_budget", "thinking_budget", "reasoning_budget"
 """vLLM's, Qwen's and llama.cpp's names of one field."""
 OF_CONVERSATIONS: Final = ("reasoning_effort", "enable_thinking", *BUDGETS)
 """Fields that change nothing with a `prompt`, which has no template."""
+EXAMPLE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+"""What /openapi.json and the playground show."""
 CHOICE_KINDS: Final = ("<word>", "<object>")
 """Tags of the two shapes of `tool_choice`; errors do not show them."""
 
@@ -26,28 +34,36 @@ class NamedFunction(Strict):
     """A function, by its name."""
 
     name: Name
+    """Name of the function."""
 
 
 class NamedTool(Strict):
     """One of `tools`, by its name."""
 
     type: Literal["function"]
+    """Always `function`."""
     function: NamedFunction
+    """Names the function."""
 
 
 class AllowedTools(Strict):
     """Some of `tools`."""
 
     mode: Literal["auto", "required"]
+    """`required`: the answer must be a call."""
     tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MOST_TOOLS)]
+    """The tools that may be called."""
 
 
 class ToolChoice(Strict):
     """OpenAI's objects for `tool_choice`."""
 
     type: Literal["function", "allowed_tools"]
+    """Which of the two other members says it."""
     function: NamedFunction | None = None
+    """The function that the answer must call."""
     allowed_tools: AllowedTools | None = None
+    """The tools that the answer may, or must, call."""
 
     def named(self) -> Iterator[tuple[str, str]]:
         """Yield the tools that it names, each with the path of its name.
@@ -73,10 +89,11 @@ class TemplateFields(Strict):
     """The variables of a chat template."""
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(kept_exactly)] | None = None
+    """Variables for the chat template."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the chat template; `none` also sets `enable_thinking` to false."""
+    """Variable of the chat template. `none` also sets `enable_thinking` to false."""
     enable_thinking: bool | None = None
-    """A variable of the chat template."""
+    """Variable of the chat template, as in `chat_template_kwargs`."""
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -91,7 +108,8 @@ class TemplateFields(Strict):
 class ToolFields(TemplateFields):
     """The fields that only chats have."""
 
-    tools: Tools | None = None
+    tools: Annotated[Tools | None, Field(examples=[[EXAMPLE_TOOL]])] = None
+    """Functions that the model may call. `strict` in a function: arguments must follow its schema."""
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag(CHOICE_KINDS[0])]
@@ -100,18 +118,23 @@ class ToolFields(TemplateFields):
         ]
         | None
     ) = None
+    """Whether the answer may, must not or must be a call, and of which tools."""
     parallel_tool_calls: bool | None = None
+    """`false`: the answer has at most one call."""
     thinking_token_budget: Budget | None = None
-    """Most tokens of thinking; -1: any number."""
+    """Most tokens of thinking. -1: any number."""
     thinking_budget: Budget | None = None
+    """Qwen's name of `thinking_token_budget`."""
     reasoning_budget: Budget | None = None
+    """llama.cpp's name of `thinking_token_budget`."""
     reasoning_budget_tokens: Budget | None = None
+    """llama.cpp's name of `thinking_token_budget`."""
     include_reasoning: bool | None = None
-    """False: the client is not sent the thinking."""
+    """`false`: reasoning is not sent. It counts as output tokens."""
     separate_reasoning: bool | None = None
-    """False: the content includes the thinking, with its markers."""
+    """`false`: reasoning stays in the content, with its markers."""
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None
-    """llama.cpp's name of `separate_reasoning`; only `none` means false."""
+    """llama.cpp's field; `none` means `separate_reasoning: false`."""
 
     @property
     def calls(self) -> Calls | None:

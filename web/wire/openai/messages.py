@@ -51,8 +51,8 @@ def _joined_parts(content: object) -> object:
 class TextPart(TypedDict):
     """A text part of a message's content; other parts are not supported."""
 
-    type: Literal["text"]
-    text: str
+    type: Annotated[Literal["text"], Field(description="Always `text`.")]
+    text: Annotated[str, Field(description="The text.")]
 
 
 TEXT: Final = BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart] | None)
@@ -62,28 +62,37 @@ class FunctionCall(Strict):
     """Which function the assistant called, and with what."""
 
     name: Annotated[Name, Field(min_length=1)]
+    """Name of the function."""
     arguments: str
-    """A JSON object; some clients write "" for an empty one."""
+    """Its arguments, as the text of a JSON object. Empty: none."""
 
 
 class ToolCall(Strict):
     """One call in a message of the assistant."""
 
     id: Name
+    """Id of the call. The message with its result repeats it."""
     type: Literal["function"] | None = None
+    """Always `function`."""
     function: FunctionCall
+    """The function and its arguments."""
 
 
 class Message(Strict):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who says it. `developer` means `system`."""
     content: Annotated[
         str | None, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart] | None)
     ] = None
+    """The text, or a list of text parts."""
     name: Name | None = None
+    """Name of who says it, for chat templates that show one."""
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    """The calls of an assistant's message."""
     tool_call_id: Name | None = None
+    """In a message of role `tool`: the call that it answers."""
     reasoning_content: str | None = None
     """What the assistant thought before it answered."""
     reasoning: str | None = None
@@ -111,17 +120,22 @@ class FunctionOfTool(Strict):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=TOOL_NAME)]
+    """Name of the function."""
     description: str | None = None
+    """What the function does, for the model."""
     parameters: Annotated[dict[str, Any] | None, AfterValidator(kept_exactly)] = None
+    """JSON schema of its arguments."""
     strict: bool | None = None
-    """The arguments of its calls must be what `parameters` allow, also if the model may answer without a call."""
+    """Arguments must follow `parameters`, also if the model may answer without a call."""
 
 
 class Tool(Strict):
     """An entry of `tools`."""
 
     type: Literal["function"]
+    """Always `function`."""
     function: FunctionOfTool
+    """The function."""
 
     @property
     def unknown(self) -> set[str]:

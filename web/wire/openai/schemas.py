@@ -100,9 +100,9 @@ class StreamOptions(Strict):
     """What a stream sends beside its text."""
 
     include_usage: bool | None = None
-    """Send the token counts in a last chunk."""
+    """Sends the token counts in the last chunk."""
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: send the token counts in every chunk."""
+    """With `include_usage`: sends the token counts in every chunk."""
 
 
 _REFUSED_OPTIONS: Final = fields.refused("stream_options", StreamOptions.model_fields)
@@ -112,12 +112,17 @@ class SamplingFields(ConstraintFields):
     """Sampling, stop conditions and constraints, for which OpenAI, vLLM and SGLang have the same names."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    """Number of answers. The first equals the answer with `n: 1`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """Randomness. 0 always takes the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Samples from the smallest set of tokens whose probabilities add up to it."""
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """-1 and 0 turn it off."""
+    """Samples from this many of the most probable tokens. -1 and 0 mean all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Drops tokens below this share of the highest probability."""
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Keeps the tokens whose information is closest to the entropy, up to this total probability."""
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
@@ -127,12 +132,19 @@ class SamplingFields(ConstraintFields):
         ]
         | None
     ) = None
+    """Ends the answer before this text (`stop`). The text is not sent."""
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] | None = None
+    """Ends the answer at such a token (`stop`). Its text is not sent."""
     ignore_eos: bool | None = None
+    """Continues after an end-of-sequence token."""
     skip_special_tokens: bool | None = None
+    """`false` shows special tokens as text."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from the logits of tokens that are in the answer already."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted once for each time the token is in the answer."""
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Above 1, makes tokens of the prompt and the answer less likely."""
     logit_bias: (
         Annotated[
             dict[NamedToken, Annotated[float, Field(ge=-100, le=100)]],
@@ -141,6 +153,7 @@ class SamplingFields(ConstraintFields):
         ]
         | None
     ) = None
+    """Added to the logits of these tokens. 100 forces a token."""
 
     @property
     def num_choices(self) -> int:
@@ -151,44 +164,57 @@ class GenerationRequest(SamplingFields):
     """The fields that both endpoints have."""
 
     model: str | None = None
+    """Name of the model. Without it: the served model."""
     stream: bool | None = None
+    """Sends the answer as server-sent events while it is generated."""
     stream_options: StreamOptions | None = None
+    """Token counts in the last chunk, or in every chunk."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    """Older name of `max_completion_tokens`."""
     n_predict: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
-    """llama.cpp's name of `max_tokens`; -1: as many as fit into the context."""
+    """llama.cpp's name of `max_tokens`. -1: the rest of the context."""
     repeat_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    """llama.cpp's and Ollama's name of `repetition_penalty`."""
+    """llama.cpp's and Ollama's name of `repetition_penalty`. Counts all tokens of the prompt and the answer."""
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    """Minimum number of output tokens before any stop condition applies."""
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    """The same seed gives the same answer."""
     include_stop_str_in_output: bool | None = None
+    """Keeps the stop text at the end of the answer."""
 
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MOST_ALLOWED)] | None = (
         None
     )
+    """Only these tokens can be generated."""
     bad_words: (
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=256)]], Field(fail_fast=True, max_length=MOST_BAD_WORDS)
         ]
         | None
     ) = None
+    """These texts are not generated, with or without a leading space."""
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Log-probabilities of the prompt's tokens, in vLLM's format."""
     logprob_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST_LOGPROBS)] | None = None
-    """With `logprobs`: these tokens are told instead of the most probable ones."""
+    """Shows these tokens instead of the most probable ones. Needs `logprobs`."""
     return_token_ids: bool | None = None
+    """Adds the token ids of the prompt and the answer."""
     return_tokens_as_token_ids: bool | None = None
-    """With `logprobs`: tokens are `token_id:<id>` instead of texts."""
+    """Log-probabilities name tokens as `token_id:<id>`, as in vLLM."""
 
     add_special_tokens: bool | None = None
+    """Adds the tokenizer's special tokens, such as the one that starts a text."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Keep only this many tokens of the prompt; -1: as many as fit into the context."""
+    """Keeps only this many tokens from the end of the prompt. -1 keeps as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where tokens are dropped then: from the beginning (left, the default), or from the end."""
+    """With `truncate_prompt_tokens`: `right` drops the end of the prompt and keeps its beginning."""
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
-    """Among the requests that an engine holds, a lower number runs first."""
+    """Within an engine, lower numbers run first."""
 
     user: str | None = None
+    """Label. Kept in the history, changes nothing."""
     metadata: (
         Annotated[
             dict[
@@ -200,10 +226,15 @@ class GenerationRequest(SamplingFields):
         ]
         | None
     ) = None
+    """Label. Kept in the history, changes nothing."""
     store: bool | None = None
+    """Label. Kept in the history, changes nothing."""
     service_tier: str | None = None
+    """Label. Kept in the history, changes nothing."""
     safety_identifier: str | None = None
+    """Label. Kept in the history, changes nothing."""
     prompt_cache_key: str | None = None
+    """Label. Kept in the history, changes nothing."""
 
     limits: ClassVar[tuple[str, ...]] = ("max_tokens", "n_predict")
     """The fields for the most tokens of an answer; the first one that is set counts."""
@@ -251,13 +282,20 @@ class ChatRequest(GenerationRequest, ToolFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Messages | None = None
+    """The conversation, from the oldest message to the newest."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """Mini-SGLang's field: a text that goes to the model without the chat template."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    """Maximum number of output tokens. Reaching it ends the answer with `length`. The request is refused if prompt
+    and answer would not fit into the context."""
     logprobs: bool | None = None
+    """Log-probability of each token, from the model's own logits."""
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Number of alternatives shown for each token. Needs `logprobs`."""
     add_generation_prompt: bool | None = None
+    """`false` leaves out the start of the assistant's message."""
     continue_final_message: bool | None = None
+    """Continues the last message instead of starting a new one."""
 
     limits: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens", "n_predict")
 
@@ -283,12 +321,15 @@ class CompletionRequest(GenerationRequest):
         | Annotated[ListsOfIds, Tag(PROMPT_KINDS[3])],
         Discriminator(_prompt_kind),
     ]
+    """What the model continues: a text, several texts, token ids, or several lists of them."""
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    """0 is allowed with `echo`: return only the prompt."""
+    """Maximum number of output tokens. Reaching it ends the answer with `length`. 0 is allowed with `echo`."""
     echo: bool | None = None
+    """Puts the prompt before the answer, with its log-probabilities where `logprobs` is set. `max_tokens` may be 0."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Log-probabilities, with this many alternatives for each token."""
     best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    """Must equal `n`: more candidates than choices are not supported."""
+    """Must equal `n`: more candidates than answers are not supported."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -366,7 +407,9 @@ def _parse(model: type[R], body: bytes) -> R:
     if request.logprob_token_ids and request.num_logprobs is None:
         raise RequestError("logprob_token_ids: only allowed with `logprobs`", param="logprob_token_ids")
     if request.longest is not None and (request.min_tokens or 0) > request.longest:
-        raise RequestError("min_tokens: larger than the most tokens allowed", param="min_tokens")
+        limit = request.limit or "max_tokens"
+        message = f"min_tokens: {request.min_tokens} is above {limit} ({request.longest}); raise {limit}"
+        raise RequestError(message, param="min_tokens")
     if request.stream and request.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs: not with `stream: true`", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:

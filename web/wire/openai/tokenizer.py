@@ -34,6 +34,7 @@ class TokenizeRequest(TemplateFields):
     """The body of POST /tokenize."""
 
     model: str | None = None
+    """Name of the model. Without it: the served model."""
     prompt: (
         Annotated[
             Annotated[str, Tag(PROMPT_KINDS[0])]
@@ -44,11 +45,17 @@ class TokenizeRequest(TemplateFields):
     ) = None
     """A text, or in SGLang's form several."""
     messages: Messages | None = None
+    """A conversation, in place of `prompt`. It goes through the chat template."""
     add_special_tokens: bool | None = None
+    """Adds the tokenizer's special tokens, such as the one that starts a text."""
     add_generation_prompt: bool | None = None
+    """`false` leaves out the start of the assistant's message."""
     continue_final_message: bool | None = None
+    """Continues the last message instead of starting a new one."""
     tools: Tools | None = None
+    """Functions that the chat template shows to the model."""
     return_token_strs: bool | None = None
+    """Adds the tokens as the vocabulary has them."""
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -91,6 +98,7 @@ class DetokenizeRequest(Strict):
     """The body of POST /detokenize."""
 
     model: str | None = None
+    """Name of the model. Without it: the served model."""
     tokens: Annotated[
         Annotated[Tokens, Tag(PROMPT_KINDS[2])]
         | Annotated[list[Tokens], Field(fail_fast=True, max_length=MOST_ANSWERS), Tag(PROMPT_KINDS[3])],
@@ -98,7 +106,7 @@ class DetokenizeRequest(Strict):
     ]
     """Token ids, or in SGLang's form several lists of them."""
     skip_special_tokens: bool | None = None
-    """SGLang's field; by default special tokens are kept, as in vLLM."""
+    """SGLang's field: leaves special tokens out. Without it they are kept, as in vLLM."""
 
     @property
     def unknown(self) -> tuple[str, ...]:

@@ -49,9 +49,13 @@ class TextRequest(Strict):
     """Mini-SGLang's form of POST /generate: greedy sampling, streamed as plain text."""
 
     prompt: Text
+    """The text that the model continues."""
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    """Maximum number of output tokens. Without it: 16."""
     ignore_eos: bool | None = None
+    """Continues after an end-of-sequence token."""
     model: str | None = None
+    """Name of the model. Without it: the served model."""
 
     @property
     def longest(self) -> int:
@@ -67,11 +71,13 @@ class SGLangSampling(SamplingFields):
     """SGLang's `sampling_params`."""
 
     max_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    """0: return only the fields about the prompt."""
+    """Maximum number of output tokens. Without it: 128. 0 returns only the fields about the prompt."""
     min_new_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    """Minimum number of output tokens before any stop condition applies."""
     sampling_seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
+    """The same seed gives the same answer."""
     no_stop_trim: bool | None = None
-    """Keep the stop string, or the text of the stop token, in the answer."""
+    """Keeps the stop text, or the text of the stop token, at the end of the answer."""
 
     @property
     def longest(self) -> int:
@@ -88,6 +94,7 @@ class SGLangRequest(Strict):
         ]
         | None
     ) = None
+    """The text that the model continues, or several."""
     input_ids: (
         Annotated[
             Annotated[TokenIds, Tag(PROMPT_KINDS[2])] | Annotated[ListsOfIds, Tag(PROMPT_KINDS[3])],
@@ -95,14 +102,21 @@ class SGLangRequest(Strict):
         ]
         | None
     ) = None
+    """In place of `text`: token ids, or several lists of them."""
     sampling_params: SGLangSampling | None = None
+    """How tokens are chosen, where the answer ends, and what it must be."""
     stream: bool | None = None
+    """Sends the answer as server-sent events while it is generated."""
     return_logprob: bool | None = None
+    """Log-probability of each token, from the model's own logits."""
     logprob_start_len: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    """Return log-probabilities from this token of the prompt on; -1: only of the answer."""
+    """Log-probabilities from this token of the prompt on. -1: only of the answer."""
     top_logprobs_num: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Number of alternatives shown for each token. Needs `return_logprob`."""
     return_text_in_logprobs: bool | None = None
+    """Log-probabilities also have the text of each token."""
     model: str | None = None
+    """Name of the model. Without it: the served model."""
 
     @property
     def sampling(self) -> SGLangSampling:
@@ -139,7 +153,9 @@ class AbortRequest(Strict):
     """The body of POST /abort_request."""
 
     rid: Annotated[str, Field(max_length=MOST_RID)] | None = None
+    """Uid of the request, or id of its answer."""
     abort_all: bool | None = None
+    """Cancels all requests. Needs the admin key, if there are keys."""
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -230,9 +246,10 @@ def _check(request: SGLangRequest, num_bytes: int) -> None:
         for name, neutral in (("logprob_start_len", -1), ("top_logprobs_num", 0)):
             if getattr(request, name) not in (None, neutral):
                 raise RequestError(f"{name}: only allowed with `return_logprob: true`", param=name)
-    if (request.sampling.min_new_tokens or 0) > request.sampling.longest:
+    least, longest = request.sampling.min_new_tokens or 0, request.sampling.longest
+    if least > longest:
         param = "sampling_params.min_new_tokens"
-        raise RequestError(f"{param}: larger than the most tokens allowed", param=param)
+        raise RequestError(f"{param}: {least} is above max_new_tokens ({longest}); raise max_new_tokens", param=param)
     request.sampling.constraint(WITHIN)  # whether its fields go together
     num_answers = len(request.prompts) * request.num_choices
     if num_answers > MOST_ANSWERS:

@@ -1,5 +1,5 @@
 // The form of the sampling fields, made from ChatRequest in /openapi.json: a field that the server learns appears by
-// itself.
+// itself, with its description and an example.
 // A value that is not a value of its field is shown as wrong and is not sent.
 //
 //   const form = fieldsForm(read, values, onChange);   form.element;   form.wrong() -> [name, sentence] or null
@@ -23,20 +23,6 @@ const FIRST = [
   "top_logprobs",
   "n",
 ];
-const HINTS = {
-  temperature: "Randomness. 0 always takes the most probable token.",
-  top_p: "Samples from the smallest set of tokens with this total probability.",
-  top_k: "Samples from this many of the most probable tokens.",
-  min_p: "Drops tokens below this share of the highest probability.",
-  max_completion_tokens: "Most tokens of the answer.",
-  seed: "The same seed gives the same answer.",
-  stop: "Ends the answer before one of these texts.",
-  logprobs: "Shows each token with its probability.",
-  top_logprobs: "Alternatives shown for each token. Needs logprobs.",
-  n: "Number of answers to one question.",
-  stream: "no: the answer comes in one piece.",
-};
-
 export async function readSchemas() {
   const [document, properties] = await Promise.all([call("/openapi.json"), call("/props")]);
   const { schemas } = document.components;
@@ -45,13 +31,11 @@ export async function readSchemas() {
 
 /** Return the schema without the alternative `null`, and with references followed. */
 function plain(schema, schemas) {
-  if (schema.$ref)
-    return { ...plain(schemas[schema.$ref.split("/").pop()] ?? {}, schemas), described: schema.description };
-  const either = (schema.anyOf ?? schema.oneOf)?.filter(one => one.type !== "null");
+  const { $ref, anyOf, oneOf, ...rest } = schema;
+  if ($ref) return { ...plain(schemas[$ref.split("/").pop()] ?? {}, schemas), ...rest };
+  const either = (anyOf ?? oneOf)?.filter(one => one.type !== "null");
   if (!either) return schema;
-  const { anyOf, oneOf, ...rest } = schema;
-  if (either.length === 1)
-    return { ...plain(either[0], schemas), ...(rest.description ? { description: rest.description } : {}) };
+  if (either.length === 1) return { ...plain(either[0], schemas), ...rest };
   return { ...rest, either: either.map(one => plain(one, schemas)) };
 }
 
@@ -130,8 +114,6 @@ export function fieldsForm({ chat, schemas, defaults }, values, onChange) {
     const id = `field-${name}`;
     const complaint = el("div", { class: "wrong", id: `${id}-wrong`, hidden: true });
     const written = writtenBy(KINDS[kind].write, values, name);
-    const hint =
-      HINTS[name] ?? schema.described ?? (kind === "json" || kind === "jsonOrText" ? null : schema.description);
     const input = KINDS[kind].input({
       id,
       schema,
@@ -140,10 +122,15 @@ export function fieldsForm({ chat, schemas, defaults }, values, onChange) {
       written,
     });
     if (name in defaults) input.setAttribute("placeholder", String(defaults[name]));
+    else if (schema.examples) input.setAttribute("placeholder", JSON.stringify(schema.examples[0]));
     const note = el(
       "div",
       { class: "hint", id: `${id}-hint` },
-      [KINDS[kind].note, hint, bounds(schema)].filter(Boolean).join(" "),
+      [KINDS[kind].note, schema.description, bounds(schema)]
+        .filter(Boolean)
+        .join(" ")
+        .split("`")
+        .map((part, at) => (at % 2 ? el("code", {}, part) : part)),
     );
     const box = el(
       "div",
