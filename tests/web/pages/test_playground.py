@@ -293,6 +293,7 @@ def test_a_key_is_asked_for_once_and_stays_in_the_tab(browser: Browser, redis_ur
     browser.allow("status of 401")
     with serving(redis_url, "--api-key", KEY) as server:
         browser.open(f"{url(server)}/")
+        browser.has("dialog", "Enter an API key of this server. It stays in this tab.")
         browser.type("#api-key", "sk-wrong-0123456789")
         browser.button("Use this key")
         browser.has("dialog", "The API key is not one of this server")

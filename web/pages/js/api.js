@@ -70,6 +70,7 @@ export async function request(path, { asks = true, ...options } = {}) {
       needed = true;
       for (const listener of listeners) listener();
       if (apiKey() !== tried) continue; // another one was given meanwhile
+      if (!tried) error.message = "Enter an API key of this server. It stays in this tab.";
       asking ??= ask(error.message).finally(() => {
         asking = null;
       });
