@@ -134,7 +134,7 @@ def test_a_preempted_and_taken_over_request_is_what_trace_says_at_every_token(
 
         browser.find("#token").send_keys(Keys.HOME)
         states = browser.wait(WALK)
-        assert states[0]["token"] == f"none yet, of {NUM_TOKENS}" and states[-1]["text"] == story["text"]
+        assert states[0]["token"] == f"0 of {NUM_TOKENS}" and states[-1]["text"] == story["text"]
         spans = [each for each in told if each["what"] == "tokens"]
         for n, state in enumerate(states[1:], 1):
             recorded = history.at(n)
@@ -152,7 +152,7 @@ def test_a_request_is_computed_again_compared_and_copied_as_curl(model: Path, tm
         made = answer.json()["usage"]["completion_tokens"]
         browser.open(f"{server.url}/requests/{uid}")
         browser.has("h1 .badge", "finished")
-        browser.button("Compute again")
+        browser.button("Replay")
         browser.has(".comparison .notice", f"Identical: all {made} tokens are the same.")
         curl = browser.wait(
             "const { curlOf, parseExactly } = await import('/pages/js/timeline/curl.js');"

@@ -40,7 +40,7 @@ KEYS: Mapping[str, Keys] = {
 }
 
 OPEN = {f"GET {path}" for path in ("/health", "/ping", "/ready", "/health_generate", "/metrics", "/docs")}
-OPEN |= {"GET /openapi.json", "GET /", "GET /pipeline", "GET /requests/<name>", "GET /pages/<path:name>"}
+OPEN |= {"GET /openapi.json", "GET /", "GET /pipeline", "GET /requests/<path:name>", "GET /pages/<path:name>"}
 """Routes that need no key."""
 WITH_A_KEY = {
     *(f"POST {base}/{path}" for base in ("", "/v1") for path in ("chat/completions", "completions")),

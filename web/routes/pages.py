@@ -36,9 +36,9 @@ def page_routes(folder: Path = PAGES) -> Blueprint:
     async def live() -> Response:
         return _page(files, "pipeline.html")
 
-    @routes.get("/requests/<name>")
+    @routes.get("/requests/<path:name>")
     @operation("The timeline of a request, a page", answers=(HTML,))
-    async def timeline(name: str) -> Response:
+    async def timeline(name: str) -> Response:  # a wrong name gets the page, too, which says what is wrong
         return _page(files, "request.html")
 
     @routes.get("/pages/<path:name>")

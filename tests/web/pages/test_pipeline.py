@@ -75,6 +75,14 @@ return rest[0].map((story) => {
 });
 """
 """Returns what the page tells of each story, a list of pictures of a slot: time, epoch, process and lease."""
+PHASES = """
+const { Pipeline } = await import("/pages/js/pipeline/model.js");
+const pipeline = new Pipeline(), slot = { slot: "tokenize-0", epoch: 1, pid: 7, detail: "", progress: 0, lease_ms: 900 };
+for (const [at, phase] of ["loading", "ready", "held", "away"].entries())
+  pipeline.hear({ at_ms: 500 * at, num_dead: 0, engines: [], slots: [{ ...slot, phase }] });
+return pipeline.happenings.map(({ says }) => says);
+"""
+"""Returns what the page tells of a slot that goes through these phases, the last one first."""
 COSTS = ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
@@ -157,6 +165,11 @@ def test_a_takeover_is_told_once_with_both_processes_whenever_the_new_one_is_see
     }
     found = browser.wait(TAKEOVERS, [story for story, _ in told.values()])
     assert dict(zip(told, found, strict=True)) == {name: lines for name, (_, lines) in told.items()}
+
+
+def test_phases_of_a_slot_are_told_in_plain_words(browser: Browser, server: Server) -> None:
+    opened(browser, server)
+    assert browser.wait(PHASES) == ["no worker", "active", "ready"]
 
 
 def test_a_dead_letter_is_shown_and_sent_again(browser: Browser, lived: LivedRequests, starts: Starts) -> None:

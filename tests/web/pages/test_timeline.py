@@ -122,7 +122,7 @@ def test_a_request_can_be_walked_through_by_keys_alone(browser: Browser, server:
         "x" * 24 + "y" * 24,
     )
     browser.press(Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_LEFT)
-    assert field(browser, "token") == "none yet, of 3" and shown(browser) == ""
+    assert field(browser, "token") == "0 of 3" and shown(browser) == ""
     while browser.focused().get_attribute("id") != "token":
         browser.press(Keys.TAB)
         assert browser.focused().accessible_name or browser.focused().tag_name == "body"
@@ -177,13 +177,24 @@ def test_a_preemption_a_takeover_and_an_end_are_moments(browser: Browser, lived:
         "taken over",
         "failed",
     ]
+    assert "={" not in browser.text("#moments") and "endpoint" not in browser.text("#moments")
     figures = browser.text(".figures")
     assert "Preempted\n1" in figures and "Taken over\n1" in figures
     browser.open(url(server, uid) + "#token=3")
     browser.until(lambda: field(browser, "token") == "3 of 3", "the token of the address")
     assert "preempted" in field(browser, "before") and shown(browser) == "".join(WORDS[:3])
     label = browser.run("return document.querySelector('.chart canvas').ariaLabel")
-    assert "1 preemptions, 1 takeovers" in label
+    assert "1 preemption, 1 takeover." in label
+
+
+def test_a_request_that_failed_without_a_token_says_so(browser: Browser, lived: LivedRequests, starts: Starts) -> None:
+    uid = lived.submitted()
+    lived.ended(uid, Failed(status=400, code="invalid_grammar", message="It is wrong."))
+    browser.open(url(starts(), uid))
+    browser.has(".notice.bad", "It is wrong.")
+    browser.until(lambda: field(browser, "token") == "no tokens", "the figure of the token")
+    assert field(browser, "prompt") == "not counted"
+    assert "Longest pause\n-" in browser.text(".figures")
 
 
 def test_a_dead_letter_is_offered_to_be_sent_again(browser: Browser, lived: LivedRequests, starts: Starts) -> None:
@@ -205,12 +216,12 @@ def test_the_first_difference_of_a_replay_is_marked(browser: Browser, lived: Liv
     lived.finished(uid, len(WORDS))
     browser.open(url(starts(), uid))
     browser.has("h1 .badge", "finished")
-    browser.button("Compute again")
+    browser.button("Replay")
     browser.has(".comparison .notice", "The first difference is at token 1: “one␣”, now “Hel”.")
     marked = browser.run("return [...document.querySelectorAll('mark.differs')].map(mark => mark.textContent)")
     assert marked == [WORDS[0], "Hel"]
     browser.button(browser.text(".comparison .stack:last-child a"))
-    browser.has(".notice", "This request computes another one again.")
+    browser.has(".notice", "This request is a replay of another one.")
     browser.button("Compare them")
     browser.has(".comparison .notice", "The first difference is at token 1: “one␣”, now “Hel”.")
 
@@ -247,7 +258,8 @@ def test_siblings_are_listed_and_lead_to_each_other(browser: Browser, server: Se
 
 
 @pytest.mark.parametrize(
-    "name", ["01a20a39bd8e714c81743df92a28d17f", "nobody", "%3Cimg%20src=x%20onerror=alert(1)%3E", "%ff"]
+    "name",
+    ["01a20a39bd8e714c81743df92a28d17f", "nobody", "%3Cimg%20src=x%20onerror=alert(1)%3E", "%ff", "a/b", "a%2Fb"],
 )
 def test_an_unknown_uid_says_what_is_known(browser: Browser, server: Server, lasting: StandIn, name: str) -> None:
     browser.allow("status of 404")

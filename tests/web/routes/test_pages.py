@@ -18,6 +18,7 @@ PATHS = {
     "/pipeline": "pipeline.html",
     "/requests/019aaf3e8b7c7000800000000000abcd": "request.html",
     "/requests/<script>": "request.html",
+    "/requests/a/b": "request.html",
     "/pages/app.js": "app.js",
     "/pages/vendor/LICENSE": "vendor/LICENSE",
 }

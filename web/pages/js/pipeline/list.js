@@ -28,7 +28,7 @@ const FILTERS = [
   ["running", "running", new Set(["running"])],
   [
     "queued,tokenizing,waiting,preempted",
-    "waiting somewhere",
+    "waiting",
     new Set(["queued", "tokenizing", "waiting", "preempted"]),
   ],
   ["finished", "finished", new Set(["finished"])],

@@ -89,7 +89,7 @@ export class Pipeline {
     }
     if (now.phase !== before.phase) {
       const kind = now.phase === "away" ? "bad" : now.phase === "ready" || now.phase === "held" ? "ok" : "info";
-      this._happens(ms, now.slot, now.phase === "away" ? "away: nobody has it" : phaseOf(now), kind);
+      this._happens(ms, now.slot, now.phase === "away" ? "no worker" : phaseOf(now), kind);
     }
   }
 
@@ -131,7 +131,7 @@ export function numberOf(slot) {
 export function phaseOf(slot) {
   if (slot.phase === "loading" && slot.progress) return `loading ${Math.round(slot.progress * 100)} %`;
   if (slot.phase === "waiting" && slot.detail) return `waiting for ${slot.detail}`;
-  return slot.phase;
+  return slot.phase === "held" ? "active" : slot.phase;
 }
 
 function compareSlots(one, other) {

@@ -24,7 +24,7 @@ export class Picture {
     this._web = group("web", "Frontends");
     this._tokenize = group("tokenize", "Tokenizers");
     this._ranks = group("rank", "Ranks");
-    this._others = group("others", "Beside it");
+    this._others = group("others", "Other workers");
     this._submitted = this._pipe("submitted", "submitted");
     this._tokenized = this._pipe("tokenized", "tokenized");
     this._back = el("div", { class: "back" }, (this._open = el("span", { class: "small dim" })));
@@ -162,7 +162,7 @@ class Card {
     this._lease.style.width = `${Math.min(100, slot.lease_ms / 30)}%`;
     const where = [
       slot.pid ? `${slot.host}:${slot.pid}` : "",
-      slot.lease_ms ? `lease ${duration(slot.lease_ms)}` : "nobody holds it",
+      slot.lease_ms ? `lease ${duration(slot.lease_ms)}` : "no worker",
     ];
     text(this._where, where.filter(Boolean).join(", "));
     text(this._pending, slot.pending ? `${count(slot.pending)} pending` : "");

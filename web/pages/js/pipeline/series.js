@@ -42,11 +42,11 @@ export class SeriesChart {
     ]);
     this.node = el(
       "section",
-      { class: "card stack series", aria: { label: "The last minutes" } },
+      { class: "card stack series", aria: { label: "Since you opened this page" } },
       el(
         "div",
         { class: "row" },
-        el("h2", {}, "Last 5 minutes"),
+        el("h2", {}, "Since you opened this page"),
         el("span", { class: "grow" }),
         el(
           "div",

@@ -45,7 +45,7 @@ export class About {
     this._longest = 0;
     this._goLongest = el("button", { type: "button", class: "link", on: { click: () => onToken(this._longest) } });
     this._values = new Map(
-      FIGURES.map((name) => [name, el("dd", { class: "number" }, name === "Longest pause" ? this._goLongest : "-")]),
+      FIGURES.map((name) => [name, el("dd", { class: "number" }, "-")]),
     );
     this.facts = el(
       "dl",
@@ -108,7 +108,7 @@ export class About {
     const counted = (kind) => timeline.marks.filter((mark) => mark.kind === kind).length;
     const cached = timeline.cachedTokens ? `, ${count(timeline.cachedTokens)} cached` : "";
     this._longest = longest?.n ?? 0;
-    this._goLongest.hidden = !longest;
+    if (longest && !this._goLongest.isConnected) fill(this._values.get("Longest pause"), this._goLongest);
     say(this._goLongest, longest ? duration(longest.pauseMs) : "");
     this._goLongest.title = `Move to token ${this._longest}`;
     for (const [name, value] of [
@@ -203,7 +203,7 @@ class MomentRow {
   show(moment) {
     this._first = moment.first_n ?? moment.n;
     const details = Object.entries(moment)
-      .filter(([name]) => !SHOWN_ALREADY.has(name))
+      .filter(([name, value]) => !SHOWN_ALREADY.has(name) && typeof value !== "object") // none that holds others
       .map(([name, value]) => `${name}=${plain(value)}`);
     if (moment.what === "tokens" && moment.last_id !== moment.id) {
       details.unshift(`until ${duration(moment.last_at_ms)}, longest pause ${duration(moment.longest_pause_ms)}`);

@@ -27,7 +27,7 @@ const KINDS = [
   ["gone", "engine gone"],
   ["detokenize", "becomes text"],
 ];
-const LANES = { way: "on its way", reply: "detokenize, reply" };
+const LANES = { way: "queue and waits", reply: "detokenize, reply" };
 
 export class Chart {
   constructor({ onPick }) {
@@ -410,10 +410,13 @@ export class Chart {
 
   _summary() {
     const timeline = this._timeline;
-    const counted = (kind) => timeline.marks.filter((mark) => mark.kind === kind).length;
+    const several = (kind, name) => {
+      const number = timeline.marks.filter((mark) => mark.kind === kind).length;
+      return `${number} ${name}${number === 1 ? "" : "s"}`;
+    };
     return (
       `Chart of the request over ${duration(timeline.lastMs - timeline.beganMs)}: ${timeline.tokens.length} tokens, ` +
-      `${counted("preempted")} preemptions, ${counted("taken_over")} takeovers. The table of moments has the details.`
+      `${several("preempted", "preemption")}, ${several("taken_over", "takeover")}. The table of moments has the details.`
     );
   }
 }

@@ -32,6 +32,7 @@ class RequestPage {
   }
 
   async open() {
+    if (this._name.includes("/")) return this._showAbsent(new ApiError("No request has a slash in its id."));
     for (;;) {
       try {
         const story = await call(`/v1/requests/${encodeURIComponent(this._name)}`);
@@ -179,9 +180,9 @@ class RequestPage {
         this._tell(explain(error));
       }
     };
-    const replay = button("Compute again", {
+    const replay = button("Replay", {
       icon: "again",
-      title: "Replay it on this server, and compare",
+      title: "Compute it again on this server, and compare",
       on: { click: act(() => this._replay(cached.checked)) },
     });
     const cancel = button("Cancel", { icon: "stop", class: "danger", on: { click: act(() => this._cancel()) } });
@@ -229,7 +230,7 @@ class RequestPage {
       el(
         "p",
         { class: "notice row" },
-        "This request computes another one again.",
+        "This request is a replay of another one.",
         button("Compare them", {
           icon: "columns",
           on: { click: () => this._compare(new Timeline(of), this._timeline) },
@@ -296,7 +297,7 @@ class RequestPage {
       letter,
       el("p", {}, "The ", el("a", { href: "/pipeline" }, "pipeline"), " lists the newest requests."),
     );
-    if (error instanceof ApiError && error.status === 404) this._findLetter(this._name, letter);
+    if (madeMs !== null && error.status === 404) this._findLetter(this._name, letter);
     document.title = "Unknown request · MiniSGL";
     announce(explain(error));
   }

@@ -30,8 +30,8 @@ export class Comparison {
       );
     this.node = el(
       "section",
-      { class: "card stack comparison", aria: { label: "Computed again" } },
-      el("h2", {}, "Computed again"),
+      { class: "card stack comparison", aria: { label: "Replay" } },
+      el("h2", {}, "Replay"),
       this._verdict,
       el("div", { class: "sides" }, side("Recorded", recorded, this._texts[0]), side("Now", again, this._texts[1])),
       this._table,

@@ -48,7 +48,7 @@ export class TokenState {
     fill(
       this._list,
       [
-        ["token", "Token", token ? `${state.n} of ${timeline.n}` : `none yet, of ${timeline.n}`],
+        ["token", "Token", token || timeline.n ? `${state.n} of ${timeline.n}` : timeline.isOver ? "no tokens" : "none yet"],
         ...(token ? tokenRows(timeline, state, step, known) : beforeRows(timeline)),
       ]
         .filter(([, , value]) => value !== null && value !== "")
@@ -142,7 +142,7 @@ function tokenRows(timeline, state, step, known) {
         ? `${count(step.rows)} ${step.rows === 1 ? "request" : "requests"}, ${count(step.tokens)} ${step.tokens === 1 ? "token" : "tokens"} computed`
         : "",
     ],
-    ["room", "Engine then", step ? `${count(step.waiting)} waiting, ${count(step.pages_free)} pages free` : ""],
+    ["room", "Engine load", step ? `${count(step.waiting)} waiting, ${count(step.pages_free)} pages free` : ""],
     [
       "numerics",
       "Numerics",
@@ -155,7 +155,7 @@ function tokenRows(timeline, state, step, known) {
 function beforeRows(timeline) {
   return [
     ["state", "State", timeline.state],
-    ["prompt", "Prompt", timeline.promptTokens === null ? "not counted yet" : `${count(timeline.promptTokens)} tokens`],
+    ["prompt", "Prompt", timeline.promptTokens === null ? `not counted${timeline.isOver ? "" : " yet"}` : `${count(timeline.promptTokens)} tokens`],
     ["tokenizer", "Tokenizer", timeline.tokenized?.by ?? ""],
     ["frontend", "Frontend", timeline.submitted?.frontend ?? ""],
   ];
