@@ -162,6 +162,13 @@ def test_an_answer_that_ends_within_thinking_is_all_reasoning() -> None:
     assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("Yes.", None)
 
 
+@pytest.mark.parametrize("markup", [Markup(), Markup(tools="hermes"), Markup(think=("<think>", "</think>"))])
+def test_an_answer_to_a_conversation_without_thinking_has_no_reasoning_tokens(markup: Markup) -> None:
+    said, events = history("Yes.", markup), [chat(stream=True, include_usage=True)]
+    assert whole(events, said)["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    assert streamed(events, said)[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_reasoning_is_left_out_or_stays_in_the_content_where_the_client_wants_that() -> None:
     hidden = whole([chat(reasoning="hidden")], history(TEXT))
     assert not hidden["choices"][0]["message"].keys() & {"reasoning", "reasoning_content"}

@@ -166,10 +166,10 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _of_reasoning(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the field with the tokens of thinking, if a model thinks."""
-    readers = [choice.reader for choice in choices if choice.reader is not None and choice.reader.thinks]
-    if not readers:
+    """Return the field with the tokens of thinking. As in OpenAI's API, every answer to a conversation has it."""
+    if all(choice.chat is None for choice in choices):
         return {}
+    readers = [choice.reader for choice in choices if choice.reader is not None]
     return {"completion_tokens_details": {"reasoning_tokens": sum(reader.reasoning_tokens for reader in readers)}}
 
 
