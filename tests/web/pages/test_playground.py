@@ -141,6 +141,10 @@ def test_escape_stops_a_stream_and_the_server_ends_its_request(
     put(browser, "#question", "endless")
     browser.find("#question").send_keys(Keys.ENTER)
     browser.has(".answer .markdown", "5 ")
+    browser.button("Show the request", ".composer")
+    browser.button("JSON")
+    assert json.loads(browser.text(".dialog pre"))["messages"] == [{"role": "user", "content": "endless"}]
+    browser.button("Close")
     browser.press(Keys.ESCAPE)
     browser.has(".answer .badge", "stopped")
     ((uid, _),) = lasting.requests()

@@ -3,7 +3,7 @@
 import { apiKey, call, explain, onKeyChange } from "../api.js";
 import { announce, button, dialog, el, fill, find } from "../dom.js";
 import { frame } from "../frame.js";
-import { wholeBody } from "./answer.js";
+import { isLeft, wholeBody } from "./answer.js";
 import { makeDrawers } from "./drawers.js";
 import { readSchemas } from "./fields.js";
 import { conversationList } from "./list.js";
@@ -339,14 +339,16 @@ async function start() {
   input.focus();
 }
 
-/** Show what Send would send, of the first column. */
+/** Show what Send would send, of the first column; without a new question what was sent last. */
 function showDraft() {
   const [side] = state.current.sides;
   const asked =
     input.value.trim() || !side.messages.length
       ? [{ role: "user", content: input.value.trim() ? input.value : "Hello!" }]
       : [];
-  showRequest(bodyOf(side, [...side.messages, ...asked]));
+  const last = side.messages.at(-1);
+  const isOpen = last?.role === "assistant" && (!asked.length || last.answers.some(isLeft));
+  showRequest(bodyOf(side, [...side.messages.slice(0, isOpen ? -1 : undefined), ...asked]));
 }
 
 start().catch(error => {
