@@ -77,7 +77,8 @@ return rest[0].map((story) => {
 """Returns what the page tells of each story, a list of pictures of a slot: time, epoch, process and lease."""
 PHASES = """
 const { Pipeline } = await import("/pages/js/pipeline/model.js");
-const pipeline = new Pipeline(), slot = { slot: "tokenize-0", epoch: 1, pid: 7, detail: "", progress: 0, lease_ms: 900 };
+const pipeline = new Pipeline();
+const slot = { slot: "tokenize-0", epoch: 1, pid: 7, detail: "", progress: 0, lease_ms: 900 };
 for (const [at, phase] of ["loading", "ready", "held", "away"].entries())
   pipeline.hear({ at_ms: 500 * at, num_dead: 0, engines: [], slots: [{ ...slot, phase }] });
 return pipeline.happenings.map(({ says }) => says);
