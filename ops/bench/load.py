@@ -34,6 +34,7 @@ PATHS: Final = {
 DONE: Final = "[DONE]"
 FIX_LENGTH: Final = ("ignore-eos", "min-tokens", "no")
 CONNECT_TIMEOUT_S: Final = 10.0
+NO_CONNECTION: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 LONGEST_ERROR: Final = 300
 NOT_SENT: Final = "not sent: an earlier turn of its conversation failed"
 
@@ -44,6 +45,14 @@ Arrival = tuple[float, bytes]
 
 class ServerRefused(MiniSGLError):
     """The server cannot be reached, or refuses a request that comes before the measurement."""
+
+
+class Unreachable(ServerRefused):
+    """No connection to the server comes about."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,7 @@ class Client:
 
         Raises:
             ServerRefused: It answers with an error, with something else, or not at all.
+            Unreachable: It cannot be reached; this is a ServerRefused, too.
         """
         try:
             return orjson.loads(await self.content(method, path, body))
@@ -174,6 +184,8 @@ class Client:
                 if response.status != 200:
                     raise ServerRefused(f"{self.url}{path}: {refusal_of(response.status, content).message}")
                 return content
+        except NO_CONNECTION as error:
+            raise Unreachable(self.url, _broken(error)) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerRefused(f"{self.url}: {_broken(error)}") from None
 
@@ -214,6 +226,8 @@ def _one_line(text: str) -> str:
 def _broken(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return _one_line(f"cannot connect: {os.strerror(error.errno) if error.errno else error}")
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return f"cannot connect: no answer within {CONNECT_TIMEOUT_S:g} s"
     if isinstance(error, TimeoutError):
         return "no data within --timeout"
     return _one_line(f"the connection broke: {error or type(error).__name__}")

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from ops.bench import report
-from ops.bench.load import Client, ServerRefused, connected
+from ops.bench.load import Client, ServerRefused, Unreachable, connected
 from ops.bench.serve import above_zero, bar, check_url
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
+from ops.connection import running_log
 from ops.replay import driven
 from ops.replay.choice import ChoiceConfig, Past, matches
 from ops.replay.driven import Pair
 from ops.replay.files import read_dump
 from ops.replay.redact import stand_in
-from ops.replay.sender import Sent, send_all
+from ops.replay.sender import Sent, not_sent, send_all
 from ops.replay.source import open_source
 from ops.replay.traffic import Target, Traffic, traffic_of
 from ops.shell.params import NotSet, Settings, read_settings
 from ops.trace import as_json
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, LogUnavailable
 from pipeline.flags import first_word, flag, parse_flags, seconds, split_names, yes_or_no
+from pipeline.names import WEB
 from pipeline.recording import Recording
+from pipeline.slots import Status, read_statuses
+from web.listener import ANY_ADDRESS, url_here, url_to
 
 ABOUT: Final = """\
 Sends recorded requests again, each at its recorded distance from the first, whatever becomes of the others: those of
@@ -45,7 +52,14 @@ OWN: Final[Mapping[str, str]] = {
 class DriveConfig:
     """Where the requests go, and how."""
 
-    url: str = flag("--url", default="http://127.0.0.1:1919", help="URL of the server, with or without /v1")
+    url: str = flag(
+        "--url",
+        default="",
+        help=(
+            "URL of the server that gets the requests, with or without /v1 [http://127.0.0.1:<port>; the server of "
+            "--data-dir or --redis-url, if one is passed and a web process of it is on this machine]"
+        ),
+    )
     speed: float = flag("--speed", default=1.0, parse=above_zero, help="factor for the pace; 2 is twice as fast")
     compare: bool = flag("--compare", default=False, parse=yes_or_no, help="compare the answers with the recorded ones")
     model: str = flag(
@@ -125,10 +139,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         seen = " and ".join([*files, *(["--since or --until"] if choice.names_moments else [])]) or "nothing"
         raise ConfigError(f"minisgl replay drive: {seen} given, expected the FILE of a dump, or --since and --until")
     recorded = Recorded("".join(files), choice, connect, archived.archive)
+    config = replace(config, url=config.url or url_without_flag(connect))
     check_url(config.url)
     report.check_can_plot(config.plot)
     settings = _settings(config)
-    target, traffic, sent = asyncio.run(_driven(recorded, config, settings))
+    target, traffic, sent = asyncio.run(_driven(recorded, config, settings, goes_on=prints.as_json))
     pairs = driven.pairs_of(sent)
     headline = (
         f"{recorded.name}: {len(pairs):,} requests, recorded within {traffic.recorded_s:,.1f} s, sent to {config.url} "
@@ -151,24 +166,84 @@ def _settings(config: DriveConfig) -> Settings:
         raise ConfigError(f"--set: {error}") from None
 
 
-async def _driven(recorded: Recorded, config: DriveConfig, settings: Settings) -> tuple[Target, Traffic, list[Sent]]:
+def url_without_flag(connect: ConnectConfig) -> str:
+    """Return the URL of the server that is asked where --url is not passed: the one whose log is read.
+
+    Raises:
+        ConfigError: --data-dir or --redis-url names a server, and it does not say where it listens.
+    """
+    if not connect.data_dir and not connect.redis_url:
+        return url_to("127.0.0.1", connect.port)
+    named = "--redis-url names a Redis" if connect.redis_url else f"--data-dir {connect.data_dir} is a folder"
+    try:
+        with running_log(connect) as log:
+            urls = [url for status in read_statuses(log, WEB) if (url := _url_here(status))]
+    except LogUnavailable:
+        urls = []
+    if not urls:
+        raise ConfigError(
+            f"{named} in which no web process of this machine says where it listens; pass --url with the server that "
+            "gets the requests"
+        )
+    return urls[0]
+
+
+def _url_here(status: Status) -> str:
+    """Return the URL at which this machine finds a web process; "" if it does not find it."""
+    address = urlsplit(status.address)
+    host, is_here = address.hostname, status.host == socket.gethostname()
+    if not host or not address.port:
+        return ""
+    if host in ANY_ADDRESS or ipaddress.ip_address(host).is_loopback:
+        return url_here(host, address.port) if is_here else ""
+    return url_to(host, address.port)
+
+
+async def _driven(
+    recorded: Recorded, config: DriveConfig, settings: Settings, *, goes_on: bool
+) -> tuple[Target, Traffic, list[Sent]]:
+    """Send what was *recorded*. If the server cannot be reached, nothing is sent: then all requests have failed if it
+    *goes_on*.
+
+    Raises:
+        ServerRefused: The server cannot be reached, and it does not go on.
+    """
     async with connected(config.url, api_key=config.key, timeout_s=config.timeout_s) as client:
-        target = await _target(client, config, settings)
+        unreachable: Unreachable | None = None
+        try:
+            target = await _target(client, config, settings)
+        except Unreachable as error:
+            target, unreachable = _unknown(config, settings), error
         traffic = traffic_of(map(stand_in, recorded.read()), target, speed=config.speed)
         traffic = replace(traffic, left_out=recorded.left_out | dict(traffic.left_out))
         if not traffic.planned:
             raise ConfigError("; ".join([f"{recorded.name}: no request of it can be sent", *_left_out(traffic)]))
+        if unreachable is not None:
+            if not goes_on:
+                num = sum(len(one.uids) for one in traffic.planned)
+                raise ServerRefused(f"{unreachable}; none of {_requests(num)} was sent")
+            return target, traffic, [not_sent(one, unreachable.reason) for one in traffic.planned]
         with bar("requests", len(traffic.planned)) as advance:
             return target, traffic, await send_all(client, traffic.planned, is_ours=target.is_ours, after_each=advance)
 
 
+def _unknown(config: DriveConfig, settings: Settings) -> Target:
+    return Target(is_ours=False, draws_alike=False, model=config.model, settings=settings)
+
+
 async def _target(client: Client, config: DriveConfig, settings: Settings) -> Target:
-    """Return what the server says of itself. One that says nothing may still take requests."""
-    plain = Target(is_ours=False, draws_alike=False, model=config.model, settings=settings)
+    """Return what the server says of itself. One that says nothing may still take requests.
+
+    Raises:
+        Unreachable: It cannot be reached.
+    """
+    plain = _unknown(config, settings)
     try:
         listed = (await client.document("GET", "/v1/models"))["data"]
         names = tuple(str(one["id"]) for one in listed)
         is_minisgl = any(one.get("owned_by") == "minisgl" for one in listed)
+    except Unreachable:
+        raise
     except (ServerRefused, AttributeError, KeyError, TypeError):
         return plain
     return replace(plain, is_ours=is_minisgl and not config.client_clock, draws_alike=is_minisgl, models=names)

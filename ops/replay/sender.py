@@ -49,6 +49,11 @@ class Sent:
     """Why not."""
 
 
+def not_sent(planned: Planned, reason: str) -> Sent:
+    """Return what came of a body that was not sent because the server could not be reached."""
+    return Sent(planned, 0.0, (), (Outcome(FAILED, error=reason),) * len(planned.uids))
+
+
 class _Left(Exception):
     """The client has as much of the answer as the recorded client had when it left."""
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from drives import recording, uid
+from lived_requests import LivedRequests
 from openai_stand_in import DONE, FINISH, ROLE, Body, Frames, Hold, OpenAIStandIn, data, text_chunk, usage_chunk, whole
+from redis_servers import until
 from servers import free_port
 
 import minisgl
 from ops.replay.files import write_dump
 from pipeline.events import Presentation, SamplingParams
-from pipeline.names import sibling_uids
+from pipeline.log.protocol import StreamLog
+from pipeline.names import WEB, sibling_uids
 from pipeline.recording import Recording
+from pipeline.slots import SlotLease, acquire_slot, read_statuses
 
 FOUR = SamplingParams(seed=7, max_tokens=4)
 """The stand-in answers with as many tokens."""
@@ -79,13 +84,56 @@ def test_what_differs_ends_it_with_1_if_it_is_asked_for(
     assert document["answers"]["changed_ends"] == {"stop -> length": 1}
 
 
-def test_a_server_that_refuses_is_told_for_each_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = dump(tmp_path, *(recording(("ab",), name=uid(each)) for each in range(3)))
-    assert drive(file, "--url", f"http://127.0.0.1:{free_port()}", "--json") == 1
+def test_a_server_that_cannot_be_reached_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = dump(tmp_path, *(recording(("ab",), name=uid(each), ms=1_000_000 * each) for each in range(3)))
+    url = f"http://127.0.0.1:{free_port()}"
+    assert drive(file, "--url", url) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"minisgl: {url}: cannot connect: Connection refused; none of 3 requests was sent\n")
+    assert drive(file, "--url", url, "--json") == 1
     printed = capsys.readouterr()
     assert printed.err == "minisgl: 3 of 3 requests failed: 3x cannot connect: Connection refused\n"
     errors = [row["after"]["error"] for row in json.loads(printed.out)["requests"]]
     assert errors == ["cannot connect: Connection refused"] * 3
+
+
+def test_without_a_url_the_server_at_port_gets_the_requests(stand_in: OpenAIStandIn, tmp_path: Path) -> None:
+    assert drive(dump(tmp_path, recording(("ab", "ab"), sampling=FOUR)), "--port", stand_in.url.rpartition(":")[2]) == 0
+    assert len(stand_in.bodies) == 1
+
+
+def published(log: StreamLog) -> list[tuple[str, str]]:
+    return [(status.address, status.host) for status in read_statuses(log, WEB)]
+
+
+def test_without_a_url_the_server_whose_log_is_named_gets_the_requests(
+    stand_in: OpenAIStandIn, lived: LivedRequests, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lived.finished(lived.running(), 0)
+    asked = ("--since", "-1h", "--redis-url", redis_url)
+    assert drive(*asked) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == (
+        "minisgl: --redis-url names a Redis in which no web process of this machine says where it listens; "
+        "pass --url with the server that gets the requests\n"
+    )
+    web = SlotLease(lived.log, acquire_slot(lived.log, WEB, 60_000), 60_000)
+    port = stand_in.url.rpartition(":")[2]
+    here = socket.gethostname()
+    for address, host, code in (("127.0.0.1", "elsewhere", 2), ("127.0.0.1", here, 0), ("0.0.0.0", here, 0)):
+        web.say(address=f"http://{address}:{port}", host=host)
+        until(lambda: published(lived.log) == [(f"http://{address}:{port}", host)])  # noqa: B023
+        assert drive(*asked) == code, (address, host)
+    web.leave()
+    assert len(stand_in.bodies) == 2
+
+
+def test_without_a_url_a_folder_in_which_no_server_runs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = dump(tmp_path, recording(("ab",)))
+    assert drive(file, "--data-dir", str(tmp_path / "none")) == 2
+    assert "; pass --url with the server that gets the requests" in capsys.readouterr().err
 
 
 def test_a_request_that_is_refused_keeps_none_of_the_others(
