@@ -203,11 +203,12 @@ class Client:
         body: bytes,
         came: Callable[[Arrival, Mapping[str, str]], None],
         begun: Callable[[Mapping[str, str]], None] = lambda headers: None,
+        headers: Mapping[str, str] | None = None,
     ) -> str:
         """Send *body*; give the headers of any answer to *begun*, and each piece of a good one, with the headers, to
         *came*. Return why it failed, or ""."""
         try:
-            async with self.session.post(self.url + path, data=body) as response:
+            async with self.session.post(self.url + path, data=body, headers=headers) as response:
                 begun(response.headers)
                 if response.status != 200:
                     return refusal_of(response.status, await response.read()).message

@@ -16,6 +16,7 @@ from pipeline.log.protocol import Entry
 from pipeline.recording import Recording
 from pipeline.replaying import NotComputed
 from pipeline.views.recorded import History
+from web.wire import copies
 from web.wire.constraints import constraint_fields
 from web.wire.sglang.schemas import WITHIN
 
@@ -52,7 +53,9 @@ class RemoteComputer:
 
     async def _one(self, session: aiohttp.ClientSession, turns: asyncio.Semaphore, event: Submitted) -> History:
         async with turns:
-            async with session.post(f"{self._url}/v1/completions", json=body_of(event)) as answer:
+            async with session.post(
+                f"{self._url}/v1/completions", json=body_of(event), headers=_headers(event)
+            ) as answer:
                 said, uid = await answer.text(), answer.headers.get(UID, "")
             if not uid:
                 raise NotComputed(f"--url {self._url}: answered {answer.status} without a uid: {said[:200]}")
@@ -75,6 +78,11 @@ def body_of(event: Submitted) -> dict[str, Any]:
     if "user" in event.labels:  # `replay forget --user` must find it there
         body["user"] = event.labels["user"]
     return {"prompt": list(event.prompt_ids), "priority": HIGHEST, **body}
+
+
+def _headers(event: Submitted) -> dict[str, str]:
+    """Return how `replay forget` finds the request there when the recorded one is to be removed."""
+    return {copies.HEADER: event.replay.of} if event.replay is not None else {}
 
 
 def _fields(data: str) -> dict[str, str]:

@@ -32,10 +32,13 @@ from pipeline.names import ARCHIVE, GENERATE, SEAL, SUBMITTED_ID, base_uid, pars
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import read_statuses
 from pipeline.views.history import copied_history
+from pipeline.views.letters import REQUEUED_FROM
+from web.wire.copies import COPY_OF
 
 ABOUT: Final = """\
 Removes requests: their histories, dead letters, replies and steps in journals, and their copies in the archive. With a
-request go those of the same body, and those that compute it again. A request that runs is cancelled first.
+request go those of the same body, those that compute it again, and those that replay drive sent again. A request that
+runs is cancelled first.
 """
 READ_AT_ONCE: Final = 100
 """Requests in one read."""
@@ -212,7 +215,7 @@ class Requests:
         if first is not None:
             self._known.add(base)
         labels = _object(fields, "labels")
-        for before in (labels.get("requeued_from"), _object(fields, "replay").get("of")):
+        for before in (labels.get(REQUEUED_FROM), labels.get(COPY_OF), _object(fields, "replay").get("of")):
             if isinstance(before, str):
                 self._again[base_uid(before)].add(base)
         user = labels.get("user")

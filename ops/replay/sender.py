@@ -113,7 +113,7 @@ class _Sender:
 
         try:
             async with asyncio.timeout(leave.after_s if leave and seen is None else None):
-                received.error = await self._client.receive(planned.path, planned.body, came, begun)
+                received.error = await self._client.receive(planned.path, planned.body, came, begun, planned.headers)
         except (_Left, TimeoutError):
             received.left = True
         return received

@@ -16,6 +16,7 @@ from pipeline.events import Presentation, SamplingParams, Submitted
 from pipeline.names import base_uid
 from pipeline.recording import Recording
 from pipeline.walk import walk
+from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT
 from web.wire.resend import ENDPOINTS, Body, request_body
 from web.wire.sglang.schemas import SGLangSampling
@@ -77,6 +78,7 @@ class Planned:
     due_s: float
     """After the first one."""
     path: str
+    headers: Mapping[str, str]
     body: bytes
     form: Form
     before: tuple[Outcome, ...]
@@ -164,6 +166,7 @@ def _planned(body: Sequence[_Recorded], first_ms: int, target: Target, speed: fl
         uids=tuple(one.uid for one in body),
         due_s=(events[0].ms - first_ms) / 1000 / speed,
         path=path,
+        headers={copies.HEADER: base_uid(body[0].uid) if len(body) > 1 else body[0].uid} if target.draws_alike else {},
         body=orjson.dumps(_with_settings(fields, target.settings)),
         form="chunks" if path != GENERATE_ENDPOINT else "whole" if events[0].presentation.whole_text else "text",
         before=outcomes,

@@ -18,6 +18,7 @@ from web.live.open_request import OpenRequest, open_request
 from web.routes.access import caller
 from web.routes.answers import error_response, json_response, name_unknown, stream_response
 from web.routes.operations import EVENTS, JSON, operation
+from web.wire import copies
 from web.wire.endpoints import CHAT_ENDPOINT, COMPLETIONS_ENDPOINT, GENERATE_ENDPOINT, body_of, frames_for
 from web.wire.idempotency import HEADER, SCHEMA, once_of
 from web.wire.openai.answers import choices_for
@@ -30,7 +31,7 @@ logger = structlog.get_logger()
 
 BOTH: Final[Mapping[str, Any]] = {
     "answers": (JSON, EVENTS),
-    "headers": {HEADER: SCHEMA},
+    "headers": {HEADER: SCHEMA, copies.HEADER: copies.SCHEMA},
 }
 """What /openapi.json says of routes that answer with one body, or with a stream."""
 
@@ -102,9 +103,12 @@ async def answer(
             asked = parse(body)
         async with frontend.turns.turn(len(body)):
             once = once_of(request.headers.get(HEADER), endpoint, body, scope=who.scope)
+            copied = copies.labels_of(request.headers.get(copies.HEADER))
             frontend.admit()
             model, defaults = frontend.readiness.resolve(asked.model), frontend.readiness.sampling_defaults
             events = to_events(asked, frontend=frontend.name, model=model, defaults=defaults)
+        if copied:
+            events = [event.model_copy(update={"labels": {**event.labels, **copied}}) for event in events]
         if who.owner:
             events = [event.model_copy(update={"owner": who.owner}) for event in events]
     except RequestError as error:  # it has no history, but a log line like any other

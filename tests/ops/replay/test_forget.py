@@ -39,6 +39,7 @@ from pipeline.slots import SlotLease, acquire_slot
 from pipeline.worker import Stop
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.archive.worker import open_archive, serve
+from web.wire.copies import COPY_OF
 
 NAMES = Names()
 LIMITS = RequestLimits(timeout_s=60, retention_s=900)
@@ -143,12 +144,13 @@ def live(log: RedisLog, lived: LivedRequests, user: str, text: str) -> list[str]
         fields: dict[str, Any] = {"endpoint": "e", "frontend": "web-0", "prompt": prompt, "sampling": SamplingParams()}
         return Submitted(**(fields | more))
 
-    first, dead, again, requeued, family = (new_uid() for _ in range(5))
+    first, dead, again, requeued, copy, family = (new_uid() for _ in range(6))
     bodies = {
         first: [body(labels={"user": user})],
         dead: [body(labels={"user": user})],
         again: [body(replay=Replay(of=first))],
         requeued: [body(labels={"requeued_from": dead})],
+        copy: [body(labels={COPY_OF: first})],
         family: [body(labels={"user": user}, sampling=SamplingParams(seed=seed)) for seed in range(3)],
     }
     uids = list[str]()
@@ -220,27 +222,41 @@ def test_nothing_of_a_user_is_left_and_all_others_are_as_they_were(
     assert scene.forget("--user", "ann", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["requests"] == sorted(scene.anns) and told["left"] == [] and told["notes"] == []
-    counts = {"cancelled": 1, "histories": 7, "dead_letters": 1, "steps": 1, "archived": 7}
+    counts = {"cancelled": 1, "histories": 8, "dead_letters": 1, "steps": 1, "archived": 8}
     assert told["removed"] == counts | {"replies": told["removed"]["replies"]} and told["removed"]["replies"] > 10
     nothing_is_left(scene, scene.anns)
     until(lambda: SECRET.encode() not in scene.files())
     assert scene.of_others() == before
-    assert OTHER.encode() in scene.files() and scene.log.alive(scene.bobs) == {scene.bobs[6], scene.bobs[13]}
+    assert OTHER.encode() in scene.files() and scene.log.alive(scene.bobs) == {scene.bobs[7], scene.bobs[15]}
     assert scene.forget("--user", "ann") == 1
     assert "--user ann: no such request" in capsys.readouterr().err
 
 
-def test_with_a_request_go_its_siblings_and_what_computes_it_again(
+def test_with_a_request_go_its_siblings_its_copies_and_what_computes_it_again(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, dead, again, requeued, *family, old = scene.anns
-    for asked, gone in ((dead, [dead, requeued]), (family[1], family), (f"cmpl-{first}", [first, again]), (old, [old])):
+    first, dead, again, requeued, copy, *family, old = scene.anns
+    for asked, gone in (
+        (dead, [dead, requeued]),
+        (family[1], family),
+        (f"cmpl-{first}", [first, again, copy]),
+        (old, [old]),
+    ):
         assert scene.forget(asked, elsewhere=True) == 0
         out = capsys.readouterr().out.splitlines()
         assert out[: len(gone)] == sorted(gone) and f"{len(gone)} requests forgotten" == out[len(gone)]
         assert "Have Redis write its files anew with BGREWRITEAOF" in out[-1]
         assert ("1 dead letters" in out[-2]) is (asked == dead) and "archived requests" in out[-2]
     nothing_is_left(scene, scene.anns)
+
+
+def test_a_copy_of_a_request_that_another_server_has_is_removed(scene: Scene) -> None:
+    elsewhere = new_uid()
+    copy = scene.lived.running(labels={COPY_OF: f"{elsewhere}.1"})
+    scene.lived.ended(copy, Cancelled(by="client"))
+    scene.lived.let_go()
+    assert scene.forget(elsewhere, elsewhere=True) == 0
+    assert scene.log.begins([copy])[copy].fields["by"] == "forget"
 
 
 def test_what_is_not_there_is_said_and_what_is_there_goes(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,7 +358,7 @@ def test_a_busy_server_has_always_steps_and_only_those_from_before_are_waited_fo
 def test_while_a_sibling_goes_on_nothing_of_its_body_is_removed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family = scene.anns[4:7]
+    family = scene.anns[5:8]
     before = scene.log.histories(family)
     with monkeypatch.context() as patched:
         patched.setattr(RedisLog, "end", lambda *_, **__: False)

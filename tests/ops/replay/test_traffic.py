@@ -18,6 +18,7 @@ from pipeline.events import Presentation, Replay, SamplingParams, Templating, To
 from pipeline.log.protocol import Entry
 from pipeline.names import TOKENIZED_ID, sibling_uids
 from pipeline.recording import Recording
+from web.wire.copies import HEADER
 
 OURS = Target(is_ours=True, models=("m",))
 STREAM = Presentation(stream=True)
@@ -54,6 +55,14 @@ def test_our_server_gets_the_recorded_body_with_its_seed() -> None:
     [one] = plan(recording(["a"])).planned
     assert one.path == "/v1/chat/completions"
     assert body(one) == {"model": "m", "messages": list(HELLO), "stream": True, **SAMPLED}
+
+
+def test_a_minisgl_is_told_of_which_request_this_is_a_copy_and_no_other_server() -> None:
+    recordings = [recording(["a"], name=uid(9)), *siblings(2), *siblings(3, uid(5))[1:]]
+    names = {uid(0), f"{uid(5)}.1", f"{uid(5)}.2", uid(9)}
+    for target in (OURS, Target(is_ours=False)):  # also by the client's clock
+        assert {one.headers[HEADER] for one in plan(*recordings, target=target).planned} == names
+    assert all(not one.headers for one in plan(*recordings, target=Target(False, draws_alike=False)).planned)
 
 
 def test_siblings_are_one_body_again() -> None:

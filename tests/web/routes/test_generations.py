@@ -11,7 +11,7 @@ from web_site import chat, error_of, one_request, request_lines, seal_of, site, 
 
 import web.live.listener
 import web.live.open_request
-from pipeline.events import Failed
+from pipeline.events import Failed, new_uid
 
 
 async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
@@ -26,6 +26,17 @@ async def test_a_whole_completion(redis_url: str, stand_in: StandIn) -> None:
         assert response.headers["x-minisgl-uid"] == uid
         assert response.headers["x-minisgl-unknown-fields"] == "al%2Cpha%0A, zeta"
         assert (submitted.sampling.seed, submitted.labels, submitted.model) == (3, {"user": "ann"}, "demo")
+
+
+async def test_a_copy_of_a_request_is_labelled_with_its_uid(redis_url: str, stand_in: StandIn) -> None:
+    async with site(redis_url) as here:
+        uid = f"{new_uid()}.1"
+        for sent in (chat(user="ann", n=2), chat()):
+            assert (await here.post(sent, headers={"x-minisgl-copy-of": uid})).status_code == 200
+        labels = [submitted.labels for _, submitted in stand_in.requests()]
+        assert sorted(labels, key=len) == [{"copy_of": uid}, *[{"user": "ann", "copy_of": uid}] * 2]
+        status, error = await error_of(here.post(chat(), headers={"x-minisgl-copy-of": "me"}))
+        assert (status, error["param"], error["code"]) == (400, "x-minisgl-copy-of", "invalid_value")
 
 
 async def test_a_streamed_completion(redis_url: str, stand_in: StandIn) -> None:
