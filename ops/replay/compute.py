@@ -32,6 +32,14 @@ class Computes(Protocol):
         ...
 
 
+class Serves(Computes, Protocol):
+    """A server that computes."""
+
+    def models(self) -> list[str]:
+        """Return the names of the models that it serves; none if it does not tell them."""
+        ...
+
+
 class Computer:
     """Has requests computed by the workers of *log*."""
 
@@ -68,6 +76,10 @@ class Computer:
             for uid in running:
                 self.log.end(uid, Cancelled(by="replay"), frontend="")
         return [found[index] for index in range(len(events))]
+
+    def models(self) -> list[str]:
+        """Return the names under which the engines serve their model."""
+        return list(dict.fromkeys(name for status in read_statuses(self.log, GENERATE) for name in status.models))
 
     def _submit(self, event: Submitted) -> str:
         """Return the uid of the submitted request; empty if no more may wait now."""

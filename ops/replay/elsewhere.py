@@ -42,6 +42,21 @@ class RemoteComputer:
         """
         return asyncio.run(self._compute(events))
 
+    def models(self) -> list[str]:
+        """Return the names of the models that the server lists; none if it does not."""
+        return asyncio.run(self._models())
+
+    async def _models(self) -> list[str]:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session,
+                session.get(f"{self._url}/v1/models") as answer,
+            ):
+                return [str(each["id"]) for each in orjson.loads(await answer.read())["data"]]
+        except (*NETWORK, orjson.JSONDecodeError, KeyError, TypeError):
+            return []  # what becomes of the requests says why
+
     async def _compute(self, events: Sequence[Submitted]) -> list[History]:
         turns = asyncio.Semaphore(self._at_once)
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)

@@ -20,11 +20,14 @@ SHOWN: Final = 5
 """Most probable tokens that are shown."""
 
 
-def report(history: History, replays: Sequence[History], computer: Computes | None = None) -> dict[str, Any]:
+def report(
+    history: History, replays: Sequence[History], computer: Computes | None = None, served: Sequence[str] = ()
+) -> dict[str, Any]:
     """Compare the *replays* of a request with it, and look into each difference with the help of *computer*, if given.
+    *served* are the models of the server that computed them, if it has told them.
 
     `identical` is the number of replays without a difference. Equal differences are one item of `differences`: it says
-    how many `times` and in which `replays`.
+    how many `times` and in which `replays`. `other_weights` and `not_served` are there if the model was another one.
     """
     differing: dict[Comparison, list[History]] = {}
     for now in replays:
@@ -41,13 +44,29 @@ def report(history: History, replays: Sequence[History], computer: Computes | No
             for compared, those in differing.items()
             if not compared.is_identical
         ],
+        **_other_model(history, replays, served),
     }
 
 
-def computed_report(history: History, replays: Sequence[History], computer: Computes) -> dict[str, Any]:
+def computed_report(
+    history: History, replays: Sequence[History], computer: Computes, served: Sequence[str] = ()
+) -> dict[str, Any]:
     """As `report`, of *replays* by *computer*; with `failed`, why one of them has no answer of its own."""
     failures = [failure for now in replays if (failure := why_failed(now))]
-    return report(history, replays, computer) | ({"failed": failures[0]} if failures else {})
+    return report(history, replays, computer, served) | ({"failed": failures[0]} if failures else {})
+
+
+def _other_model(history: History, replays: Sequence[History], served: Sequence[str]) -> dict[str, Any]:
+    """Say which model computed the *replays*, if that is not the recorded one. Equal tokens do not tell that."""
+    model = history.submitted.model if history.submitted is not None else ""
+    recorded = history.maker.weights
+    others = dict.fromkeys(now.maker.weights for now in replays if now.maker.weights not in ("", recorded))
+    told: dict[str, Any] = {}
+    if recorded and others:
+        told["other_weights"] = {"model": model, "recorded": recorded, "now": list(others)}
+    if model and served and model not in served:
+        told["not_served"] = {"model": model, "served": list(served)}
+    return told
 
 
 def different(history: History, now: History, compared: Comparison, computer: Computes | None = None) -> dict[str, Any]:
@@ -56,7 +75,8 @@ def different(history: History, now: History, compared: Comparison, computer: Co
     *computer* is asked which tokens are probable in its place.
     """
     if compared.difference is None:
-        return {"other": compared.other}
+        failure = why_failed(now)
+        return {"other": compared.other} | ({"failed": failure} if failure else {})
     place = compared.difference
     index = place.n - 1
     recorded_by = history.tokens[index].by if index < len(history.tokens) else history.maker
@@ -114,9 +134,23 @@ def lines_of(told: Mapping[str, Any]) -> list[str]:
     elif identical:
         lines.append(f"{uid}: identical, {_tokens(told['tokens'])}")
     for found in told["differences"]:
-        where = f"token {found['n']} differs" if "n" in found else found["other"]
+        if times == 1 and found.get("failed", "") == told.get("failed"):
+            continue  # the first line says it
+        where = f"token {found['n']} differs" if "n" in found else one_line(found["other"])
         count = f"{found['times']} times: " if times > 1 else ""
-        lines += [f"{uid}: {count}{where}, of {_tokens(told['tokens'])}", *(f"  {line}" for line in details_of(found))]
+        of_all = "" if "failed" in found else f", of {_tokens(told['tokens'])}"
+        lines += [f"{uid}: {count}{where}{of_all}", *(f"  {line}" for line in details_of(found))]
+    return lines + [f"  {one_line(line)}" for line in _models_of(told)]
+
+
+def _models_of(told: Mapping[str, Any]) -> list[str]:
+    """Return what is said of the model, in lines, if it was another one."""
+    lines = []
+    if other := told.get("other_weights"):
+        model = f" (model {other['model']})" if other["model"] else ""
+        lines.append(f"recorded with weights {other['recorded']}{model}, computed with {', '.join(other['now'])}")
+    if other := told.get("not_served"):
+        lines.append(f"the recorded model {other['model']} is not served there; served: {', '.join(other['served'])}")
     return lines
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.replay.compute import OF_ENGINES, Computer, Computes, refuse_without_engine
+from ops.replay.compute import OF_ENGINES, Computer, Computes, Serves, refuse_without_engine
 from ops.replay.report import computed_report, lines_of
 from ops.replay.source import Source, open_source
 from ops.trace import as_json
@@ -86,7 +86,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                         f"{deadly[0]}: killed its engine, so the server does not compute it again; pass --model (and "
                         "the flags of its engine) to compute it in a process of its own"
                     )
-                reports = reports_of(histories, _computer(source.log, run, requests.request_timeout_s), run)
+                computer = _computer(source.log, run, requests.request_timeout_s)
+                reports = reports_of(histories, computer, run, computer.models())
         if here:
             reports = _computed_here(histories, deadly, run, engine, requests.request_timeout_s)
     except ConfigError:
@@ -118,12 +119,15 @@ def computes_here(flags: Sequence[str]) -> bool:
     return any(each.partition("=")[0] in names for each in flags)
 
 
-def reports_of(histories: Sequence[History], computer: Computes, run: RunConfig) -> list[dict[str, Any]]:
-    """Compute each of *histories* again, as often as *run* says, and return what came of it."""
+def reports_of(
+    histories: Sequence[History], computer: Computes, run: RunConfig, served: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Compute each of *histories* again, as often as *run* says; return what came of it. *served* is as in `report`."""
     events = [again(history, cached=run.cached) for history in histories]
     computed = iter(computer.compute([event for event in events for _ in range(run.times)]))
     replays = [[next(computed) for _ in range(run.times)] for _ in histories]
-    return [computed_report(history, those, computer) for history, those in zip(histories, replays, strict=True)]
+    pairs = zip(histories, replays, strict=True)
+    return [computed_report(history, those, computer, served) for history, those in pairs]
 
 
 def exit_code(told: Mapping[str, Any]) -> int:
@@ -133,7 +137,7 @@ def exit_code(told: Mapping[str, Any]) -> int:
     return int(told["identical"] < told["times"])
 
 
-def _computer(log: StreamLog, run: RunConfig, timeout_s: float) -> Computes:
+def _computer(log: StreamLog, run: RunConfig, timeout_s: float) -> Serves:
     """Return the server that --url names, or the one of *log*.
 
     Raises:

@@ -186,7 +186,7 @@ class History:
 
     def _other_difference(self, now: History) -> str:
         if isinstance(now.end, Failed) and (self.is_whole or len(now.tokens) < len(self.tokens)):
-            return f"it failed after {len(now.tokens)} tokens: {now.end.code}: {now.end.message}"
+            return f"it failed after {len(now.tokens)} of {len(self.tokens)} tokens: {now.end.code}: {now.end.message}"
         if not isinstance(self.end, Finished) or not isinstance(now.end, Finished):
             return ""
         if self.text != now.text:

@@ -1,5 +1,6 @@
-"""The header `x-minisgl-copy-of`: a tool that sends a recorded request again names that request with it. It becomes a label
-of the copy, which `minisgl replay forget` follows.
+"""The header `x-minisgl-copy-of`: a tool that sends a recorded request again names that request with it.
+
+It becomes a label of the copy, which `minisgl replay forget` follows.
 """
 
 from __future__ import annotations

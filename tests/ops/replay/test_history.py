@@ -159,7 +159,7 @@ def test_the_same_tokens_with_another_text_or_end_are_a_difference() -> None:
 
 def test_an_error_before_all_tokens_came_again_is_a_difference() -> None:
     failed = (SEAL, Failed(status=500, code="engine_error", message="No."))
-    assert answer(1, 2).compare(answer(1, end=failed)).other == "it failed after 1 tokens: engine_error: No."
+    assert answer(1, 2).compare(answer(1, end=failed)).other == "it failed after 1 of 2 tokens: engine_error: No."
     assert answer(1, 2, end=failed).compare(answer(1, 2, 3)).is_identical
     assert answer(1, 2, end=failed).compare(answer(1, 2, end=failed)).is_identical
 

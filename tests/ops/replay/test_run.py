@@ -14,11 +14,13 @@ from engine_rig import POISON
 from histories import entries_of
 from lived_requests import LivedRequests
 from log_contract import put
+from redis_servers import until
 from whole_pipeline import Pipeline
 
 from minisgl import main
 from ops.replay import alone
 from ops.replay.elsewhere import body_of
+from ops.replay.files import write_dump
 from ops.replay.report import lines_of
 from pipeline.events import (
     Admitted,
@@ -39,10 +41,11 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import RequestLimits
 from pipeline.log.redis import RedisLog
-from pipeline.names import SEAL, Names
+from pipeline.names import GENERATE, SEAL, Names
 from pipeline.process.config import ModelConfig
 from pipeline.recording import Recording
 from pipeline.replaying import LOWEST, NotComputed, again
+from pipeline.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.views.recorded import History
 from stages.generate.config import EngineConfig
 from stages.generate.past import TOKENS_IN_DOUBT
@@ -101,6 +104,11 @@ def recorded(pipeline: Pipeline, pairs: Sequence[tuple[str, AnyEvent]]) -> str:
     for entry in entries_of(pairs):
         put(pipeline.log, pipeline.names.request(uid), entry.fields, entry.id)
     return uid
+
+
+def after_logs(uid: str, lines: Sequence[str]) -> Sequence[str]:
+    """Return what the command said of *uid*: the engine of the same process logs before that."""
+    return lines[next(place for place, line in enumerate(lines) if line.startswith(uid)) :]
 
 
 def history(pairs: Sequence[tuple[str, AnyEvent]]) -> History:
@@ -185,9 +193,37 @@ def test_the_first_difference_is_shown_and_the_exit_code_is_1(pipeline: Pipeline
         "  now       token 100",
         "  explained by weights: recorded adding, now counting",
         "  explained by one of the histories does not say how its engine computed",
+        "  recorded with weights adding, computed with counting",
     ]
     _, lines = run(uid, "--times", "2")
     assert lines[:2] == [f"{uid}: 0 of 2 identical, 4 tokens", f"{uid}: 2 times: token 3 differs, of 4 tokens"]
+
+
+def test_an_imported_answer_of_other_weights_is_said_so_although_its_tokens_are_equal(
+    pipeline: Pipeline, run: Run, redis_url: str, tmp_path: Path
+) -> None:
+    uids, file = [new_uid(), new_uid()], tmp_path / "dump.zst"
+    failing = entries((POISON,), 98, end=Cancelled(by="client"))
+    dumped = []
+    for uid, pairs in zip(uids, (entries((97,), 98, 99, end=Cancelled(by="client")), failing), strict=True):
+        named = pairs[0][1].model_copy(update={"model": "gone"})
+        dumped.append(Recording(uid, tuple(entries_of([("0-1", named), *pairs[1:]]))))
+    write_dump(file, dumped)
+    assert main(["replay", "import", str(file), "--redis-url", redis_url]) == 0
+    weights = "  recorded with weights adding (model gone), computed with counting"
+    code, lines = run(uids[0])
+    assert (code, lines[-2:]) == (0, [f"{uids[0]}: identical, 2 tokens", weights])
+    with contextlib.closing(pipeline.log.another()) as log:
+        engine = SlotLease(log, acquire_slot(log, GENERATE, 60_000), 60_000)
+        engine.say(models=("demo", "mini"))
+        until(lambda: any(status.models for status in read_statuses(log, GENERATE)))
+        _, lines = run(uids[0])
+        assert lines[1:] == [weights, "  the recorded model gone is not served there; served: demo, mini"]
+        code, lines = run(uids[1])
+        said = after_logs(uids[1], lines)
+        assert code == 2 and "could not be computed again: engine_error" in said[0]
+        assert said[1:] == [weights, "  the recorded model gone is not served there; served: demo, mini"]
+        engine.leave()
 
 
 def test_the_uid_of_a_body_means_all_of_its_requests(pipeline: Pipeline, run: Run) -> None:
@@ -205,7 +241,13 @@ def test_a_replay_that_fails_is_no_answer(pipeline: Pipeline, run: Run) -> None:
     uid = recorded(pipeline, entries((POISON,), 98, end=Cancelled(by="client")))
     code, lines = run(uid)
     assert code == 2
-    assert f"{uid}: could not be computed again: engine_error: The engine failed on this request" in "".join(lines)
+    lines = after_logs(uid, lines)
+    assert lines[0].startswith(f"{uid}: could not be computed again: engine_error: The engine failed on this request")
+    assert lines[1:] == ["  recorded with weights adding, computed with counting"]
+    lines = after_logs(uid, run(uid, "--times", "2")[1])
+    assert lines[1] == f"{uid}: 0 of 2 identical, 1 token"
+    assert lines[2].startswith(f"{uid}: 2 times: it failed after 0 of 1 tokens: engine_error: The engine failed")
+    assert "., of" not in "".join(lines) and len(lines) == 4
 
 
 def test_what_is_not_there_or_cannot_be_computed_exits_with_2(pipeline: Pipeline, run: Run) -> None:
