@@ -12,7 +12,7 @@ from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConf
 from ops.connection import NotThere, named_first, one_line
 from ops.replay.report import short
 from ops.replay.source import open_source
-from ops.replay.waited import why
+from ops.replay.waited import company_at, why
 from ops.trace import as_json, when
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, as_plain
@@ -23,7 +23,10 @@ from pipeline.views.recorded import History, State, said_of_end
 ABOUT: Final = """\
 Shows a request when it had N tokens: the text so far, the token ids, what token N was sampled from, who made it and
 when. Without --at, N is the last token. The most probable tokens are there if the client asked for log-probabilities.
+The batch and the pages are there while the journal of the engine has the step.
 """
+MOST_NAMED: Final = 8
+"""Requests of a batch that are named; --json has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             state = history.at(len(history.tokens) if shown.at is None else shown.at)
         except IndexError as error:
             raise ConfigError(f"--at {shown.at}: {error}") from error
-        told = told_of(history, state) | waited(source.log, history, state)
+        told = told_of(history, state) | company(source.log, history, state) | waited(source.log, history, state)
     sys.stdout.write(as_json(told) if prints.as_json else "".join(f"{line}\n" for line in lines_of(told)))
     return 0
 
@@ -94,6 +97,13 @@ def told_of(history: History, state: State) -> dict[str, Any]:
     return told
 
 
+def company(log: StreamLog, history: History, state: State) -> dict[str, Any]:
+    """Return the batch of the last token and the pages, as plain data; `batch` is None if the journal lacks them."""
+    if state.last is None:
+        return {}
+    return {"batch": None} | company_at(log, history, state.last)
+
+
 def waited(log: StreamLog, history: History, state: State) -> dict[str, Any]:
     """Return what the engine did meanwhile, as plain data; nothing if its journal lacks the step of the token."""
     last, submitted = state.last, history.submitted
@@ -112,6 +122,7 @@ def lines_of(told: Mapping[str, Any]) -> list[str]:
         ("time", _time(told)),
         *_slowest(told),
         *_made(told),
+        *_company(told),
         *(("meanwhile" if not index else "", reason) for index, reason in enumerate(told.get("meanwhile", ()))),
         *(("mark", _pairs(mark)) for mark in told["marks"]),
         ("sampling", _pairs(told["sampling"])),
@@ -143,6 +154,27 @@ def _made(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     how = {name: told[name] for name in ("weights", "numerics", "version") if told[name]}
     step = f"epoch {told['epoch']}, step {told['step'].partition('-')[2]}{prompt}"
     return [("engine", f"{one_line(told['engine'])} {step}"), ("with", _pairs(how))]
+
+
+def _company(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if "batch" not in told:
+        return []
+    if told["batch"] is None:
+        return [("batch", "the journal no longer has this step (--journal-bytes, --retention)")]
+    batch, pages = told["batch"], told["pages"]
+    others = batch["others"]
+    named = ", ".join(map(one_line, others[:MOST_NAMED])) or "no other request"
+    named += f" and {len(others) - MOST_NAMED:,} more" if len(others) > MOST_NAMED else ""
+    used = f", {pages['all'] - pages['free']:,} used" if "all" in pages else ""
+    return [
+        ("batch", f"{_counted(batch['rows'], 'row')}, {_counted(batch['prompt_tokens'], 'prompt token')}"),
+        ("beside", named),
+        ("pages", f"{pages['free']:,} free{used}, after the step"),
+    ]
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def _scores(told: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from pipeline.names import Names
 from pipeline.recording import Recording
 
 HOUR_S = 3600
+URL = ("--url", "http://127.0.0.1:9")
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_an_absent_request_says_which_flags_would_have_kept_it(lived: LivedReque
 def test_a_folder_that_is_no_archive_is_an_error_of_the_command_line(
     show: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments in (("show", new_uid()), ("run", new_uid()), ("dump", "file"), ("drive", "--since", "-1h")):
+    for arguments in (("show", new_uid()), ("run", new_uid()), ("dump", "file"), ("drive", "--since", "-1h", *URL)):
         assert main(["replay", *arguments, "--redis-url", show.url, "--archive", str(tmp_path)]) == 2
         assert f"--archive: {tmp_path} is no archive" in capsys.readouterr().err
 

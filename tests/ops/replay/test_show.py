@@ -79,6 +79,38 @@ def test_what_the_engine_did_between_two_tokens_is_told_from_its_journal(
     assert "meanwhile" not in show.json(uid, "--at", "2")
 
 
+def test_who_shared_the_batch_and_the_pages_is_told_while_the_journal_has_the_step(
+    lived: LivedRequests, show: Tool, redis_url: str
+) -> None:
+    uid = finished(lived)
+    gone = "batch      the journal no longer has this step (--journal-bytes, --retention)"
+    assert gone.split() in [line.split() for line in show(uid)] and show.json(uid)["batch"] is None
+    assert not any(line.startswith("batch") for line in show(uid, "--at", "0"))
+    others = [new_uid() for _ in range(10)]
+    writer = JournalWriter()
+
+    def journalled(number: int, *, schedule: str = "", chunks: tuple[Chunk, ...] = ()) -> None:
+        rows = tuple(TokenRow(uid=each, n=number, token=40 + number) for each in (uid, *others))
+        figures = Figures(decode_rows=11, prefill_rows=len(chunks), prefill_tokens=9 * len(chunks), free_pages=13)
+        step = StepCompleted(rows=rows, chunks=chunks, figures=figures, schedule=schedule)
+        entry = Entry(f"1-{number}", {"ms": str(show.json(uid)["submitted_ms"] + number)} | encode(step))
+        fields = writer.fields(entry, step)
+        command(redis_url, "XADD", Names().journal("generate-0"), entry.id, *itertools.chain(*fields.items()))
+
+    journalled(1, schedule='{"num_pages": 64}')
+    journalled(2)
+    journalled(3, chunks=(Chunk(uid="other", start=0, count=9),))
+    told = show.json(uid)
+    assert told["batch"] == {"rows": 12, "prompt_tokens": 9, "others": [*others, "other"]}
+    assert told["pages"] == {"free": 13, "all": 64}
+    lines = dict(line.split(maxsplit=1) for line in show(uid))
+    assert lines["batch"] == "12 rows, 9 prompt tokens" and lines["pages"] == "13 free, 51 used, after the step"
+    assert lines["beside"] == f"{', '.join(others[:8])} and 3 more"
+    assert show.json(uid, "--at", "2")["batch"] == {"rows": 11, "prompt_tokens": 0, "others": others}
+    command(redis_url, "XDEL", Names().journal("generate-0"), "1-1")
+    assert show.json(uid, "--at", "2")["batch"] is None, "nobody can tell its rows"
+
+
 def test_the_token_that_came_last_after_the_one_before_is_named(
     lived: LivedRequests, show: Tool, redis_url: str
 ) -> None:
