@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ops.config import ConnectConfig, PrintConfig
+from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
 from ops.connection import columns, named_first, one_line, running_log
 from ops.replay.otherwise import FEWEST_FITTED, between_ms, fitted, lived_again, measured, parts_of
+from ops.replay.source import Source
 from ops.trace import as_json
+from pipeline.archive.reader import open_archive
 from pipeline.errors import ConfigError, MiniSGLError, UndecodableEvent
 from pipeline.events import Preempted, TakenOver
 from pipeline.flags import at_least, flag, parse_flags
@@ -67,7 +69,7 @@ class LimitsConfig:
         return given | ({"mixed_prefill_per_request": 0} if self.mixed_prefill_length else {})
 
 
-FLAGS: Final = (ConnectConfig, StepsConfig, LimitsConfig, PrintConfig)
+FLAGS: Final = (ConnectConfig, ArchivedConfig, StepsConfig, LimitsConfig, PrintConfig)
 
 
 class CannotPlan(MiniSGLError):
@@ -78,7 +80,7 @@ class CannotPlan(MiniSGLError):
 class Requests:
     """The requests of some steps: prompts and tokens from their histories, later tokens from the journal."""
 
-    log: StreamLog
+    source: Source
     tokens: Mapping[str, Mapping[int, int]]
     """uid -> n -> token, from the journal."""
     _known: dict[str, NewRequest] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Requests:
         new = [uid for uid in dict.fromkeys(uids) if uid not in self._known]
         for at in range(0, len(new), HISTORIES_AT_ONCE):
             some = new[at : at + HISTORIES_AT_ONCE]
-            for uid, history in zip(some, self.log.histories(some), strict=True):
+            for uid, history in zip(some, self.source.histories(some), strict=True):
                 request = recorded_request(uid, history)
                 if request is not None:
                     self._known[uid] = request
@@ -112,8 +114,9 @@ class Requests:
         known = self._known.get(uid)
         if known is None:
             raise CannotPlan(
-                f"the prompt of {one_line(uid)} is gone: its history expired, or the request was removed; plan steps "
-                "that are not as old, or let the server keep histories longer (--retention)"
+                f"the prompt of {one_line(uid)} is gone: its history expired, or the request was removed; pass "
+                "--archive if there is one, plan steps that are not as old, or let the server keep histories longer "
+                "(--retention)"
             )
         output, later = known.output_ids[:n], self.tokens.get(uid, {})
         try:
@@ -127,15 +130,16 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Plan the steps again and say whether they are the same; return the exit code.
 
     Raises:
-        ConfigError: The flags cannot work.
+        ConfigError: The flags cannot work, or the folder is no archive.
         LogUnavailable: There is no such server.
     """
     engine, flags = named_first("replay schedule", arguments, "the slot of an engine, such as generate-0")
     command = "replay schedule ENGINE"
-    connect, which, other, prints = parse_flags(command, FLAGS, flags, environment, about=ABOUT)
+    connect, archived, which, other, prints = parse_flags(command, FLAGS, flags, environment, about=ABOUT)
     try:
         with running_log(connect) as log:
-            told = planned_again(log, engine, which, other.given())
+            source = Source(log, open_archive(archived.archive) if archived.archive else None)
+            told = planned_again(source, engine, which, other.given())
     except (CannotPlan, StepsMissing, UndecodableEvent) as error:
         sys.stderr.write(f"minisgl replay schedule: {error}\n")
         return EXIT_IMPOSSIBLE
@@ -143,7 +147,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     return 0 if told["identical"] else EXIT_DIFFERENT
 
 
-def planned_again(log: StreamLog, engine: str, which: StepsConfig, limits: Mapping[str, int]) -> dict[str, Any]:
+def planned_again(source: Source, engine: str, which: StepsConfig, limits: Mapping[str, int]) -> dict[str, Any]:
     """Return what planning steps of *engine* again says, and what would have happened under other *limits*, if any.
 
     Raises:
@@ -151,8 +155,8 @@ def planned_again(log: StreamLog, engine: str, which: StepsConfig, limits: Mappi
         CannotPlan: A step or a prompt is gone, or there are too few steps for an estimate.
         UndecodableEvent: The journal is damaged.
     """
-    found = steps_between(log, engine, which.first, which.last)
-    requests = Requests(log, found.tokens)
+    found = steps_between(source.log, engine, which.first, which.last)
+    requests = Requests(source, found.tokens)
     requests.learn([uid for step in found.steps for uid in _uids_in(step)] + snapshot_uids(found.steps[0].schedule))
     counts = dict.fromkeys(("steps", "tokens", "arrivals", "preemptions", "takeovers"), 0)
     difference: dict[str, Any] = {}

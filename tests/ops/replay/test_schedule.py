@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -12,10 +13,13 @@ from journalled import ENGINE, EPOCH, Life, live
 from log_contract import put
 
 from minisgl import main
+from pipeline.archive.folder import make_archive
+from pipeline.archive.writer import Writer
 from pipeline.events import Submitted, Tokenized, TokensProduced, encode
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Entry
 from pipeline.names import SUBMITTED_ID, TOKENIZED_ID, Names, tokens_id
+from pipeline.recording import Recording
 
 NUM_STEPS, EVERY = 300, 100
 Tool = Callable[..., tuple[int, str, str]]
@@ -104,6 +108,16 @@ def test_a_prompt_that_is_gone_is_named(tool: Tool, log: MemoryLog) -> None:
     code, out, error = tool(ENGINE)
     assert (code, out) == (2, "")
     assert "the prompt of r3 is gone" in error and "--retention" in error
+
+
+def test_a_prompt_that_redis_has_no_longer_comes_from_the_archive(tool: Tool, log: MemoryLog, tmp_path: Path) -> None:
+    make_archive(tmp_path, "minisgl")
+    Writer(tmp_path, "archive-0", 1).write([Recording("r3", tuple(log.histories(["r3"])[0]))])
+    log._streams.by_key[log.names.request("r3")].entries.clear()
+    assert tool(ENGINE)[0] == 2
+    code, out, _ = tool(ENGINE, "--archive", str(tmp_path))
+    assert code == 0 and "planned again: identical" in out
+    assert tool(ENGINE, "--archive", str(tmp_path / "none"))[0] == 2
 
 
 def test_tokens_after_the_end_of_a_history_come_from_the_journal(tool: Tool, log: MemoryLog, life: Life) -> None:
