@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import orjson
+
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
 from ops.connection import columns, named_first, one_line, running_log
 from ops.replay.otherwise import FEWEST_FITTED, between_ms, fitted, lived_again, measured, parts_of
@@ -34,6 +36,10 @@ EXIT_DIFFERENT: Final = 1
 EXIT_IMPOSSIBLE: Final = 2
 READ_AT_ONCE: Final = 1000
 HISTORIES_AT_ONCE: Final = 64
+FAR: Final = 2.0
+"""An estimate of pauses that is so many times what was measured, or that part of it, is far off .."""
+NEAR_MS: Final = 2.0
+""".. unless they differ by no more than this: the journal counts whole milliseconds."""
 STEPS_BEHIND: Final = 300
 """An engine may make so many tokens of a request after its end, before it hears of it."""
 
@@ -63,8 +69,21 @@ class LimitsConfig:
         help="estimate what another limit would have done: prompt tokens per step while streams run [as it was]",
     )
 
+    max_running_requests: int = flag(
+        "--max-running-requests",
+        default=0,
+        parse=at_least(1),
+        help="estimate what another limit would have done: requests that run at once [as it was]",
+    )
+    num_pages: int = flag(
+        "--num-pages",
+        default=0,
+        parse=at_least(1),
+        help="estimate what another limit would have done: pages in the cache [as it was]",
+    )
+
     def given(self) -> dict[str, int]:
-        """Return the limits that differ, as fields of ScheduleLimits."""
+        """Return the limits that differ, as `NotedSchedule.restored` takes them."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value}
         return given | ({"mixed_prefill_per_request": 0} if self.mixed_prefill_length else {})
 
@@ -192,16 +211,41 @@ def _otherwise(
         between_ms(steps),
     )
     tokens = {uid: requests.all_tokens(uid) for uid in requests.uids}
+    if "num_pages" in limits:
+        _check_pages(limits["num_pages"], orjson.loads(steps[0].schedule)["page_size"], requests, tokens)
     estimates = {
         name: lived_again(steps, requests.request, tokens, time_of, **other)
         for name, other in (("estimated_as_it_was", {}), ("estimated", limits))
     }
-    outcomes = {"measured": measured(steps), **estimates}
+    outcomes = {name: outcome.told() for name, outcome in {"measured": measured(steps), **estimates}.items()}
     return {
         "limits": dict(limits),
         "error_of_estimated_steps": round(time_of.error, 3),
-        "outcomes": {name: outcome.told() for name, outcome in outcomes.items()},
+        "unreliable": far_off(outcomes["measured"], outcomes["estimated_as_it_was"]),
+        "outcomes": outcomes,
     }
+
+
+def far_off(measured: Mapping[str, float], estimated: Mapping[str, float]) -> list[str]:
+    """Return the pauses of which the estimate is far from what was measured under the same limits."""
+    return [
+        name
+        for name in ("pause_p50_ms", "pause_p99_ms", "longest_pause_ms")
+        if abs(measured[name] - estimated[name]) > NEAR_MS
+        and max(measured[name], estimated[name]) > FAR * min(measured[name], estimated[name])
+    ]
+
+
+def _check_pages(num_pages: int, page_size: int, requests: Requests, tokens: Mapping[str, Sequence[int]]) -> None:
+    """Raise CannotPlan if one of the requests does not fit into so many pages."""
+    lengths = {uid: len(requests.request(uid, 0).prompt_ids) + max(len(made), 1) for uid, made in tokens.items()}
+    longest = max(lengths, key=lengths.__getitem__)
+    needed = -(-lengths[longest] // page_size)
+    if needed > num_pages:
+        raise CannotPlan(
+            f"--num-pages {num_pages}: {one_line(longest)} has {lengths[longest]:,} tokens, which need {needed:,} "
+            f"pages; pass at least {needed}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,4 +376,16 @@ def _estimates(told: Mapping[str, Any]) -> list[str]:
         "",
         "All of the last two columns is estimated, from a fit to the times of these steps.",
         f"Half of the steps took less than {share} more or less than the fit says.",
+        *_warning(told),
     ]
+
+
+def _warning(told: Mapping[str, Any]) -> list[str]:
+    """Return a line that says of which pauses the estimate is far off, if it is."""
+    was, is_said = (told["outcomes"][name] for name in ("measured", "estimated_as_it_was"))
+    far = [
+        f"{name.replace('_', ' ')} {was[name]:,} measured, {is_said[name]:,} estimated" for name in told["unreliable"]
+    ]
+    if not far:
+        return []
+    return [f"The estimate of pauses is unreliable: with the engine's own limits, {'; '.join(far)}."]

@@ -18,7 +18,7 @@ import orjson
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Chunk, Failed, StepRow, TokenRow
 from stages.generate.kvcache import cache_name, remade
-from stages.generate.kvcache.base import Books, Held, PrefixCache
+from stages.generate.kvcache.base import Books, Held, Holding, PrefixCache
 from stages.generate.schedule.plan import BatchPlan, PlanRow, RowScores
 from stages.generate.schedule.request import NewRequest, Request
 from stages.generate.schedule.schedule import Identity, Schedule, ScheduleLimits, by_order
@@ -154,11 +154,18 @@ class NotedSchedule(Schedule):
 
     @classmethod
     def restored(
-        cls, snapshot: str, number: int, request_of: Callable[[str, int], NewRequest], **other_limits: int
+        cls,
+        snapshot: str,
+        number: int,
+        request_of: Callable[[str, int], NewRequest],
+        *,
+        num_pages: int = 0,
+        **other_limits: int,
     ) -> NotedSchedule:
         """Return the schedule of a snapshot, before step *number*. *request_of* gives a request with n output tokens.
 
-        *other_limits* replace those of the snapshot.
+        *num_pages* and *other_limits* replace those of the snapshot. With fewer pages, or where fewer requests may run,
+        those that came last wait, as if they had been preempted.
 
         Raises:
             UndecodableEvent: This code cannot read the snapshot.
@@ -169,21 +176,31 @@ class NotedSchedule(Schedule):
                 raise UndecodableEvent(f"it is of version {plain['v']}; this MiniSGL reads up to {SNAPSHOT_VERSION}")
             parents, digests = b64decode(plain["parents"]), b64decode(plain["digests"])
             books = Books(tuple(Held(*held) for held in plain["held"]), parents, digests)
-            cache, holdings = remade(plain["cache"], plain["num_pages"], plain["page_size"], books)
+            cache, holdings = remade(plain["cache"], max(num_pages, plain["num_pages"]), plain["page_size"], books)
             limits = dataclasses.replace(ScheduleLimits(**plain["limits"]), **other_limits)
             schedule = cls(cache, limits, plain["eos_ids"], Identity(**plain["identity"]))
             for at, (uid, arrival, n, num_computed, chunks, stands_still) in enumerate(plain["requests"]):
                 request = schedule._put_back(request_of(uid, n), arrival)
                 request.stands_still = stands_still
-                if at < len(holdings):
+                if at < len(holdings) and not schedule._tables:
+                    cache.end(holdings[at])
+                elif at < len(holdings):
                     schedule._waiting.remove(request)
                     insort(schedule._running, request, key=by_order)
                     request.table, request.holding = schedule._tables.popleft(), holdings[at]
                     request.num_computed, request.chunks = num_computed, chunks
             schedule._num_arrived, schedule._alone, schedule._step = plain["arrived"], plain["alone"], number - 1
+            if 0 < num_pages < plain["num_pages"]:
+                schedule._take_away(plain["num_pages"] - num_pages)
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UndecodableEvent(f"the snapshot of a schedule does not decode: {error!r}") from error
         return schedule
+
+    def _take_away(self, num_pages: int) -> None:
+        """Take so many pages for ever: unused prefixes go first, then requests are preempted, the last one first."""
+        while self._cache.num_available < num_pages:
+            self._preempt(self._running[-1], [], self.next_step)
+        self._cache.grow(Holding(), num_pages)
 
     def _put_back(self, new: NewRequest, arrival: int) -> Request:
         self._num_arrived = arrival

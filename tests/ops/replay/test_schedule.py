@@ -13,6 +13,7 @@ from journalled import ENGINE, EPOCH, Life, live
 from log_contract import put
 
 from minisgl import main
+from ops.replay.schedule import far_off
 from pipeline.archive.folder import make_archive
 from pipeline.archive.writer import Writer
 from pipeline.events import Submitted, Tokenized, TokensProduced, encode
@@ -171,11 +172,53 @@ def test_other_limits_are_estimated_beside_what_was_measured(tool: Tool) -> None
     assert code == 0 and lines[2] == "planned again: identical"
     assert lines[4].split("  ")[-3:] == ["measured", "as it was, estimated", "with other limits, estimated"]
     assert [line.split("  ")[0] for line in lines[5:8]] == ["steps", "tokens", "preemptions"]
-    assert lines[-2].startswith("All of the last two columns is estimated")
+    assert any(line.startswith("All of the last two columns is estimated") for line in lines)
     told = orjson.loads(tool(ENGINE, "--max-prefill-length", "4", "--json")[1])
     assert told["limits"] == {"max_prefill_length": 4}
     assert set(told["outcomes"]) == {"measured", "estimated_as_it_was", "estimated"}
     assert told["outcomes"]["estimated"]["steps"] > told["outcomes"]["estimated_as_it_was"]["steps"]
+
+
+def test_fewer_running_requests_and_fewer_pages_are_estimated(tool: Tool, life: Life) -> None:
+    def estimated(*flags: str) -> dict[str, float]:
+        told = orjson.loads(tool(ENGINE, *flags, "--json")[1])
+        outcomes: dict[str, dict[str, float]] = told["outcomes"]
+        assert outcomes["estimated"]["tokens"] > 0.9 * outcomes["estimated_as_it_was"]["tokens"]
+        return outcomes["estimated"]
+
+    five, one = estimated("--max-running-requests", "5"), estimated("--max-running-requests", "1")
+    assert one["steps"] > 1.5 * five["steps"]
+    longest = max(len(life.came[uid].prompt_ids) + len(made) for uid, made in life.made.items())
+    least = str(-(-longest // 4))
+    few, as_it_was, many = (estimated("--num-pages", number) for number in (least, "30", "90"))
+    assert few["preemptions"] > many["preemptions"] == 0
+    assert few["preemptions"] > as_it_was["preemptions"] >= many["preemptions"]
+    assert estimated("--from", "250", "--num-pages", least, "--max-running-requests", "2")["steps"] > 0
+    code, _, error = tool(ENGINE, "--num-pages", "3")
+    assert code == 2 and "--num-pages 3: r" in error and f"pass at least {least}" in error
+
+
+def test_an_estimate_of_pauses_that_is_far_from_what_was_measured_is_said() -> None:
+    measured = {"pause_p50_ms": 5.0, "pause_p99_ms": 14.0, "longest_pause_ms": 263.0}
+    assert far_off(measured, {"pause_p50_ms": 4.8, "pause_p99_ms": 8.5, "longest_pause_ms": 232.3}) == []
+    assert far_off(measured, {"pause_p50_ms": 3.1, "pause_p99_ms": 29.0, "longest_pause_ms": 70.0}) == [
+        "pause_p99_ms",
+        "longest_pause_ms",
+    ]
+    assert far_off(measured, measured | {"pause_p50_ms": 0.0}) == ["pause_p50_ms"]
+    assert far_off(measured | {"pause_p50_ms": 1.0}, measured | {"pause_p50_ms": 3.0}) == []
+
+
+def test_an_unreliable_estimate_is_named_in_its_last_line(tool: Tool, log: MemoryLog) -> None:
+    stream = log._streams.by_key[log.names.journal(ENGINE)]
+    for epoch, number in stream.entries:  # one step in a hundred was held up for a second
+        fields: Any = stream.entries[epoch, number]
+        stream.entries[epoch, number] = {**fields, "ms": str(number * 10 + number // 100 * 1000)}
+    _, out, _ = tool(ENGINE, "--max-prefill-length", "4")
+    assert out.splitlines()[-1].startswith("The estimate of pauses is unreliable: with the engine's own limits, ")
+    assert "longest pause ms 1,010.0 measured" in out.splitlines()[-1]
+    told = orjson.loads(tool(ENGINE, "--max-prefill-length", "4", "--json")[1])
+    assert "longest_pause_ms" in told["unreliable"]
 
 
 def test_too_few_steps_are_no_ground_for_an_estimate(tool: Tool) -> None:
