@@ -47,7 +47,11 @@ class RetentionConfig:
 class ArchivedConfig:
     """Where requests are that Redis does not keep any more."""
 
-    archive: str = flag("--archive", default="", help="folder of archived requests; it is looked at after Redis [none]")
+    archive: str = flag(
+        "--archive",
+        default="",
+        help="folder of the archive, from which requests are read that Redis no longer has [none]",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ops.config import ConnectConfig
 from pipeline.archive.reader import Archive, open_archive
 from pipeline.errors import ConfigError, LogNotThere, LogUnavailable, MiniSGLError
+from pipeline.flags import flags_of, split_names
 from pipeline.log.archivers import ArchiverLog
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
@@ -74,18 +76,28 @@ def log_and_archive(
         yield log, archive
 
 
-def named_first(command: str, arguments: Sequence[str], what: str) -> tuple[str, Sequence[str]]:
-    """Take what the command is about off the front of its arguments; empty where help is asked for.
+def split_named(
+    command: str, arguments: Sequence[str], what: str, owners: Sequence[type[Any]]
+) -> tuple[str, Sequence[str]]:
+    """Return what the command is about, and its flags, those of *owners*.
+
+    The first is empty where help is asked for, or where a flag is unknown: `parse_flags` says so.
 
     Raises:
-        ConfigError: It is not there.
+        ConfigError: It is not there, or there are several.
     """
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0], arguments[1:]
-    if "--help" in arguments or "-h" in arguments:
-        return "", arguments
-    seen = arguments[0] if arguments else "nothing"
-    raise ConfigError(f"minisgl {command}: {seen} given, expected {what} first (see minisgl {command} --help)")
+    names, flags = split_names(arguments, owners)
+    if len(names) == 1:
+        return names[0], flags
+    known = {name for item in flags_of(owners) for name in item.metadata["flags"]}
+    if asks_for_help(arguments) or any(flag.partition("=")[0] not in known for flag in flags if flag.startswith("-")):
+        return "", flags
+    seen = " ".join(map(one_line, names)) or "nothing"
+    raise ConfigError(f"{command}: {seen} given, expected {what} (see minisgl {command} --help)")
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    return not {"--help", "-h"}.isdisjoint(arguments)
 
 
 def uid_in(text: str) -> str:

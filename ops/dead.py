@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from ops.config import ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, columns, named_first, one_line, running_log, uid_in
+from ops.connection import NotThere, columns, one_line, running_log, split_named, uid_in
 from ops.trace import as_json, lines_of, told_of, when
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, new_uid
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     if arguments[0] not in ACTIONS:
-        raise ConfigError(f"minisgl dead: {arguments[0]} given, expected one of {', '.join(ACTIONS)}")
+        raise ConfigError(f"dead: {arguments[0]} given, expected one of {', '.join(ACTIONS)}")
     ACTIONS[arguments[0]](arguments[1:], environment)
     return 0
 
@@ -83,7 +83,7 @@ def ls(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 def show(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Print one letter, and the story that its copy of the history tells."""
     about = "Shows what a request died of, and its story."
-    named, flags = named_first("dead show", arguments, WHICH)
+    named, flags = split_named("dead show", arguments, WHICH, FLAGS)
     connect, prints = parse_flags("dead show ID_OR_UID", FLAGS, flags, environment, about=about)
     with running_log(connect) as log:
         letter = find(log, named)
@@ -120,7 +120,7 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         "Sends a request again that killed its workers, under a new uid, which it prints, and drops the letter. "
         "Nobody listens to it: see what becomes of it with minisgl trace."
     )
-    named, flags = named_first("dead requeue", arguments, WHICH)
+    named, flags = split_named("dead requeue", arguments, WHICH, REQUEUE_FLAGS)
     connect, limits, retention, prints = parse_flags(
         "dead requeue ID_OR_UID", REQUEUE_FLAGS, flags, environment, about=about
     )
@@ -144,7 +144,7 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 def drop(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Remove a letter; the history, where it is there still, stays for its retention."""
     about = "Drops the letter of a request that killed its workers."
-    named, flags = named_first("dead drop", arguments, WHICH)
+    named, flags = split_named("dead drop", arguments, WHICH, FLAGS)
     connect, prints = parse_flags("dead drop ID_OR_UID", FLAGS, flags, environment, about=about)
     with running_log(connect) as log:
         letter = find(log, named)

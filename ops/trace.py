@@ -11,7 +11,7 @@ from typing import Any, Final
 import orjson
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, columns, log_and_archive, named_first, one_line, uid_in
+from ops.connection import NotThere, columns, log_and_archive, one_line, split_named, uid_in
 from pipeline.archive.reader import Archive
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Presentation, SamplingParams, Templating, Value
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         LogUnavailable: There is no such server, and no archive is named.
         UndecodableEvent: The history is damaged.
     """
-    name, flags = named_first("trace", arguments, "the uid of a request")
+    name, flags = split_named("trace", arguments, "the uid of a request", FLAGS)
     connect, retention, archived, prints = parse_flags("trace UID", FLAGS, flags, environment, about=ABOUT)
     uid = uid_in(name)
     with log_and_archive(connect, archived.archive) as (log, archive):

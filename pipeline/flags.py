@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -142,12 +143,17 @@ def one_of(choices: Sequence[Any], parse: Callable[[str], Any]) -> Callable[[str
     return choice
 
 
+_COMMAND: Final = re.compile("[a-z-]+")
+"""A word of a command. The words after them, such as FILE, say what it is about."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse says: argument --tp/--tensor-parallel-size/--tp-size: '0': must be ..
         message = re.sub(r"^argument (-[\w-]+)[^:]*:(?= ')", r"\1", message)
         message = re.sub(r"^argument (-[\w-]+)[^:]*:", r"\1:", message)
-        raise ConfigError(f"{message} (see {self.prog} --help)")
+        command = itertools.takewhile(_COMMAND.fullmatch, self.prog.split())
+        raise ConfigError(f"{message} (see {' '.join(command)} --help)")
 
 
 def flags_of(owners: Sequence[type[Any]]) -> list[dataclasses.Field[Any]]:

@@ -33,6 +33,6 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return 0
     kind = arguments[0]
     if kind not in KINDS:
-        raise ConfigError(f"minisgl bench: {kind} given, expected one of {', '.join(KINDS)}")
+        raise ConfigError(f"bench: {kind} given, expected one of {', '.join(KINDS)}")
     module = importlib.import_module(f"ops.bench.{kind}")
     return cast(int, module.main(arguments[1:], environment))

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, get_args
 import orjson
 
 from ops.connection import uid_in
-from ops.replay.origin import about_of
+from ops.replay.origin import CUSTOM_ID, IMPORTED_FROM, about_of
 from ops.replay.source import Source
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Submitted, decode
@@ -22,7 +22,10 @@ from pipeline.log.protocol import Entry
 from pipeline.names import PROBE
 from pipeline.recording import Recording
 from pipeline.views.history import State, state_of
+from pipeline.views.letters import REQUEUED_FROM
 from pipeline.walk import PROMPT
+from web.wire import fields
+from web.wire.copies import COPY_OF
 from web.wire.uids import drawn_ms, uid_of
 
 SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -32,6 +35,12 @@ READ_AT_ONCE: Final = 32
 LOOK_EVERY_S: Final = 0.1
 """Where it waits for requests that still run: how often it looks for those that have ended."""
 STATES: Final = tuple(state for state in get_args(State) if state not in ("queued", "tokenized", "running"))
+NAMES: Final = (
+    *("model", "endpoint", "owner", "state"),
+    *fields.LABELS,
+    *(COPY_OF, REQUEUED_FROM, CUSTOM_ID, IMPORTED_FROM),
+)
+"""What conditions may be about: the fields of a request, and its labels, those of tools last."""
 
 Where: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -63,6 +72,10 @@ def conditions(text: str) -> Where:
         if not equals or (name == "state" and value not in STATES):
             expected = f"NAME=VALUE,.., where NAME is model, endpoint, owner, state ({', '.join(STATES)}) or a label"
             raise argparse.ArgumentTypeError(f"{text!r}: must be {expected}")
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: no request has {name!r}; NAME must be one of {', '.join(NAMES)}"
+            )
         pairs.append((name, value))
     return tuple(pairs)
 

@@ -17,7 +17,7 @@ usage: minisgl replay show UID [--at N] [flags]        a request when it had N t
        minisgl replay schedule ENGINE [flags]          plan an engine's last steps again, and compare
        minisgl replay dump [UID ..] [flags] FILE       write requests into a file, with all that happened to them
        minisgl replay import FILE [flags]              put the requests of a file into a log
-       minisgl replay forget UID.. [flags]             remove requests, with everything that is kept of them
+       minisgl replay forget UID..|--user U [flags]    remove requests, with everything that is kept of them
 
 Each explains its flags with --help.
 """
@@ -44,6 +44,6 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         sys.stdout.write(USAGE)
         return 0
     if arguments[0] not in ACTIONS:
-        raise ConfigError(f"minisgl replay: {arguments[0]} given, expected one of {', '.join(ACTIONS)}")
+        raise ConfigError(f"replay: {arguments[0]} given, expected one of {', '.join(ACTIONS)}")
     code: int = importlib.import_module(ACTIONS[arguments[0]]).main(arguments[1:], environment)
     return code

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ops.config import PrintConfig
+from ops.connection import asks_for_help
 from ops.replay.files import read_dump
 from ops.replay.report import lines_of, report
 from ops.replay.run import COULD_NOT, exit_code
 from ops.trace import as_json
 from pipeline.errors import ConfigError, MiniSGLError
-from pipeline.flags import parse_flags
+from pipeline.flags import parse_flags, split_names
 from pipeline.views.recorded import History
 
 ABOUT: Final = """\
@@ -33,13 +34,12 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         ConfigError: The command line does not name two files, one is not there, or it has no answers.
     """
-    paths = [Path(each) for each in arguments[:2] if not each.startswith("-")]
-    if len(paths) < 2 and not {"--help", "-h"} & set(arguments):
-        seen = " ".join(arguments) or "nothing"
-        raise ConfigError(
-            f"minisgl replay diff: {seen} given, expected two files first (see minisgl replay diff --help)"
-        )
-    (prints,) = parse_flags("replay diff FILE_A FILE_B", FLAGS, arguments[len(paths) :], environment, about=ABOUT)
+    names, flags = split_names(arguments, FLAGS)
+    if len(names) != 2 and not asks_for_help(arguments):
+        seen = " ".join(names) or "nothing"
+        raise ConfigError(f"replay diff: {seen} given, expected two files (see minisgl replay diff --help)")
+    paths = [Path(each) for each in names]
+    (prints,) = parse_flags("replay diff FILE_A FILE_B", FLAGS, flags, environment, about=ABOUT)
     try:
         before, after = (read(path) for path in paths)
     except ConfigError:

@@ -137,7 +137,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     )
     if len(files) + choice.names_moments != 1:
         seen = " and ".join([*files, *(["--since or --until"] if choice.names_moments else [])]) or "nothing"
-        raise ConfigError(f"minisgl replay drive: {seen} given, expected the FILE of a dump, or --since and --until")
+        raise ConfigError(f"replay drive: {seen} given, expected the FILE of a dump, or --since and --until")
     recorded = Recorded("".join(files), choice, connect, archived.archive)
     config = replace(config, url=config.url or url_without_flag(connect))
     check_url(config.url)

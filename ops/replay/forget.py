@@ -66,7 +66,7 @@ class WhoseConfig:
     """Which requests."""
 
     user: str = flag(
-        "--user", default="", help="in place of UIDs: all requests that were sent with this value of `user`"
+        "--user", default="", help="remove all requests whose field `user` had this value; pass it instead of UIDs"
     )
 
 
@@ -99,10 +99,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """
     names, flags = split_names(arguments, FLAGS)
     connect, retention, archived, whose, prints = parse_flags(
-        "replay forget [UID ..]", FLAGS, flags, environment, about=ABOUT
+        "replay forget UID..|--user U", FLAGS, flags, environment, about=ABOUT
     )
     if bool(names) == bool(whose.user):
-        raise ConfigError("minisgl replay forget: name UIDs, or whose requests with --user, one of both")
+        raise ConfigError("replay forget: name UIDs, or whose requests with --user, one of both")
     bases = list(dict.fromkeys(base_uid(uid_in(name)) for name in names))
     with running_log(connect, RequestLimits(retention_s=retention.retention_s)) as log:
         archive = _archive_of(log, archived.archive)

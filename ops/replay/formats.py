@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
+from ops.replay.origin import CUSTOM_ID
 from ops.replay.redact import block_hashes, stand_in
 from pipeline.errors import RequestError, UndecodableEvent
 from pipeline.events import (
@@ -52,6 +53,12 @@ MOST_MS: Final = 2**48
 NOT_COMPUTED: Final = "not_computed"
 """The code with which requests of a batch end: there is no answer to them yet."""
 
+UNREADABLE: Final = "that cannot be read"
+AGAIN: Final = "that computed another one again (replay run)"
+"""Why requests are left out. Each follows the number of them."""
+
+LeftOut: TypeAlias = Callable[[str], None]
+"""Is told why a request is left out."""
 Reader: TypeAlias = Callable[[int, bytes], Sequence[Recording]]
 
 
@@ -114,7 +121,7 @@ def from_openai(number: int, line: bytes) -> list[Recording]:
     except (KeyError, TypeError) as error:
         raise UnreadableRecording("expected a custom_id, a url and a body") from error
     end = Failed(status=503, code=NOT_COMPUTED, message="The request came from a batch file and was not computed.")
-    labels = {"custom_id": str(plain.get("custom_id", ""))}
+    labels = {CUSTOM_ID: str(plain.get("custom_id", ""))}
     events = [event.model_copy(update={"labels": event.labels | labels}) for event in events]
     uids = sibling_uids(uid, len(events))
     return [
@@ -123,37 +130,43 @@ def from_openai(number: int, line: bytes) -> list[Recording]:
     ]
 
 
-def to_openai(recordings: Iterable[Recording], left_out: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+def to_openai(recordings: Iterable[Recording], left_out: LeftOut = lambda reason: None) -> Iterator[bytes]:
     """Yield a line for each body that made *recordings*; siblings are one body, if all of them are there.
 
-    A request of another endpoint than OpenAI's goes to /v1/completions. *left_out* is called for each request that
-    generates nothing, computed another one again, or cannot be read.
+    A request of another endpoint than OpenAI's goes to /v1/completions. *left_out* is called with the reason for each
+    request that generates nothing, computed another one again, has no prompt, or cannot be read.
     """
     for _, family in itertools.groupby(recordings, lambda recording: base_uid(recording.uid)):
         asked = []
         for recording in family:
             event = _asked(recording)
-            if event is None:
-                left_out()
+            if isinstance(event, str):
+                left_out(event)
             else:
                 asked.append((recording.uid, event))
         is_whole = bool(asked) and len(asked) == asked[0][1].siblings
         for body in [asked] if is_whole else [[one] for one in asked]:
             uid, first = body[0]
-            name = first.labels.get("custom_id") or (base_uid(uid) if is_whole else uid)
+            name = first.labels.get(CUSTOM_ID) or (base_uid(uid) if is_whole else uid)
             plain = {"custom_id": name, "method": "POST", "url": first.endpoint}
             fields = request_body([event for _, event in body])
             yield orjson.dumps(plain | {"body": fields}, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _asked(recording: Recording) -> Submitted | None:
-    """Return what was asked, in a form that a batch can have; None if it cannot."""
+def _asked(recording: Recording) -> Submitted | str:
+    """Return what was asked, in a form that a batch can have; or why it cannot."""
     try:
         event = decode(stand_in(recording).entries[0].fields)
     except UndecodableEvent:
-        return None
-    if not isinstance(event, Submitted) or event.task != "generate" or event.replay or not _has_prompt(event):
-        return None
+        return UNREADABLE
+    if not isinstance(event, Submitted):
+        return UNREADABLE
+    if event.task != "generate":
+        return "for the tokenizer alone"
+    if event.replay:
+        return AGAIN
+    if not _has_prompt(event):
+        return "without a prompt"
     shown = Presentation(echo=event.presentation.echo, choices=event.presentation.choices)
     limit = event.limit if "." not in event.limit else "max_tokens"
     endpoint = CHAT_ENDPOINT if event.messages else COMPLETIONS_ENDPOINT
@@ -206,17 +219,17 @@ def _num_blocks(num_tokens: int) -> int:
     return -(-min(num_tokens, MOST_TOKENS) // MOONCAKE_BLOCK)
 
 
-def to_mooncake(recordings: Iterable[Recording], left_out: Callable[[], None] = lambda: None) -> Iterator[bytes]:
-    """Yield a line for each of *recordings*, the earliest first. *left_out* is called for each that has no tokenized
-    prompt, computed another one again, or cannot be read.
+def to_mooncake(recordings: Iterable[Recording], left_out: LeftOut = lambda reason: None) -> Iterator[bytes]:
+    """Yield a line for each of *recordings*, the earliest first. *left_out* is called with the reason for each
+    that has no tokenized prompt, computed another one again, or cannot be read.
 
     Hashes are numbered in the order in which they come, so nothing of the tokens is in them.
     """
     rows = []
     for recording in recordings:
         row = _row(recording)
-        if row is None:
-            left_out()
+        if isinstance(row, str):
+            left_out(row)
         else:
             rows.append(row)
     rows.sort(key=itemgetter(0))
@@ -231,8 +244,8 @@ def to_mooncake(recordings: Iterable[Recording], left_out: Callable[[], None] = 
         yield orjson.dumps(plain, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _row(recording: Recording) -> tuple[int, int, int, list[object]] | None:
-    """Return moment, lengths and blocks of a request; None if the trace cannot have it."""
+def _row(recording: Recording) -> tuple[int, int, int, list[object]] | str:
+    """Return moment, lengths and blocks of a request; or why the trace cannot have it."""
     asked, prompt, n = None, None, 0
     try:
         for moment in walk(recording.entries, over_holes=True):
@@ -242,9 +255,13 @@ def _row(recording: Recording) -> tuple[int, int, int, list[object]] | None:
             if isinstance(moment.event, Tokenized):
                 prompt = moment.event.token_ids
     except UndecodableEvent:
-        return None
-    if asked is None or asked.replay or prompt is None:
-        return None
+        return UNREADABLE
+    if asked is None:
+        return UNREADABLE
+    if asked.replay:
+        return AGAIN
+    if prompt is None:
+        return "that ended before the prompt was tokenized"
     return asked.ms, len(prompt), n, _blocks(recording, prompt)
 
 

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     names, flags = split_names(arguments, FLAGS)
     connect, how, prints = parse_flags("replay import FILE", FLAGS, flags, environment, about=ABOUT)
     if len(names) != 1:
-        raise ConfigError(f"minisgl replay import: expected one FILE, got {len(names)}; name one after the other")
+        raise ConfigError(f"replay import: expected one FILE, got {len(names)}; name one after the other")
     path, tally = Path(names[0]), Tally()
     dump = open_dump(path)
     with running_log(connect, RequestLimits(retention_s=how.retention_s)) as log:

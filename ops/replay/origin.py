@@ -15,6 +15,8 @@ from pipeline.walk import PROMPT, walk
 
 IMPORTED_FROM: Final = "imported_from"
 """The label of an imported request: its file, what the header of that says, and what the file says of the request."""
+CUSTOM_ID: Final = "custom_id"
+"""The label of a request of a batch: its name in there."""
 
 
 def about_of(history: Sequence[Entry]) -> Mapping[str, Any]:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
+from ops.connection import asks_for_help
 from ops.replay.compute import OF_ENGINES, Computer, Computes, Serves, refuse_without_engine
 from ops.replay.report import computed_report, lines_of
 from ops.replay.source import Source, open_source
 from ops.trace import as_json
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Failed
-from pipeline.flags import at_least, first_word, flag, flags_of, parse_flags, yes_or_no
+from pipeline.flags import at_least, first_word, flag, flags_of, parse_flags, split_names, yes_or_no
 from pipeline.log.protocol import RequestLimits, StreamLog
 from pipeline.replaying import NotComputed, again
 from pipeline.views.recorded import History
@@ -68,7 +69,9 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         ConfigError: The flags cannot work.
     """
-    names, flags = uids_first(arguments)
+    names, flags = split_names(arguments, FLAGS)
+    if not names and not asks_for_help(arguments):
+        raise ConfigError("replay run: no UID given, expected one or more (see minisgl replay run --help)")
     connect, requests, retention, archived, run, prints, *engine = parse_flags(
         "replay run UID..", FLAGS, flags, environment, about=ABOUT
     )
@@ -98,19 +101,6 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     text = as_json(reports) if prints.as_json else "".join(f"{line}\n" for told in reports for line in lines_of(told))
     sys.stdout.write(text)
     return max(exit_code(told) for told in reports)
-
-
-def uids_first(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the uids that come first, and the flags after them.
-
-    Raises:
-        ConfigError: There is no uid, and nobody asks for help.
-    """
-    count = next((place for place, each in enumerate(arguments) if each.startswith("-")), len(arguments))
-    if not count and not {"--help", "-h"} & set(arguments):
-        seen = arguments[0] if arguments else "nothing"
-        raise ConfigError(f"minisgl replay run: {seen} given, expected uids first (see minisgl replay run --help)")
-    return arguments[:count], arguments[count:]
 
 
 def computes_here(flags: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import orjson
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
-from ops.connection import columns, named_first, one_line, running_log
+from ops.connection import columns, one_line, running_log, split_named
 from ops.replay.otherwise import FEWEST_FITTED, between_ms, fitted, lived_again, measured, parts_of
 from ops.replay.source import Source
 from ops.trace import as_json
@@ -69,7 +69,7 @@ class LimitsConfig:
         help="estimate what another limit would have done: prompt tokens per step while streams run [as it was]",
     )
 
-    max_running_requests: int = flag(
+    running_requests: int = flag(
         "--max-running-requests",
         default=0,
         parse=at_least(1),
@@ -85,6 +85,8 @@ class LimitsConfig:
     def given(self) -> dict[str, int]:
         """Return the limits that differ, as `NotedSchedule.restored` takes them."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value}
+        if "running_requests" in given:
+            given["max_running_requests"] = given.pop("running_requests")
         return given | ({"mixed_prefill_per_request": 0} if self.mixed_prefill_length else {})
 
 
@@ -152,7 +154,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         ConfigError: The flags cannot work, or the folder is no archive.
         LogUnavailable: There is no such server.
     """
-    engine, flags = named_first("replay schedule", arguments, "the slot of an engine, such as generate-0")
+    engine, flags = split_named("replay schedule", arguments, "the slot of an engine, such as generate-0", FLAGS)
     command = "replay schedule ENGINE"
     connect, archived, which, other, prints = parse_flags(command, FLAGS, flags, environment, about=ABOUT)
     try:
@@ -160,7 +162,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             source = Source(log, open_archive(archived.archive) if archived.archive else None)
             told = planned_again(source, engine, which, other.given())
     except (CannotPlan, StepsMissing, UndecodableEvent) as error:
-        sys.stderr.write(f"minisgl replay schedule: {error}\n")
+        sys.stderr.write(f"minisgl: {error}\n")
         return EXIT_IMPOSSIBLE
     sys.stdout.write(as_json(told) if prints.as_json else "\n".join(_lines(told)) + "\n")
     return 0 if told["identical"] else EXIT_DIFFERENT

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, named_first, one_line
+from ops.connection import NotThere, one_line, split_named
 from ops.replay.report import short
 from ops.replay.source import open_source
 from ops.replay.waited import company_at, why
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         LogUnavailable: There is no such server, and no archive is named.
         UndecodableEvent: The history is damaged.
     """
-    name, flags = named_first("replay show", arguments, "the uid of a request")
+    name, flags = split_named("replay show", arguments, "the uid of a request", FLAGS)
     connect, retention, archived, shown, prints = parse_flags("replay show UID", FLAGS, flags, environment, about=ABOUT)
     with open_source(connect, archived.archive, retention.retention_s) as source:
         recordings = source.recordings([name])

@@ -19,7 +19,9 @@ class FilesConfig:
     """Where the archive is, and how much of it is kept."""
 
     to: str = flag(
-        "--to", default="", help="folder of the archive; all archivers of a namespace must have the same one"
+        "--to",
+        default="",
+        help="folder of the archive, the same for all archivers of a namespace; required, except with --leave",
     )
     retain_s: float = flag(
         "--retain",

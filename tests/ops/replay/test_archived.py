@@ -116,10 +116,10 @@ def test_a_dump_by_time_has_what_redis_and_the_archive_have_each_once(
     Writer(folder, "archive-1", 1).write([Recording(uids[1], tuple(before[1]))])  # and Redis has it still
     assert dumped(dump, folder) == uids
     assert dumped(dump, folder, "--since", uids[1], "--until", uids[3]) == uids[1:4]
-    assert dumped(dump, folder, "--where", "state=failed") == []
+    assert dumped(dump, folder, "--where", "state=finished") == uids
     path = folder.parent / "last.zst"
     told = dump.json("--archive", str(folder), str(path))
-    assert told["left_out"] == {"running": 1, "expired": 0, "unfit": 0}
+    assert told["left_out"] == {"running": 1, "expired": 0, "unfit": 0, "reasons": {}}
     assert [list(recording.entries) for recording in read_dump(path)] == before
 
 
@@ -188,7 +188,7 @@ def test_a_request_that_was_forgotten_is_not_shown_from_files_that_no_archiver_h
     path = folder.parent / "last.zst"
     told = dump.json("--archive", str(folder), str(path))
     assert [each.uid for each in read_dump(path)] == [kept]
-    assert told["left_out"] == {"running": 0, "expired": 0, "unfit": 0}
+    assert told["left_out"] == {"running": 0, "expired": 0, "unfit": 0, "reasons": {}}
 
 
 def test_an_archive_does_not_stand_in_for_a_redis_that_refuses_the_user(

@@ -67,10 +67,20 @@ def test_what_cannot_be_read_fulfils_no_condition() -> None:
     assert matches([], ()) and not matches([], conditions("model=demo"))
 
 
-@pytest.mark.parametrize("text", ["model", "a=b,c", "state=over"])
+@pytest.mark.parametrize("text", ["model", "user=b,c", "state=over"])
 def test_a_condition_has_a_name_and_a_value(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="must be NAME=VALUE"):
         conditions(text)
+
+
+def test_a_condition_with_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        conditions("user=ann,modle=demo")
+    assert str(caught.value) == (
+        "'user=ann,modle=demo': no request has 'modle'; NAME must be one of model, endpoint, owner, state, user, "
+        "metadata, store, service_tier, safety_identifier, prompt_cache_key, copy_of, requeued_from, custom_id, "
+        "imported_from"
+    )
 
 
 def test_flags_and_names_may_be_mixed_and_values_may_begin_with_a_dash() -> None:

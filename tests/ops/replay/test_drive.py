@@ -218,7 +218,7 @@ def test_a_damaged_file_sends_nothing(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "minisgl replay drive: nothing given, expected the "),
+        ((), "minisgl: replay drive: nothing given, expected the "),
         (("FILE", "--url", "ftp://a"), "--url ftp://a: must begin with http"),
         (("FILE", "--speed", "0"), "--speed '0': must be a number above 0"),
         (("FILE", "--plot", "a.txt"), "--plot a.txt: must end in"),

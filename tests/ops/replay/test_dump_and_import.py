@@ -63,7 +63,7 @@ def test_a_dump_has_every_request_that_has_ended_and_counts_those_that_run(
     lines = dump(str(path))
     assert lines == [
         f"{path}: 2 requests, {path.stat().st_size:,} bytes",
-        "left out: 1 requests that have not ended (--wait waits for them)",
+        "left out: 1 request without an end (--wait waits for it)",
     ]
     found = list(read_dump(path))
     assert [recording.uid for recording in found] == uids[:2]
@@ -74,7 +74,7 @@ def test_a_dump_has_every_request_that_has_ended_and_counts_those_that_run(
 def test_what_was_dumped_is_told_as_json(lived: LivedRequests, dump: Tool, path: Path) -> None:
     finished(lived)
     lived.running()
-    left_out = {"running": 1, "expired": 0, "unfit": 0}
+    left_out = {"running": 1, "expired": 0, "unfit": 0, "reasons": {}}
     told = dump.json(str(path))
     assert told == {"file": str(path), "bytes": path.stat().st_size, "requests": 1, "left_out": left_out}
 
@@ -91,7 +91,6 @@ def test_requests_are_chosen_by_uid_moment_and_what_was_asked(lived: LivedReques
         ("--since", uids[1], "--until", uids[2]): uids[1:3],
         ("--since", "-10m", "--where", "user=ann"): [uids[0], *uids[2:]],
         ("--where", "model=nonsense,state=finished"): uids,
-        ("--until", "-10m"): [],
         (uids[0], uids[1], "--where", "user=bob"): uids[1:2],
     }
     for number, (arguments, expected) in enumerate(chosen.items()):
@@ -125,6 +124,22 @@ def test_wait_waits_for_those_that_run(lived: LivedRequests, dump: Tool, path: P
     assert uids_in(path) == [first, last]
 
 
+@pytest.mark.parametrize("form", ["minisgl", "openai", "mooncake"])
+def test_where_no_request_is_chosen_no_file_is_made(lived: LivedRequests, dump: Tool, path: Path, form: str) -> None:
+    finished(lived)
+    lived.running()
+    lived.ended(lived.submitted(), Cancelled(by="client"))
+    nothing = f"minisgl: no request to write, so {path} is not there"
+    for arguments, left_out in {
+        ("--where", "user=nobody"): "",
+        ("--since", new_uid()): "",
+        ("--where", "state=cancelled"): "; left out: 1 request that ended before the prompt was tokenized",
+    }.items():
+        if form == "mooncake" or not left_out:
+            assert dump.failure("--format", form, *arguments, str(path)) == f"{nothing}{left_out}\n"
+    assert list(path.parent.iterdir()) == []
+
+
 def test_a_request_that_is_not_there_says_why_and_no_file_is_made(lived: LivedRequests, dump: Tool, path: Path) -> None:
     assert "unknown here" in dump.failure(finished(lived), new_uid(), str(path))
     assert not path.exists()
@@ -151,7 +166,7 @@ def test_a_redacted_dump_has_no_word_of_what_was_said(lived: LivedRequests, dump
     for entry_id, kind in (("0-1", "odd"), (SEAL, "finished")):
         command(dump.url, "XADD", Names().request(broken), entry_id, "kind", kind)
     lines = dump("--redact", str(path))
-    assert lines[1:] == ["left out: 1 requests that cannot be redacted, or that the format cannot hold"]
+    assert lines[1:] == ["left out: 1 request that cannot be read, and so not redacted"]
     (recording,) = read_dump(path)
     text = json.dumps([recording.about, [dict(entry.fields) for entry in recording.entries]])
     assert not any(word in text for word in ("wordw", "secre", "somebody", "anybody"))

@@ -106,7 +106,7 @@ def recorded(pipeline: Pipeline, pairs: Sequence[tuple[str, AnyEvent]]) -> str:
     return uid
 
 
-def after_logs(uid: str, lines: Sequence[str]) -> Sequence[str]:
+def after_logs(uid: str, lines: list[str]) -> list[str]:
     """Return what the command said of *uid*: the engine of the same process logs before that."""
     return lines[next(place for place, line in enumerate(lines) if line.startswith(uid)) :]
 
@@ -172,7 +172,7 @@ def test_what_cannot_be_computed_again_says_why(pairs: Sequence[tuple[str, AnyEv
 def test_an_identical_answer_is_said_so_and_its_replay_is_a_request_of_its_own(pipeline: Pipeline, run: Run) -> None:
     uid = pipeline.ask("abc")
     pipeline.answer(uid)
-    assert run(uid) == (0, [f"{uid}: identical, 4 tokens"])
+    assert run(uid) == run("--cached", uid) == run("--at-once", "1", uid) == (0, [f"{uid}: identical, 4 tokens"])
     code, lines = run(uid, "--json", "--times", "3")
     (told,) = orjson.loads("\n".join(lines))
     assert code == 0 and (told["times"], told["identical"], told["differences"]) == (3, 3, [])
@@ -213,7 +213,7 @@ def test_an_imported_answer_of_other_weights_is_said_so_although_its_tokens_are_
     weights = "  recorded with weights adding (model gone), computed with counting"
     code, lines = run(uids[0])
     assert (code, lines[-2:]) == (0, [f"{uids[0]}: identical, 2 tokens", weights])
-    with contextlib.closing(pipeline.log.another()) as log:
+    with contextlib.closing(RedisLog(redis_url, Names())) as log:
         engine = SlotLease(log, acquire_slot(log, GENERATE, 60_000), 60_000)
         engine.say(models=("demo", "mini"))
         until(lambda: any(status.models for status in read_statuses(log, GENERATE)))
@@ -276,7 +276,7 @@ def test_a_request_that_killed_its_engine_is_not_given_to_the_server(lived: Live
 
 def test_a_command_line_without_a_uid_is_refused(run: Run) -> None:
     code, (line,) = run()
-    assert code == 2 and "--redis-url given, expected uids first" in line
+    assert code == 2 and "no UID given, expected one or more" in line
 
 
 # in a process of its own

@@ -80,6 +80,7 @@ def test_all_steps_of_a_journal_are_planned_again(tool: Tool, life: Life) -> Non
     assert lines[0] == f"{ENGINE}: steps {EPOCH}-1 to {EPOCH}-{life.steps[-1][0]}, from the snapshot of {EPOCH}-1 on"
     assert lines[1].startswith(f"{len(life.steps)} steps, ") and " arrivals, " in lines[1]
     assert lines[2] == "planned again: identical"
+    assert tool("--from", "1", ENGINE)[1] == out
 
 
 def test_steps_in_the_middle_begin_with_the_snapshot_before_them(tool: Tool, log: MemoryLog) -> None:

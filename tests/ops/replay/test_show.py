@@ -54,6 +54,7 @@ def test_the_last_token_is_shown_unless_another_is_named(lived: LivedRequests, s
     lines = dict(line.split(maxsplit=1) for line in show(uid, "--at", "1"))
     assert (lines["token"], lines["text"], lines["ids"]) == ("1, id 41", "He", "41")
     assert lines["mark"].startswith("kind=admitted engine=generate-0")
+    assert show("--at", "1", uid) == show(uid, "--at", "1")
 
 
 def test_json_has_the_state_at_every_token(lived: LivedRequests, show: Tool) -> None:

@@ -103,7 +103,11 @@ FLAGS: Mapping[str, Set[tuple[str, ...]]] = {
     "dead show": CONNECT | JSON,
     "dead requeue": CONNECT | REQUESTS | RETENTION | JSON,
     "dead drop": CONNECT | JSON,
-    "replay schedule": CONNECT | JSON | STEPS | {("--max-prefill-length",), ("--mixed-prefill-length",)},
+    "replay schedule": CONNECT
+    | ARCHIVED
+    | JSON
+    | STEPS
+    | {("--max-prefill-length",), ("--mixed-prefill-length",), ("--max-running-requests",), ("--num-pages",)},
     "replay forget": CONNECT | RETENTION | ARCHIVED | JSON | {("--user",)},
     "replay drive": CONNECT
     | ARCHIVED
