@@ -112,12 +112,14 @@ def run_stage(config: StageConfig, stage: str) -> int:
         _check_keys(config.keys)
         _check_origins(config)
         config = _with_archive(config, make=False)
-    if isinstance(config, ArchiveConfig):
-        config = _with_files(config)
+    if isinstance(config, ArchiveConfig) and not config.files.to:
+        raise ConfigError("minisgl stage archive: --to is missing; name the folder that all archivers share")
     if isinstance(config, GenerateConfig):
         check_flags(config.engine)
         config = with_nodes(config)
     check_server(config.log.redis_url, (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0)
+    if isinstance(config, ArchiveConfig):
+        config = _with_files(config)
     processes = Processes(config, config.log.redis_url)
     with contextlib.ExitStack() as stack:
         if isinstance(config, WebStageConfig):
@@ -213,11 +215,21 @@ def _with_archive(config: W, *, make: bool = True) -> W:
 
 
 def _with_files(config: ArchiveConfig) -> ArchiveConfig:
-    """Return *config* with the whole path of --to, which this makes an archive. Raises ConfigError."""
-    from pipeline.archive.folder import make_archive
+    """Return *config* with the whole path of --to, which this makes an archive.
 
-    if not config.files.to:
-        raise ConfigError("minisgl stage archive: --to is missing; name the folder that all archivers share")
+    Raises:
+        ConfigError: It cannot be one, or the namespace has another one; then nothing is made.
+    """
+    from pipeline.archive.folder import archive_id, make_archive
+    from pipeline.log.redis import RedisLog
+
+    with contextlib.closing(RedisLog(config.log.redis_url, Names(config.log.namespace))) as log:
+        found = log.archive_id()
+    if found and archive_id(config.files.folder) != found:
+        raise ConfigError(
+            f"--to {config.files.to}: the namespace {config.log.namespace} has another archive, {found}; name its "
+            "folder, or end its archiving with minisgl stage archive --leave"
+        )
     make_archive(config.files.folder, config.log.namespace)
     return dataclasses.replace(config, files=dataclasses.replace(config.files, to=str(config.files.folder)))
 

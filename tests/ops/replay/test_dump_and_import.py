@@ -132,7 +132,7 @@ def test_where_no_request_is_chosen_no_file_is_made(lived: LivedRequests, dump: 
     nothing = f"minisgl: no request to write, so {path} is not there"
     for arguments, left_out in {
         ("--where", "user=nobody"): "",
-        ("--since", new_uid()): "",
+        ("--until", "-10m"): "",
         ("--where", "state=cancelled"): "; left out: 1 request that ended before the prompt was tokenized",
     }.items():
         if form == "mooncake" or not left_out:

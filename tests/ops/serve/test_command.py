@@ -13,11 +13,14 @@ from fresh_logs import fresh_logs
 from redis_servers import command
 from servers import free_port
 
+from minisgl import main
 from ops.serve import command as serve
 from ops.serve.config import ServerConfig, parse_command
+from pipeline.archive.folder import archive_id
 from pipeline.errors import ConfigError
 from pipeline.log.check import check_server
-from pipeline.names import DETOKENIZE, GENERATE, TOKENIZE, WEB
+from pipeline.log.redis import RedisLog
+from pipeline.names import ARCHIVE, DETOKENIZE, GENERATE, TOKENIZE, WEB, Names
 from pipeline.process import redis_server
 from pipeline.process.redis_server import machine_memory_bytes
 from stages.generate.model.checkpoint import DEMO_FOLDER
@@ -52,6 +55,22 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     monkeypatch.setattr("pipeline.log.check.check_server", lambda *_: None)
     with fresh_logs():
         yield processes
+
+
+def test_a_folder_beside_the_archive_of_the_namespace_is_refused_and_not_made(
+    recorded: Recorded, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def archive(name: str, *flags: str) -> int:
+        return main(["stage", "archive", "--to", str(tmp_path / name), "--redis-url", redis_url, *flags])
+
+    assert archive("one") == 0 and recorded.flags(ARCHIVE) != []
+    with contextlib.closing(RedisLog(redis_url, Names())) as log:
+        assert log.open_archive(archive_id(tmp_path / "one")) == archive_id(tmp_path / "one")
+    assert archive("one") == 0
+    assert archive("new") == 2
+    assert f"--to {tmp_path / 'new'}: the namespace minisgl has another archive, " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert archive("new", "--namespace", "another") == 0
 
 
 def test_each_engine_of_a_server_has_its_share_and_a_detokenizer(recorded: Recorded) -> None:
