@@ -44,4 +44,4 @@ def test_a_request_is_archived_when_it_ends_and_found_when_redis_has_dropped_it(
     if VARIANTS:  # torch alone promises no equal tokens
         (again,) = Tool("replay run", llama3_server.redis_url, capsys).json(uid, "--archive", str(llama3_archive))
         assert (again["identical"], again["tokens"]) == (1, 8)
-    assert command(redis_url, "RESTORE", key, left_ms, kept) == b"OK"  # others plan all steps of this server again
+    assert command(redis_url, "RESTORE", key, left_ms, kept) == b"OK"  # other tests use this server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,31 @@ def test_answers_are_computed_again_on_the_server_over_http_and_here(
     for choice, index in zip(response.json()["choices"], (0, 1), strict=True):
         assert main(["replay", "show", f"{uid}.{index}", "--json", *redis]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == choice["text"]
+
+
+def test_the_steps_that_a_server_has_journalled_are_planned_again(
+    llama3_server: Server, llama3_archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(number: int) -> str:
+        body = BODY | {"prompt": f"{BODY['prompt']}{number}", "max_tokens": 24 + 8 * number, "n": 1 + number % 2}
+        return httpx.post(f"{llama3_server.url}/v1/completions", json=body, timeout=60).headers["x-minisgl-uid"]
+
+    def told(*arguments: str) -> dict[str, Any]:
+        code = main(["replay", *arguments, "--json", "--redis-url", llama3_server.redis_url])
+        out, err = capsys.readouterr()
+        assert (code, err) == (0, "")
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        uids = list(pool.map(ask, range(6)))
+    shown = [told("show", uid if number % 2 == 0 else f"{uid}.0", "--at", "1") for number, uid in enumerate(uids)]
+    first = min((each["epoch"], int(each["step"].partition("-")[2])) for each in shown)
+    assert all(each["batch"]["rows"] > 0 and 0 < each["pages"]["free"] <= each["pages"]["all"] for each in shown)
+    steps = ("schedule", shown[0]["engine"], "--from", "{}-{}".format(*first), "--archive", str(llama3_archive))
+    again = told(*steps, "--max-running-requests", "2", "--num-pages", str(shown[0]["pages"]["all"] // 2))
+    assert again["identical"] and again["tokens"] >= 24 + 2 * 32 + 40 + 2 * 48 + 56 + 2 * 64 - len(uids)
+    assert again["outcomes"]["estimated"]["tokens"] > 0
 
 
 @pytest.mark.night  # a server of two ranks, and two more ranks in this process
