@@ -56,8 +56,8 @@ class DriveConfig:
         "--url",
         default="",
         help=(
-            "URL of the server that gets the requests, with or without /v1 [http://127.0.0.1:<port>; the server of "
-            "--data-dir or --redis-url, if one is passed and a web process of it is on this machine]"
+            "URL of the server that gets the requests, with or without /v1 [http://127.0.0.1:<port>; with --data-dir "
+            "or --redis-url, where that server listens on this machine]"
         ),
     )
     speed: float = flag("--speed", default=1.0, parse=above_zero, help="factor for the pace; 2 is twice as fast")

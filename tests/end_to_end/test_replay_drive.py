@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from redrive import leaves, record
 from servers import Server
 
 import minisgl
 from ops.replay.files import read_dump
+from pipeline.names import base_uid
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("llama3_server")]
 
@@ -25,6 +27,9 @@ def driven(capsys: pytest.CaptureFixture[str], file: Path, server: Server, *flag
     printed = capsys.readouterr()
     assert (code, printed.err) == (0, ""), printed
     document: dict[str, Any] = json.loads(printed.out)
+    for row in document["requests"]:
+        told = httpx.get(f"{server.url}/v1/requests/{row['new_uid']}/events?format=events").text
+        assert f'"copy_of":"{base_uid(row["uid"])}' in told, "replay forget finds it"
     return document
 
 
