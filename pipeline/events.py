@@ -245,6 +245,8 @@ class TokensProduced(Event):
     """Text that can be shown now; empty while a character or a possible stop string is incomplete."""
     step: str
     """`<epoch>-<step>` of the engine."""
+    age_ms: int | None = None
+    """How long before `ms` the engine had made the last of them; set by the commit. Older histories lack it."""
     chunks: int = 0
     """Prefill chunks in which the prompt (after a preemption: prompt and output) was computed before this token; 0 for
     the token of a decode row."""
@@ -362,6 +364,9 @@ class StepCompleted(Event):
     """One forward pass of an engine. Stream `steps:<engine>`, id `<epoch>-<step>`."""
 
     kind: Literal["step"] = "step"
+    made_ms: int = 0
+    """When it was computed, by Redis' clock as the engine reckons it; 0: unknown. Until `ms` it waited for other steps,
+    which were committed with it, or for Redis."""
     rows: tuple[StepRow, ...]
     let_go: tuple[str, ...] = ()
     """Uids that ended elsewhere (cancel, stop string, deadline), which the engine forgets now."""

@@ -26,7 +26,7 @@ from pipeline.events import Chunk, EventRow, Figures, FinishReason, StepComplete
 from pipeline.log.protocol import Entry
 from pipeline.names import base_uid, parse_id
 
-AS_IT_IS: Final = ("ms", "let_go", "figures", "given", "chunks", "schedule")
+AS_IT_IS: Final = ("ms", "made_ms", "let_go", "figures", "given", "chunks", "schedule")
 """Fields of a step that are written as they are."""
 
 
@@ -56,10 +56,17 @@ class Step:
     given: tuple[str, ...]
     chunks: tuple[Chunk, ...]
     schedule: str
+    said_made_ms: int = 0
+    """`made_ms` of StepCompleted."""
 
     @property
     def id(self) -> str:
         return f"{self.epoch}-{self.number}"
+
+    @property
+    def made_ms(self) -> int:
+        """When it was computed, Redis' clock; older journals say when it was committed."""
+        return min(self.said_made_ms or self.ms, self.ms)
 
 
 class JournalWriter:
@@ -201,6 +208,7 @@ def _step(step_id: tuple[int, int], fields: Mapping[str, str], named: list[tuple
         given=tuple(_loaded(fields, "given", ())),
         chunks=_CHUNKS.validate_python(_loaded(fields, "chunks", ())),
         schedule=fields.get("schedule", ""),
+        said_made_ms=int(fields.get("made_ms", 0)),
     )
 
 

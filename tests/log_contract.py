@@ -267,8 +267,9 @@ class Scene:
         return [entry.id for entry in self.history(uid)]
 
     def events(self, uid: str = "a") -> list[Event]:
-        """Return the events of a history, without the moment of their commit."""
-        return [decode(entry.fields).model_copy(update={"ms": 0}) for entry in self.history(uid)]
+        """Return the events of a history, without the times that the commit adds."""
+        fields = [{**entry.fields, "ms": "0"} for entry in self.history(uid)]
+        return [decode({name: text for name, text in each.items() if name != "age_ms"}) for each in fields]
 
     def replies_after(self, cursor: str, frontend: str = "web-0") -> list[Reply]:
         found: list[Reply] = []

@@ -51,6 +51,8 @@ DEAD_HISTORY_BYTES: Final = 64 * 1024
 LETTER_LABELS_BYTES: Final = 4096
 """A letter without the first entry has its labels, which say whose the request was, unless they take more; end.lua has
 the same number."""
+LONGEST_TIME: Final = 15
+"""Digits of a moment in milliseconds; more are no time."""
 LONGEST_REASON: Final = 300
 """Characters of the reason why an entry could not be read."""
 
@@ -130,6 +132,23 @@ def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes] | 
         if isinstance(event, TokensProduced) or not isinstance(event, Mark):  # to ask for a union takes long
             replies.setdefault(frontend, []).append({"uid": uid, "id": entry_id, "n": n, "event": plain})
     return histories, {frontend: orjson.dumps(items).decode() for frontend, items in replies.items()}
+
+
+def made_ms_of(step: Entry) -> int:
+    """Return when a step was computed, or else committed, in ms of Redis' clock; 0 if its entry does not say that."""
+    said = step.fields.get("made_ms", "0"), step.fields.get("ms", "")
+    times = [int(text) for text in said if text.isdecimal() and len(text) <= LONGEST_TIME]
+    return min((ms for ms in times if ms), default=0)
+
+
+def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequence[Entry]) -> dict[str, str]:
+    """Return the fields of an event that is committed with *steps* at *ms*. In Redis, produced.lua adds the times."""
+    words = said.words() if isinstance(said, OneToken) else said
+    fields = {"ms": str(ms)} | {name: text.decode() for name, text in words.items()}
+    for step in steps:
+        if fields["kind"] == "tokens" and fields["step"] == step.id and (made_ms := made_ms_of(step)):
+            fields["age_ms"] = str(max(ms - made_ms, 0))
+    return fields
 
 
 def is_tombstone(history: Sequence[Entry]) -> bool:

@@ -18,11 +18,11 @@ from pipeline.log.entries import (
     READER_TTL_MS,
     REPLIES_TTL_MS,
     REPLY_CAP,
-    OneToken,
     Skipped,
     brief_ms,
     burial_fields,
     copied_fields,
+    history_fields,
     is_tombstone,
     kept_ms,
     letter_fields,
@@ -322,7 +322,8 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 self._streams.consume(Inbox.tokenized(self.names), entry_id)
             waiting = self._streams.get(self.names.tokenized)
             newest = id_text(next(reversed(waiting.entries), (0, 0))) if waiting is not None else "0-0"
-            return StepCommitted(self._streams.length(key), newest, *self._control_after(control_cursor))
+            length = self._streams.length(key)
+            return StepCommitted(length, newest, *self._control_after(control_cursor), self._now_ms())
 
     def flush(self, by: str) -> str:
         with self._changed:
@@ -348,11 +349,10 @@ class MemoryLog(MemoryGroups, MemoryPast, MemoryForgetting, MemoryRanks):
                 return False
             histories, replies = produced_words(events)
             for item, said in zip(events, histories, strict=True):
-                words = said.words() if isinstance(said, OneToken) else said
-                ends, fields = item.entry_id == SEAL, {name: text.decode() for name, text in words.items()}
+                ends, fields = item.entry_id == SEAL, history_fields(said, self._now_ms(), entries)
                 if ends:
                     self._live.pop(item.uid, None)
-                history = self._streams.append(self.names.request(item.uid), item.entry_id, self._stamped(fields))
+                history = self._streams.append(self.names.request(item.uid), item.entry_id, fields)
                 if history is not None and ends:
                     history.expires_ms = self._in_ms(kept_ms(item.event, item.n, fields, self.limits.retention_ms))
                     if item.tell_engine:

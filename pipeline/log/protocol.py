@@ -99,6 +99,8 @@ class StepCommitted:
     control_cursor: str
     flush: str
     """As in Taken."""
+    ms: int
+    """When it was done, by Redis' clock."""
 
 
 class Produced(NamedTuple):

@@ -258,7 +258,7 @@ class DetokenizeFold:
             return Produced(row.uid, SEAL, row.n, row.event.model_copy(update={"n": row.n}), frontend)
         if isinstance(row.event, Admitted) and not request.admitted_ms:
             # The step is committed, and its mark with it, once it is computed: the prompt's first chunk is no waiting.
-            request.admitted_ms = step.ms - int(step.figures.forward_ms)
+            request.admitted_ms = min(step.made_ms or step.ms, step.ms) - int(step.figures.forward_ms)
             request.cached_tokens = row.event.cached_tokens
         request.marks += 1
         return Produced(row.uid, f"{row.n}-{request.marks}", row.n, row.event, frontend)

@@ -25,6 +25,7 @@ from pipeline.process.failpoints import failpoint
 from pipeline.serving import Serving
 from pipeline.slots import acquire_guest
 from pipeline.unreadable import UnreadableEntries, uids_of
+from stages.generate.log_clock import LogClock
 from stages.generate.news import Arrived as Arrived
 from stages.generate.news import Ended as Ended
 from stages.generate.news import Flush as Flush
@@ -136,6 +137,7 @@ class LogThread:
         self._inbox = Inbox.tokenized(log.names)
         self._unreadable = UnreadableEntries(log, self._inbox, self._measures, owner)
         self._outbox = Outbox(commit_interval_s)
+        self._clock = LogClock()
         self._entry_ids: dict[str, str] = {}
         """uid -> entry of `tokenized`, for each request that this engine has in hand."""
         self._prompt_ids: tuple[int, ...] = ()
@@ -165,11 +167,12 @@ class LogThread:
 
         Wait while too many are on their way. With *settled*, also wait until this step is committed.
         """
+        made_s = time.monotonic()
         while not self._outbox.has_place(0.5):
             if not self._thread.is_alive():
                 return
             self._came_round()  # Redis is slow or away: no reason for the watchdog to end the process
-        group = self._outbox.put(Step(number, event, tuple(ended), room), at_once=settled)
+        group = self._outbox.put(Step(number, event, tuple(ended), room, made_s), at_once=settled)
         while settled and self._thread.is_alive() and not group.committed.wait(0.5):
             self._came_round()
 
@@ -263,15 +266,17 @@ class LogThread:
     def _commit(self, steps: Sequence[Step]) -> str:
         """Commit steps; return the id of the newest request that waits for an engine, or was given to one."""
         ended = [uid for step in steps for uid in step.ended]
-        began_s = time.perf_counter()
+        clock, began_s, sent_s = self._clock, time.perf_counter(), time.monotonic()
+        made_ms = {step.number: clock.at(step.made_s) for step in steps}
         done = self._log.step(
             self._owner,
-            {step.number: step.event for step in steps},
+            {step.number: step.event.model_copy(update={"made_ms": made_ms[step.number]}) for step in steps},
             ended=[self._entry_ids[uid] for uid in ended if uid in self._entry_ids],
             control_cursor=self._control_cursor,
             lease_ms=self._lease_ms,
         )
         self._measures.observe(COMMIT_SECONDS, time.perf_counter() - began_s, "step")
+        clock.hear(sent_s, time.monotonic(), done.ms)
         failpoint("generate.after_commit")
         for uid in ended:
             self._entry_ids.pop(uid, None)

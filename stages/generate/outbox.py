@@ -42,6 +42,8 @@ class Step:
     """Uids whose entries the commit consumes."""
     room: int
     """How many new requests the engine could take after it."""
+    made_s: float = 0.0
+    """When it was computed, by the engine's clock."""
 
     @property
     def may_wait(self) -> bool:

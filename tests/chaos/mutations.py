@@ -104,6 +104,9 @@ redis.call('XDEL', KEYS[1], ARGV[1])
     Mutation("of several steps those are consumed that are still there", f"{COMMITS}/produced.lua",
         "    if not are_pending[id] then return 'LOST' end\n", "",
         (contract("produced", "test_several_steps_are_consumed_together_or_not_at_all"),)),  # stories seldom find it
+    Mutation("tokens do not say when the engine made them", f"{COMMITS}/produced.lua",
+        "  if made == '0' then return {} end\n", "  if made then return {} end\n",
+        (contract("produced", "test_tokens_say_how_long_before_their_commit_the_engine_had_made_them"),)),
     lua("step", "a request that ended stays in `tokenized`", "  redis.call('XDEL', KEYS[4], ARGV[i])\n", "",
         contract("step", "test_a_step_deletes_the_entries_that_ended")),
     Mutation("a journal grows without end", f"{COMMITS}/produced.lua", "    redis.call('XDEL', key, first[1])\n",

@@ -41,6 +41,7 @@ def test_a_step_reads_as_it_was_written() -> None:
         given=("drop x", "add 0 7 c"),
         chunks=(Chunk(uid="c", start=4, count=3),),
         schedule="{}",
+        made_ms=997,
     )
     (read,) = steps(written((9, step)))
     assert read == Step(
@@ -54,7 +55,9 @@ def test_a_step_reads_as_it_was_written() -> None:
         given=step.given,
         chunks=step.chunks,
         schedule="{}",
+        said_made_ms=997,
     )
+    assert read.made_ms == 997
 
 
 def test_a_step_without_news_names_no_request() -> None:

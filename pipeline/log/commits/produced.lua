@@ -2,10 +2,11 @@
 -- journal.
 -- KEYS owner, steps, live, control, ended, archive, journal, then the histories, what siblings share, and the replies
 -- ARGV owner, reply_cap, retention_ms, journal_bytes, journal_cap, number of steps,
---      (entry, number of words for the journal, words..., number of tokens, (id, token, text)*, of the first histories)*,
---      number of replies, (key index, payload)*,
+--      (entry, when it was made, number of words for the journal, words..., number of tokens, (id, token, text)*, of the
+--      first histories)*, number of replies, (key index, payload)*,
 --      (key index, id, uid, 1 if the engine must be told, ms until a sealed history is gone, key index of what siblings
---      share or 0, number of fields, fields...)*
+--      share or 0, when its tokens were made, number of fields, fields...)*
+-- When something was made is in ms of Redis' clock; 0: unknown, or no tokens. Tokens say how long before the commit that was.
 -- Returns OK, LOST (one of them was consumed before) or FENCED. A row that Redis refuses (the history is sealed, gone, or has
 -- the id) does not stop the others. Nothing that happens to the journal stops the steps.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
@@ -47,13 +48,20 @@ local function keep(key, steps, now)
   end
 end
 
+-- Returns the fields that say how long before *now* something was made: none, if that is unknown.
+local function age(made, now)
+  if made == '0' then return {} end
+  return { 'age_ms', string.format('%.0f', math.max(tonumber(now) - tonumber(made), 0)) }
+end
+
 local num_steps, at = tonumber(ARGV[6]), 7
-local steps, ids = {}, {} -- of a step: entry, index of the number of its words for the journal, of the number of its tokens
+-- Of a step: entry, index of the number of its words for the journal, of the number of its tokens, when it was made.
+local steps, ids = {}, {}
 local is_journalled = false
 for i = 1, num_steps do
-  local words = at + 1
+  local words = at + 2
   local tokens = words + tonumber(ARGV[words]) + 1
-  steps[i], ids[i] = { ARGV[at], words, tokens }, ARGV[at]
+  steps[i], ids[i] = { ARGV[at], words, tokens, ARGV[at + 1] }, ARGV[at]
   is_journalled = is_journalled or tokens > words + 1
   at = tokens + 3 * tonumber(ARGV[tokens]) + 1
 end
@@ -71,27 +79,29 @@ redis.call('XDEL', KEYS[2], unpack(ids))
 local replies = at + 1
 at = replies + 2 * tonumber(ARGV[at])
 local writes = at
-local keys, args, try = KEYS, ARGV, redis.pcall -- locals, because this is the largest commit, and globals are slow
+local keys, args, try, unpack = KEYS, ARGV, redis.pcall, unpack -- locals, because this is the largest commit, and globals are slow
 local history = 7
 for _, step in ipairs(steps) do
-  local id, token = step[1], step[3] + 1
+  local id, token, age_ms = step[1], step[3] + 1, age(step[4], now)
   for _ = 1, tonumber(args[step[3]]) do
     history = history + 1
     try('XADD', keys[history], 'NOMKSTREAM', args[token], 'ms', now, 'kind', 'tokens', 'tokens', args[token + 1],
-      'text', args[token + 2], 'step', id)
+      'text', args[token + 2], 'step', id, unpack(age_ms))
     token = token + 3
   end
 end
 while at <= #ARGV do
-  local history, id, uid, count = KEYS[tonumber(ARGV[at])], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 6])
+  local history, id, uid, count = KEYS[tonumber(ARGV[at])], ARGV[at + 1], ARGV[at + 2], tonumber(ARGV[at + 7])
+  local fields = slice(ARGV, at + 8, at + 7 + count)
+  for _, word in ipairs(age(ARGV[at + 6], now)) do fields[#fields + 1] = word end
   if id == SEAL then redis.call('ZREM', KEYS[3], uid) end
-  if append(history, id, slice(ARGV, at + 7, at + 6 + count), now) and id == SEAL then
+  if append(history, id, fields, now) and id == SEAL then
     redis.call('PEXPIRE', history, ARGV[at + 4])
     sibling_ended(KEYS[tonumber(ARGV[at + 5])], now, ARGV[at + 4])
     if ARGV[at + 3] == '1' then redis.call('XADD', KEYS[4], 'MAXLEN', '~', 1000, '*', 'uid', uid) end
     tell_archivers(KEYS[5], KEYS[6], uid, ARGV[3], now)
   end
-  at = at + 7 + count
+  at = at + 8 + count
 end
 for i = replies, writes - 1, 2 do
   redis.pcall('XADD', KEYS[tonumber(ARGV[i])], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[2], '*', 'events', ARGV[i + 1])

@@ -1,8 +1,8 @@
 -- step: append steps of an engine, all or none, and consume the `tokenized` entries of the requests that ended in them.
 -- KEYS owner, lease, steps, tokenized, control
 -- ARGV owner, lease_ms, control_cursor, number of entries, entries..., (step id, number of fields, fields...)*
--- The ids ascend. Returns the length of `steps`, the id of the newest entry of `tokenized` or 0-0, the uids that ended
--- elsewhere, the control cursor, and the last flush or ''; or FENCED; or BEHIND: somebody else wrote an entry with an id that
+-- The ids ascend. Returns the length of `steps`, the id of the newest entry of `tokenized` or 0-0, the moment, the uids that
+-- ended elsewhere, the control cursor, and the last flush or ''; or FENCED; or BEHIND: somebody else wrote an entry with an id that
 -- is not smaller than these, and it is still there. If the last id of `steps` is that of the last step, they are there
 -- already (a retry); XACK and XDEL are idempotent.
 if fenced(KEYS[1], ARGV[1]) then return 'FENCED' end
@@ -46,4 +46,4 @@ for i = 5, first - 1 do
   redis.call('XDEL', KEYS[4], ARGV[i])
 end
 local newest = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
-return { redis.call('XLEN', KEYS[3]), newest and newest[1] or '0-0', control_after(KEYS[5], ARGV[3]) }
+return { redis.call('XLEN', KEYS[3]), newest and newest[1] or '0-0', now_ms(), control_after(KEYS[5], ARGV[3]) }

@@ -8,7 +8,7 @@ from itertools import chain, count
 from typing import Any
 
 from pipeline.errors import DoesNotFit, Fenced, LogUnavailable
-from pipeline.events import Failed, StepCompleted
+from pipeline.events import Failed, StepCompleted, TokensProduced
 from pipeline.log.entries import (
     DEAD_CAP,
     JOURNAL_CAP,
@@ -16,6 +16,7 @@ from pipeline.log.entries import (
     STATUS_TTL_MS,
     burial_fields,
     kept_ms,
+    made_ms_of,
     produced_words,
 )
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
@@ -97,8 +98,8 @@ def step(
         if reply == b"BEHIND":
             first = f"{owner.epoch}-{min(steps)}"
             raise LogUnavailable(f"{names.steps(slot)} has an entry after {first} that no engine wrote; waiting for it")
-        length, newest, uids, cursor, flush = unless_fenced(owner, reply)
-        return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush))
+        length, newest, ms, uids, cursor, flush = unless_fenced(owner, reply)
+        return StepCommitted(length, as_text(newest), texts(uids), as_text(cursor), as_text(flush), int(ms))
 
     slot, names = owner.slot, log.names
     keys = _keys_of_step(names, slot)
@@ -134,6 +135,7 @@ def produced(
     names, limits = log.names, log.limits
     keys = [*_keys_of_produced(names, owner.slot, engine)]
     histories, replies = produced_words(events)
+    made_ms = {entry.id: made_ms_of(entry) for entry in entries}
     tokens: dict[str, list[str | bytes]] = {entry.id: [] for entry in entries}
     histories_of: dict[str, list[str]] = {step: [] for step in tokens}
     others: list[tuple[Produced, dict[str, bytes]]] = []
@@ -164,7 +166,8 @@ def produced(
         if item.entry_id == SEAL:
             kept = kept_ms(item.event, item.n, fields, kept)
             shared = next(map(key_index, shared_by(names, item.uid)), 0)
-        writes += (history, item.entry_id, item.uid, int(item.tell_engine), kept, shared, 2 * len(fields))
+        made = made_ms.get(item.event.step, 0) if isinstance(item.event, TokensProduced) else 0
+        writes += (history, item.entry_id, item.uid, int(item.tell_engine), kept, shared, made, 2 * len(fields))
         writes += chain.from_iterable(fields.items())
     payloads: list[str | int] = []
     for frontend, payload in replies.items():
@@ -172,7 +175,7 @@ def produced(
     noted = [flat(fields) for fields in journal] if journal and limits.journal_bytes else [[] for _ in entries]
     steps: list[str | int | bytes] = []
     for entry, words, of_step in zip(entries, noted, tokens.values(), strict=True):
-        steps += (entry.id, len(words), *words, len(of_step) // 3, *of_step)
+        steps += (entry.id, made_ms[entry.id], len(words), *words, len(of_step) // 3, *of_step)
     args: Words = [str(owner), REPLY_CAP, limits.retention_ms, limits.journal_bytes, JOURNAL_CAP, len(entries), *steps]
     args = [*args, len(replies), *payloads, *writes]
     return Script("produced", keys, args, lambda reply: is_ok(unless_fenced(owner, reply)), once=True)

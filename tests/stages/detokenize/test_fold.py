@@ -139,6 +139,12 @@ def test_a_request_is_admitted_before_the_step_that_has_its_prompt_is_computed()
     assert (timings.admitted_ms, timings.first_token_ms) == (3, 10)
 
 
+def test_a_request_whose_first_step_waited_for_redis_was_admitted_before_that() -> None:
+    step = StepCompleted(rows=(admitted("a"), token_row("a", 1, end="length")), made_ms=1007, ms=1010)
+    timings = finished(Fold().apply(step, "1-1")).timings
+    assert (timings.admitted_ms, timings.first_token_ms) == (7, 10)
+
+
 @pytest.mark.parametrize("before", ["", "w", "wx"])
 def test_a_stop_string_ends_the_request_before_it_and_tells_the_engine(before: str) -> None:
     """Also where another detokenizer has shown, or held back, what came *before*."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from engine_rig import CountingEngine, Running, Scene, detokenizing
 from redis_servers import until
 
 from pipeline.errors import LogUnavailable
-from pipeline.events import Cancelled, Finished, StepCompleted
+from pipeline.events import Cancelled, Finished, StepCompleted, TokensProduced
 from pipeline.log.memory import MemoryLog
 from pipeline.log.protocol import Inbox, StepCommitted
 from pipeline.names import Names
-from stages.generate.outbox import MOST_HANDED_OVER
+from stages.generate.outbox import MOST_HANDED_OVER, MOST_TOGETHER
 
 NEVER_S = 600.0
 """An interval that ends no test: what comes before it was committed for another reason."""
@@ -82,6 +83,21 @@ def test_tokens_of_short_steps_are_committed_together_and_first_and_last_ones_at
     assert scene.tokens(uid) == list(range(11, 41))
     assert log.sizes[0] == 1, "the first token"
     assert sum(log.sizes) == 30 and len(log.sizes) <= 30 // 2
+
+
+def test_tokens_of_one_commit_have_the_times_at_which_the_engine_made_them(scene: Scene, log: CountedLog) -> None:
+    with in_use(scene, CountingEngine(0.005)):
+        uid = scene.send(10, max_tokens=14)
+        until(lambda: scene.have_ended(uid) and scene.is_consumed)
+    groups = [list(steps.values()) for steps in log.commits if len(steps) == MOST_TOGETHER]
+    for steps in groups:
+        apart_ms = [after.made_ms - before.made_ms for before, after in itertools.pairwise(steps)]
+        assert min(apart_ms) >= 4, "a step takes 5 ms"
+    assert groups
+    tokens = [event for event in scene.history(uid) if isinstance(event, TokensProduced)]
+    made_ms = [event.ms - event.age_ms for event in tokens if event.age_ms is not None]
+    assert len(made_ms) == 14 and made_ms == sorted(made_ms)
+    assert median(after - before for before, after in itertools.pairwise(made_ms)) >= 4
 
 
 @pytest.mark.parametrize("what", ["stop", "cancel", "another request"])

@@ -9,9 +9,9 @@ from log_contract import FINISHED, SHORT_MS, STEPS, Detokenizer, Scene, limits, 
 from redis_servers import until
 
 from pipeline.errors import Fenced
-from pipeline.events import Admitted, Mark, Markup, Preempted, TokensProduced
+from pipeline.events import Admitted, Mark, Markup, Preempted, TokensProduced, decode
 from pipeline.log.entries import REPLY_CAP
-from pipeline.log.protocol import Produced, Reply, StreamLog
+from pipeline.log.protocol import Entry, Produced, Reply, StreamLog
 from pipeline.names import SEAL, SUBMITTED_ID, TOKENIZED_ID, parse_id, tokens_id
 
 
@@ -47,6 +47,32 @@ def test_tokens_with_more_and_without_are_in_their_histories_in_the_order_of_the
         mine = [row for row in rows if row.uid == uid]
         assert scene.ids(uid) == [SUBMITTED_ID, TOKENIZED_ID, *(row.entry_id for row in mine)]
         assert scene.events(uid)[2:] == [row.event for row in mine]
+
+
+def test_tokens_say_how_long_before_their_commit_the_engine_had_made_them(
+    scene: Scene, detokenizer: Detokenizer
+) -> None:
+    scene.accept("a", "b")
+    old, fresh, unknown = (detokenizer.read_step() for _ in range(3))
+    made_ms = {"1-0": int(old.fields["ms"]) - 250, "2-0": int(fresh.fields["ms"]), "3-0": None}
+    entries = [
+        Entry(old.id, {**old.fields, "made_ms": str(int(old.fields["ms"]) - 250)}),
+        fresh,
+        Entry(unknown.id, {"ms": "none"}),
+    ]
+    rows = [
+        Produced(uid, f"{n}-0", n, TokensProduced(tokens=(n,), text="x", step=entry.id, chunks=chunks), "web-0")
+        for n, entry in enumerate(entries, 1)
+        for uid, chunks in (("a", 0), ("b", 2))
+    ]
+    assert scene.log.produced(detokenizer.owner, entries, "generate-0", rows)
+    for uid in ("a", "b"):
+        told: dict[str, int | None] = {}
+        for entry in scene.history(uid)[2:]:
+            event = decode(entry.fields)
+            assert isinstance(event, TokensProduced)
+            told[entry.id] = None if event.age_ms is None else event.ms - event.age_ms
+        assert told == made_ms
 
 
 def test_several_steps_are_consumed_in_one_commit_and_told_in_one_reply(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from log_contract import LONG_MS, STEPS, TOKENIZED, Detokenizer, Scene, step_of
 
@@ -39,7 +41,8 @@ def test_a_retried_step_leaves_one_entry_and_answers_the_same(log: StreamLog, sc
     (entry,) = scene.take(owner)
     scene.end()
     first = scene.step(owner, 1, entry.id)
-    assert scene.step(owner, 1, entry.id) == first
+    again = scene.step(owner, 1, entry.id)
+    assert again == replace(first, ms=again.ms)
     assert len(log.read(STEPS, "detokenize-0", max_entries=9, block_ms=0)) == 1
 
 
