@@ -187,10 +187,12 @@ def _details(moment: Mapping[str, Any]) -> str:
         shown |= _changed(shown.pop(name, {}), defaults)
     if moment["what"] != "tokens":  # what an error says is in the last lines
         return _pairs({name: value for name, value in shown.items() if name != "message"})
-    told = ("first_n", "count", "last_id", "last_at_ms", "longest_pause_ms")
+    told = ("first_n", "count", "last_id", "last_at_ms", "longest_pause_ms", "longest_client_pause_ms")
     parts = [_pairs({name: value for name, value in shown.items() if name not in told and value})]
     if moment["last_id"] != moment["id"]:
-        run = f"until {_after(moment['last_at_ms'])}, longest pause {_seconds(moment['longest_pause_ms'])}"
+        longest, client = (_seconds(moment[f"longest_{whose}pause_ms"]) for whose in ("", "client_"))
+        seen = "" if longest == client else f" (for the client {client})"
+        run = f"until {_after(moment['last_at_ms'])}, longest pause {longest}{seen}"
         parts.insert(0, run)
     return "  ".join(filter(None, parts))
 

@@ -131,15 +131,15 @@ def measured(steps: Sequence[Step]) -> Outcome:
     """Return what the journal itself says."""
     times = Times()
     for step in steps:
-        began_ms = step.ms - step.figures.forward_ms
+        began_ms = step.made_ms - step.figures.forward_ms
         for word in step.given:
             if word.startswith("add "):
                 times.came(word.rpartition(" ")[2], began_ms)
         for row in step.rows:
-            times.made(row.uid, step.ms)
+            times.made(row.uid, step.made_ms)
         if step.figures.forward_ms:
             times.stepped(step.figures.forward_ms, sum(isinstance(row.event, Preempted) for row in step.events))
-    times.outcome.total_ms = steps[-1].ms - (steps[0].ms - steps[0].figures.forward_ms)
+    times.outcome.total_ms = steps[-1].made_ms - (steps[0].made_ms - steps[0].figures.forward_ms)
     return times.outcome
 
 
@@ -198,7 +198,7 @@ def lived_again(
 def between_ms(steps: Sequence[Step]) -> list[float]:
     """Return the times between steps, besides the forward passes, while there was something to compute."""
     return [
-        max(0.0, step.ms - step.figures.forward_ms - before.ms)
+        max(0.0, step.made_ms - step.figures.forward_ms - before.made_ms)
         for before, step in pairwise(steps)
         if before.figures.running or before.figures.waiting
     ]
@@ -210,4 +210,4 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def _given(steps: Sequence[Step]) -> list[tuple[float, str]]:
     """Return what the schedule was told, each with its moment."""
-    return [(step.ms - step.figures.forward_ms, word) for step in steps for word in step.given]
+    return [(step.made_ms - step.figures.forward_ms, word) for step in steps for word in step.given]

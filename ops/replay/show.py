@@ -78,6 +78,8 @@ def told_of(history: History, state: State) -> dict[str, Any]:
         "submitted_ms": submitted.ms if submitted is not None else 0,
         "at_ms": state.at_ms,
         "pause_ms": state.pause_ms,
+        "client_at_ms": state.client_at_ms,
+        "client_pause_ms": state.client_pause_ms,
         "prompt_tokens": len(prompt_ids),
         "position": len(prompt_ids) + state.n - 1,
         "sampling": sampling.model_dump(mode="json", exclude_defaults=True) | {"seed": sampling.seed},
@@ -85,12 +87,13 @@ def told_of(history: History, state: State) -> dict[str, Any]:
         "text": state.text,
         "token_ids": state.token_ids,
     }
-    pauses = [(after.ms - before.ms, -after.n) for before, after in pairwise(history.tokens)]
+    pauses = [(after.made.ms - before.made.ms, -after.n) for before, after in pairwise(history.tokens)]
     if pauses:
         pause_ms, place = max(pauses)
         told["slowest"] = {"n": -place, "pause_ms": pause_ms}
     if last is not None:
         by = last.by
+        told |= {"committed": [last.made.first, last.made.last], "estimated": last.made.is_estimate}
         told |= {"token": last.id, "engine": by.engine, "epoch": by.epoch, "step": last.step, "chunks": last.chunks}
         told |= {"weights": by.weights, "numerics": by.numerics, "version": by.version}
         told |= {"scores": last.score.model_dump(mode="json")} if last.score is not None else {}
@@ -110,7 +113,8 @@ def waited(log: StreamLog, history: History, state: State) -> dict[str, Any]:
     if last is None or submitted is None:
         return {}
     since_ms = submitted.ms + state.at_ms - state.pause_ms
-    wait = why(log, last.by.engine, last.step, history.uid, state.n, since_ms)
+    until_ms = last.made.ms if last.made.is_estimate and state.n > 1 else None
+    wait = why(log, last.by.engine, last.step, history.uid, state.n, since_ms, until_ms)
     return {} if wait is None else {"meanwhile": wait.reasons, "meanwhile_steps": wait.num_steps}
 
 
@@ -120,6 +124,7 @@ def lines_of(told: Mapping[str, Any]) -> list[str]:
         ("request", f"{one_line(told['uid'])}: {told['state']}, {told['tokens']:,} tokens"),
         ("token", f"{told['n']:,}" + (f", id {told['token']}" if "token" in told else ": none yet")),
         ("time", _time(told)),
+        *_client(told),
         *_slowest(told),
         *_made(told),
         *_company(told),
@@ -138,6 +143,18 @@ def _time(told: Mapping[str, Any]) -> str:
     before = "the token before" if told["n"] > 1 else "it was submitted"
     now = when(told["submitted_ms"] + told["at_ms"])
     return f"{now}, {told['at_ms'] / 1000:,.3f} s after submit, {told['pause_ms'] / 1000:,.3f} s after {before}"
+
+
+def _client(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Say when the token was committed for the client, and what with it."""
+    if "committed" not in told:
+        return []
+    (first, last), late_ms = told["committed"], told["client_at_ms"] - told["at_ms"]
+    said = f"{late_ms / 1000:,.3f} s later, {told['client_pause_ms'] / 1000:,.3f} s after the token before"
+    if last > first:
+        said += f"; tokens {first:,} to {last:,} were committed together (--commit-interval)"
+        said += ", and when each was made is an estimate" if told["estimated"] else ""
+    return [("client", said)]
 
 
 def _slowest(told: Mapping[str, Any]) -> list[tuple[str, str]]:

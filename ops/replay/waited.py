@@ -49,8 +49,12 @@ def company_at(log: StreamLog, history: History, token: Token) -> dict[str, Any]
     return {"batch": batch, "pages": pages}
 
 
-def why(log: StreamLog, engine: str, step_id: str, uid: str, n: int, since_ms: int) -> Wait | None:
+def why(
+    log: StreamLog, engine: str, step_id: str, uid: str, n: int, since_ms: int, until_ms: int | None = None
+) -> Wait | None:
     """Return why token *n* of *uid* waited from *since_ms* on, until step *step_id* of *engine* made it.
+
+    *until_ms* is as for `why_waited`.
 
     None: the journal does not have that step, or no longer.
 
@@ -58,10 +62,10 @@ def why(log: StreamLog, engine: str, step_id: str, uid: str, n: int, since_ms: i
         UndecodableEvent: The journal is damaged.
     """
     steps = [outline(entry) for entry in log.journal(engine, first=step_id, last=step_id)]
-    while steps and len(steps) < MOST_READ and steps[0].ms > since_ms:
+    while steps and len(steps) < MOST_READ and steps[0].made_ms > since_ms:
         entries = log.journal(engine, last=f"({steps[0].id}", max_entries=READ_AT_ONCE, newest=True)
         if not entries:
             break
         steps[:0] = map(outline, entries)
-    between = [step for step in steps if step.ms > since_ms or step.id == step_id]
-    return why_waited(between, uid, n, since_ms) if between else None
+    between = [step for step in steps if step.made_ms > since_ms or step.id == step_id]
+    return why_waited(between, uid, n, since_ms, until_ms) if between else None

@@ -31,6 +31,7 @@ class Company:
     def __init__(self, history: History) -> None:
         self._uid = history.uid
         self._late = late_tokens(history)
+        self._estimated = {token.n: token.made.ms for token in history.tokens[1:] if token.made.is_estimate}
         self._steps: list[dict[str, Any]] = []
         self._companions: list[tuple[str, ...]] = []
         """Of each of these steps."""
@@ -59,8 +60,8 @@ class Company:
             self._missing.discard((engine, step.id))
             since_ms = self._late.get(row.n)
             if since_ms is not None:
-                those = [each for each in between if each.ms > since_ms or each.id == step.id]
-                self._waits.append(why_waited(those, self._uid, row.n, since_ms))
+                those = [each for each in between if each.made_ms > since_ms or each.id == step.id]
+                self._waits.append(why_waited(those, self._uid, row.n, since_ms, self._estimated.get(row.n)))
             between.clear()
 
     def plain(self, name: Callable[[str], str | int]) -> dict[str, Any]:
@@ -84,6 +85,7 @@ class Company:
             "id": step.id,
             "engine": engine,
             "ms": step.ms,
+            "made_ms": step.made_ms,
             "forward_ms": figures.forward_ms,
             "rows": figures.decode_rows + figures.prefill_rows,
             "tokens": figures.decode_rows + figures.prefill_tokens,
@@ -96,10 +98,11 @@ class Company:
 
 
 def late_tokens(history: History) -> dict[int, int]:
-    """Return the numbers of the tokens that were late, and since when each was waited for. The first one always is."""
+    """Return the numbers of the tokens that the engine made late, and since when. The first token always is."""
     if history.submitted is None or not history.tokens:
         return {}
-    pauses = [(after.n, before.ms, after.ms - before.ms) for before, after in pairwise(history.tokens)]
+    made = [(token.n, token.made.ms) for token in history.tokens]
+    pauses = [(n, since_ms, now_ms - since_ms) for (_, since_ms), (n, now_ms) in pairwise(made)]
     usual_ms = median_low(pause_ms for _, _, pause_ms in pauses) if pauses else 0
     least_ms = max(LATE * usual_ms, SOON_MS)
     late = {n: since_ms for n, since_ms, pause_ms in pauses if pause_ms > least_ms}

@@ -5,7 +5,7 @@ Knows the vocabulary and the ids of a history; no clock, no log, no text layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import orjson
@@ -26,6 +26,7 @@ from pipeline.events import (
     as_plain,
 )
 from pipeline.log.protocol import Entry
+from pipeline.views.made import Made, times_made
 from pipeline.walk import PROMPT, Moment, walk
 
 State: TypeAlias = Literal["queued", "tokenized", "running", "finished", "failed", "cancelled"]
@@ -45,7 +46,8 @@ def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
 
     A moment has `at_ms` (since submit), `id`, `what` (the event's kind), `who`, `n` (tokens there were then) and the
     event's other fields. Consecutive token events of one engine and epoch are one moment: `first_n` to `n`, `id` to
-    `last_id`, with `count`, `last_at_ms` and the `longest_pause_ms` between two of them. Missing tokens are a moment
+    `last_id`, with `count`, `last_at_ms`, the `longest_pause_ms` between two of them in the engine, and the
+    `longest_client_pause_ms` between two commits of them for the client. Missing tokens are a moment
     `missing`. Only a finished request has `finish_reason`, `usage` and `timings`; only a failed one has `error`. A copy
     that lacks the beginning of the history is told from its first entry on.
 
@@ -55,7 +57,7 @@ def story(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
     if not history:
         raise UndecodableEvent(f"the history of {uid} has no entries")
     moments = list(walk(history, over_holes=True, without=PROMPT))
-    told = _Story(uid, state_of(history), moments[0].event.ms)
+    told = _Story(uid, state_of(history), moments[0].event.ms, times_made(moments))
     for moment in moments:
         told.hear(moment)
     return told.plain()
@@ -107,8 +109,9 @@ _STATES: dict[str, State] = {
 class _Story:
     """What is known after each event."""
 
-    def __init__(self, uid: str, state: State, began_ms: int) -> None:
+    def __init__(self, uid: str, state: State, began_ms: int, made: Mapping[int, Made]) -> None:
         self._began_ms = began_ms
+        self._made = made
         self._engine = ""
         """The engine that the last mark named; token events name only the epoch."""
         self._n = 0
@@ -198,14 +201,21 @@ class _Story:
         who = f"{self._engine} epoch {event.step.partition('-')[0]}".strip()
         self._texts.append(event.text)
         last = self._moments[-1] if self._moments else {}
-        if last.get("what") == "tokens" and last["who"] == who:
+        goes_on = last.get("what") == "tokens" and last["who"] == who
+        made = self._made
+        pauses_ms = [made[each].ms - made[each - 1].ms for each in range(first_n + (not goes_on), n + 1)]
+        longest_ms = max(pauses_ms, default=0)
+        if goes_on:
             at_ms = event.ms - self._began_ms
-            last["longest_pause_ms"] = max(last["longest_pause_ms"], at_ms - last["last_at_ms"])
+            client_ms = max(last["longest_client_pause_ms"], at_ms - last["last_at_ms"])
+            last |= {
+                "longest_pause_ms": max(last["longest_pause_ms"], longest_ms),
+                "longest_client_pause_ms": client_ms,
+            }
             last |= {"n": n, "last_id": entry_id, "count": last["count"] + event.count, "last_at_ms": at_ms}
             last["chunks"] += event.chunks
         else:
             moment = self._moment(event.ms, entry_id, "tokens", who, n)
             moment |= {"first_n": first_n, "last_id": entry_id, "count": event.count}
-            self._moments.append(
-                moment | {"last_at_ms": moment["at_ms"], "longest_pause_ms": 0, "chunks": event.chunks}
-            )
+            moment |= {"last_at_ms": moment["at_ms"], "longest_pause_ms": longest_ms, "longest_client_pause_ms": 0}
+            self._moments.append(moment | {"chunks": event.chunks})

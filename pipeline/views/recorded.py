@@ -24,6 +24,7 @@ from pipeline.events import (
     ToldScore,
 )
 from pipeline.recording import Recording
+from pipeline.views.made import Made, times_made
 from pipeline.walk import Moment, walk
 
 
@@ -49,7 +50,9 @@ class Token:
     """The first is 1."""
     id: int
     ms: int
-    """When it was committed, by Redis' clock."""
+    """When it was committed for its client, by Redis' clock."""
+    made: Made
+    """When the engine had made it, and what was committed together with it."""
     step: str
     """`<epoch>-<step>` of its engine."""
     chunks: int
@@ -71,9 +74,13 @@ class State:
     last: Token | None
     """Token number n; None: the answer had not begun."""
     at_ms: int
-    """When it had come so far, in milliseconds since it was submitted."""
+    """When the engine had made token n, in milliseconds since the request was submitted."""
     pause_ms: int
-    """Milliseconds since the token before, or since it was submitted."""
+    """Milliseconds since the engine had made the token before, or since the submit."""
+    client_at_ms: int
+    """When token n was committed for the client, in milliseconds since the submit."""
+    client_pause_ms: int
+    """Milliseconds since the token before was committed for the client, or since the submit."""
     marks: tuple[Mark, ...]
     """What engines said of it between the token before and this one."""
 
@@ -126,7 +133,9 @@ class History:
         """(n, text that could be shown from token n on)"""
         self._marks: list[tuple[int, Mark]] = []
         """(n, what an engine said when there were n tokens)"""
-        for moment in self.walk():
+        moments = list(self.walk())
+        self._made = times_made(moments)
+        for moment in moments:
             self._take(moment)
 
     def walk(self) -> Iterator[Moment]:
@@ -158,14 +167,17 @@ class History:
             raise IndexError(f"{self.uid} has {len(self.tokens)} tokens; expected a number from 0 to that, got {n}")
         began_ms = self.submitted.ms if self.submitted is not None else 0
         last = self.tokens[n - 1] if n else None
-        now_ms = last.ms if last is not None else began_ms
+        before = self.tokens[n - 2] if n > 1 else None
+        now_ms, came_ms = (last.made.ms, last.ms) if last is not None else (began_ms, began_ms)
         return State(
             n,
             self.token_ids[:n],
             "".join(text for after, text in self._texts if after <= n),
             last,
             now_ms - began_ms,
-            now_ms - (self.tokens[n - 2].ms if n > 1 else began_ms),
+            now_ms - (before.made.ms if before is not None else began_ms),
+            came_ms - began_ms,
+            came_ms - (before.ms if before is not None else began_ms),
             tuple(mark for after, mark in self._marks if after == n - 1),
         )
 
@@ -220,7 +232,8 @@ class History:
             raise UndecodableEvent(f"token event {n} of {self.uid} counts {event.count} and has {len(event.tokens)}")
         scores = event.scores or (None,) * event.count
         for number, (token, score) in enumerate(zip(event.tokens, scores, strict=True), n - event.count + 1):
-            self.tokens.append(Token(number, token, event.ms, event.step, event.chunks, self.maker, score))
+            made = self._made[number]
+            self.tokens.append(Token(number, token, event.ms, made, event.step, event.chunks, self.maker, score))
         self._texts.append((n, event.text))
 
 

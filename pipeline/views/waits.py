@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from pipeline.events import Preempted, TakenOver
 from pipeline.journal import Step
+
+LEAST_MS: Final = 5
+"""In shorter waits, what the engine did not compute may be the rounding of clocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,8 @@ class Wait:
             )
         if others := len(set(self.preempted) - {self.uid}):
             said.append(f"{_counted(others, 'other request')} {'was' if others == 1 else 'were'} preempted")
-        if self.computed_ms < self.waited_ms / 2:
-            said.append(f"the engine computed for only {self.computed_ms / 1000:.1f} s of that time")
+        if self.computed_ms < self.waited_ms / 2 and self.waited_ms >= LEAST_MS:
+            said.append(f"the engine computed for only {spoken(self.computed_ms)} of that time")
         return said
 
     def __str__(self) -> str:
@@ -75,14 +79,16 @@ class Wait:
             if reasons
             else (
                 f"nothing else happened in {_counted(self.num_steps, 'step')}, the longest of which took "
-                f"{self.longest_ms / 1000:.1f} s"
+                f"{spoken(self.longest_ms)}"
             )
         )
-        return f"token {self.n} of {self.uid} waited {self.waited_ms / 1000:.1f} s: {listed}"
+        return f"token {self.n} of {self.uid} waited {spoken(self.waited_ms)}: {listed}"
 
 
-def why_waited(steps: Sequence[Step], uid: str, n: int, since_ms: int) -> Wait:
+def why_waited(steps: Sequence[Step], uid: str, n: int, since_ms: int, until_ms: int | None = None) -> Wait:
     """Return what happened in *steps*, the last of which made token *n* of *uid*; *since_ms* is when the wait began.
+
+    *until_ms* is an estimate of when the token was made, where the log does not say it.
 
     The steps are those of the engine that made the token, after the step that made the token before.
     """
@@ -97,7 +103,7 @@ def why_waited(steps: Sequence[Step], uid: str, n: int, since_ms: int) -> Wait:
     return Wait(
         uid=uid,
         n=n,
-        waited_ms=steps[-1].ms - since_ms,
+        waited_ms=max((steps[-1].made_ms if until_ms is None else until_ms) - since_ms, 0),
         num_steps=len(steps),
         computed_ms=sum(times),
         longest_ms=max(times),
@@ -106,6 +112,13 @@ def why_waited(steps: Sequence[Step], uid: str, n: int, since_ms: int) -> Wait:
         preempted=tuple(dict.fromkeys(row.uid for row in events if isinstance(row.event, Preempted))),
         taken_over=any(row.uid == uid and isinstance(row.event, TakenOver) for row in events),
     )
+
+
+def spoken(ms: float) -> str:
+    """Return a time for people: in seconds from 1 s on, in milliseconds below."""
+    if ms >= 1000:
+        return f"{ms / 1000:,.1f} s"
+    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
 
 
 def _counted(number: int, word: str) -> str:

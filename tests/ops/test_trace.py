@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from histories import entries_of
 from lived_requests import LivedRequests
 from redis_servers import command, until
 from tool import Tool
@@ -25,6 +26,7 @@ from pipeline.events import (
     Submitted,
     TakenOver,
     Templating,
+    TokensProduced,
     encode,
     new_uid,
 )
@@ -74,6 +76,15 @@ def test_the_owner_of_a_request_is_told(lived: LivedRequests, trace: Tool) -> No
     lived.owner = "team-a"
     (row,) = [line for line in trace(lived.submitted()) if "+0.000" in line and "submitted" in line]
     assert row.split()[2:] == ["submitted", "web-0", "0", "owner=team-a"]
+
+
+def test_the_longest_pause_is_told_for_the_engine_and_for_the_client() -> None:
+    submitted = Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), ms=1000)
+    times = ((1010, 0), (1034, 20), (1034, 16), (1034, 12))
+    tokens = [TokensProduced(tokens=(7,), text="x", step="1-1", ms=ms, age_ms=age_ms) for ms, age_ms in times]
+    history = entries_of([("0-1", submitted), *((f"{n}-0", event) for n, event in enumerate(tokens, 1))])
+    (line,) = [line for line in lines_of(story("u", history)) if " tokens " in line and "until" in line]
+    assert line.endswith("until +0.034 s, longest pause 0.004 s (for the client 0.024 s)")
 
 
 def test_each_thing_that_happened_is_one_row_of_an_aligned_table_and_so_are_a_thousand_tokens(

@@ -111,7 +111,7 @@ def test_the_state_after_each_token_has_the_text_so_far_and_who_made_it() -> Non
 
 
 def test_before_its_first_token_a_request_has_no_last_one() -> None:
-    assert history().at(0) == State(0, (), "", None, 0, 0, ())
+    assert history().at(0) == State(0, (), "", None, 0, 0, 0, 0, ())
 
 
 @pytest.mark.parametrize("n", [-1, 4])

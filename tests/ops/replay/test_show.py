@@ -122,11 +122,40 @@ def test_the_token_that_came_last_after_the_one_before_is_named(
     for entry in entries:
         after_ms = {"1-0": 900, "2-0": 1300}.get(entry.id, 1400)
         moved = {**entry.fields, "ms": str(submitted_ms + (after_ms if entry.id >= "1" else 0))}
+        moved |= {"age_ms": "0"} if "age_ms" in moved else {}
         command(redis_url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
     lines = dict(line.split(maxsplit=1) for line in show(uid))
     assert lines["slowest"] == "token 2, 0.400 s after the token before (--at 2)"
     assert not any(line.startswith("slowest") for line in show(uid, "--at", "2"))
     assert show.json(uid)["slowest"] == {"n": 2, "pause_ms": 400}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_token_says_when_the_engine_made_it_and_when_the_client_got_it(
+    lived: LivedRequests, show: Tool, redis_url: str, is_known: bool
+) -> None:
+    uid = finished(lived)
+    entries = lived.log.histories([uid])[0]
+    command(redis_url, "DEL", Names().request(uid))
+    submitted_ms = int(entries[0].fields["ms"])
+    times = {"1-0": (100, 0), "2-0": (120, 10)}
+    for entry in entries:
+        ms, age_ms = times.get(entry.id, (120, 2)) if entry.id >= "1" else (0, 0)
+        moved = {**entry.fields, "ms": str(submitted_ms + ms)} | {"age_ms": str(age_ms)}
+        if "tokens" not in moved or not is_known:
+            del moved["age_ms"]
+        command(redis_url, "XADD", Names().request(uid), entry.id, *itertools.chain(*moved.items()))
+    told = show.json(uid)
+    names = ("at_ms", "pause_ms", "client_at_ms", "client_pause_ms", "committed")
+    made = (118, 8) if is_known else (120, 10)
+    assert [told[name] for name in names] == [*made, 120, 0, [2, 3]]
+    assert told["slowest"] == {"n": 2, "pause_ms": 10}
+    lines = dict(line.split(maxsplit=1) for line in show(uid))
+    guess = "" if is_known else ", and when each was made is an estimate"
+    assert lines["client"] == (
+        f"0.00{120 - made[0]} s later, 0.000 s after the token before; "
+        f"tokens 2 to 3 were committed together (--commit-interval){guess}"
+    )
 
 
 def test_recorded_log_probabilities_are_shown(lived: LivedRequests, show: Tool) -> None:

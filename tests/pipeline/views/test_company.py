@@ -74,6 +74,7 @@ def step(
         given=(),
         chunks=tuple(Chunk(uid=uid, start=0, count=count) for uid, count in chunks),
         schedule="",
+        said_made_ms=more.get("made_ms", 0),
     )
 
 
@@ -93,10 +94,12 @@ def test_the_steps_of_a_request_say_what_they_computed_and_for_whom() -> None:
         (FIRST, step(3, 1040, ("b", 8))),
     )
     common = {"engine": FIRST, "forward_ms": 5, "waiting": 4, "pages_free": 9}
-    assert plain["steps"] == [
-        common | {"id": "1-0", "ms": 1010, "rows": 3, "tokens": 68, "prompt_tokens": 64, "companions": ["b", "c"]},
-        common | {"id": "1-1", "ms": 1020, "rows": 2, "tokens": 2, "n": 1, "companions": ["b"]},
-        common | {"id": "1-2", "ms": 1030, "rows": 2, "tokens": 2, "n": 2},
+    steps = [dict(step) for step in plain["steps"]]
+    assert [step.pop("ms") for step in steps] == [1010, 1020, 1030]
+    assert steps == [
+        common | {"id": "1-0", "made_ms": 1010, "rows": 3, "tokens": 68, "prompt_tokens": 64, "companions": ["b", "c"]},
+        common | {"id": "1-1", "made_ms": 1020, "rows": 2, "tokens": 2, "n": 1, "companions": ["b"]},
+        common | {"id": "1-2", "made_ms": 1030, "rows": 2, "tokens": 2, "n": 2},
     ], "companions are told where they change, and steps of others are left out"
 
 
@@ -122,9 +125,43 @@ def test_late_tokens_have_the_reason_and_others_none() -> None:
     assert plain["waits"][0]["why"] == [
         "2 tokens of its prompt were prefilled in 1 chunk",
         "a prompt of 900 tokens was prefilled in 1 chunk",
-        "the engine computed for only 0.0 s of that time",
+        "the engine computed for only 10 ms of that time",
     ]
     assert plain["waits"][1]["why"][0] == "a prompt of 500 tokens was prefilled in 1 chunk"
+
+
+def grouped(made_ms: Mapping[int, int], came_ms: Mapping[int, int], *, age: bool = True) -> tuple[History, list[Step]]:
+    """Return a request and its steps; token n was made at *made_ms* and committed at *came_ms* of n."""
+    events = {
+        n: made(n, ms).model_copy(update={"age_ms": ms - made_ms[n] if age else None}) for n, ms in came_ms.items()
+    }
+    of = history({}, *((f"{n}-0", event) for n, event in events.items()))
+    return of, [step(n, ms, (UID, n), made_ms=made_ms[n] if age else 0) for n, ms in came_ms.items()]
+
+
+def test_tokens_that_were_committed_together_are_late_only_if_they_were_made_late() -> None:
+    made_ms = {n: 1100 + 10 * n + (300 if n > 7 else 0) for n in range(1, 14)}
+    came_ms = {n: made_ms[min(13, n + (1 - n) % 4)] + 1 for n in made_ms}
+    of, steps = grouped(made_ms, came_ms)
+    assert late_tokens(of) == {1: 1000, 8: 1170}
+    plain = told(of, *((FIRST, each) for each in steps))
+    assert [(wait["n"], wait["waited_ms"], wait["why"]) for wait in plain["waits"]] == [
+        (1, 110, ["the engine computed for only 5 ms of that time"]),
+        (8, 310, ["the engine computed for only 5 ms of that time"]),
+    ]
+    assert [each["made_ms"] for each in plain["steps"]] == list(made_ms.values())
+    assert [each["ms"] for each in plain["steps"]] == list(came_ms.values())
+
+
+def test_in_an_older_history_no_token_of_a_commit_is_late_because_it_came_first() -> None:
+    made_ms = {n: 1100 + 10 * n for n in range(1, 14)}
+    came_ms = {n: made_ms[min(13, n + (1 - n) % 4)] for n in made_ms}
+    of, steps = grouped(made_ms, came_ms, age=False)
+    assert late_tokens(of) == {1: 1000}
+    came_ms |= {n: ms + 400 for n, ms in came_ms.items() if n > 9}
+    of, steps = grouped(made_ms, came_ms, age=False)
+    waits = told(of, *((FIRST, each) for each in steps))["waits"]
+    assert [(wait["n"], wait["waited_ms"]) for wait in waits] == [(1, 110), *((n, 110) for n in range(10, 14))]
 
 
 def test_only_the_longest_waits_are_told() -> None:

@@ -49,9 +49,9 @@ def entry(entry_id: str, event: Event, at_ms: int) -> Entry:
     return Entry(entry_id, {"ms": str(BEGAN_MS + at_ms), **encode(event)})
 
 
-def tokens(n: int, at_ms: int, *, text: str = "x", epoch: int = 3, count: int = 1, chunks: int = 0) -> Entry:
+def tokens(n: int, at_ms: int, *, text: str = "x", epoch: int = 3, count: int = 1, **more: Any) -> Entry:
     ids = tuple(range(n - count + 1, n + 1))
-    event = TokensProduced(count=count, tokens=ids, text=text, step=f"{epoch}-{n}", chunks=chunks)
+    event = TokensProduced(count=count, tokens=ids, text=text, step=f"{epoch}-{n}", **more)
     return entry(tokens_id(n), event, at_ms)
 
 
@@ -167,6 +167,16 @@ def test_a_thousand_tokens_in_a_row_are_one_moment_with_its_longest_pause() -> N
     assert (run["at_ms"], run["last_at_ms"], run["longest_pause_ms"]) == (10, 10300, 310)
     assert found["completion_tokens"] == 1000
     assert found["text"].startswith("1 2 3 ") and found["text"].endswith("999 1000 ")
+
+
+def test_the_longest_pause_is_that_of_the_engine_and_the_client_has_its_own() -> None:
+    said = [(1, 10, 0), (2, 30, 15), (3, 30, 10), (4, 30, 2), (5, 40, 3)]
+    found = story("a", [*RUNNING, *(tokens(n, at, age_ms=age) for n, at, age in said)])
+    run = found["moments"][-1]
+    assert (run["at_ms"], run["last_at_ms"]) == (10, 40)
+    assert (run["longest_pause_ms"], run["longest_client_pause_ms"]) == (9, 20)
+    older = story("a", [*RUNNING, *(tokens(n, at) for n, at, _ in said)])["moments"][-1]
+    assert (older["longest_pause_ms"], older["longest_client_pause_ms"]) == (10, 20)
 
 
 def test_an_event_of_several_tokens_counts_them_all() -> None:

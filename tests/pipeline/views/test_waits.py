@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.events import Admitted, Chunk, EventRow, Figures, Preempted, TakenOver
 from pipeline.journal import Step
-from pipeline.views.waits import why_waited
+from pipeline.views.waits import spoken, why_waited
 
 PREEMPTED = Preempted(engine="generate-0", epoch=1, step=1)
 ADMITTED = Admitted(engine="generate-0", epoch=2, step=1, fingerprint="w")
@@ -40,10 +40,18 @@ def test_a_long_prompt_and_preemptions_are_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ms", "said"), [(0.64, "0.64 ms"), (9.96, "10 ms"), (12.4, "12 ms"), (999, "999 ms"), (6193.5, "6.2 s")]
+)
+def test_times_below_a_second_are_said_in_milliseconds(ms: float, said: str) -> None:
+    assert spoken(ms) == said
+    assert f"only {said} of" in str(why_waited([step(90_000, forward_ms=ms)], "a", 5, since_ms=0))
+
+
+@pytest.mark.parametrize(
     ("steps", "n", "said"),
     [
-        ([step(1010)], 5, "nothing else happened in 1 step, the longest of which took 0.0 s"),
-        ([step(3000)], 5, "the engine computed for only 0.0 s of that time"),
+        ([step(1010)], 5, "nothing else happened in 1 step, the longest of which took 10 ms"),
+        ([step(3000)], 5, "the engine computed for only 10 ms of that time"),
         ([step(1300, forward_ms=290, chunks=(("a", 90),))], 1, "90 tokens of its prompt were prefilled in 1 chunk"),
         (
             [step(1300, forward_ms=290, chunks=(("b", 90), ("c", 10))), step(1400, chunks=(("c", 1000),))],
@@ -67,4 +75,4 @@ def test_a_long_prompt_and_preemptions_are_named() -> None:
     ],
 )
 def test_what_happened_between_two_tokens_is_said(steps: list[Step], n: int, said: str) -> None:
-    assert str(why_waited(steps, "a", n, since_ms=1000)).partition(" s: ")[2] == said
+    assert str(why_waited(steps, "a", n, since_ms=1000)).partition(": ")[2] == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import cast
@@ -9,15 +10,31 @@ from typing import cast
 import pytest
 from accessibility import problems
 from browser import PHONE, Browser
+from histories import entries_of
 from hostile_markup import CENSUS, HOSTILE, TRAP
 from lived_requests import LivedRequests
 from selenium.webdriver.common.keys import Keys
 from stand_in_stages import SAY, StandIn
 from web_process import Server
 
-from pipeline.events import Admitted, Cancelled, Failed, Preempted, TakenOver
+from pipeline.events import (
+    Admitted,
+    AnyEvent,
+    Cancelled,
+    Failed,
+    Preempted,
+    SamplingParams,
+    Submitted,
+    TakenOver,
+    TokensProduced,
+    decode,
+)
+from pipeline.log.protocol import Entry
 from pipeline.log.redis import RedisLog
 from pipeline.names import Names
+from pipeline.views.history import story
+from pipeline.views.made import times_made
+from pipeline.walk import walk
 
 NUM_TOKENS = 4000
 DRAWN_MS = 500.0
@@ -32,7 +49,8 @@ const steps = new Map();
 for (let n = 1; n <= rest[0]; n++) {
   const ms = 1e12 + 20 + n * 13 + (n % 97 ? 0 : 200);
   lines.push([`${n}-0`, { ms, kind: "tokens", tokens: [n], text: " word", step: `1-${n}` }]);
-  steps.set(`generate-0/1-${n}`, { id: `1-${n}`, engine: "generate-0", ms: ms - 4, forward_ms: 8, companions: [] });
+  steps.set(`generate-0/1-${n}`, { id: `1-${n}`, engine: "generate-0", ms: ms - 4, made_ms: ms - 4, forward_ms: 8,
+    companions: [] });
 }
 const texts = lines.map(([id, event]) => [id, JSON.stringify(event)]);
 const begunMs = performance.now();
@@ -46,6 +64,17 @@ const drawn = chart.node.querySelector("canvas").getContext("2d").getImageData(2
 return [performance.now() - begunMs, drawn, timeline.tokens.length];
 """
 """Draws a timeline of so many tokens; returns how long that took, whether its line has colour, and how many."""
+
+FOLD = """
+const { Timeline, pauseClass } = await import("/pages/js/timeline/model.js");
+const timeline = new Timeline("x");
+for (const [id, text] of rest[0]) timeline.hear(id, JSON.parse(text));
+const { tokens, usualPauseMs, moments } = timeline;
+return { usualMs: usualPauseMs, clientMs: timeline.longestClientPauseMs, moments,
+  late: tokens.filter(token => token.n > 1 && pauseClass(token.pauseMs, usualPauseMs)).map(token => token.n),
+  tokens: tokens.map(token => [token.n, token.madeMs, token.isKnown, token.commit.first, token.commit.last]) };
+"""
+"""Folds events into a timeline; returns what it says of pauses."""
 
 AWAY = """
 const real = fetch;
@@ -291,6 +320,40 @@ def test_nothing_that_a_request_says_is_executed(browser: Browser, lived: LivedR
         for _ in texts:
             browser.press(Keys.ARROW_LEFT)
         assert browser.run("return trapped") == [] and browser.run(CENSUS) == []
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_tokens_that_were_committed_together_are_no_pauses(browser: Browser, server: Server, is_known: bool) -> None:
+    """And the page tells of them what `trace` and `replay show` tell. One is late, after a hole and a takeover."""
+    made_ms = {n: 1100 + 10 * n + (100 if n > 30 else 0) for n in range(1, 50) if n != 22}
+    came_ms = {n: made_ms[n + (1 - n) % 4] + 3 for n in made_ms}
+    entries: list[tuple[str, AnyEvent]] = [
+        ("0-1", Submitted(endpoint="e", frontend="web-0", sampling=SamplingParams(), ms=1000))
+    ]
+    for n, ms in came_ms.items():
+        age_ms = ms - made_ms[n] if is_known else None
+        entries.append((f"{n}-0", TokensProduced(tokens=(n,), text="x", step=f"1-{n}", ms=ms, age_ms=age_ms)))
+        if n in (13, 40):
+            entries.append((f"{n}-1", TakenOver(engine="generate-0", epoch=1, ms=ms)))
+    told = entries_of(entries)
+    browser.allow("status of 40")
+    browser.open(url(server, "nobody"))
+    browser.find(".notice.bad")
+    said = browser.wait(FOLD, [(entry.id, json.dumps(plain(entry))) for entry in told])
+    made = times_made(walk(told, over_holes=True))
+    assert [tuple(each) for each in said["tokens"] if each[0] != 22] == [(n, *each) for n, each in made.items()]
+    assert (said["usualMs"], said["clientMs"]) == (10, 140)
+    assert said["late"] == ([31] if is_known else [30, 31, 32, 33])
+    names = ("what", "first_n", "n", "longest_pause_ms", "longest_client_pause_ms")
+    moments = story("x", told)["moments"]
+    assert [[each.get(name) for name in names] for each in said["moments"]] == [
+        [each.get(name) for name in names] for each in moments
+    ]
+
+
+def plain(entry: Entry) -> dict[str, object]:
+    """Return an entry as the server sends it."""
+    return decode(entry.fields).model_dump(mode="json", exclude_unset=True)
 
 
 def test_a_timeline_of_4000_tokens_is_drawn_at_once(browser: Browser, server: Server, lasting: StandIn) -> None:

@@ -11,6 +11,7 @@ const FIGURES = [
   "Tokens/s",
   "Usual pause",
   "Longest pause",
+  "Client's longest",
   "Preempted",
   "Taken over",
   "Took",
@@ -26,6 +27,7 @@ const SHOWN_ALREADY = new Set([
   "last_id",
   "last_at_ms",
   "longest_pause_ms",
+  "longest_client_pause_ms",
 ]);
 
 export class About {
@@ -116,7 +118,8 @@ export class About {
       ["Output", `${count(timeline.tokens.length)} tokens`],
       ["First token", first ? duration(first.ms - timeline.beganMs) : "-"],
       ["Tokens/s", rate === null ? "-" : rate.toPrecision(3)],
-      ["Usual pause", timeline.tokens.length > 1 ? duration(timeline.usualPauseMs) : "-"],
+      ["Usual pause", timeline.tokens.length > 1 ? usual(timeline.usualPauseMs) : "-"],
+      ["Client's longest", timeline.tokens.length > 1 ? duration(timeline.longestClientPauseMs) : "-"],
       ["Preempted", String(counted("preempted") || "never")],
       ["Taken over", String(counted("taken_over") || "never")],
       [
@@ -206,7 +209,9 @@ class MomentRow {
       .filter(([name, value]) => !SHOWN_ALREADY.has(name) && typeof value !== "object") // none that holds others
       .map(([name, value]) => `${name}=${plain(value)}`);
     if (moment.what === "tokens" && moment.last_id !== moment.id) {
-      details.unshift(`until ${duration(moment.last_at_ms)}, longest pause ${duration(moment.longest_pause_ms)}`);
+      const [longest, client] = [moment.longest_pause_ms, moment.longest_client_pause_ms].map(duration);
+      const seen = client === longest ? "" : ` (for the client ${client})`;
+      details.unshift(`until ${duration(moment.last_at_ms)}, longest pause ${longest}${seen}`);
     }
     const [at, what, who, tokens, more] = this._cells;
     say(at, moment.at_ms ? duration(moment.at_ms) : "0");
@@ -220,6 +225,11 @@ class MomentRow {
       typeof value === "bigint" ? String(value) : value,
     );
   }
+}
+
+// The clock counts milliseconds.
+function usual(ms) {
+  return ms ? duration(ms) : "under 1 ms";
 }
 
 function say(node, text) {

@@ -120,14 +120,14 @@ export class Chart {
   moveTo(n) {
     this._n = n;
     const token = this._timeline?.tokens[n - 1];
-    if (token && this._zoom > 1 && (token.ms < this._from || token.ms > this._to)) this._around(token.ms);
+    if (token && this._zoom > 1 && (token.madeMs < this._from || token.madeMs > this._to)) this._around(token.madeMs);
     this._place();
   }
 
   // Show less of the time (*factor* > 1) or more around a moment; 0 shows all.
   zoom(factor, aroundMs = null) {
     const [from, to] = this._whole();
-    const centre = aroundMs ?? this._timeline?.tokens[this._n - 1]?.ms ?? (this._from + this._to) / 2;
+    const centre = aroundMs ?? this._timeline?.tokens[this._n - 1]?.madeMs ?? (this._from + this._to) / 2;
     this._zoom = factor ? Math.max(1, Math.min(this._zoom * factor, Math.max((to - from) / 20, 1))) : 1;
     this._around(centre);
   }
@@ -211,7 +211,7 @@ export class Chart {
     let [low, high] = [0, tokens.length]; // how many tokens there were then
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (tokens[middle].ms <= ms) low = middle + 1;
+      if (tokens[middle].madeMs <= ms) low = middle + 1;
       else high = middle;
     }
     return low;
@@ -331,18 +331,18 @@ export class Chart {
     const paths = PAUSE_CLASSES.map(() => new Path2D());
     const width = this._timeline.tokens.length < 400 ? 2 : 1;
     for (const token of this._timeline.tokens) {
-      if (token.missing || token.ms < this._from || token.ms - token.pauseMs > this._to) continue;
+      if (token.missing || token.ms < this._from || token.madeMs - token.pauseMs > this._to) continue;
       const longer = pauseClass(token.pauseMs, this._usualMs);
       const path = paths[longer];
-      const x = this._x(token.ms);
+      const x = this._x(token.madeMs);
       const top = this._barTop(lanes.get(`${token.engine} epoch ${token.epoch}`) ?? 1);
       path.rect(x, top, width, BAR);
       if (longer && token.n > 1) {
         // the pause itself, as a line up to the token
-        const since = this._x(token.ms - token.pauseMs);
+        const since = this._x(token.madeMs - token.pauseMs);
         path.rect(since, top + BAR / 2 - 1, x - since, 2);
       }
-      path.rect(x, this._barTop(lanes.get("reply")), width, BAR);
+      path.rect(this._x(token.ms), this._barTop(lanes.get("reply")), width, BAR);
     }
     paths.forEach((path, index) => {
       pen.fillStyle = colours[`pause-${index}`];
@@ -399,7 +399,7 @@ export class Chart {
 
   _place() {
     const tokens = this._timeline?.tokens ?? [];
-    const ms = tokens[this._n - 1]?.ms ?? this._timeline?.beganMs ?? 0;
+    const ms = tokens[this._n - 1]?.madeMs ?? this._timeline?.beganMs ?? 0;
     const x = this._to > this._from ? this._x(ms) : this._left;
     this._cursor.style.transform = `translateX(${x}px)`;
     this._cursor.hidden = x < this._left - 1 || x > this._ganttBox.clientWidth;

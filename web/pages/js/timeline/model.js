@@ -68,6 +68,8 @@ export class Timeline {
     this._engine = "";
     this._text = "";
     this._ends = [0]; // where the text ends that clients had after n tokens
+    this._commit = { first: 0, last: 0, ms: 0, epoch: 0 }; // of the last tokens; each of them has it
+    this._longest = 0; // the longest pause of the last moment, before this commit
   }
 
   // Take in the next event. An event that was heard before is passed over, so a stream may repeat itself.
@@ -103,7 +105,7 @@ export class Timeline {
     return this.end !== null;
   }
 
-  // How long the usual pause between two tokens is: the median, in milliseconds.
+  // How long the usual pause between two tokens is in the engine: the median, in milliseconds.
   get usualPauseMs() {
     const pauses = this.tokens
       .slice(1)
@@ -111,6 +113,11 @@ export class Timeline {
       .map((token) => token.pauseMs);
     pauses.sort((one, other) => one - other);
     return pauses.length ? pauses[pauses.length >> 1] : 0;
+  }
+
+  // The longest pause between two tokens for the client.
+  get longestClientPauseMs() {
+    return this.tokens.slice(1).reduce((most, token) => Math.max(most, token.clientPauseMs), 0);
   }
 
   // The text that clients had after n tokens.
@@ -141,7 +148,11 @@ export class Timeline {
         n,
         id: "",
         ms,
+        madeMs: ms,
+        isKnown: false,
         pauseMs: 0,
+        clientPauseMs: 0,
+        commit: { first: n, last: n },
         token: null,
         score: null,
         engine: "",
@@ -161,13 +172,19 @@ export class Timeline {
     const epoch = Number(event.step.split("-")[0]);
     const who = `${this._engine} epoch ${epoch}`.trim();
     const since = this.tokens.length ? this.tokens.at(-1).ms : this.beganMs;
+    const goesOn = this.moments.at(-1)?.what === "tokens" && this.moments.at(-1).who === who;
+    this._begin(this.n - count + 1, event.ms, epoch, goesOn);
     for (let index = 0; index < count; index += 1) {
       if (index === count - 1) this._text += event.text ?? ""; // a text belongs to the last token of its event
       this.tokens.push({
         n: this.n - count + 1 + index,
         id,
-        ms: event.ms,
-        pauseMs: index ? 0 : event.ms - since,
+        ms: event.ms, // when its client got it
+        madeMs: index === count - 1 ? event.ms - (event.age_ms ?? 0) : event.ms, // when the engine had made it
+        isKnown: index === count - 1 && event.age_ms !== undefined, // whether the log says that
+        pauseMs: 0, // in the engine
+        clientPauseMs: index ? 0 : event.ms - since,
+        commit: this._commit, // the numbers of the first and the last token that came with it
         token: event.tokens?.[index] ?? null,
         score: event.scores?.[index] ?? null,
         engine: this._engine,
@@ -178,17 +195,65 @@ export class Timeline {
       });
       this._ends.push(this._text.length);
     }
+    this._divide();
     const last = this.moments.at(-1);
     const atMs = event.ms - this.beganMs;
-    if (last?.what === "tokens" && last.who === who) {
-      last.longest_pause_ms = Math.max(last.longest_pause_ms, atMs - last.last_at_ms);
+    if (goesOn) {
+      last.longest_pause_ms = this._longestIn(last);
+      last.longest_client_pause_ms = Math.max(last.longest_client_pause_ms, atMs - last.last_at_ms);
       Object.assign(last, { n: this.n, last_id: id, count: last.count + count, last_at_ms: atMs });
       last.chunks += event.chunks ?? 0;
     } else {
       const moment = this._moment(id, event.ms, "tokens", who, this.n);
       Object.assign(moment, { first_n: this.n - count + 1, last_id: id, count, last_at_ms: atMs });
-      this.moments.push({ ...moment, longest_pause_ms: 0, chunks: event.chunks ?? 0 });
+      this.moments.push({
+        ...moment,
+        longest_pause_ms: this._longestIn(moment),
+        longest_client_pause_ms: 0,
+        chunks: event.chunks ?? 0,
+      });
     }
+  }
+
+  // Say of which commit the next tokens are, the first of which is *first*.
+  _begin(first, ms, epoch, goesOn) {
+    const before = this._commit;
+    const isSame = before.ms === ms && before.epoch === epoch && !this.tokens.at(-1)?.missing;
+    if (!isSame || !before.first) this._commit = { first, last: this.n, ms, epoch };
+    if (!goesOn) this._longest = 0;
+    else if (this._commit !== before) this._longest = this.moments.at(-1).longest_pause_ms;
+    this._commit.last = this.n;
+  }
+
+  // Say when each token of the commit was made. Those of unknown time divide the time up to the next known one, or the
+  // commit, as in pipeline/views/made.py. A token that follows may be of the same commit, so this is done again then.
+  _divide() {
+    const { first, last } = this._commit;
+    const before = this.tokens[first - 2];
+    let since = before && !before.missing ? before.madeMs : null;
+    let unknown = [];
+    for (let n = first; n <= last; n += 1) {
+      const token = this.tokens[n - 1];
+      unknown.push(token);
+      if (!token.isKnown && n < last) continue;
+      const now = Math.max(token.isKnown ? token.madeMs : token.ms, since ?? 0);
+      const began = since ?? now;
+      unknown.forEach((each, index) => {
+        each.madeMs = began + Math.floor(((now - began) * (index + 1)) / unknown.length);
+      });
+      [since, unknown] = [now, []];
+    }
+    for (let n = first; n <= last; n += 1) {
+      const earlier = this.tokens[n - 2];
+      const from = n > 1 ? (earlier.missing ? this.tokens[n - 1].madeMs : earlier.madeMs) : this.beganMs;
+      this.tokens[n - 1].pauseMs = this.tokens[n - 1].madeMs - from;
+    }
+  }
+
+  // The longest pause between two tokens of the last moment.
+  _longestIn(moment) {
+    const later = this.tokens.slice(Math.max(this._commit.first - 1, moment.first_n));
+    return later.reduce((most, token) => Math.max(most, token.pauseMs), this._longest);
   }
 
   _takeMark(id, event, isEnd) {
@@ -280,7 +345,7 @@ export function barsOf(timeline, nowMs, steps = new Map()) {
       leave(each.ms);
       free = { kind: "preempted", from: each.ms };
     } else if (each.kind === "taken_over") {
-      const lost = stint?.tokens.at(-1)?.ms ?? stint?.from;
+      const lost = stint?.tokens.at(-1)?.madeMs ?? stint?.from;
       leave(lost);
       free = free ?? { kind: "gone", from: lost ?? each.ms };
     } else if (stint) {
@@ -302,7 +367,7 @@ const WAITS = {
 function inOrder(timeline) {
   const marks = timeline.marks.map((mark) => ({ ...mark, at: mark.n + 0.5 }));
   const tokens = timeline.tokens.filter((token) => !token.missing);
-  const told = tokens.map((token) => ({ kind: "token", ms: token.ms, at: token.n, token }));
+  const told = tokens.map((token) => ({ kind: "token", ms: token.madeMs, at: token.n, token }));
   return [...marks, ...told].sort((one, other) => one.at - other.at);
 }
 
@@ -312,7 +377,7 @@ function admittedMs(timeline, mark, steps, earliest) {
   if (timings && mark.id === timeline.marks.find((each) => each.kind === "admitted").id)
     return Math.max(timeline.beganMs + timings.admitted_ms, earliest);
   const step = steps.get(stepKey(mark.engine, `${mark.epoch}-${mark.event.step}`));
-  return step ? Math.max(step.ms - step.forward_ms, earliest) : mark.ms;
+  return step ? Math.max(step.made_ms - step.forward_ms, earliest) : mark.ms;
 }
 
 function stintBars(stint, ms) {
@@ -320,10 +385,10 @@ function stintBars(stint, ms) {
   const last = stint.tokens.at(-1);
   const chunks = first?.chunks ?? 0;
   const says = chunks ? `prefill in ${chunks} ${chunks === 1 ? "chunk" : "chunks"}` : "prefill";
-  const bars = [{ lane: stint.lane, kind: "prefill", from: stint.from, to: first?.ms ?? ms, says }];
+  const bars = [{ lane: stint.lane, kind: "prefill", from: stint.from, to: first?.madeMs ?? ms, says }];
   if (first) {
     const counted = `tokens ${first.n} to ${last.n}`;
-    bars.push({ lane: stint.lane, kind: "decode", from: first.ms, to: Math.max(ms, last.ms), says: counted });
+    bars.push({ lane: stint.lane, kind: "decode", from: first.madeMs, to: Math.max(ms, last.madeMs), says: counted });
   }
   return bars;
 }
@@ -337,8 +402,8 @@ function stepBars(timeline, steps) {
       bars.push({
         lane: `${step.engine} epoch ${epoch}`,
         kind: "chunk",
-        from: step.ms - step.forward_ms,
-        to: step.ms,
+        from: step.made_ms - step.forward_ms,
+        to: step.made_ms,
         says: `${own} prompt tokens in step ${step.id}`,
         step,
       });

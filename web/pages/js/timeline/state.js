@@ -118,17 +118,14 @@ function tokenRows(timeline, state, step, known) {
     ["text", "Text", written(state)],
     ["id", "Id", token.token === null ? "" : String(token.token)],
     ["logprob", "Log-probability", token.score ? scored(token.score) : el("span", { class: "dim" }, "not asked for")],
-    ["at", "Time", `${duration(token.ms - timeline.beganMs)} after submit`],
+    ["at", "Made", `${duration(token.madeMs - timeline.beganMs)} after submit`],
     [
       "pause",
       "Pause",
       el("span", { class: ["badge", ["", "info", "warn", "bad"][classOf]], title: PAUSE_CLASSES[classOf].says }, pause),
     ],
-    [
-      "why",
-      "Why",
-      wait ? (wait.why.length ? wait.why.join(", and ") : "nothing else happened: the step itself took long") : "",
-    ],
+    ["why", "Why", wait ? wait.why.join(", and ") || nothingElse(wait, step) : ""],
+    ["client", "To the client", toClient(token)],
     ["before", "Just before", events.join(", then ")],
     ["engine", "Engine", `${token.engine} epoch ${token.epoch}`],
     ["step", "Step", token.step],
@@ -150,6 +147,19 @@ function tokenRows(timeline, state, step, known) {
     ],
     ["entry", "Entry in the log", el("span", { class: "mono small" }, token.id)],
   ];
+}
+
+function nothingElse(wait, step) {
+  const isLong = step && step.forward_ms > wait.waited_ms / 2;
+  return isLong ? "nothing else happened: the step itself took long" : "nothing else happened";
+}
+
+// When the client got a token, and which tokens with it.
+function toClient({ ms, madeMs, clientPauseMs, isKnown, commit }) {
+  const late = `${duration(ms - madeMs)} later, ${duration(clientPauseMs)} after the one before`;
+  if (commit.first === commit.last) return late;
+  const together = `${late}; tokens ${commit.first} to ${commit.last} were committed together (--commit-interval)`;
+  return isKnown ? together : `${together}, and when each was made is an estimate`;
 }
 
 function beforeRows(timeline) {
