@@ -15,7 +15,7 @@ from pipeline.log.memory_streams import Id, id_text
 from pipeline.log.protocol import Entry, Owner, RequestLimits
 from pipeline.names import Names, parse_id
 
-OF_THE_CLOCK: Final = ("ms", "deadline_ms")
+OF_THE_CLOCK: Final = ("ms", "age_ms", "deadline_ms")
 """Fields that a commit adds by Redis' clock."""
 OF_THE_COPY: Final = ("history", "history_cut")
 """Fields of a dead letter that are compared with the history itself."""

@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
@@ -623,7 +623,9 @@ class Story(RuleBasedStateMachine):
         events = {step.number: step.event for step in steps}
         ended = [entry_id for step in steps for entry_id in step.ended]
         done: StepCommitted = self.say(
-            lambda log: log.step(engine.owner, events, ended=ended, control_cursor=engine.cursor, lease_ms=LONG_MS)
+            lambda log: replace(
+                log.step(engine.owner, events, ended=ended, control_cursor=engine.cursor, lease_ms=LONG_MS), ms=0
+            )
         )
         if lost:
             engine.owed = steps
