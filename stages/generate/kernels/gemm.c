@@ -77,6 +77,14 @@ INLINE void add_line(const Format format, const int rows, const int panels, cons
     }
 }
 
+// One or two rows come alone and take whole panels, so the next ones are far ahead: they go to the second cache.
+INLINE void fetch(const int rows, const char *weights) {
+    if (rows <= 2)
+        __builtin_prefetch(weights, 0, 2);
+    else
+        __builtin_prefetch(weights);
+}
+
 INLINE void multiply_floats(const Format format, const int rows, const int panels, const Block *block) {
     const int words = words_of_line(format), line_bytes = format == FLOAT16 ? 32 : 64;
     const int64_t lines = format == FLOAT32 || format == FLOAT16 ? block->inputs : block->inputs / 2;
@@ -88,7 +96,7 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
     int64_t i = 0;
     for (; i < num_ahead; i++, x += 4 * words, line += line_bytes, ahead += line_bytes) {
-        UNROLL for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * panel_bytes);
+        UNROLL for (int p = 0; p < panels; p++) fetch(rows, ahead + p * panel_bytes);
         add_line(format, rows, panels, x, row_bytes, line, panel_bytes, sums);
     }
     for (; i < lines; i++, x += 4 * words, line += line_bytes)
@@ -126,7 +134,7 @@ INLINE void multiply_integers(const int rows, const int panels, const Block *blo
         int64_t i = 0;
         if (num_ahead-- > 0)
             for (; i + 1 < lines; i += 2, x += 8, line += 4 * PANEL, ahead += 4 * PANEL) {
-                UNROLL for (int p = 0; p < panels; p++) __builtin_prefetch(ahead + p * panel_bytes);
+                UNROLL for (int p = 0; p < panels; p++) fetch(rows, ahead + p * panel_bytes);
                 add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
                 add_int8_line(rows, panels, x + 4, row_bytes, line + 2 * PANEL, panel_bytes, exact);
             }
@@ -191,6 +199,13 @@ static const Kernel narrow[4][MOST_ROWS + 1] = {BY_ROWS(narrow_FLOAT32), BY_ROWS
 #define CACHED_BYTES_OF_MANY (VECTORS == 1 ? 32768 : 16384)
 #define MANY_ROWS 64
 
+// A few rows read each weight once, and wait for the memory: they take whole panels, and fetch the next ones.
+#define FEW_ROWS (VECTORS == 1 ? MOST_ROWS : 2)
+INLINE int64_t bytes_of_a_block(Format format, int64_t num_rows) {
+    if (num_rows <= (format == INT8 ? 1 : FEW_ROWS)) return INT64_MAX;
+    return num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
+}
+
 // Multiply all rows with one block of weights. *ahead* is the next one, with *num_ahead* lines or groups of that size in
 // each panel: each block of rows fetches a part of them.
 static void multiply_rows(const Kernel kernels[], Block block, int64_t num_rows, const char *ahead, int64_t num_ahead,
@@ -216,7 +231,7 @@ void NAME(multiply)(const Matrix *matrix, const void *rows, int64_t num_rows, in
     const int64_t panel_bytes = NAME(panel_bytes)(format, matrix->inputs);
     const int64_t inputs = round_up(matrix->inputs, 2), num_groups = (inputs + GROUP - 1) / GROUP;
     const int64_t group_bytes = panel_offset(format, GROUP) - panel_offset(format, 0);
-    const int64_t cached_bytes = num_rows < MANY_ROWS ? CACHED_BYTES : CACHED_BYTES_OF_MANY;
+    const int64_t cached_bytes = bytes_of_a_block(format, num_rows);
     const int64_t line = format == INT8 ? GROUP : format == BFLOAT16 ? 2 : 1; // inputs of what a block fetches
     const int64_t num_blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
     const int64_t at_once = panels_at_once((num_rows + num_blocks - 1) / num_blocks);
