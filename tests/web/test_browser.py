@@ -152,7 +152,7 @@ REFUSED = Counter(
         ("/v1/dead/<name>/requeue", "POST", 403): 1,
         ("/v1/requests", "GET", 403): 2,  # and rebound
         ("/v1/pipeline/events", "GET", 403): 1,
-        ("/requests/<name>", "GET", 403): 1,  # in a frame
+        ("/requests/<path:name>", "GET", 403): 1,  # in a frame
         ("/tokenize", "POST", 403): 1,
         ("/flush_cache", "POST", 403): 2,  # by fetch, and in a window of its own
         ("/abort_request", "POST", 403): 1,
