@@ -336,8 +336,8 @@ def test_an_unknown_option_is_named_with_those_that_there_are(folder: Path) -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"page_size": 24}, "--page-size: '24': must be a power of two"),
-        ({"dtype": "int8"}, "--dtype: 'int8': must be one of auto, float32"),
+        ({"page_size": 24}, "--page-size '24': must be a power of two"),
+        ({"dtype": "int8"}, "--dtype 'int8': must be one of auto, float32"),
         ({"max_seq_len": 100_000}, "--max-seq-len 100000: the model knows 4096 positions"),
     ],
 )
