@@ -61,10 +61,12 @@ class Foreground:
             self._shown = line
 
     def tell_why(self) -> None:
-        """Print the end of the log."""
+        """Print the end of the log, and before it what workers said for people: others may have logged a lot since."""
         self.show_progress(())
-        lines = self.log_path.read_text(errors="replace").splitlines()[-LINES_SHOWN:]
-        sys.stderr.write("".join(f"{line}\n" for line in (*lines, f"({self.log_path} has all of it)")))
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        said = [line for line in lines[:-LINES_SHOWN] if line.startswith("minisgl: ")]
+        shown = (*said, *lines[-LINES_SHOWN:], f"({self.log_path} has all of it)")
+        sys.stderr.write("".join(f"{line}\n" for line in shown))
 
     def run(self, supervisor: Supervisor, command: Sequence[str], key: str) -> None:
         """Run the shell *command* with the API key *key* until it ends or SIGTERM comes.

@@ -35,7 +35,7 @@ JSON = {"content-type": "application/json"}
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 LET_IN = 400
 """The status of a request that came to its route: its body is not JSON."""
-OPEN_PAGES = ("/", "/pipeline", "/requests/<name>", "/pages/<path:name>")
+OPEN_PAGES = ("/", "/pipeline", "/requests/<path:name>", "/pages/<path:name>")
 OWN_ADDRESS = "10.1.2.3"
 
 

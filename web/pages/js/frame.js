@@ -5,10 +5,7 @@
 import { apiKey, askWith, needsKey, onKeyChange, setApiKey } from "./api.js";
 import { button, dialog, el, fill, find, icon } from "./dom.js";
 
-const PLACES = [
-  ["Playground", "/"],
-  ["Pipeline", "/pipeline"],
-];
+const PLACES = [["Playground", "/"], ["Pipeline", "/pipeline"]];
 const THEMES = [
   ["", "system", "Theme: as the system"],
   ["light", "sun", "Theme: light"],
@@ -40,10 +37,7 @@ export function frame(current, onKey = () => {}) {
 
 function themeSwitch() {
   const chosen = () =>
-    Math.max(
-      0,
-      THEMES.findIndex(([name]) => name === (document.documentElement.dataset.theme ?? "")),
-    );
+    Math.max(0, THEMES.findIndex(([name]) => name === (document.documentElement.dataset.theme ?? "")));
   const toggle = button("Theme", {
     icon: "system",
     class: "quiet",

@@ -108,17 +108,9 @@ function list(token, depth) {
 
 function table(token, depth) {
   const cell = (tag, { tokens, align }) => el(tag, { class: align ? `to-${align}` : null }, inline(tokens, depth + 1));
-  const head = el(
-    "tr",
-    {},
-    token.header.map(each => cell("th", each)),
-  );
+  const head = el("tr", {}, token.header.map(each => cell("th", each)));
   const rows = token.rows.map(row =>
-    el(
-      "tr",
-      {},
-      row.map(each => cell("td", each)),
-    ),
+    el("tr", {}, row.map(each => cell("td", each))),
   );
   return el(
     "div",

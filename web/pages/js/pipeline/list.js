@@ -26,11 +26,7 @@ const FILTERS = [
   ["all", "all", null],
   ["open", "open: not ended", new Set(OPEN)],
   ["running", "running", new Set(["running"])],
-  [
-    "queued,tokenizing,waiting,preempted",
-    "waiting",
-    new Set(["queued", "tokenizing", "waiting", "preempted"]),
-  ],
+  ["queued,tokenizing,waiting,preempted", "waiting", new Set(["queued", "tokenizing", "waiting", "preempted"])],
   ["finished", "finished", new Set(["finished"])],
   ["failed,unreadable", "failed", new Set(["failed", "unreadable"])],
   ["cancelled", "cancelled", new Set(["cancelled"])],

@@ -48,11 +48,7 @@ export class SeriesChart {
         { class: "row" },
         el("h2", {}, "Since you opened this page"),
         el("span", { class: "grow" }),
-        el(
-          "div",
-          { class: "tabs", role: "group", aria: { label: "Figure" } },
-          this._choices.map(([, node]) => node),
-        ),
+        el("div", { class: "tabs", role: "group", aria: { label: "Figure" } }, this._choices.map(([, node]) => node)),
       ),
       this._plot,
       this._legend,

@@ -11,18 +11,7 @@ import { call } from "../api.js";
 import { el, fill } from "../dom.js";
 
 const OWN = new Set(["messages", "model", "prompt", "stream_options"]); // the page itself says these
-const FIRST = [
-  "temperature",
-  "top_p",
-  "top_k",
-  "min_p",
-  "max_completion_tokens",
-  "seed",
-  "stop",
-  "logprobs",
-  "top_logprobs",
-  "n",
-];
+const FIRST = "temperature top_p top_k min_p max_completion_tokens seed stop logprobs top_logprobs n".split(" ");
 export async function readSchemas() {
   const [document, properties] = await Promise.all([call("/openapi.json"), call("/props")]);
   const { schemas } = document.components;
@@ -67,11 +56,7 @@ export function fieldsForm({ chat, schemas, defaults }, values, onChange) {
     "details",
     { class: "more" },
     el("summary", {}, `All other fields (${rest.length})`),
-    el(
-      "div",
-      { class: "fields" },
-      rest.map(name => controls.get(name).element),
-    ),
+    el("div", { class: "fields" }, rest.map(name => controls.get(name).element)),
   );
   const nothing = el("p", { class: "dim small", hidden: true }, "No field has this in its name.");
   const search = el("input", {
@@ -86,11 +71,7 @@ export function fieldsForm({ chat, schemas, defaults }, values, onChange) {
     { class: "stack" },
     search,
     nothing,
-    el(
-      "div",
-      { class: "fields" },
-      first.map(name => controls.get(name).element),
-    ),
+    el("div", { class: "fields" }, first.map(name => controls.get(name).element)),
     more,
   );
   more.open = rest.some(name => name in values);

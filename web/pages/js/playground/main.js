@@ -115,10 +115,7 @@ function open(conversation) {
       showRequest: (answer, messages) => showRequest(bodyOf(answer.asked, messages), wholeBody(answer)),
     }),
   );
-  fill(
-    sides,
-    state.columns.map(({ element }) => element),
-  ).classList.toggle("double", double);
+  fill(sides, state.columns.map(({ element }) => element)).classList.toggle("double", double);
   for (const column of state.columns) {
     column.toEnd();
     column.resumeLast();

@@ -38,35 +38,10 @@ export function asCurl(body, origin, withKey) {
 }
 
 // What OpenAI's client takes by name; the rest goes into extra_body.
-const OPENAI = new Set([
-  "model",
-  "messages",
-  "stream",
-  "stream_options",
-  "temperature",
-  "top_p",
-  "n",
-  "stop",
-  "seed",
-  "max_tokens",
-  "max_completion_tokens",
-  "presence_penalty",
-  "frequency_penalty",
-  "logit_bias",
-  "logprobs",
-  "top_logprobs",
-  "response_format",
-  "tools",
-  "tool_choice",
-  "user",
-  "metadata",
-  "store",
-  "service_tier",
-  "safety_identifier",
-  "prompt_cache_key",
-  "reasoning_effort",
-  "parallel_tool_calls",
-]);
+const OPENAI = new Set(`model messages stream stream_options temperature top_p n stop seed max_tokens max_completion_tokens
+  presence_penalty frequency_penalty logit_bias logprobs top_logprobs response_format tools
+  tool_choice user metadata store service_tier safety_identifier prompt_cache_key reasoning_effort
+  parallel_tool_calls`.split(/\s+/));
 
 export function asPython(body, origin, withKey) {
   const given = { model: "default", ...body };

@@ -219,10 +219,7 @@ function answerView(message, acts) {
       };
     });
     const send = () =>
-      acts.answerCall(
-        message,
-        forms.map(({ call, result }) => ({ callId: call.id, content: result.value })),
-      );
+      acts.answerCall(message, forms.map(({ call, result }) => ({ callId: call.id, content: result.value })));
     return [
       ...forms.map(form => form.element),
       forms.length > 0 &&

@@ -5,30 +5,10 @@ import { clock, count, duration } from "../format.js";
 
 const BADGES = { finished: "ok", failed: "bad", cancelled: "warn", running: "info" };
 const FIGURES = [
-  "Prompt",
-  "Output",
-  "First token",
-  "Tokens/s",
-  "Usual pause",
-  "Longest pause",
-  "Client's longest",
-  "Preempted",
-  "Taken over",
-  "Took",
+  "Prompt", "Output", "First token", "Tokens/s", "Usual pause", "Longest pause",
+  "Client's longest", "Preempted", "Taken over", "Took",
 ];
-const SHOWN_ALREADY = new Set([
-  "at_ms",
-  "id",
-  "what",
-  "who",
-  "n",
-  "first_n",
-  "count",
-  "last_id",
-  "last_at_ms",
-  "longest_pause_ms",
-  "longest_client_pause_ms",
-]);
+const SHOWN_ALREADY = new Set("at_ms id what who n first_n count last_id last_at_ms longest_pause_ms longest_client_pause_ms".split(" "));
 
 export class About {
   constructor(timeline, { onToken }) {
@@ -38,21 +18,16 @@ export class About {
     this._state = el("span", { class: "badge" });
     this._where = el("p", { class: "dim" });
     this.title = el(
-      "div",
-      { class: "stack" },
+      "div", { class: "stack" },
       el("h1", { class: "row" }, "Request ", el("span", { class: "mono uid" }, timeline.uid), this._state),
       this._where,
     );
     this.error = el("p", { class: "notice bad", role: "alert", hidden: true });
     this._longest = 0;
     this._goLongest = el("button", { type: "button", class: "link", on: { click: () => onToken(this._longest) } });
-    this._values = new Map(
-      FIGURES.map((name) => [name, el("dd", { class: "number" }, "-")]),
-    );
+    this._values = new Map(FIGURES.map((name) => [name, el("dd", { class: "number" }, "-")]));
     this.facts = el(
-      "dl",
-      { class: "figures" },
-      [...this._values].map(([name, node]) => el("div", {}, el("dt", {}, name), node)),
+      "dl", { class: "figures" }, [...this._values].map(([name, node]) => el("div", {}, el("dt", {}, name), node)),
     );
     this._rows = el("tbody");
     this._rowsBy = [];
@@ -179,10 +154,7 @@ export class About {
     );
     const labels = Object.entries(submitted.labels ?? {});
     fill(
-      this._asked,
-      prompted(submitted),
-      facts("Sampling", said),
-      labels.length > 0 && facts("Labels", labels),
+      this._asked, prompted(submitted), facts("Sampling", said), labels.length > 0 && facts("Labels", labels),
       submitted.constraint && facts("The answer must be", [[submitted.constraint.kind, submitted.constraint.text]]),
     );
   }
@@ -193,10 +165,7 @@ class MomentRow {
   constructor(table, onToken) {
     this._first = 0;
     this._go = el("button", {
-      type: "button",
-      class: "link",
-      title: "Move there",
-      on: { click: () => onToken(this._first) },
+      type: "button", class: "link", title: "Move there", on: { click: () => onToken(this._first) },
     });
     this._cells = ["number", "", "", "number", "details"].map((kind) => el("td", { class: kind }));
     this._row = el("tr", {}, this._cells);
@@ -243,9 +212,7 @@ function prompted(submitted) {
       { class: "stack" },
       submitted.messages.map((message) =>
         el(
-          "div",
-          { class: "message" },
-          el("h3", {}, String(message.role ?? "")),
+          "div", { class: "message" }, el("h3", {}, String(message.role ?? "")),
           el("div", { class: "answer" }, plain(message.content ?? message)),
         ),
       ),
@@ -261,8 +228,7 @@ function facts(name, entries) {
     {},
     el("h3", {}, name),
     el(
-      "dl",
-      { class: "facts" },
+      "dl", { class: "facts" },
       entries.flatMap(([key, value]) => [el("dt", {}, key), el("dd", { class: "mono" }, plain(value))]),
     ),
   );

@@ -61,21 +61,14 @@ export class Chart {
         this._range,
         el("span", { class: "grow" }),
         button("−", {
-          class: "tiny",
-          title: "Zoom out",
-          "aria-label": "Zoom out",
-          on: { click: () => this.zoom(0.5) },
+          class: "tiny", title: "Zoom out", "aria-label": "Zoom out", on: { click: () => this.zoom(0.5) },
         }),
         button("+", { class: "tiny", title: "Zoom in", "aria-label": "Zoom in", on: { click: () => this.zoom(2) } }),
         button("All", { class: "tiny", title: "Show all of it", on: { click: () => this.zoom(0) } }),
       ),
       this._ganttBox,
       this._pausesBox,
-      el(
-        "ul",
-        { class: "kinds small" },
-        this._swatches.map(([, item]) => item),
-      ),
+      el("ul", { class: "kinds small" }, this._swatches.map(([, item]) => item)),
       this._ink,
       this._line,
       this._tip,
@@ -85,16 +78,8 @@ export class Chart {
     for (const target of [matchMedia("(prefers-color-scheme: dark)"), window]) {
       target.addEventListener(target === window ? "themechange" : "change", () => this._draw());
     }
-    this._listen(
-      this._ganttBox,
-      (x) => this._tokenAtTime(this._timeAt(x)),
-      (x, y) => this._tellTime(x, y),
-    );
-    this._listen(
-      this._pausesBox,
-      (x) => this._tokenAtPlace(x),
-      (x) => this._tellPause(x),
-    );
+    this._listen(this._ganttBox, (x) => this._tokenAtTime(this._timeAt(x)), (x, y) => this._tellTime(x, y));
+    this._listen(this._pausesBox, (x) => this._tokenAtPlace(x), (x) => this._tellPause(x));
     this._ganttBox.addEventListener(
       "wheel",
       (event) => {
@@ -167,10 +152,7 @@ export class Chart {
       const says = tell(event.clientX - at.left, event.clientY - at.top);
       this._tip.hidden = !says;
       if (!says) return;
-      fill(
-        this._tip,
-        says.map((line) => el("div", {}, line)),
-      );
+      fill(this._tip, says.map((line) => el("div", {}, line)));
       this._tip.style.left = `${Math.min(event.clientX + 14, innerWidth - this._tip.offsetWidth - 8)}px`;
       this._tip.style.top = `${Math.min(event.clientY + 16, innerHeight - this._tip.offsetHeight - 8)}px`;
     });

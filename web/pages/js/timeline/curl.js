@@ -6,13 +6,8 @@ const CHAT = "/v1/chat/completions",
   GENERATE = "/generate";
 const RECOMMENDED = new Set(["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"]); // a model may have its own defaults
 const DEFAULTS = {
-  typical_p: 1,
-  min_tokens: 0,
-  presence_penalty: 0,
-  frequency_penalty: 0,
-  ignore_eos: false,
-  include_stop_str_in_output: false,
-  skip_special_tokens: true,
+  typical_p: 1, min_tokens: 0, presence_penalty: 0, frequency_penalty: 0, ignore_eos: false,
+  include_stop_str_in_output: false, skip_special_tokens: true,
 };
 
 // Return the JSON of *text*; whole numbers too large for a number, such as seeds, become a BigInt.
@@ -54,13 +49,7 @@ function bodyOf(submitted) {
     if (templating.tools?.length) more.tools = templating.tools;
     if (Object.keys(templating.variables ?? {}).length) more.chat_template_kwargs = templating.variables;
     return {
-      model: submitted.model,
-      ...asked,
-      ...said,
-      ...scores,
-      ...length(submitted),
-      ...constraint,
-      ...more,
+      model: submitted.model, ...asked, ...said, ...scores, ...length(submitted), ...constraint, ...more,
       ...shown(submitted),
     };
   }
@@ -76,9 +65,7 @@ function bodyOf(submitted) {
   if (keep) given.no_stop_trim = true;
   const name = typeof prompt === "string" ? "text" : "input_ids";
   return {
-    [name]: prompt,
-    sampling_params: given,
-    stream: submitted.presentation.stream === true,
+    [name]: prompt, sampling_params: given, stream: submitted.presentation.stream === true,
     ...(scores === undefined ? {} : { return_logprob: true, top_logprobs_num: scores }),
   };
 }

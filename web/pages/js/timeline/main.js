@@ -68,15 +68,9 @@ class RequestPage {
     fill(
       this._main,
       el("div", { class: "row head" }, this._about.title, el("span", { class: "grow" }), this._actions.node),
-      this._about.error,
-      this._notice,
-      this._about.facts,
-      this._chart.node,
-      el("div", { class: "sides" }, this._text.node, this._state.node),
-      this._again,
-      this._about.siblings,
-      this._about.moments,
-      this._about.asked,
+      this._about.error, this._notice, this._about.facts, this._chart.node,
+      el("div", { class: "sides" }, this._text.node, this._state.node), this._again, this._about.siblings,
+      this._about.moments, this._about.asked,
     );
     this._listenToKeys();
     const wanted = Number(/^#token=(\d+)$/.exec(location.hash)?.[1] ?? NaN);
@@ -181,8 +175,7 @@ class RequestPage {
       }
     };
     const replay = button("Replay", {
-      icon: "again",
-      title: "Compute it again on this server, and compare",
+      icon: "again", title: "Compute it again on this server, and compare",
       on: { click: act(() => this._replay(cached.checked)) },
     });
     const cancel = button("Cancel", { icon: "stop", class: "danger", on: { click: act(() => this._cancel()) } });
@@ -197,9 +190,7 @@ class RequestPage {
       cancel,
       replay,
       el(
-        "label",
-        { class: "switch small", title: "Otherwise all of its prompt is computed again" },
-        cached,
+        "label", { class: "switch small", title: "Otherwise all of its prompt is computed again" }, cached,
         "with prefix cache",
       ),
       curl,
@@ -327,13 +318,8 @@ class RequestPage {
           "table",
           { class: "table" },
           el(
-            "thead",
-            {},
-            el(
-              "tr",
-              {},
-              ["uid", "state", "tokens", "text"].map((name) => el("th", { scope: "col" }, name)),
-            ),
+            "thead", {},
+            el("tr", {}, ["uid", "state", "tokens", "text"].map((name) => el("th", { scope: "col" }, name))),
           ),
           el("tbody", {}, story.siblings.map(row)),
         ),

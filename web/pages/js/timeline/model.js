@@ -3,52 +3,18 @@
 
 // Classes of pauses, as multiples of the usual one. `pauseClass` returns an index of this list.
 export const PAUSE_CLASSES = [
-  { upTo: 2, says: "usual" },
-  { upTo: 5, says: "2 to 5 times as long" },
-  { upTo: 20, says: "5 to 20 times" },
+  { upTo: 2, says: "usual" }, { upTo: 5, says: "2 to 5 times as long" }, { upTo: 20, says: "5 to 20 times" },
   { upTo: Infinity, says: "more than 20 times" },
 ];
 const SHORTEST_PAUSE_MS = 4; // below it a multiple says nothing: the clock counts milliseconds
 const ENDS = new Set(["finished", "failed", "cancelled", "answered"]);
 const STATES = {
-  submitted: "queued",
-  tokenized: "tokenized",
-  admitted: "running",
-  preempted: "running",
-  taken_over: "running",
-  tokens: "running",
-  finished: "finished",
-  answered: "finished",
-  failed: "failed",
-  cancelled: "cancelled",
+  submitted: "queued", tokenized: "tokenized", admitted: "running", preempted: "running", taken_over: "running",
+  tokens: "running", finished: "finished", answered: "finished", failed: "failed", cancelled: "cancelled",
 };
 // Fields of events that a moment does not repeat, as in pipeline/views/history.py.
-const TOLD_ELSEWHERE = new Set([
-  "kind",
-  "v",
-  "n",
-  "ms",
-  "frontend",
-  "by",
-  "engine",
-  "epoch",
-  "endpoint",
-  "model",
-  "messages",
-  "prompt",
-  "prompt_ids",
-  "sampling",
-  "deadline_ms",
-  "labels",
-  "constraint",
-  "grammar",
-  "token_ids",
-  "pieces",
-  "tokens",
-  "text",
-  "usage",
-  "timings",
-]);
+const TOLD_ELSEWHERE = new Set(`kind v n ms frontend by engine epoch endpoint model messages prompt prompt_ids sampling deadline_ms
+  labels constraint grammar token_ids pieces tokens text usage timings`.split(/\s+/));
 
 export class Timeline {
   constructor(uid) {
@@ -131,12 +97,8 @@ export class Timeline {
     const marks = this.marks.filter((mark) => mark.n < n || (n === 0 && mark.n === 0));
     const admitted = marks.findLast((mark) => mark.kind === "admitted") ?? null;
     return {
-      n,
-      token,
-      text: this.textAt(n),
-      added: n > 0 ? this._text.slice(this._ends[n - 1], this._ends[n]) : "",
-      admitted,
-      marks: this.marks.filter((mark) => mark.n === n - 1 || (n === 0 && mark.n === 0)),
+      n, token, text: this.textAt(n), added: n > 0 ? this._text.slice(this._ends[n - 1], this._ends[n]) : "",
+      admitted, marks: this.marks.filter((mark) => mark.n === n - 1 || (n === 0 && mark.n === 0)),
       length: this.promptTokens === null ? null : this.promptTokens + n,
     };
   }
@@ -144,23 +106,9 @@ export class Timeline {
   _takeHole(id, ms, before) {
     if (before <= this.n) return;
     for (let n = this.n + 1; n <= before; n += 1) {
-      this.tokens.push({
-        n,
-        id: "",
-        ms,
-        madeMs: ms,
-        isKnown: false,
-        pauseMs: 0,
-        clientPauseMs: 0,
-        commit: { first: n, last: n },
-        token: null,
-        score: null,
-        engine: "",
-        epoch: 0,
-        step: "",
-        chunks: 0,
-        missing: true,
-      });
+      const nothing = { id: "", isKnown: false, pauseMs: 0, clientPauseMs: 0, token: null, score: null };
+      const nobody = { engine: "", epoch: 0, step: "", chunks: 0, missing: true };
+      this.tokens.push({ n, ms, madeMs: ms, commit: { first: n, last: n }, ...nothing, ...nobody });
       this._ends.push(this._text.length);
     }
     const moment = this._moment(id, ms, "missing", "", before);
@@ -207,10 +155,7 @@ export class Timeline {
       const moment = this._moment(id, event.ms, "tokens", who, this.n);
       Object.assign(moment, { first_n: this.n - count + 1, last_id: id, count, last_at_ms: atMs });
       this.moments.push({
-        ...moment,
-        longest_pause_ms: this._longestIn(moment),
-        longest_client_pause_ms: 0,
-        chunks: event.chunks ?? 0,
+        ...moment, longest_pause_ms: this._longestIn(moment), longest_client_pause_ms: 0, chunks: event.chunks ?? 0,
       });
     }
   }
@@ -273,13 +218,7 @@ export class Timeline {
       this._engine = event.engine;
       who = `${event.engine} epoch ${event.epoch}`;
       this.marks.push({
-        id,
-        n: this.n,
-        ms: event.ms,
-        kind: event.kind,
-        engine: event.engine,
-        epoch: event.epoch,
-        event,
+        id, n: this.n, ms: event.ms, kind: event.kind, engine: event.engine, epoch: event.epoch, event,
       });
     }
     for (const [name, value] of Object.entries(event)) if (!TOLD_ELSEWHERE.has(name)) details[name] = value;
@@ -319,10 +258,7 @@ export function barsOf(timeline, nowMs, steps = new Map()) {
   const tokenizedMs = timeline.tokenized?.ms ?? last;
   const answered = timeline.end?.kind === "answered";
   bars.push({
-    lane: "way",
-    kind: "tokenize",
-    from: timeline.beganMs,
-    to: tokenizedMs,
+    lane: "way", kind: "tokenize", from: timeline.beganMs, to: tokenizedMs,
     says: answered ? "the tokenizer answers" : "queue and tokenizer",
   });
   if (!timeline.tokenized) return bars;
@@ -359,8 +295,7 @@ export function barsOf(timeline, nowMs, steps = new Map()) {
 }
 
 const WAITS = {
-  wait: "waits for an engine",
-  preempted: "preempted: its pages went to more important requests",
+  wait: "waits for an engine", preempted: "preempted: its pages went to more important requests",
   gone: "its engine is gone, and another one takes it over",
 };
 

@@ -29,9 +29,7 @@ export class Comparison {
         text,
       );
     this.node = el(
-      "section",
-      { class: "card stack comparison", aria: { label: "Replay" } },
-      el("h2", {}, "Replay"),
+      "section", { class: "card stack comparison", aria: { label: "Replay" } }, el("h2", {}, "Replay"),
       this._verdict,
       el("div", { class: "sides" }, side("Recorded", recorded, this._texts[0]), side("Now", again, this._texts[1])),
       this._table,
@@ -49,9 +47,7 @@ export class Comparison {
       if (!found) return fill(this._texts[index], whole);
       const [from, to] = [timeline.textAt(found.n - 1).length, timeline.textAt(found.n).length];
       return fill(
-        this._texts[index],
-        whole.slice(0, from),
-        el("mark", { class: "differs" }, whole.slice(from, to)),
+        this._texts[index], whole.slice(0, from), el("mark", { class: "differs" }, whole.slice(from, to)),
         el("span", { class: "dim" }, whole.slice(to)),
       );
     });
@@ -66,8 +62,7 @@ export class Comparison {
             "thead",
             {},
             el(
-              "tr",
-              {},
+              "tr", {},
               ["", "token", "text", "log-probability", "engine"].map((name) => el("th", { scope: "col" }, name)),
             ),
           ),
@@ -79,10 +74,7 @@ export class Comparison {
 
 function verdict(recorded, again, found) {
   if (found) {
-    const texts = [
-      [found.one, recorded],
-      [found.other, again],
-    ].map(([token, timeline]) => named(token, timeline));
+    const texts = [[found.one, recorded], [found.other, again]].map(([token, timeline]) => named(token, timeline));
     return [false, `The first difference is at token ${count(found.n)}: ${texts.join(", now ")}.`];
   }
   const made = `${count(again.n)} of ${count(recorded.n)} tokens`;
@@ -116,10 +108,5 @@ function row(says, token, timeline) {
           token.score ? token.score.logprob.toFixed(4) : "not asked for",
           `${token.engine} epoch ${token.epoch}`,
         ];
-  return el(
-    "tr",
-    {},
-    el("th", { scope: "row" }, says),
-    cells.map((cell) => el("td", { class: "mono" }, cell)),
-  );
+  return el("tr", {}, el("th", { scope: "row" }, says), cells.map((cell) => el("td", { class: "mono" }, cell)));
 }

@@ -14,10 +14,8 @@ export class AnswerText {
     this._token = el("mark", { class: "here" });
     this._cut = el("p", { class: "dim small", hidden: true });
     this._text = el(
-      "div",
-      { class: "answer", tabindex: "0", role: "region", aria: { label: "Text up to this token" } },
-      this._before,
-      this._token,
+      "div", { class: "answer", tabindex: "0", role: "region", aria: { label: "Text up to this token" } },
+      this._before, this._token,
     );
     this.node = el("section", { class: "card" }, el("h2", {}, "Text so far"), this._cut, this._text);
   }
@@ -120,8 +118,7 @@ function tokenRows(timeline, state, step, known) {
     ["logprob", "Log-probability", token.score ? scored(token.score) : el("span", { class: "dim" }, "not asked for")],
     ["at", "Made", `${duration(token.madeMs - timeline.beganMs)} after submit`],
     [
-      "pause",
-      "Pause",
+      "pause", "Pause",
       el("span", { class: ["badge", ["", "info", "warn", "bad"][classOf]], title: PAUSE_CLASSES[classOf].says }, pause),
     ],
     ["why", "Why", wait ? wait.why.join(", and ") || nothingElse(wait, step) : ""],
@@ -141,8 +138,7 @@ function tokenRows(timeline, state, step, known) {
     ],
     ["room", "Engine load", step ? `${count(step.waiting)} waiting, ${count(step.pages_free)} pages free` : ""],
     [
-      "numerics",
-      "Numerics",
+      "numerics", "Numerics",
       state.admitted?.event.numerics ? el("span", { class: "mono small" }, state.admitted.event.numerics) : "",
     ],
     ["entry", "Entry in the log", el("span", { class: "mono small" }, token.id)],
