@@ -7,6 +7,7 @@ time on looking up pages: more so in a virtual machine, whose tables are nested.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 from typing import Final
 
@@ -32,6 +33,14 @@ class Arena:
             self._rest = _mapped(max(size, AT_ONCE))
         taken, self._rest = self._rest[:size], self._rest[-(-size // ALIGNMENT) * ALIGNMENT :]
         return taken
+
+
+def give_back() -> None:
+    """Return freed memory to the system. The C library keeps what lies between other pieces, such as matrices that were
+    packed; only glibc has a function for it.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _mapped(size: int) -> npt.NDArray[np.uint8]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from stages.generate.forward.batch import PageTables
 from stages.generate.forward.collectives import ALONE, Collectives
 from stages.generate.forward.sampler import best as best_of
-from stages.generate.kernels.arena import Arena
+from stages.generate.kernels.arena import Arena, give_back
 from stages.generate.kernels.library import Format, Library, Matrix, library
 from stages.generate.kernels.sampling import addresses
 from stages.generate.model.checkpoint import EMBEDDING, HEAD
@@ -300,6 +300,7 @@ class KernelDecoder:
             layer.experts = together
         else:
             layer.mlp = mlp(f"{prefix}.mlp")
+        give_back()
         return layer
 
     def _pack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from stages.generate.kernels.arena import ALIGNMENT, AT_ONCE, HUGE, Arena
+from stages.generate.kernels.arena import ALIGNMENT, AT_ONCE, HUGE, Arena, give_back
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -43,6 +44,20 @@ def test_what_nobody_writes_to_is_no_memory() -> None:
     piece = Arena().take(2 * AT_ONCE)
     piece[:HUGE].fill(1)
     assert psutil.Process().memory_info().rss - before < AT_ONCE
+
+
+def test_freed_memory_between_other_pieces_goes_back_to_the_system() -> None:
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("this C library has no function for it")
+    freed = []
+    kept = []
+    for _ in range(500):
+        freed.append(bytearray(b"x" * 100_000))
+        kept.append(bytearray(1000))
+    full = psutil.Process().memory_info().rss
+    freed.clear()
+    give_back()
+    assert full - psutil.Process().memory_info().rss > 30_000_000 and len(kept) == 500
 
 
 def test_it_lies_in_huge_pages_where_the_system_gives_them() -> None:
