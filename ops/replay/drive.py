@@ -167,7 +167,7 @@ def _settings(config: DriveConfig) -> Settings:
 
 
 def url_without_flag(connect: ConnectConfig) -> str:
-    """Return the URL of the server that is asked where --url is not passed: the one whose log is read.
+    """Return the default of --url: the server whose log is read.
 
     Raises:
         ConfigError: --data-dir or --redis-url names a server, and it does not say where it listens.

@@ -144,7 +144,7 @@ def lines_of(told: Mapping[str, Any]) -> list[str]:
 
 
 def _models_of(told: Mapping[str, Any]) -> list[str]:
-    """Return what is said of the model, in lines, if it was another one."""
+    """Return lines that name both models, if another one computed the replay."""
     lines = []
     if other := told.get("other_weights"):
         model = f" (model {other['model']})" if other["model"] else ""

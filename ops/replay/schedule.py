@@ -85,7 +85,7 @@ class LimitsConfig:
     def given(self) -> dict[str, int]:
         """Return the limits that differ, as `NotedSchedule.restored` takes them."""
         given = {name: value for name, value in dataclasses.asdict(self).items() if value}
-        if "running_requests" in given:
+        if "running_requests" in given:  # its field has a name of its own: unlike the engine's it has no default
             given["max_running_requests"] = given.pop("running_requests")
         return given | ({"mixed_prefill_per_request": 0} if self.mixed_prefill_length else {})
 
@@ -229,7 +229,7 @@ def _otherwise(
 
 
 def far_off(measured: Mapping[str, float], estimated: Mapping[str, float]) -> list[str]:
-    """Return the pauses of which the estimate is far from what was measured under the same limits."""
+    """Return the names of the pauses whose estimate, under the engine's own limits, is far from the measured one."""
     return [
         name
         for name in ("pause_p50_ms", "pause_p99_ms", "longest_pause_ms")
@@ -383,7 +383,7 @@ def _estimates(told: Mapping[str, Any]) -> list[str]:
 
 
 def _warning(told: Mapping[str, Any]) -> list[str]:
-    """Return a line that says of which pauses the estimate is far off, if it is."""
+    """Return a line that names the pauses whose estimates are far off, if there are any."""
     was, is_said = (told["outcomes"][name] for name in ("measured", "estimated_as_it_was"))
     far = [
         f"{name.replace('_', ' ')} {was[name]:,} measured, {is_said[name]:,} estimated" for name in told["unreliable"]

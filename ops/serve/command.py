@@ -107,13 +107,13 @@ def run_stage(config: StageConfig, stage: str) -> int:
     from web.listener import open_listener
 
     if not config.log.redis_url:
-        raise ConfigError(f"minisgl stage {stage}: --redis-url is missing; pass the URL all stages share")
+        raise ConfigError(f"stage {stage}: --redis-url is missing; pass the URL all stages share")
     if isinstance(config, WebStageConfig):
         _check_keys(config.keys)
         _check_origins(config)
         config = _with_archive(config, make=False)
     if isinstance(config, ArchiveConfig) and not config.files.to:
-        raise ConfigError("minisgl stage archive: --to is missing; name the folder that all archivers share")
+        raise ConfigError("stage archive: --to is missing; name the folder that all archivers share")
     if isinstance(config, GenerateConfig):
         check_flags(config.engine)
         config = with_nodes(config)
@@ -156,11 +156,11 @@ def leave_archive(config: ArchiveConfig) -> int:
     from pipeline.log.redis import RedisLog
 
     if not config.log.redis_url:
-        raise ConfigError("minisgl stage archive --leave: --redis-url is missing; pass the URL all stages share")
+        raise ConfigError("stage archive --leave: --redis-url is missing; pass the URL all stages share")
     with contextlib.closing(RedisLog(config.log.redis_url, Names(config.log.namespace))) as log:
         living = [slot for slot in log.statuses(ARCHIVE) if not log.lease(slot).is_free]
         if living:
-            raise ConfigError(f"minisgl stage archive --leave: {', '.join(living)} runs; end every archiver first")
+            raise ConfigError(f"stage archive --leave: {', '.join(living)} runs; end every archiver first")
         waiting = log.backlog(ended_inbox(log.names))
         if not log.close_archive():
             print(f"The namespace {config.log.namespace} has no archive.")

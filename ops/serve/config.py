@@ -116,7 +116,7 @@ def stage_of(arguments: Sequence[str]) -> str:
     """
     if not arguments or arguments[0] not in STAGE_CONFIGS:
         seen = arguments[0] if arguments else "nothing"
-        raise ConfigError(f"minisgl stage: {seen} given, expected one of {', '.join(STAGE_CONFIGS)}")
+        raise ConfigError(f"stage: {seen} given, expected one of {', '.join(STAGE_CONFIGS)}")
     return arguments[0]
 
 

@@ -178,9 +178,9 @@ class EngineConfig:
         default=0.9,
         parse=share,
         help=(
-            "share of the free memory that the engine may use; on a CPU for weights and cache together, of which the "
-            "cache takes 4 GiB at most; on a GPU for the cache, of what the weights and the largest step leave (with "
-            "--tp, of what the weights leave)"
+            "share of the free memory that the engine uses; on a CPU, for weights and cache (the cache takes at most "
+            "4 GiB); on a GPU, for the cache, after the weights and the memory of the largest step (with --tp, after "
+            "the weights)"
         ),
     )
     max_seq_len: int = flag(

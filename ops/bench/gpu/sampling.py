@@ -112,7 +112,7 @@ def _samples(names: Sequence[str], vocab_size: int, seed: int) -> list[Sample]:
 
 
 def _seen(token_ids: Sequence[int]) -> Seen:
-    """Return the record of a request with these tokens, of which 20 are its prompt."""
+    """Return the record of a request: 20 tokens of prompt, then output."""
     return Seen(prompt_length=20).follow(token_ids, len(token_ids))
 
 

@@ -77,9 +77,9 @@ INLINE void add_line(const Format format, const int rows, const int panels, cons
     }
 }
 
-// One or two rows come alone and take whole panels, so the next ones are far ahead: they go to the second cache.
-INLINE void fetch(const int rows, const char *weights) {
-    if (rows <= 2)
+// Weights that are needed soon go to the first cache, those that are *far* ahead to the second one.
+INLINE void fetch(const int far, const char *weights) {
+    if (far)
         __builtin_prefetch(weights, 0, 2);
     else
         __builtin_prefetch(weights);
@@ -96,7 +96,7 @@ INLINE void multiply_floats(const Format format, const int rows, const int panel
             sums[r][v] = block->first ? spread(0.0f) : load(block->out + r * block->stride + v * LANES);
     int64_t i = 0;
     for (; i < num_ahead; i++, x += 4 * words, line += line_bytes, ahead += line_bytes) {
-        UNROLL for (int p = 0; p < panels; p++) fetch(rows, ahead + p * panel_bytes);
+        UNROLL for (int p = 0; p < panels; p++) fetch(rows <= 2, ahead + p * panel_bytes); // they took whole panels
         add_line(format, rows, panels, x, row_bytes, line, panel_bytes, sums);
     }
     for (; i < lines; i++, x += 4 * words, line += line_bytes)
@@ -134,7 +134,7 @@ INLINE void multiply_integers(const int rows, const int panels, const Block *blo
         int64_t i = 0;
         if (num_ahead-- > 0)
             for (; i + 1 < lines; i += 2, x += 8, line += 4 * PANEL, ahead += 4 * PANEL) {
-                UNROLL for (int p = 0; p < panels; p++) fetch(rows, ahead + p * panel_bytes);
+                UNROLL for (int p = 0; p < panels; p++) fetch(rows == 1, ahead + p * panel_bytes);
                 add_int8_line(rows, panels, x, row_bytes, line, panel_bytes, exact);
                 add_int8_line(rows, panels, x + 4, row_bytes, line + 2 * PANEL, panel_bytes, exact);
             }

@@ -8,7 +8,9 @@ const FIGURES = [
   "Prompt", "Output", "First token", "Tokens/s", "Usual pause", "Longest pause",
   "Client's longest", "Preempted", "Taken over", "Took",
 ];
-const SHOWN_ALREADY = new Set("at_ms id what who n first_n count last_id last_at_ms longest_pause_ms longest_client_pause_ms".split(" "));
+const SHOWN_ALREADY = new Set(
+  "at_ms id what who n first_n count last_id last_at_ms longest_pause_ms longest_client_pause_ms".split(" "),
+);
 
 export class About {
   constructor(timeline, { onToken }) {
