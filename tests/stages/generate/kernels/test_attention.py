@@ -258,8 +258,11 @@ def test_scores_far_from_zero_choose_the_greatest(attention: Attention, dtype: t
     assert (o_THD.double() - row.expected()).abs().max().item() < 0.01
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_error_is_at_most_that_of_torch(attention: Attention, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.float32, 1.1), (torch.bfloat16, 0.7), (torch.float16, 0.7)], ids=str
+)
+def test_the_error_is_below_that_of_torch(attention: Attention, dtype: torch.dtype, most: float) -> None:
+    """In float32 both round as often, and chance decides by a few per cent whose error is larger."""
     row = Row(Shape(group=3, head_dim=80, dtype=dtype), 200, any_queries=True)
     q_HTD, k_KTD, v_KTD = (x.to(dtype).transpose(0, 1) for x in (row.q_THD, row.k_TKD, row.v_TKD))
     torch_HTD = F.scaled_dot_product_attention(q_HTD[None], k_KTD[None], v_KTD[None], is_causal=True, enable_gqa=True)[
@@ -270,7 +273,7 @@ def test_the_error_is_at_most_that_of_torch(attention: Attention, dtype: torch.d
         (o_THD - expected_THD).square().mean().sqrt().item()
         for o_THD in (attention.chunk(row, 0, row.length), torch_HTD.transpose(0, 1))
     )
-    assert error <= 1.1 * error_of_torch
+    assert error <= most * error_of_torch
 
 
 def test_scores_of_minus_infinity_have_no_weight(attention: Attention) -> None:
