@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.flags import flag, port_number, seconds, yes_or_no
-from pipeline.log.config import DEFAULT_NAMESPACE, DEFAULT_RETENTION_S
+from pipeline.log.config import DEFAULT_NAMESPACE
 from pipeline.process.config import data_folder
 from web.config import DEFAULT_PORT
 
@@ -38,8 +38,8 @@ class ConnectConfig:
 class RetentionConfig:
     """How long the server keeps what has ended."""
 
-    retention_s: float = flag(
-        "--retention", default=DEFAULT_RETENTION_S, parse=seconds, help="the server's --retention"
+    retention_s: float | None = flag(
+        "--retention", default=None, parse=seconds, help="the server's --retention [its workers tell it]"
     )
 
 

@@ -14,10 +14,11 @@ from pipeline.errors import ConfigError, LogNotThere, LogUnavailable, MiniSGLErr
 from pipeline.flags import flags_of, split_names
 from pipeline.log.archivers import ArchiverLog
 from pipeline.log.memory import MemoryLog
-from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits
+from pipeline.log.protocol import DEFAULT_LIMITS, RequestLimits, StreamLog
 from pipeline.log.redis import RedisLog
-from pipeline.names import Names
+from pipeline.names import STAGES, Names
 from pipeline.process.redis_server import socket_of, url_of
+from pipeline.slots import read_statuses
 from web.wire.uids import uid_of
 
 
@@ -74,6 +75,16 @@ def log_and_archive(
             sys.stderr.write(f"minisgl: only the archive is read, because {error}\n")
             log = MemoryLog(Names(config.namespace), limits)
         yield log, archive
+
+
+def learn_retention(log: StreamLog, given_s: float | None) -> None:
+    """Have *log* keep what ends for as long as the server does: for *given_s*, or else for what its workers say.
+
+    Where no worker lives and nothing is given, it stays as it is. Raises LogUnavailable.
+    """
+    told_s = (status.retention_s for stage in STAGES for status in read_statuses(log, stage))
+    retention_s = given_s or max(told_s, default=0) or log.limits.retention_s
+    log.limits = dataclasses.replace(log.limits, retention_s=retention_s)
 
 
 def split_named(

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from ops.config import ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, columns, one_line, running_log, split_named, uid_in
+from ops.connection import NotThere, columns, learn_retention, one_line, running_log, split_named, uid_in
 from ops.trace import as_json, lines_of, told_of, when
 from pipeline.errors import ConfigError, MiniSGLError
 from pipeline.events import Submitted, new_uid
@@ -124,8 +124,9 @@ def requeue(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     connect, limits, retention, prints = parse_flags(
         "dead requeue ID_OR_UID", REQUEUE_FLAGS, flags, environment, about=about
     )
-    of_log = RequestLimits(limits.request_timeout_s, retention.retention_s, limits.max_queued_requests)
+    of_log = RequestLimits(timeout_s=limits.request_timeout_s, max_queued=limits.max_queued_requests)
     with running_log(connect, of_log) as log:
+        learn_retention(log, retention.retention_s)
         letter = find(log, named)
         dead_uid, uid = letter.fields.get("uid", ""), new_uid()
         event = request_of(log, letter)

@@ -11,12 +11,13 @@ from typing import Any, Final
 import orjson
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, columns, log_and_archive, one_line, split_named, uid_in
+from ops.connection import NotThere, columns, learn_retention, log_and_archive, one_line, split_named, uid_in
 from pipeline.archive.reader import Archive
 from pipeline.errors import UndecodableEvent
 from pipeline.events import Presentation, SamplingParams, Templating, Value
 from pipeline.flags import parse_flags
 from pipeline.log.archivers import ArchiverLog
+from pipeline.log.entries import BRIEF_MS
 from pipeline.log.protocol import Entry
 from pipeline.names import SEAL, sibling_uids
 from pipeline.views.history import story
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         if not history and archive is not None and not removed_of(log, [uid]) and (found := archive.read([uid])):
             history = found[uid].entries
         if not history:
-            raise absent(uid, log, retention.retention_s, archive)
+            learn_retention(log, retention.retention_s)
+            raise absent(uid, log, archive)
     told = told_of(uid, history)
     sys.stdout.write(as_json(told) if prints.as_json else "\n".join(lines_of(told)) + "\n")
     return 0
@@ -67,11 +69,11 @@ def told_of(uid: str, history: Sequence[Entry]) -> dict[str, Any]:
         raise UndecodableEvent(f"the history of {uid} is damaged: {' '.join(str(error).split())}") from error
 
 
-def absent(uid: str, log: ArchiverLog, retention_s: float, archive: Archive | None) -> NotThere:
-    """Return the error that says why neither *log* nor *archive* has a request."""
+def absent(uid: str, log: ArchiverLog, archive: Archive | None) -> NotThere:
+    """Return the error that says why neither *log*, which has the retention of the server, nor *archive* has it."""
     if removed_of(log, [uid, *sibling_uids(uid, 2)]):
         return NotThere(f"{uid}: it was removed with minisgl replay forget")
-    return NotThere(why_absent(uid, time.time(), retention_s, archive))
+    return NotThere(why_absent(uid, time.time(), log.limits.retention_s, archive))
 
 
 def removed_of(log: ArchiverLog, uids: Sequence[str]) -> set[str]:
@@ -90,7 +92,8 @@ def why_absent(uid: str, now_s: float, retention_s: float, archive: Archive | No
     if age_s > retention_s:
         kept = f"after its end a request is kept for {retention_s:g} s (--retention)"
         return f"{uid}: expired; {made}, and {kept}; {_why_not_archived(uid, archive)}"
-    return f"{uid}: unknown here; {made}, so look at another server or --namespace"
+    refused = f"; one that was refused is kept for {BRIEF_MS // 1000} s only" if age_s * 1000 > BRIEF_MS else ""
+    return f"{uid}: unknown here; {made}, so look at another server or --namespace{refused}"
 
 
 def _why_not_archived(uid: str, archive: Archive | None) -> str:

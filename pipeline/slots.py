@@ -74,6 +74,8 @@ class Status(Value):
     """What the worker waits for or loads."""
     progress: float = 0.0
     """Progress of the phase `loading`, 0 to 1."""
+    retention_s: float = 0.0
+    """For how long its log keeps what has ended; 0: an older worker does not say it."""
     address: str = ""
     """Where a frontend listens: http://host:port."""
     models: tuple[str, ...] = ()
@@ -278,7 +280,12 @@ class Voice:
         self._log = log
         self._lease_ms = lease_ms
         self._status = Status(
-            slot=slot, owner=owner, pid=os.getpid(), host=socket.gethostname(), run=os.environ.get(RUN_VARIABLE, "")
+            slot=slot,
+            owner=owner,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            run=os.environ.get(RUN_VARIABLE, ""),
+            retention_s=log.limits.retention_s,
         )
         self._changed = threading.Condition()
         self._stopped = False

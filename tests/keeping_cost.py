@@ -2,8 +2,9 @@
 
     PYTHONPATH=tests:. .venv/bin/python tests/keeping_cost.py [--model FOLDER] [--pairs 5] [--tokens 128] ..
 
-runs three servers: without journals, with them, and with an archive too. Each in turn answers the same requests. All
-but the engine is also told alone: the engine's forward passes vary more than journals and archive cost.
+runs three servers: without journals, with them, and with an archive too. Each in turn answers the same requests,
+seconds after the other. All but the engine is also told alone: the engine's forward passes vary more than journals and
+archive cost. Engines have one thread (--threads): several wait for each other in loops, whose CPU time varies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -21,12 +22,14 @@ from typing import Any, Final
 from servers import Server, serve
 from streams import Stream
 
-from ops.bench.processes import tree_cpu_s
+from ops.bench.processes import tree_of
 from pipeline.names import GENERATE
 
 WITHOUT, JOURNAL, ARCHIVE = "without", "journal", "archive"
 PAIRS: Final[Mapping[str, str]] = {JOURNAL: WITHOUT, ARCHIVE: JOURNAL}
 """What is compared -> with what."""
+SCHEDULED: Final = 2
+"""Last bits of the clock of a process: the time for which its threads ran (`CPUCLOCK_SCHED`; the rest is ~pid)."""
 SETTLED_S: Final = 2.5
 """An archiver writes what ended up to a second ago, and statuses are said each second."""
 
@@ -36,17 +39,22 @@ def cpu_us_per_token(server: Server, texts: Sequence[str], num_tokens: int, **fi
 
     *fields*: of each request.
     """
-    before_s = tree_cpu_s(server.command.process.pid)
+    before_s = cpu_s(tree_of(server.command.process.pid))
     streams = [Stream(server, text, max_tokens=num_tokens, **fields) for text in texts]
     assert {stream.answer[1] for stream in streams} == {"length"}
     time.sleep(SETTLED_S)
-    return (tree_cpu_s(server.command.process.pid) - before_s) * 1e6 / (len(texts) * num_tokens)
+    return (cpu_s(tree_of(server.command.process.pid)) - before_s) * 1e6 / (len(texts) * num_tokens)
 
 
 def beside_engines_s(server: Server) -> float:
     """Return the CPU time of all processes but the engines, and of Redis, so far."""
-    engines = [process.cpu_times() for process in server.command.workers(GENERATE)]
-    return tree_cpu_s(server.command.process.pid) - float(sum(each.user + each.system for each in engines))
+    engines = {process.pid for process in server.command.workers(GENERATE)}
+    return cpu_s(pid for pid in tree_of(server.command.process.pid) if pid not in engines)
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """Return the CPU time of processes. Linux counts it in nanoseconds; /proc tells whole hundredths of a second."""
+    return sum(time.clock_gettime(~pid << 3 | SCHEDULED) for pid in pids)
 
 
 def main() -> int:
@@ -56,8 +64,9 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    model = ["--model", options.model] if options.model else []
+    model = ["--threads", str(options.threads), *(["--model", options.model] if options.model else [])]
     measured: dict[str, list[float]] = {WITHOUT: [], JOURNAL: [], ARCHIVE: []}
     beside: dict[str, list[float]] = {name: [] for name in measured}
     with tempfile.TemporaryDirectory(prefix="minisgl-keeping-") as folder, ExitStack() as stack:

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import hypercorn.asyncio
@@ -68,15 +69,18 @@ def run(config: WebStageConfig) -> int:
         listener = open_listener(config.web.host, config.web.port)
     else:
         listener = socket.socket(fileno=config.listen.listen_fd)
-    url, names = config.log.redis_url, Names(config.log.namespace)
     lease_ms = int(config.log.lease_s * 1000)
     hard_exit = threading.Timer(HARD_EXIT_S, os._exit, (EXIT_HARD,))
     hard_exit.daemon = True
     stop = threading.Event()
     measures = ProcessMeasures()
+
+    def open_log() -> RedisLog:
+        return RedisLog(config.log.redis_url, Names(config.log.namespace), _limits(config))
+
     with (
-        contextlib.closing(RedisLog(url, names, _limits(config))) as janitor_log,
-        Seat(url, names, lease_ms, config.worker.slot, measures) as seat,
+        contextlib.closing(open_log()) as janitor_log,
+        Seat(open_log, lease_ms, config.worker.slot, measures) as seat,
     ):
         janitor = Janitor(janitor_log, measures=measures)
         sweeping = threading.Thread(target=janitor.run, args=(stop,), name="janitor", daemon=True)
@@ -92,8 +96,10 @@ def run(config: WebStageConfig) -> int:
 class Seat:
     """The slot of this process and its status. A lost slot is replaced, perhaps by another; the status stays."""
 
-    def __init__(self, url: str, names: Names, lease_ms: int, preferred: int | None, measures: Measures) -> None:
-        self._log, self._lease_log = RedisLog(url, names), RedisLog(url, names)
+    def __init__(
+        self, open_log: Callable[[], RedisLog], lease_ms: int, preferred: int | None, measures: Measures
+    ) -> None:
+        self._log, self._lease_log = open_log(), open_log()
         self._lease_ms = lease_ms
         self._said: dict[str, object] = {}
         self.measures = measures

@@ -15,7 +15,8 @@ import orjson
 from ops.connection import uid_in
 from ops.replay.origin import CUSTOM_ID, IMPORTED_FROM, about_of
 from ops.replay.source import Source
-from pipeline.errors import UndecodableEvent
+from ops.trace import when
+from pipeline.errors import ConfigError, UndecodableEvent
 from pipeline.events import Submitted, decode
 from pipeline.flags import flag
 from pipeline.log.protocol import Entry
@@ -30,6 +31,8 @@ from web.wire.uids import drawn_ms, uid_of
 
 SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOMENT: Final = "2026-11-23T09:00 (UTC, or with an offset such as +01:00), -10m, -2h, or a uid"
+AHEAD_S: Final = 60
+"""The clock of a user may be so far ahead of ours."""
 READ_AT_ONCE: Final = 32
 """Histories in one read."""
 LOOK_EVERY_S: Final = 0.1
@@ -47,21 +50,28 @@ Where: TypeAlias = tuple[tuple[str, str], ...]
 
 def since(text: str) -> int:
     """Return the moment that *text* means, in milliseconds since 1970. Raises ArgumentTypeError."""
+    moment_ms, now_s = _moment_ms(text), time.time()
+    if moment_ms > (now_s + AHEAD_S) * 1000:
+        raise argparse.ArgumentTypeError(f"{text!r}: is in the future; it is {when(int(now_s * 1000))} now")
+    return moment_ms
+
+
+def until(text: str) -> int:
+    """As `since`; the request of a uid is meant, too. It may be in the future: then all are meant that are there."""
+    return _moment_ms(text) + bool(uid_of(uid_in(text)))
+
+
+def _moment_ms(text: str) -> int:
     if uid_of(uid_in(text)):
         return drawn_ms(uid_in(text))
     ago = re.fullmatch(r"-?([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     if ago:
-        return int((time.time() - float(ago[1]) * SECONDS[ago[2]]) * 1000)
+        return int(max(time.time() - float(ago[1]) * SECONDS[ago[2]], 0) * 1000)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a moment: {MOMENT}") from None
-    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
-
-
-def until(text: str) -> int:
-    """As `since`; the request of a uid is meant, too."""
-    return since(text) + bool(uid_of(uid_in(text)))
+    return int(max((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp(), 0) * 1000)
 
 
 def conditions(text: str) -> Where:
@@ -84,8 +94,12 @@ def conditions(text: str) -> Where:
 class ChoiceConfig:
     """Which requests."""
 
-    since_ms: int = flag("--since", default=0, parse=since, help=f"requests made at or after this moment: {MOMENT}")
-    until_ms: int = flag("--until", default=0, parse=until, help="requests made before this moment, or up to a uid")
+    since_ms: int | None = flag(
+        "--since", default=None, parse=since, help=f"requests made at or after this moment: {MOMENT}"
+    )
+    until_ms: int | None = flag(
+        "--until", default=None, parse=until, help="requests made before this moment, or up to a uid"
+    )
     where: tuple[tuple[str, str], ...] = flag(
         "--where",
         default=(),
@@ -93,9 +107,14 @@ class ChoiceConfig:
         help="only requests with NAME=VALUE,..: model, endpoint, owner, state, or a label such as user",
     )
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError if there is no moment between the two."""
+        if self.since_ms is not None and self.until_ms is not None and self.until_ms <= self.since_ms:
+            raise ConfigError(f"--until: {when(self.until_ms)} is not later than --since, {when(self.since_ms)}")
+
     @property
     def names_moments(self) -> bool:
-        return bool(self.since_ms or self.until_ms)
+        return self.since_ms is not None or self.until_ms is not None
 
 
 class Past:
@@ -111,7 +130,8 @@ class Past:
 
     def chosen(self) -> Iterator[Recording]:
         """As `recordings`, of the requests that were made between the two moments."""
-        uids = self._source.made_between(self._choice.since_ms, self._choice.until_ms or 2**48)
+        since_ms, until_ms = self._choice.since_ms or 0, self._choice.until_ms
+        uids = self._source.made_between(since_ms, 2**48 if until_ms is None else until_ms)
         yield from self.recordings(uids)
 
     def recordings(self, uids: Sequence[str]) -> Iterator[Recording]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from ops.config import PrintConfig
 from ops.connection import asks_for_help
+from ops.replay.explain import changes
 from ops.replay.files import read_dump
 from ops.replay.report import lines_of, report
 from ops.replay.run import COULD_NOT, exit_code
@@ -19,7 +21,8 @@ from pipeline.views.recorded import History
 
 ABOUT: Final = """\
 Compares the answers in two files of `minisgl replay dump`. Requests belong together if they have the same uid, if one
-computes the other again, or if they have the same prompt and sampling parameters. The exit code is 0 if all answers are
+computes the other again, or if they have the same prompt and sampling parameters. If the engines had other weights,
+another dtype or the like, a line says so, also if all answers are identical. The exit code is 0 if all answers are
 identical, 1 if one differs, 2 if a file cannot be read or no request is in both.
 """
 FLAGS: Final = (PrintConfig,)
@@ -52,14 +55,19 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         sys.stderr.write(f"minisgl: no request is in both {paths[0]} and {paths[1]}\n")
         return COULD_NOT
     told = [report(history, [now]) for history, now in pairs]
+    engines = Counter(tuple(changes(history.maker, now.maker)) for history, now in pairs)
+    others = [(count, changed) for changed, count in engines.most_common() if changed]
     differing = [each for each in told if each["differences"]]
     identical, lone = len(told) - len(differing), [len(each) - len(pairs) for each in (before, after)]
     if prints.as_json:
         counts = {"compared": len(told), "identical": identical, "only_in_a": lone[0], "only_in_b": lone[1]}
-        sys.stdout.write(as_json(counts | {"requests": told}))
+        named = [{"requests": count, "changes": changed} for count, changed in others]
+        sys.stdout.write(as_json(counts | {"other_engines": named, "requests": told}))
     else:
-        lines = [line for each in differing for line in lines_of(each)]
+        alike = ({name: value for name, value in each.items() if name != "other_weights"} for each in differing)
+        lines = [line for each in alike for line in lines_of(each)]
         lines.append(f"{len(told)} requests in both: {identical} identical, {len(differing)} different")
+        lines += [f"{count} of them by another engine: {'; '.join(changed)}" for count, changed in others]
         lines += [f"only in {path}: {count}" for path, count in zip(paths, lone, strict=True) if count]
         sys.stdout.write("".join(f"{line}\n" for line in lines))
     return max(exit_code(each) for each in told)

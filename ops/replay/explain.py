@@ -23,22 +23,28 @@ NAMED: Final[Mapping[str, str]] = {
 
 def explanations(recorded: Maker, now: Maker) -> list[str]:
     """Return every reason for other tokens that the histories hold; none: nothing recorded explains them."""
-    found = [
-        f"{name}: recorded {mine}, now {theirs}"
-        for name, mine, theirs in (
-            ("weights", recorded.weights, now.weights),
-            ("version of MiniSGL", recorded.version, now.version),
-        )
-        if mine and theirs and mine != theirs
-    ]
+    found = changes(recorded, now)
     if not (recorded.numerics and now.numerics):
         return [*found, "one of the histories does not say how its engine computed"]
-    mine, theirs = parts_of(recorded.numerics), parts_of(now.numerics)
-    named = [(name, part, theirs[name]) for name, part in mine.items() if name in theirs]
-    found += [f"{name}: recorded {before}, now {after}" for name, before, after in named if before != after]
+    mine = parts_of(recorded.numerics)
     if not found and "attention" in mine and mine["deterministic"] == NAMED["deterministic"]:
         found.append("torch computed it, and its results depend on the batch and on the number of threads")
     return found
+
+
+def changes(recorded: Maker, now: Maker) -> list[str]:
+    """Return what the two histories say differently of their engines. That may change a token, and need not."""
+    mine, theirs = (parts_of(each.numerics) if each.numerics else {} for each in (recorded, now))
+    pairs = [
+        ("weights", recorded.weights, now.weights),
+        ("version of MiniSGL", recorded.version, now.version),
+        *((name, part, theirs[name]) for name, part in mine.items() if name in theirs),
+    ]
+    return [
+        f"{name}: recorded {before}, now {after}"
+        for name, before, after in pairs
+        if before and after and before != after
+    ]
 
 
 def parts_of(numerics: str) -> Mapping[str, str]:

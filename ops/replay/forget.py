@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, one_line, running_log, uid_in
+from ops.connection import NotThere, learn_retention, one_line, running_log, uid_in
 from ops.dead import letters_in
 from ops.trace import as_json
 from pipeline.archive.folder import archive_id
@@ -27,7 +27,7 @@ from pipeline.errors import ConfigError
 from pipeline.events import Cancelled
 from pipeline.flags import flag, parse_flags, split_names
 from pipeline.log.forgetting import FORGOTTEN, ForgettingLog, Purged, Told, uids_in
-from pipeline.log.protocol import Entry, RequestLimits
+from pipeline.log.protocol import Entry
 from pipeline.names import ARCHIVE, GENERATE, SEAL, SUBMITTED_ID, base_uid, parse_id
 from pipeline.process.failpoints import failpoint
 from pipeline.slots import read_statuses
@@ -104,7 +104,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     if bool(names) == bool(whose.user):
         raise ConfigError("replay forget: name UIDs, or whose requests with --user, one of both")
     bases = list(dict.fromkeys(base_uid(uid_in(name)) for name in names))
-    with running_log(connect, RequestLimits(retention_s=retention.retention_s)) as log:
+    with running_log(connect) as log:
+        learn_retention(log, retention.retention_s)
         archive = _archive_of(log, archived.archive)
         requests = Requests(whose.user)
         requests.look(log, archive, bases)

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     here = computes_here(flags)
     if here and run.url:
         raise ConfigError("--url and flags of an engine both say who computes; pass one of them")
-    limits = RequestLimits(requests.request_timeout_s, retention.retention_s, requests.max_queued_requests)
+    limits = RequestLimits(timeout_s=requests.request_timeout_s, max_queued=requests.max_queued_requests)
     try:
         with open_source(connect, archived.archive, retention.retention_s, limits) as source:
             histories = [History(recording) for recording in source.recordings(names)]

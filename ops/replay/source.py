@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ops.config import ConnectConfig
-from ops.connection import log_and_archive, uid_in
+from ops.connection import learn_retention, log_and_archive, uid_in
 from ops.dead import letters_in
 from ops.trace import absent, removed_of
 from pipeline.archive.reader import SKEW_S, Archive, Where
 from pipeline.events import Submitted, decode
 from pipeline.log.archivers import ArchiverLog
-from pipeline.log.config import DEFAULT_RETENTION_S
 from pipeline.log.past import is_between
 from pipeline.log.protocol import DEFAULT_LIMITS, Entry, RequestLimits
 from pipeline.names import sibling_uids
@@ -27,12 +26,9 @@ SIBLINGS_PER_LOOK: Final = 16
 class Source:
     """Finds requests: first in a log, then in an archive, if there is one. What both lack may be in a dead letter."""
 
-    def __init__(
-        self, log: ArchiverLog, archive: Archive | None = None, retention_s: float = DEFAULT_RETENTION_S
-    ) -> None:
+    def __init__(self, log: ArchiverLog, archive: Archive | None = None) -> None:
         self.log = log
         self._archive = archive
-        self._retention_s = retention_s
         self._archived: dict[str, Where] = {}
         """Where requests are that were listed, so that nobody has to search for them again."""
         self.removed: set[str] = set()
@@ -50,7 +46,7 @@ class Source:
             uid = uid_in(name)
             here = self._family(uid)
             if not here:
-                raise absent(uid, self.log, self._retention_s, self._archive)
+                raise absent(uid, self.log, self._archive)
             found += here
         return found
 
@@ -112,9 +108,13 @@ class Source:
 def open_source(
     connect: ConnectConfig,
     archive: str,
-    retention_s: float = DEFAULT_RETENTION_S,
+    retention_s: float | None = None,
     limits: RequestLimits = DEFAULT_LIMITS,
 ) -> Iterator[Source]:
-    """Give the requests of a server, and of the *archive* in a folder, if one is named. Raises as `log_and_archive`."""
+    """Give the requests of a server, and of the *archive* in a folder, if one is named.
+
+    *retention_s* is that of the server; None: its workers tell it. Raises as `log_and_archive`.
+    """
     with log_and_archive(connect, archive, limits) as (log, files):
-        yield Source(log, files, retention_s)
+        learn_retention(log, retention_s)
+        yield Source(log, files)

@@ -73,10 +73,13 @@ def serve(config: ServerConfig) -> int:
     _check_ranks(config.engine, folder)
     shares = shares_of(config.engine, config.serve.dp, "--dp")
     config = _with_archive(_with_budget(config))
+    archive = config.archived.archive
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(_with_redis(config))
         listener = stack.enter_context(open_listener(config.web.host, config.web.port))
         config = _with_model(config, folder)
+        if archive:  # only now: a server that cannot start leaves no folder behind
+            _make_archive(Path(archive), f"--archive {archive}", processes.url, config.log.namespace)
         # First, because it takes longest to be ready.
         _add_engines(processes, config, shares)
         _add_web(processes, config, listener.fileno())
@@ -84,8 +87,8 @@ def serve(config: ServerConfig) -> int:
             processes.add(TOKENIZE, stage_flags(config, TOKENIZE))
         for _ in shares:
             processes.add(DETOKENIZE, stage_flags(config, DETOKENIZE))
-        if config.archived.archive:
-            processes.add(ARCHIVE, flags_for([config.log, FilesConfig(to=config.archived.archive)]))
+        if archive:
+            processes.add(ARCHIVE, flags_for([config.log, FilesConfig(to=archive)]))
         timeout_s = READY_TIMEOUT_S if config.nodes.nnodes == 1 else FOREVER_S
         if config.serve.shell:
             from ops.serve.with_shell import run_with_shell
@@ -111,7 +114,7 @@ def run_stage(config: StageConfig, stage: str) -> int:
     if isinstance(config, WebStageConfig):
         _check_keys(config.keys)
         _check_origins(config)
-        config = _with_archive(config, make=False)
+        config = _with_archive(config)
     if isinstance(config, ArchiveConfig) and not config.files.to:
         raise ConfigError("stage archive: --to is missing; name the folder that all archivers share")
     if isinstance(config, GenerateConfig):
@@ -119,7 +122,9 @@ def run_stage(config: StageConfig, stage: str) -> int:
         config = with_nodes(config)
     check_server(config.log.redis_url, (config.clients.max_log_bytes or 0) if isinstance(config, WebStageConfig) else 0)
     if isinstance(config, ArchiveConfig):
-        config = _with_files(config)
+        folder = config.files.folder
+        _make_archive(folder, f"--to {config.files.to}", config.log.redis_url, config.log.namespace)
+        config = dataclasses.replace(config, files=dataclasses.replace(config.files, to=str(folder)))
     processes = Processes(config, config.log.redis_url)
     with contextlib.ExitStack() as stack:
         if isinstance(config, WebStageConfig):
@@ -200,22 +205,19 @@ def _with_budget(config: ServerConfig) -> ServerConfig:
     return dataclasses.replace(config, clients=dataclasses.replace(config.clients, max_log_bytes=max_log_bytes))
 
 
-def _with_archive(config: W, *, make: bool = True) -> W:
-    """Return *config* with the whole path of --archive, which this makes, or only checks. Raises ConfigError."""
+def _with_archive(config: W) -> W:
+    """Return *config* with the whole path of --archive. Raises ConfigError if what is there is no archive."""
     if not config.archived.archive:
         return config
-    from pipeline.archive.folder import archive_id, make_archive
+    from pipeline.archive.folder import archive_id
 
     folder = Path(config.archived.archive).expanduser().absolute()
-    if make:
-        make_archive(folder, config.log.namespace)
-    else:
-        archive_id(folder)
+    archive_id(folder)
     return dataclasses.replace(config, archived=ArchivedConfig(str(folder)))
 
 
-def _with_files(config: ArchiveConfig) -> ArchiveConfig:
-    """Return *config* with the whole path of --to, which this makes an archive.
+def _make_archive(folder: Path, said: str, redis_url: str, namespace: str) -> None:
+    """Make *folder* the archive of the namespace. *said*: the flag that names it.
 
     Raises:
         ConfigError: It cannot be one, or the namespace has another one; then nothing is made.
@@ -223,15 +225,14 @@ def _with_files(config: ArchiveConfig) -> ArchiveConfig:
     from pipeline.archive.folder import archive_id, make_archive
     from pipeline.log.redis import RedisLog
 
-    with contextlib.closing(RedisLog(config.log.redis_url, Names(config.log.namespace))) as log:
+    with contextlib.closing(RedisLog(redis_url, Names(namespace))) as log:
         found = log.archive_id()
-    if found and archive_id(config.files.folder) != found:
+    if found and archive_id(folder) != found:
         raise ConfigError(
-            f"--to {config.files.to}: the namespace {config.log.namespace} has another archive, {found}; name its "
-            "folder, or end its archiving with minisgl stage archive --leave"
+            f"{said}: the namespace {namespace} has another archive, {found}; name its folder, or end its archiving "
+            "with minisgl stage archive --leave"
         )
-    make_archive(config.files.folder, config.log.namespace)
-    return dataclasses.replace(config, files=dataclasses.replace(config.files, to=str(config.files.folder)))
+    make_archive(folder, namespace)
 
 
 def _check_keys(config: KeysConfig) -> None:

@@ -32,7 +32,8 @@ class Processes:
         self, config: ServerConfig | StageConfig, url: str, watch_redis: Callable[[], None] = lambda: None
     ) -> None:
         self._jobs: list[Job] = []
-        self._namespace, self._url, self._watch_redis = config.log.namespace, url, watch_redis
+        self.url = url
+        self._namespace, self._watch_redis = config.log.namespace, watch_redis
         self._secrets_of = partial(stage_secrets, config)
         self._environment = worker_environment(os.environ, url)
 
@@ -79,7 +80,7 @@ class Processes:
         def open_log() -> RedisLog:
             from pipeline.log.redis import RedisLog
 
-            return logs.enter_context(contextlib.closing(RedisLog(self._url, Names(self._namespace))))
+            return logs.enter_context(contextlib.closing(RedisLog(self.url, Names(self._namespace))))
 
         supervisor = Supervisor(
             open_log,

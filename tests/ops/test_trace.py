@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -32,9 +33,10 @@ from pipeline.events import (
 )
 from pipeline.log.protocol import Entry, RequestLimits
 from pipeline.log.redis import RedisLog
-from pipeline.names import Names
+from pipeline.names import WEB, Names
 from pipeline.process.redis_server import SOCKET_PATH_LIMIT, EmbeddedRedis
 from pipeline.recording import Recording
+from pipeline.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.views.history import story
 
 
@@ -155,9 +157,25 @@ def test_a_request_that_is_not_there_is_expired_unknown_or_none(lived: LivedRequ
     assert "yet to come" in trace.failure("f" * 12 + uid[12:])
 
 
+def test_the_workers_tell_for_how_long_requests_are_kept(lived: LivedRequests, trace: Tool) -> None:
+    assert isinstance(lived.log, RedisLog)
+    uid = f"{int(time.time() - 100) * 1000:012x}{new_uid()[12:]}"
+    assert "unknown here" in trace.failure(uid)
+    with contextlib.closing(lived.log.another()) as log:
+        log.limits = RequestLimits(retention_s=50)
+        web = SlotLease(log, acquire_slot(log, WEB, 60_000), 60_000)
+        until(lambda: read_statuses(lived.log, WEB))
+        assert "expired; " in trace.failure(uid) and "is kept for 50 s (--retention)" in trace.failure(uid)
+        assert "unknown here" in trace.failure(uid, "--retention", "900")
+        web.leave()
+
+
 def test_why_a_request_is_absent_follows_from_its_moment() -> None:
     uid, now_s = new_uid(), time.time()
-    assert "unknown here; it was made 900 s ago" in why_absent(uid, now_s + 899.9, 900)
+    unknown = f"{uid}: unknown here; it was made {{}} s ago, so look at another server or --namespace"
+    assert why_absent(uid, now_s + 59, 900) == unknown.format(59)
+    only = "; one that was refused is kept for 60 s only"
+    assert why_absent(uid, now_s + 899.9, 900) == unknown.format(900) + only
     expired = "expired; it was made 1,000 s ago, and after its end a request is kept for 900 s"
     assert expired in why_absent(uid, now_s + 1000, 900)
     assert "yet to come" in why_absent(uid, now_s - 5, 900)

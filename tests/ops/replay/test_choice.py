@@ -44,6 +44,32 @@ def test_what_is_no_moment_is_refused_with_what_one_looks_like(text: str) -> Non
         since(text)
 
 
+@pytest.mark.parametrize("text", ["1970-01-01", "0001-01-01T00:00+14:00", "-999999d", "9" * 400 + "d"])
+def test_the_earliest_moment_is_the_beginning_of_1970_and_counts_as_one(text: str) -> None:
+    (choice,) = parse_flags("tool", (ChoiceConfig,), [f"--since={text}"], {})
+    assert choice.since_ms == 0 and choice.names_moments
+    (choice,) = parse_flags("tool", (ChoiceConfig,), [], {})
+    assert not choice.names_moments
+
+
+def test_what_is_in_the_future_can_only_be_the_end() -> None:
+    ahead, far = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() + 30)), "f" * 12 + new_uid()[12:]
+    assert since(ahead) / 1000 == pytest.approx(time.time() + 30, abs=2)
+    for text in ("2999-01-01", far):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is in the future; it is 20.* UTC now"):
+            since(text)
+        assert until(text) / 1000 > time.time() + 60
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [("-1h", "-2h"), ("2026-11-23T09:00", "2026-11-23T09:00"), ("2026-11-23T09:00", "2026-11-23T09:30+01:00")],
+)
+def test_an_end_that_is_not_later_than_the_beginning_is_refused(moments: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"--until: 20.* UTC is not later than --since, 20.* UTC"):
+        parse_flags("tool", (ChoiceConfig,), [f"--since={moments[0]}", f"--until={moments[1]}"], {})
+
+
 def history(**fields: object) -> list[Entry]:
     event = Submitted.model_validate(
         {"endpoint": "/v1/completions", "frontend": "web-0", "sampling": SamplingParams()} | fields
@@ -84,13 +110,11 @@ def test_a_condition_with_an_unknown_name_is_refused_with_those_that_are_known()
 
 
 def test_flags_and_names_may_be_mixed_and_values_may_begin_with_a_dash() -> None:
-    names, flags = split_names(
-        ["a", "--since", "-10m", "b", "--where=model=x", "--until", "2026-11-23T09:00", "c"], (ChoiceConfig,)
-    )
+    names, flags = split_names(["a", "--since", "-10m", "b", "--where=model=x", "--until", "-5m", "c"], (ChoiceConfig,))
     assert names == ["a", "b", "c"]
     (choice,) = parse_flags("tool", (ChoiceConfig,), flags, {})
     assert choice.where == (("model", "x"),)
-    assert choice.until_ms == NINE_MS
+    assert choice.until_ms / 1000 == pytest.approx(time.time() - 300, abs=2)
     assert choice.since_ms / 1000 == pytest.approx(time.time() - 600, abs=2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from checkpoints import TEXT, make_checkpoint
+from dialects import make_tokenizer
 from kernel_variants import VARIANTS
 from redis_servers import until
 from safetensors.torch import load_file, save_file
@@ -26,12 +28,15 @@ from pipeline import VERSION
 from pipeline.errors import MiniSGLError
 from pipeline.events import (
     Admitted,
+    Calls,
     Cancelled,
+    Constraint,
     Finished,
     Preempted,
     SamplingParams,
     Submitted,
     TakenOver,
+    Templating,
     Tokenized,
     TokensProduced,
     new_uid,
@@ -70,6 +75,25 @@ KINDS: Sequence[dict[str, Any]] = (
     {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
     {"temperature": 0.8, "bad_words": ("the", "log is")},
 )
+TOOL = {
+    "type": "object",
+    "properties": {"id": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["id"],
+    "additionalProperties": False,
+}
+CALLS: dict[str, Any] = {
+    "calls": Calls(choice="required", parallel=False),
+    "templating": Templating(tools=({"type": "function", "function": {"name": "look", "parameters": TOOL}},)),
+}
+BOUND: Sequence[dict[str, Any]] = (
+    {"constraint": Constraint(kind="json", text=json.dumps(TOOL), param="response_format"), "thinking_budget": 0},
+    {"constraint": Constraint(kind="regex", text="[a-f]{3,9}", param="regex"), "thinking_budget": 5},
+    {"constraint": Constraint(kind="choice", text='["the log", "the sea"]', param="choice"), "thinking_budget": 1},
+    {"constraint": Constraint(kind="grammar", text='root ::= ("she " | "sea ")+', param="grammar")},
+    CALLS | {"thinking_budget": 3},
+    {"thinking_budget": 7},
+)
+"""Kinds of answers that are bound to something, by a model that thinks."""
 SMALL = EngineConfig(threads=1, page_size=16, num_pages=40, max_prefill_length=64, max_running_requests=16)
 """Too few pages for all that run, and prompts of several chunks."""
 ROOMY = EngineConfig(threads=1, page_size=16, num_pages=400)
@@ -102,7 +126,9 @@ class Disturbed:
 
 
 def checkpoint(folder: Path) -> Path:
-    return make_checkpoint(folder, "llama3", dtype="bfloat16", max_positions=512)
+    """Make a model that thinks and calls tools."""
+    make_checkpoint(folder, "llama3", dtype="bfloat16", max_positions=512)
+    return make_tokenizer(folder, "qwq", num_tokens=440)
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +141,17 @@ def request(index: int) -> Submitted:
     draw = random.Random(index)
     begin = "" if index % 3 else TEXT[:120]
     prompt = begin + TEXT[draw.randrange(400) :][: draw.choice((5, 40, 300))]
-    kind = KINDS[index % len(KINDS)]
-    sampling = SamplingParams(seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, **kind)
+    kind = index % (len(KINDS) + len(BOUND))
+    if kind >= len(KINDS):
+        return Submitted(
+            endpoint="/v1/chat/completions",
+            frontend="",
+            messages=({"role": "user", "content": prompt},),
+            sampling=SamplingParams(seed=index, max_tokens=NUM_TOKENS),
+            owner="team-a",
+            **BOUND[kind - len(KINDS)],
+        )
+    sampling = SamplingParams(seed=index, max_tokens=NUM_TOKENS, ignore_eos=True, **KINDS[kind])
     return Submitted(endpoint="/v1/completions", frontend="", prompt=prompt, sampling=sampling, owner="team-a")
 
 
@@ -184,6 +219,13 @@ def assert_of_every_kind(histories: Sequence[History]) -> None:
     assert any(isinstance(event, Finished) and event.stop_string for event in events)
     assert any(isinstance(event, Finished) and event.reason == "stop" and not event.stop_string for event in events)
     assert any(isinstance(event, Tokenized) and event.bad_words for event in events)
+    bound = [each for each in histories if each.tokenized is not None and each.tokenized.grammar and each.tokens]
+    asked = [each.submitted for each in bound if each.submitted is not None]
+    kinds = {each.constraint.kind for each in asked if each.constraint is not None}
+    assert kinds == {"json", "regex", "choice", "grammar"}
+    assert any(each.calls is not None for each in asked)
+    assert any(each.constraint is None and each.calls is None for each in asked), "a budget alone"
+    assert any(isinstance(each.end, Finished) and each.end.reason == "stop" for each in bound)
     assert isinstance(histories[-1].end, Cancelled)
     assert len(histories) == NUM_REQUESTS
     assert {token.by.version for history in histories for token in history.tokens} == {VERSION}
@@ -275,7 +317,7 @@ def test_one_changed_weight_is_told_at_the_first_token_that_it_changes(model: Pa
 
 
 def test_another_dtype_is_told_where_it_changes_a_token(model: Path) -> None:
-    indices, float32, bfloat16 = (1, 5, 11, 21), replace(ROOMY, dtype="float32"), replace(ROOMY, dtype="bfloat16")
+    indices, float32, bfloat16 = (1, 5, 17, 33), replace(ROOMY, dtype="float32"), replace(ROOMY, dtype="bfloat16")
     recorded, honest = (served(model, config, indices) for config in (float32, bfloat16))
     told = reports(model, bfloat16, recorded)
     differing = [each for each in zip(recorded, honest, told, strict=True) if each[0].token_ids != each[1].token_ids]

@@ -12,6 +12,7 @@ from minisgl import main
 from ops.replay.files import write_dump
 from ops.replay.redact import redacted
 from pipeline.events import (
+    Admitted,
     AnyEvent,
     Finished,
     Replay,
@@ -24,18 +25,26 @@ from pipeline.events import (
 )
 from pipeline.names import SEAL
 from pipeline.recording import Recording
+from pipeline.views.recorded import Maker
 
 
-def recording(uid: str, *token_ids: int, seed: int = 0, of: str = "", prompt: tuple[int, ...] = (5,)) -> Recording:
+def recording(
+    uid: str, *token_ids: int, seed: int = 0, of: str = "", prompt: tuple[int, ...] = (5,), by: Maker | None = None
+) -> Recording:
     n = len(token_ids)
     sampling, replay = SamplingParams(seed=seed), Replay(of=of) if of else None
     usage, timings = Usage(prompt_tokens=1, completion_tokens=n), Timings(admitted_ms=1, first_token_ms=2, total_ms=3)
     tokens = [
         (f"{n}-0", TokensProduced(tokens=(each,), text="x", step=f"1-{n}")) for n, each in enumerate(token_ids, 1)
     ]
+    by_engine = by or Maker()
+    admitted = Admitted(
+        engine="g", epoch=1, step=1, fingerprint=by_engine.weights, numerics=by_engine.numerics, version="1"
+    )
     pairs: list[tuple[str, AnyEvent]] = [
         ("0-1", Submitted(endpoint="e", frontend="", sampling=sampling, replay=replay)),
         ("0-2", Tokenized(token_ids=prompt, fingerprint="t", by="tokenize-0")),
+        *([("0-3", admitted)] if by is not None else []),
         *tokens,
         (SEAL, Finished(n=n, reason="length", usage=usage, timings=timings)),
     ]
@@ -90,6 +99,34 @@ def test_two_requests_that_asked_the_same_are_compared_each_with_one(
 ) -> None:
     code, said = diff(tmp_path, [recording("a", 1), recording("b", 1)], [recording("x", 1), recording("y", 1)], capsys)
     assert (code, said) == (0, "2 requests in both: 2 identical, 0 different\n")
+
+
+def test_other_engines_are_named_once_also_where_all_answers_are_identical(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = Maker(weights="w1", numerics="float32/none/avx512/1/64/torch-2")
+    new = Maker(weights="w2", numerics="bfloat16/none/avx512/1/64/torch-2")
+    before = [recording(uid, 1, 2, seed=number, by=old) for number, uid in enumerate("abcd")]
+    after = [recording(uid, 1, 2, seed=number, by=new) for number, uid in enumerate("abc")]
+    after.append(recording("d", 1, 2, seed=3, by=old))
+    changes = ["weights: recorded w1, now w2", "dtype: recorded float32, now bfloat16"]
+    code, said = diff(tmp_path, before, after, capsys)
+    assert code == 0 and said.splitlines() == [
+        "4 requests in both: 4 identical, 0 different",
+        f"3 of them by another engine: {'; '.join(changes)}",
+    ]
+    _, said = diff(tmp_path, before, after, capsys, "--json")
+    assert orjson.loads(said)["other_engines"] == [{"requests": 3, "changes": changes}]
+    after[0] = recording("a", 1, 3, by=new)
+    code, said = diff(tmp_path, before, after, capsys)
+    assert code == 1 and said.splitlines() == [
+        "a: token 2 differs, of 2 tokens",
+        "  recorded  token 2",
+        "  now       token 3",
+        *(f"  explained by {each}" for each in changes),
+        "4 requests in both: 3 identical, 1 different",
+        f"3 of them by another engine: {'; '.join(changes)}",
+    ]
 
 
 def test_files_that_cannot_be_compared_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Recorded:
     """Processes that are not started."""
 
     def __init__(self, *_: object) -> None:
+        self.url = ""
         self.added: list[tuple[str, Sequence[str], dict[str, Any]]] = []
 
     def add(self, stage: str, flags: Sequence[str], **options: Any) -> None:
@@ -71,6 +73,32 @@ def test_a_folder_beside_the_archive_of_the_namespace_is_refused_and_not_made(
     assert f"--to {tmp_path / 'new'}: the namespace minisgl has another archive, " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     assert archive("new", "--namespace", "another") == 0
+
+
+def test_a_server_makes_its_archive_only_if_its_namespace_has_no_other(
+    recorded: Recorded, redis_url: str, tmp_path: Path
+) -> None:
+    recorded.url = redis_url
+    flags = ["serve", "--port", str(free_port()), "--archive"]
+    assert serve.main([*flags, str(tmp_path / "one")], {}) == 0
+    assert recorded.flags(ARCHIVE) == [f"--to {tmp_path / 'one'}"]
+    with contextlib.closing(RedisLog(redis_url, Names())) as log:
+        log.open_archive(archive_id(tmp_path / "one"))
+    with pytest.raises(ConfigError, match=rf"--archive {tmp_path / 'new'}: the namespace minisgl has another archive"):
+        serve.main([*flags, str(tmp_path / "new")], {})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_server_that_cannot_start_makes_no_archive(redis_url: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, fresh_logs():
+        port = str(taken.getsockname()[1])
+        for said, *flags in (
+            ("--repair is for the data of the embedded server", "--repair", "--port", str(free_port())),
+            (f"port {port}", "--port", port),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                serve.main(["serve", "--archive", str(tmp_path / "new"), "--redis-url", redis_url, *flags], {})
+            assert not (tmp_path / "new").exists()
 
 
 def test_each_engine_of_a_server_has_its_share_and_a_detokenizer(recorded: Recorded) -> None:
@@ -141,8 +169,8 @@ def test_an_embedded_redis_refuses_requests_only_above_the_size_of_the_log(tmp_p
     config = parse_command(["serve", "--data-dir", str(tmp_path), "--max-log-bytes", "30M"], {})
     assert isinstance(config, ServerConfig)
     with serve._with_redis(config) as processes:
-        told = command(processes._url, "CONFIG", "GET", "maxmemory")
-        policy = command(processes._url, "CONFIG", "GET", "maxmemory-policy")
+        told = command(processes.url, "CONFIG", "GET", "maxmemory")
+        policy = command(processes.url, "CONFIG", "GET", "maxmemory-policy")
     assert (told, policy) == ([b"maxmemory", b"%d" % (40 << 20)], [b"maxmemory-policy", b"noeviction"])
 
 

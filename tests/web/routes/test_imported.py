@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis_servers import command
 from stand_in_stages import StandIn
 from web_site import CHAT, chat, site
@@ -17,7 +19,6 @@ from pipeline.log.redis import RedisLog
 from pipeline.names import Names
 from pipeline.recording import encode_recording
 from pipeline.views.history import story
-from pipeline.walk import walk
 
 SERVED = Path(__file__).parents[2] / "ops" / "replay" / "served-1.zst"
 """Requests that a server of version 1 of the format answered with the demo model. It is never written again."""
@@ -32,32 +33,39 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def states_at_each_token(log: RedisLog, uid: str) -> list[list[Any]]:
-    """Return what had happened to a request after each of its tokens, but for where it came from."""
-    moments = list(walk(log.histories([uid])[0]))[1:]
-    return [[moment for moment in moments if moment.n <= n] for n in range(moments[-1].n + 1)]
+def printed(url: str, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """Return what a command prints with --json."""
+    capsys.readouterr()  # what the web process has logged
+    assert main([*words, "--json", "--redis-url", url]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
 
 
-async def told(url: str, uids: list[str]) -> dict[str, tuple[str, bytes, bytes, list[list[Any]]]]:
-    """Return the story of each request, its frames, its events, and its states."""
-    log, found = RedisLog(url, Names()), {}
+async def told(
+    url: str, uids: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> dict[str, tuple[Any, bytes, bytes, list[Any]]]:
+    """Return what `trace` says of each request, its frames, its events, and what `show` says of it at each token."""
+    found = {}
     async with site(url, "web-5", ready=False) as there:
         for uid in uids:
             base = f"/v1/requests/{uid}/events"
             frames = await (await there.get(base)).get_data(as_text=False)
             events = await (await there.get(f"{base}?format=events")).get_data(as_text=False)
-            plain = story(uid, log.histories([uid])[0])
-            plain["labels"].pop("imported_from", None)
             _, _, others = events.partition(b"\n\n")  # the first event has the label
-            found[uid] = (json.dumps(plain), frames, others, states_at_each_token(log, uid))
-    log.close()
+            traced = printed(url, capsys, "trace", uid)
+            traced["labels"].pop("imported_from", None)
+            ns = range(traced["completion_tokens"] + 1)
+            shown = [printed(url, capsys, "replay", "show", uid, "--at", str(n)) for n in ns]
+            found[uid] = (traced, frames, others, shown)
     return found
 
 
 async def test_what_was_dumped_lost_and_imported_is_as_it_was(
-    redis_url: str, stand_in: StandIn, tmp_path: Path
+    redis_url: str, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "dump.zst")
+    assert main(["replay", "import", str(SERVED), "--redis-url", redis_url]) == 0
     async with site(redis_url) as there:
         for path, body in ASKED:
             await there.client.post(path, json=body)
@@ -65,17 +73,20 @@ async def test_what_was_dumped_lost_and_imported_is_as_it_was(
     stand_in.close()
     assert main(["replay", "dump", file, "--redis-url", redis_url]) == 0
     uids = [recording.uid for recording in read_dump(Path(file))]
-    before = await told(redis_url, uids)
+    before = await told(redis_url, uids, capsys)
     command(redis_url, "FLUSHALL")
     assert log.histories(uids) == [[]] * len(uids)
     assert main(["replay", "import", file, "--redis-url", redis_url]) == 0
-    assert await told(redis_url, uids) == before
-    assert len(uids) == len(ASKED) + 1  # two choices
-    assert all(b"data: [DONE]" in frames for _, frames, _, _ in list(before.values())[:2])
+    assert await told(redis_url, uids, capsys) == before
+    assert len(uids) == len(ASKED) + 1 + 9  # two choices, and all but the probe
+    of_asked = list(before.values())[-len(ASKED) - 1 :]
+    assert all(b"data: [DONE]" in frames for _, frames, _, _ in of_asked[:2])
+    assert [len(shown) for _, _, _, shown in of_asked] == [4, 2, 1, 4, 4, 4, 4, 1]
+    assert any("scores" in state for _, _, _, shown in before.values() for state in shown)
     log.close()
 
 
-async def test_a_file_of_an_older_version_is_read(redis_url: str, capsys: Any) -> None:
+async def test_a_file_of_an_older_version_is_read(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     recordings = list(read_dump(SERVED))
     texts = [story(recording.uid, recording.entries)["text"] for recording in recordings]
     assert texts[1:6] == ["1 2 3 4 5", "h o u s e", *["Hello! How can I help you?"] * 2, "7 4"]
@@ -84,9 +95,9 @@ async def test_a_file_of_an_older_version_is_read(redis_url: str, capsys: Any) -
     assert all(recording.is_sealed and encode_recording(recording) for recording in recordings)
     assert main(["replay", "import", str(SERVED), "--redis-url", redis_url]) == 0
     assert capsys.readouterr().out == f"{SERVED}: 10 requests imported\n"
-    found = await told(redis_url, [recording.uid for recording in recordings[1:]])
-    _, frames, _, states = found[recordings[1].uid]
+    found = await told(redis_url, [recording.uid for recording in recordings[1:]], capsys)
+    _, frames, _, shown = found[recordings[1].uid]
     pieces = [frame.partition(b"data: ")[2] for frame in frames.split(b"\n\n")[:-2]]
     deltas = [json.loads(piece)["choices"][0]["delta"].get("content") or "" for piece in pieces]
     assert "".join(deltas) == "1 2 3 4 5"
-    assert len(states) == 11
+    assert (len(shown), shown[-1]["text"]) == (11, "1 2 3 4 5")
