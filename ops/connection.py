@@ -121,6 +121,12 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return how many there are, for people: `1 request`, `2,000 replies`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Return *rows* as aligned lines, the columns *right* to the right; the last is as long as it is."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

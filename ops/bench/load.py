@@ -185,9 +185,9 @@ class Client:
                     raise ServerRefused(f"{self.url}{path}: {refusal_of(response.status, content).message}")
                 return content
         except NO_CONNECTION as error:
-            raise Unreachable(self.url, _broken(error)) from None
+            raise Unreachable(self.url, broken(error)) from None
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ServerRefused(f"{self.url}: {_broken(error)}") from None
+            raise ServerRefused(f"{self.url}: {broken(error)}") from None
 
     async def stream(self, form: Form, messages: Sequence[Message], max_tokens: int) -> Answer:
         """Send one request and return its result, also if it failed."""
@@ -215,7 +215,7 @@ class Client:
                 while data := await response.content.readany():
                     came((time.perf_counter(), data), response.headers)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return _broken(error)
+            return broken(error)
         return ""
 
 
@@ -224,7 +224,8 @@ def _one_line(text: str) -> str:
     return line if len(line) <= LONGEST_ERROR else f"{line[:LONGEST_ERROR]}.."
 
 
-def _broken(error: Exception) -> str:
+def broken(error: Exception) -> str:
+    """Return in one line what came of a connection."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return _one_line(f"cannot connect: {os.strerror(error.errno) if error.errno else error}")
     if isinstance(error, aiohttp.ConnectionTimeoutError):

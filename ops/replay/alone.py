@@ -18,15 +18,17 @@ import orjson
 from ops.replay.compute import OF_ENGINES
 from ops.replay.here import engine_here
 from ops.replay.report import computed_report, report
+from pipeline.errors import ConfigError
 from pipeline.flags import flags_for, parse_flags
 from pipeline.recording import decode_recording, encode_recording
-from pipeline.replaying import again
+from pipeline.replaying import NotComputed, again
 from pipeline.views.recorded import History
 from stages.generate.past import TOKENS_IN_DOUBT
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROGRAM: Final = (sys.executable, "-P", "-X", "faulthandler", "-m", "ops.replay.alone")
 """The command line of this module: Python shows the stack of a process that a signal ends."""
+EXIT_CONFIG: Final = 2
 LINES_SHOWN: Final = 40
 """Of what the process wrote before it died: the last ones."""
 
@@ -36,7 +38,14 @@ def compute_alone(history: History, engine: Sequence[Any], timeout_s: float) -> 
 
     If the process dies, the report has `died`, how, and `output`, what it wrote. If not, it has `beyond`: how many more
     tokens than the recorded ones it made.
+
+    Raises:
+        ConfigError: The model, the flags and the machine do not go together.
     """
+    try:
+        again(history)
+    except NotComputed as error:
+        return report(history, []) | {"times": 1, "failed": str(error).removeprefix(f"{history.uid}: ")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}
     environment["PYTHONPATH"] = str(ROOT)
     try:
@@ -50,6 +59,8 @@ def compute_alone(history: History, engine: Sequence[Any], timeout_s: float) -> 
         )
     except subprocess.TimeoutExpired as error:
         return _died(history, f"it had not ended after {timeout_s:g} s (--request-timeout)", error.stderr or b"")
+    if done.returncode == EXIT_CONFIG:
+        raise ConfigError("".join(_last_lines(done.stderr)[-1:]))
     if done.returncode:
         how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
         return _died(history, how, done.stderr)
@@ -71,10 +82,14 @@ def main() -> None:
     model, engine = parse_flags("replay run", OF_ENGINES, sys.argv[1:], {})
     history = History(decode_recording(sys.stdin.buffer.read()))
     event = again(history, beyond=TOKENS_IN_DOUBT)
-    with engine_here(model, engine, at_once=1) as computer:
-        (now,) = computer.compute([event])
-        told = computed_report(history, [now], computer)
-        told["beyond"] = len(now.tokens) - len(history.tokens)
+    try:
+        with engine_here(model, engine, at_once=1) as computer:
+            (now,) = computer.compute([event])
+            told = computed_report(history, [now], computer)
+            told["beyond"] = len(now.tokens) - len(history.tokens)
+    except ConfigError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        sys.exit(EXIT_CONFIG)
     sys.stdout.buffer.write(orjson.dumps(told))
 
 

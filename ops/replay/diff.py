@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ops.config import PrintConfig
-from ops.connection import asks_for_help
+from ops.connection import asks_for_help, counted
 from ops.replay.explain import changes
 from ops.replay.files import read_dump
 from ops.replay.report import lines_of, report
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     else:
         alike = ({name: value for name, value in each.items() if name != "other_weights"} for each in differing)
         lines = [line for each in alike for line in lines_of(each)]
-        lines.append(f"{len(told)} requests in both: {identical} identical, {len(differing)} different")
+        lines.append(f"{counted(len(told), 'request')} in both: {identical} identical, {len(differing)} different")
         lines += [f"{count} of them by another engine: {'; '.join(changed)}" for count, changed in others]
         lines += [f"only in {path}: {count}" for path, count in zip(paths, lone, strict=True) if count]
         sys.stdout.write("".join(f"{line}\n" for line in lines))

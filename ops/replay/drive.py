@@ -16,7 +16,7 @@ from ops.bench import report
 from ops.bench.load import Client, ServerRefused, Unreachable, connected
 from ops.bench.serve import above_zero, bar, check_url
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig
-from ops.connection import running_log
+from ops.connection import counted, running_log
 from ops.replay import driven
 from ops.replay.choice import ChoiceConfig, Past, matches
 from ops.replay.driven import Pair
@@ -102,11 +102,19 @@ class Recorded:
         self.name = file or ("log and archive" if archive else "log")
         self.left_out: dict[str, int] = {}
         """Why requests were not read -> how many."""
+        self.num_made_up = 0
+        """Requests that were redacted, or come from a trace: they get made-up prompts, and have no answers."""
         self._choice = choice
         self._connect = connect
         self._archive = archive
 
     def read(self) -> Iterator[Recording]:
+        """Yield those that fulfil the conditions, as they can be sent. Raises as `_read` does."""
+        for recording in self._read():
+            self.num_made_up += "redacted" in recording.about
+            yield stand_in(recording)
+
+    def _read(self) -> Iterator[Recording]:
         """Yield those that fulfil the conditions.
 
         Raises:
@@ -146,14 +154,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     target, traffic, sent = asyncio.run(_driven(recorded, config, settings, goes_on=prints.as_json))
     pairs = driven.pairs_of(sent)
     headline = (
-        f"{recorded.name}: {len(pairs):,} requests, recorded within {traffic.recorded_s:,.1f} s, sent to {config.url} "
-        f"at {config.speed:g}x"
+        f"{recorded.name}: {counted(len(pairs), 'request')}, recorded within {traffic.recorded_s:,.1f} s, sent to "
+        f"{config.url} at {config.speed:g}x"
     )
     if prints.as_json:
-        about = _about(recorded.file, config, target, traffic)
+        about = _about(recorded, config, target, traffic)
         sys.stdout.write(as_json(about | driven.document(pairs, sent, with_answers=config.compare)))
     else:
-        sys.stdout.write("\n".join(_lines(headline, config, target, traffic, sent, pairs)) + "\n")
+        sys.stdout.write("\n".join(_lines(headline, recorded, config, target, traffic, sent, pairs)) + "\n")
     if config.plot:
         driven.plot(Path(config.plot), pairs, headline)
     return _exit_code(pairs, compare=config.compare)
@@ -214,14 +222,16 @@ async def _driven(
             target = await _target(client, config, settings)
         except Unreachable as error:
             target, unreachable = _unknown(config, settings), error
-        traffic = traffic_of(map(stand_in, recorded.read()), target, speed=config.speed)
+        traffic = traffic_of(recorded.read(), target, speed=config.speed)
         traffic = replace(traffic, left_out=recorded.left_out | dict(traffic.left_out))
         if not traffic.planned:
             raise ConfigError("; ".join([f"{recorded.name}: no request of it can be sent", *_left_out(traffic)]))
+        if config.compare and recorded.num_made_up:
+            raise ConfigError(f"--compare: {recorded.name} is redacted, or came from a trace, so it has no answers")
         if unreachable is not None:
             if not goes_on:
                 num = sum(len(one.uids) for one in traffic.planned)
-                raise ServerRefused(f"{unreachable}; none of {_requests(num)} was sent")
+                raise ServerRefused(f"{unreachable}; none of {counted(num, 'request')} was sent")
             return target, traffic, [not_sent(one, unreachable.reason) for one in traffic.planned]
         with bar("requests", len(traffic.planned)) as advance:
             return target, traffic, await send_all(client, traffic.planned, is_ours=target.is_ours, after_each=advance)
@@ -249,28 +259,39 @@ async def _target(client: Client, config: DriveConfig, settings: Settings) -> Ta
     return replace(plain, is_ours=is_minisgl and not config.client_clock, draws_alike=is_minisgl, models=names)
 
 
-def _about(name: str, config: DriveConfig, target: Target, traffic: Traffic) -> dict[str, Any]:
+def _about(recorded: Recorded, config: DriveConfig, target: Target, traffic: Traffic) -> dict[str, Any]:
     return {
-        "file": name,
+        "file": recorded.file,
         "url": config.url,
         "speed": config.speed,
         "clock_after": "redis" if target.is_ours else "client",
         "recorded_s": traffic.recorded_s,
         "left_out": traffic.left_out,
+        "made_up_prompts": recorded.num_made_up,
         "fields_not_sent": traffic.dropped,
     }
 
 
 def _lines(
-    headline: str, config: DriveConfig, target: Target, traffic: Traffic, sent: Sequence[Sent], pairs: Sequence[Pair]
+    headline: str,
+    recorded: Recorded,
+    config: DriveConfig,
+    target: Target,
+    traffic: Traffic,
+    sent: Sequence[Sent],
+    pairs: Sequence[Pair],
 ) -> list[str]:
     lines = [headline, "", driven.table(pairs, same_clock=target.is_ours), driven.lateness(sent)]
     lines += _left_out(traffic)
     if traffic.dropped:
-        fields = (f"{name} ({_requests(count)})" for name, count in traffic.dropped.items())
+        fields = (f"{name} ({counted(count, 'request')})" for name, count in traffic.dropped.items())
         lines.append(f"fields not sent, because OpenAI's API lacks them: {', '.join(fields)}")
+    if recorded.num_made_up:
+        num = counted(recorded.num_made_up, "request")
+        lines.append(f"made-up prompts, because they were redacted or come from a trace: {num}")
     if other := driven.other_prompts(pairs):
-        lines.append(f"prompts of another length: {_requests(other)}; another tokenizer or chat template is there")
+        num = counted(other, "request")
+        lines.append(f"prompts of another length: {num}; another tokenizer or chat template is there")
     if config.compare:
         lines += ["", driven.comparison(driven.compared(pairs), draws_alike=target.draws_alike)]
     return lines
@@ -278,12 +299,8 @@ def _lines(
 
 def _left_out(traffic: Traffic) -> list[str]:
     """Return a line that says what is not sent, if something is not."""
-    reasons = ", ".join(f"{_requests(count)} {reason}" for reason, count in traffic.left_out.items())
+    reasons = ", ".join(f"{counted(count, 'request')} {reason}" for reason, count in traffic.left_out.items())
     return [f"left out: {reasons}"] if reasons else []
-
-
-def _requests(count: int) -> str:
-    return f"{count:,} request{'' if count == 1 else 's'}"
 
 
 def _exit_code(pairs: Sequence[Pair], *, compare: bool) -> int:

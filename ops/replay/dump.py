@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
+from ops.connection import counted
 from ops.replay.choice import ChoiceConfig, Past
 from ops.replay.files import write_dump, write_lines
 from ops.replay.formats import UNREADABLE, LeftOut, to_mooncake, to_openai
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         left = {**counts, "reasons": dict(unfit.reasons)}
         sys.stdout.write(as_json({"file": file, "bytes": size, "requests": count, "left_out": left}))
     else:
-        lines = [f"{file}: {requests(count)}, {size:,} bytes", *left_out(past, unfit)]
+        lines = [f"{file}: {counted(count, 'request')}, {size:,} bytes", *left_out(past, unfit)]
         sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
@@ -119,11 +120,7 @@ def left_out(past: Past, unfit: Unfit) -> list[str]:
         "that expired meanwhile": past.num_gone,
         **unfit.reasons,
     }
-    return [f"left out: {requests(count)} {reason}" for reason, count in counts.items() if count]
-
-
-def requests(count: int) -> str:
-    return f"{count:,} request{'' if count == 1 else 's'}"
+    return [f"left out: {counted(count, 'request')} {reason}" for reason, count in counts.items() if count]
 
 
 class Unfit:

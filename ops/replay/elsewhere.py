@@ -9,6 +9,7 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
+from ops.bench.load import broken
 from ops.shell.server import UID, base_of
 from ops.sse_reader import frames_in
 from pipeline.events import Submitted
@@ -64,7 +65,7 @@ class RemoteComputer:
             try:
                 return await asyncio.gather(*(self._one(session, turns, event) for event in events))
             except NETWORK as error:
-                raise NotComputed(f"--url {self._url}: cannot be reached: {error or type(error).__name__}") from error
+                raise NotComputed(f"--url {self._url}: {broken(error)}") from error
 
     async def _one(self, session: aiohttp.ClientSession, turns: asyncio.Semaphore, event: Submitted) -> History:
         async with turns:

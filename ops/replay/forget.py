@@ -18,7 +18,7 @@ from typing import Any, Final
 import orjson
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, learn_retention, one_line, running_log, uid_in
+from ops.connection import NotThere, counted, learn_retention, one_line, running_log, uid_in
 from ops.dead import letters_in
 from ops.trace import as_json
 from pipeline.archive.folder import archive_id
@@ -51,12 +51,12 @@ ARCHIVE_PATIENCE_S: Final = 120.0
 FILES_PATIENCE_S: Final = 600.0
 POLL_S: Final = 0.02
 SAID: Final = {
-    "cancelled": "running requests",
-    "histories": "histories",
-    "dead_letters": "dead letters",
-    "replies": "replies",
-    "steps": "steps of journals",
-    "archived": "archived requests",
+    "cancelled": "running request",
+    "histories": "history",
+    "dead_letters": "dead letter",
+    "replies": "reply",
+    "steps": "journal step",
+    "archived": "archived request",
 }
 """What was removed, for people."""
 
@@ -200,8 +200,8 @@ class Requests:
             return ""
         named = ", ".join(letters[:MOST_NAMED]) + (", .." if len(letters) > MOST_NAMED else "")
         return (
-            f"{len(letters):,} dead letters do not say whose they are: {named}. Look at them with minisgl dead show, "
-            "and remove them with minisgl dead drop."
+            f"without a known user: {counted(len(letters), 'dead letter')}: {named}. minisgl dead show says what each "
+            "is, and minisgl dead drop removes it."
         )
 
     def _note_tombstone(self, uid: str, entry: Entry) -> None:
@@ -354,13 +354,14 @@ def _forget_archived(log: ForgettingLog, archive: Archive | None, uids: Collecti
         time.sleep(POLL_S)
     there = set(archive.find(sorted(uids))) if archive is not None else set[str]()
     if told.num_entries and is_there:
-        tally.left.append(f"ended: {told.num_entries:,} requests, on which the archivers still work; wait")
+        tally.left.append(f"ended: {counted(told.num_entries, 'request')}, on which archivers still work; wait")
     elif told.num_entries and archive is None:
-        tally.left.append(f"ended: {told.num_entries:,} requests wait for an archiver; start minisgl stage archive")
+        waiting = counted(told.num_entries, "request")
+        tally.left.append(f"ended: an archiver has to remove {waiting}; start minisgl stage archive")
     elif archive is not None and (there or told.num_entries):
         tally.left.append(
-            f"{archive.folder}: {max(len(there), told.num_entries):,} requests, which only archivers remove; start "
-            f"minisgl stage archive --to {archive.folder}"
+            f"{archive.folder}: {counted(max(len(there), told.num_entries), 'request')}, which only archivers remove; "
+            f"start minisgl stage archive --to {archive.folder}"
         )
     return there
 
@@ -379,8 +380,8 @@ def _say(tally: Tally, *, as_plain: bool) -> None:
         told = {"requests": tally.uids, "removed": counts, "left": tally.left, "notes": tally.notes}
         sys.stdout.write(as_json(told))
         return
-    lines = [*tally.uids, f"{len(tally.uids):,} requests {'forgotten in part' if tally.left else 'forgotten'}"]
-    removed = [f"{count:,} {SAID[name]}" for name, count in counts.items() if count]
+    lines = [*tally.uids, f"{counted(len(tally.uids), 'request')} {'forgotten in part' if tally.left else 'forgotten'}"]
+    removed = [counted(count, SAID[name]) for name, count in counts.items() if count]
     lines += [f"removed: {', '.join(removed)}"] if removed else []
     lines += tally.notes
     sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ops.config import ConnectConfig, PrintConfig
-from ops.connection import one_line, running_log
+from ops.connection import counted, one_line, running_log
 from ops.replay.files import Dump, open_dump
 from ops.replay.origin import incoming
 from ops.trace import as_json
@@ -110,8 +110,8 @@ def _say(file: str, tally: Tally, *, as_plain: bool) -> None:
         told = {"file": file, "imported": tally.imported, "there": tally.there, "refused": tally.refused}
         sys.stdout.write(as_json(told))
         return
-    sys.stdout.write(f"{file}: {tally.imported:,} requests imported\n")
+    sys.stdout.write(f"{file}: {counted(tally.imported, 'request')} imported\n")
     if tally.there:
-        sys.stdout.write(f"{tally.there:,} requests were there already and stay as they are\n")
+        sys.stdout.write(f"there already, and left as it is: {counted(tally.there, 'request')}\n")
     for line in tally.refused:
         sys.stderr.write(f"minisgl: not imported: {line}\n")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ops.connection import one_line
+from ops.connection import counted, one_line
 from ops.replay.compute import Computes, why_failed
 from ops.replay.explain import explanations
 from pipeline.events import ToldScore
@@ -121,24 +121,26 @@ def _score_of(history: History) -> ToldScore | None:
 def lines_of(told: Mapping[str, Any]) -> list[str]:
     """Return a report in lines."""
     uid, times, identical = told["uid"], told["times"], told["identical"]
+    tokens = counted(told["tokens"], "token")
     lines = []
     if "failed" in told:
         lines.append(f"{uid}: could not be computed again: {one_line(told['failed'])}")
     if "died" in told:
         lines.append(f"{uid}: its process died: {told['died']}")
     if told.get("beyond", 0) > 0:
-        lines.append(f"{uid}: its process made {_tokens(told['beyond'])} more than were recorded, and did not die")
+        more = counted(told["beyond"], "token")
+        lines.append(f"{uid}: its process made {more} more than were recorded, and did not die")
     lines += [f"  {one_line(line)}" for line in told.get("output", ())]
     if times > 1:
-        lines.append(f"{uid}: {identical} of {times} identical, {_tokens(told['tokens'])}")
+        lines.append(f"{uid}: {identical} of {times} identical, {tokens}")
     elif identical:
-        lines.append(f"{uid}: identical, {_tokens(told['tokens'])}")
+        lines.append(f"{uid}: identical, {tokens}")
     for found in told["differences"]:
         if times == 1 and found.get("failed", "") == told.get("failed"):
             continue  # the first line says it
         where = f"token {found['n']} differs" if "n" in found else one_line(found["other"])
         count = f"{found['times']} times: " if times > 1 else ""
-        of_all = "" if "failed" in found else f", of {_tokens(told['tokens'])}"
+        of_all = "" if "failed" in found else f", of {tokens}"
         lines += [f"{uid}: {count}{where}{of_all}", *(f"  {line}" for line in details_of(found))]
     return lines + [f"  {one_line(line)}" for line in _models_of(told)]
 
@@ -188,7 +190,3 @@ def short(logprob: float) -> str:
 
 def _quoted(text: str) -> str:
     return f'"{one_line(text)}"'
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'s' if count != 1 else ''}"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import asks_for_help
+from ops.connection import asks_for_help, one_line
 from ops.replay.compute import OF_ENGINES, Computer, Computes, Serves, refuse_without_engine
-from ops.replay.report import computed_report, lines_of
+from ops.replay.report import computed_report, lines_of, report
 from ops.replay.source import Source, open_source
 from ops.trace import as_json
 from pipeline.errors import ConfigError, MiniSGLError
-from pipeline.events import Failed
+from pipeline.events import Failed, Submitted
 from pipeline.flags import at_least, first_word, flag, flags_of, parse_flags, split_names, yes_or_no
 from pipeline.log.protocol import RequestLimits, StreamLog
 from pipeline.replaying import NotComputed, again
@@ -28,6 +29,10 @@ server is only read; a request that killed its engine gets a process of its own,
 exit code is 0 if all answers are identical, 1 if one differs, 2 if one could not be computed.
 """
 COULD_NOT: Final = 2
+KILLED: Final = (
+    "it killed its engine, so the server does not compute it; pass --model (and the flags of its engine) to compute it "
+    "in a process of its own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +89,10 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             histories = [History(recording) for recording in source.recordings(names)]
             deadly = [history.uid for history in histories if _is_deadly(history, source)]
             if not here:
-                if deadly:
-                    raise NotComputed(
-                        f"{deadly[0]}: killed its engine, so the server does not compute it again; pass --model (and "
-                        "the flags of its engine) to compute it in a process of its own"
-                    )
+                if not run.url and len(deadly) < len(histories):
+                    refuse_without_engine(source.log)
                 computer = _computer(source.log, run, requests.request_timeout_s)
-                reports = reports_of(histories, computer, run, computer.models())
+                reports = reports_of(histories, computer, run, computer.models(), dict.fromkeys(deadly, KILLED))
         if here:
             reports = _computed_here(histories, deadly, run, engine, requests.request_timeout_s)
     except ConfigError:
@@ -110,14 +112,31 @@ def computes_here(flags: Sequence[str]) -> bool:
 
 
 def reports_of(
-    histories: Sequence[History], computer: Computes, run: RunConfig, served: Sequence[str] = ()
+    histories: Sequence[History],
+    computer: Computes,
+    run: RunConfig,
+    served: Sequence[str] = (),
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Compute each of *histories* again, as often as *run* says; return what came of it. *served* is as in `report`."""
-    events = [again(history, cached=run.cached) for history in histories]
-    computed = iter(computer.compute([event for event in events for _ in range(run.times)]))
-    replays = [[next(computed) for _ in range(run.times)] for _ in histories]
-    pairs = zip(histories, replays, strict=True)
-    return [computed_report(history, those, computer, served) for history, those in pairs]
+    """Compute each of *histories* again, as often as *run* says; return what came of it. *served* is as in `report`.
+
+    *refused*: uid -> why it is not computed.
+    """
+    events, reasons = dict[str, Submitted](), dict(refused)
+    for history in histories:
+        try:
+            if history.uid not in reasons:
+                events[history.uid] = again(history, cached=run.cached)
+        except NotComputed as error:
+            reasons[history.uid] = str(error).removeprefix(f"{history.uid}: ")
+    computed = iter(computer.compute([event for event in events.values() for _ in range(run.times)]))
+    replays = {uid: [next(computed) for _ in range(run.times)] for uid in events}
+    return [
+        computed_report(history, replays[history.uid], computer, served)
+        if history.uid in events
+        else report(history, []) | {"times": run.times, "failed": reasons[history.uid]}
+        for history in histories
+    ]
 
 
 def exit_code(told: Mapping[str, Any]) -> int:
@@ -128,16 +147,11 @@ def exit_code(told: Mapping[str, Any]) -> int:
 
 
 def _computer(log: StreamLog, run: RunConfig, timeout_s: float) -> Serves:
-    """Return the server that --url names, or the one of *log*.
-
-    Raises:
-        NotComputed: No engine lives there.
-    """
+    """Return the server that --url names, or the one of *log*."""
     if run.url:
         from ops.replay.elsewhere import RemoteComputer
 
         return RemoteComputer(run.url, run.key, at_once=run.at_once, timeout_s=timeout_s)
-    refuse_without_engine(log)
     return Computer(log, at_once=run.at_once)
 
 
@@ -146,10 +160,24 @@ def _is_deadly(history: History, source: Source) -> bool:
     return is_poisonous or source.dead_letter(history.uid) is not None
 
 
+def _model_of(history: History) -> str:
+    name = one_line(history.submitted.model) if history.submitted is not None else ""
+    return f"model {name or 'without a name'} with weights {history.maker.weights or 'that are not known'}"
+
+
 def _computed_here(
     histories: Sequence[History], deadly: Sequence[str], run: RunConfig, engine: Sequence[Any], timeout_s: float
 ) -> list[dict[str, Any]]:
     """As `reports_of`, with an engine of this process; one that killed its engine gets a process of its own."""
+    from stages.generate.model.folder import model_folder
+
+    model, settings = engine
+    try:
+        model_folder(model.model, dummy=settings.dummy_weight)
+    except ConfigError as error:
+        made = dict.fromkeys(_model_of(history) for history in histories)
+        raise ConfigError(f"{error}; recorded: {', '.join(made)}") from error
+
     from ops.replay.alone import compute_alone  # torch takes seconds, and is needed only here
     from ops.replay.here import engine_here
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from ops.config import ArchivedConfig, ConnectConfig, PrintConfig, RetentionConfig
-from ops.connection import NotThere, one_line, split_named
+from ops.connection import NotThere, counted, one_line, split_named
 from ops.replay.report import short
 from ops.replay.source import open_source
 from ops.replay.waited import company_at, why
@@ -121,7 +121,7 @@ def waited(log: StreamLog, history: History, state: State) -> dict[str, Any]:
 def lines_of(told: Mapping[str, Any]) -> list[str]:
     """Return it in lines, each with its name in front."""
     rows = [
-        ("request", f"{one_line(told['uid'])}: {told['state']}, {told['tokens']:,} tokens"),
+        ("request", f"{one_line(told['uid'])}: {told['state']}, {counted(told['tokens'], 'token')}"),
         ("token", f"{told['n']:,}" + (f", id {told['token']}" if "token" in told else ": none yet")),
         ("time", _time(told)),
         *_client(told),
@@ -184,14 +184,10 @@ def _company(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     named += f" and {len(others) - MOST_NAMED:,} more" if len(others) > MOST_NAMED else ""
     used = f", {pages['all'] - pages['free']:,} used" if "all" in pages else ""
     return [
-        ("batch", f"{_counted(batch['rows'], 'row')}, {_counted(batch['prompt_tokens'], 'prompt token')}"),
+        ("batch", f"{counted(batch['rows'], 'row')}, {counted(batch['prompt_tokens'], 'prompt token')}"),
         ("beside", named),
         ("pages", f"{pages['free']:,} free{used}, after the step"),
     ]
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def _scores(told: Mapping[str, Any]) -> list[tuple[str, str]]:

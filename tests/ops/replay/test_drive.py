@@ -17,6 +17,7 @@ from servers import free_port
 
 import minisgl
 from ops.replay.files import write_dump
+from ops.replay.redact import redacted
 from pipeline.events import Presentation, SamplingParams
 from pipeline.log.protocol import StreamLog
 from pipeline.names import WEB, sibling_uids
@@ -204,6 +205,20 @@ def test_fields_are_set_and_left_out_as_the_user_says(stand_in: OpenAIStandIn, t
     assert drive(file, "--url", stand_in.url, "--set", "temperature=0", "seed=", "top_k=3") == 0
     [body] = stand_in.bodies
     assert (body["temperature"], body["top_k"], "seed" in body, body["model"]) == (0, 3, False, "stand-in")
+
+
+def test_redacted_requests_get_made_up_prompts_and_are_not_compared(
+    stand_in: OpenAIStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in.script = lambda body: [text_chunk("a"), FINISH, DONE]
+    file = dump(tmp_path, redacted(recording(("ab", "a"), "length"), b"salt"))
+    assert drive(file, "--url", stand_in.url, "--compare") == 2
+    assert f"--compare: {file} is redacted, or came from a trace, so it has no answers" in capsys.readouterr().err
+    assert stand_in.bodies == []
+    assert drive(file, "--url", stand_in.url) == 0
+    said = "made-up prompts, because they were redacted or come from a trace: 1 request"
+    assert said in capsys.readouterr().out.splitlines() and len(stand_in.bodies) == 1
+    assert driven(capsys, file, "--url", stand_in.url)["made_up_prompts"] == 1
 
 
 def test_a_damaged_file_sends_nothing(

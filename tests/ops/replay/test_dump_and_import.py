@@ -213,7 +213,7 @@ def test_an_import_leaves_what_is_there_and_can_be_repeated(
     dump(str(path))
     command(dump.url, "DEL", Names().request(uids[1]))
     before = lived.log.histories(uids[:1])
-    lines = [f"{path}: 1 requests imported", "1 requests were there already and stay as they are"]
+    lines = [f"{path}: 1 request imported", "there already, and left as it is: 1 request"]
     assert bring_in(str(path)) == lines
     assert lived.log.histories(uids[:1]) == before
     assert bring_in.json(str(path)) == {"file": str(path), "imported": 0, "there": 2, "refused": []}
@@ -285,7 +285,7 @@ def test_requests_that_cannot_come_in_are_named_and_the_others_come_in(
     )
     assert main(["replay", "import", str(path), "--redis-url", bring_in.url]) == 1
     out, err = capsys.readouterr()
-    assert out == f"{path}: 1 requests imported\n"
+    assert out == f"{path}: 1 request imported\n"
     reasons = [line.removeprefix("minisgl: not imported: ") for line in err.splitlines()]
     for uid, reason, said in zip(
         [uids[0], uids[1], "../live", uids[2], uids[3], uids[4]],
@@ -307,7 +307,7 @@ def test_what_comes_before_a_damage_is_imported(
     path.write_bytes(text[: text.index(uids[1].encode()) + 50])
     assert main(["replay", "import", str(path), "--redis-url", dump.url]) == 1
     out, err = capsys.readouterr()
-    assert out == f"{path}: 1 requests imported\n"
+    assert out == f"{path}: 1 request imported\n"
     assert err.startswith(f"minisgl: {path}, line 3: not JSON")
     assert lived.log.made_between(0, 2**48) == uids[:1]
 

@@ -19,6 +19,7 @@ from selection import by_night
 from structlog.testing import capture_logs
 
 from minisgl import main
+from ops.connection import counted
 from ops.replay import forget
 from pipeline.archive.folder import make_archive
 from pipeline.archive.reader import Archive
@@ -244,9 +245,9 @@ def test_with_a_request_go_its_siblings_its_copies_and_what_computes_it_again(
     ):
         assert scene.forget(asked, elsewhere=True) == 0
         out = capsys.readouterr().out.splitlines()
-        assert out[: len(gone)] == sorted(gone) and f"{len(gone)} requests forgotten" == out[len(gone)]
+        assert out[: len(gone)] == sorted(gone) and f"{counted(len(gone), 'request')} forgotten" == out[len(gone)]
         assert "Have Redis write its files anew with BGREWRITEAOF" in out[-1]
-        assert ("1 dead letters" in out[-2]) is (asked == dead) and "archived requests" in out[-2]
+        assert ("1 dead letter" in out[-2]) is (asked == dead) and "archived request" in out[-2]
     nothing_is_left(scene, scene.anns)
 
 
@@ -323,7 +324,7 @@ def test_while_a_worker_has_a_request_something_may_be_left_and_it_is_run_again(
     uid = scene.lived.running(prompt=SECRET)
     assert scene.forget(uid, elsewhere=True) == 1
     out, err = capsys.readouterr()
-    assert "left: tokenized: workers still have it" in err and "1 requests forgotten in part" in out
+    assert "left: tokenized: workers still have it" in err and "1 request forgotten in part" in out
     scene.lived.let_go()
     assert scene.forget(uid, elsewhere=True) == 0
     assert scene.log.begins([uid])[uid].fields["by"] == "forget"
@@ -377,11 +378,11 @@ def test_letters_that_do_not_say_whose_they_are_are_named(scene: Scene, capsys: 
     told = put(scene.log, NAMES.dead, {"stage": "tokenize", "stream": "s", "entry": "nonsense", "error": "no"})
     assert scene.forget("--user", "u1", elsewhere=True) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{uid}\n1 requests forgotten\nremoved: 1 dead letters, ")
-    assert f"1 dead letters do not say whose they are: {told}. Look at them" in out
+    assert out.startswith(f"{uid}\n1 request forgotten\nremoved: 1 dead letter, ")
+    assert f"without a known user: 1 dead letter: {told}. minisgl dead show says" in out
     assert not [letter for letter in scene.log.dead_letters(9) if letter.fields.get("uid") == uid]
     assert scene.forget("--user", "nobody", elsewhere=True) == 1
-    assert f"1 dead letters do not say whose they are: {told}" in capsys.readouterr().err
+    assert f"without a known user: 1 dead letter: {told}. " in capsys.readouterr().err
 
 
 def test_as_long_as_the_archiver_gets_on_it_is_waited_for_and_then_it_is_said(
@@ -391,7 +392,7 @@ def test_as_long_as_the_archiver_gets_on_it_is_waited_for_and_then_it_is_said(
     answers = [Told("1-1", 2), Told("1-1", 1), Told("2-1", 1)]
     monkeypatch.setattr(RedisLog, "told", lambda *_: answers.pop(0) if len(answers) > 1 else answers[0])
     assert scene.forget(scene.anns[0], elsewhere=True) == 1
-    assert "left: ended: 1 requests, on which the archivers still work; wait" in capsys.readouterr().err
+    assert "left: ended: 1 request, on which archivers still work; wait" in capsys.readouterr().err
     assert len(answers) == 1
 
 
@@ -423,7 +424,7 @@ def test_without_an_archiver_its_files_are_left_and_it_is_said(
     scene.log.close_archive()
     assert main(["replay", "forget", uid, "--archive", str(other), *where]) == 1
     assert (
-        f"1 requests, which only archivers remove; start minisgl stage archive --to {other}" in capsys.readouterr().err
+        f"1 request, which only archivers remove; start minisgl stage archive --to {other}" in capsys.readouterr().err
     )
     assert main(["replay", "forget", uid, *where]) == 0
 

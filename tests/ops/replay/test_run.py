@@ -22,6 +22,7 @@ from ops.replay import alone
 from ops.replay.elsewhere import body_of
 from ops.replay.files import write_dump
 from ops.replay.report import lines_of
+from pipeline.errors import ConfigError
 from pipeline.events import (
     Admitted,
     Answered,
@@ -255,7 +256,14 @@ def test_what_is_not_there_or_cannot_be_computed_exits_with_2(pipeline: Pipeline
     assert code == 2 and f"{uid}: unknown here" in line
     uid = recorded(pipeline, entries((97,), end=Cancelled(by="client")))
     code, (line,) = run(uid)
-    assert code == 2 and "has no tokens to compare with" in line
+    none = f"{uid}: could not be computed again: has no tokens to compare with; it ended before its first one"
+    assert (code, line) == (2, none)
+    poisonous = Failed(status=500, code="poisonous", message="No.")
+    bad, good = recorded(pipeline, entries((97,), 98, end=poisonous)), recorded(pipeline, entries((97,), 98))
+    code, lines = run(uid, bad, good)
+    assert code == 2 and lines[0] == none
+    assert lines[1].startswith(f"{bad}: could not be computed again: it killed its engine, so the server does not")
+    assert lines[2] == f"{good}: identical, 1 token"
 
 
 def test_without_an_engine_nothing_waits(lived: LivedRequests, run: Run) -> None:
@@ -270,8 +278,11 @@ def test_without_an_engine_nothing_waits(lived: LivedRequests, run: Run) -> None
 def test_a_request_that_killed_its_engine_is_not_given_to_the_server(lived: LivedRequests, run: Run) -> None:
     uid = lived.dead()
     code, (line,) = run(uid)
-    assert code == 2 and f"{uid}: killed its engine" in line and "pass --model" in line
+    assert code == 2 and f"{uid}: could not be computed again: it killed its engine" in line and "pass --model" in line
     assert lived.log.living() == []
+    code, (line,) = run(uid, "--model", "nowhere")
+    assert code == 2 and "/nowhere: not a folder; --model must be a folder" in line
+    assert line.endswith("; recorded: model nonsense with weights w1")
 
 
 def test_a_command_line_without_a_uid_is_refused(run: Run) -> None:
@@ -300,6 +311,11 @@ def test_what_a_process_died_of_is_told_with_its_last_lines(
 ) -> None:
     told = died(code, monkeypatch)
     assert (told["died"], told["output"], told["identical"], told["times"]) == (how, wrote, 0, 1)
+
+
+def test_what_the_flags_of_a_process_lack_is_an_error_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^--num-pages 1: too few$"):
+        died("import sys; print('log', '--num-pages 1: too few', sep='\\n', file=sys.stderr); sys.exit(2)", monkeypatch)
 
 
 def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +403,7 @@ def test_without_a_limit_the_body_asks_for_the_rest_of_the_context() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: cannot be reached"),
+        (("--url", "http://127.0.0.1:1"), "--url http://127.0.0.1:1: cannot connect: Connection refused"),
         (("--url", "nonsense"), "not a server address"),
         (("--url", "http://127.0.0.1:1", "--dtype", "float32"), "both say who computes; pass one of them"),
     ],
