@@ -132,7 +132,7 @@ def _header(told: Mapping[str, Any]) -> list[str]:
     return [
         f"request {one_line(told['uid'])}: {told['state']}",
         f"submitted {when(told['submitted_ms'])}{deadline}",
-        _pairs({name: value for name, value in asked.items() if value != ""}),
+        pairs_of({name: value for name, value in asked.items() if value != ""}),
     ]
 
 
@@ -189,9 +189,9 @@ def _details(moment: Mapping[str, Any]) -> str:
     for name, defaults in GROUPS.items():
         shown |= _changed(shown.pop(name, {}), defaults)
     if moment["what"] != "tokens":  # what an error says is in the last lines
-        return _pairs({name: value for name, value in shown.items() if name != "message"})
+        return pairs_of({name: value for name, value in shown.items() if name != "message"})
     told = ("first_n", "count", "last_id", "last_at_ms", "longest_pause_ms", "longest_client_pause_ms")
-    parts = [_pairs({name: value for name, value in shown.items() if name not in told and value})]
+    parts = [pairs_of({name: value for name, value in shown.items() if name not in told and value})]
     if moment["last_id"] != moment["id"]:
         longest, client = (_seconds(moment[f"longest_{whose}pause_ms"]) for whose in ("", "client_"))
         seen = "" if longest == client else f" (for the client {client})"
@@ -200,6 +200,7 @@ def _details(moment: Mapping[str, Any]) -> str:
     return "  ".join(filter(None, parts))
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
+def pairs_of(values: Mapping[str, Any]) -> str:
+    """Return names and values for people, in one line."""
     texts = {name: value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in values.items()}
     return " ".join(f"{one_line(name)}={one_line(text)}" for name, text in texts.items())

@@ -43,7 +43,7 @@ def compute_alone(history: History, engine: Sequence[Any], timeout_s: float) -> 
         ConfigError: The model, the flags and the machine do not go together.
     """
     try:
-        again(history)
+        again(history, beyond=TOKENS_IN_DOUBT)
     except NotComputed as error:
         return report(history, []) | {"times": 1, "failed": str(error).removeprefix(f"{history.uid}: ")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MINISGL_")}

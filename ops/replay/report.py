@@ -133,7 +133,7 @@ def lines_of(told: Mapping[str, Any]) -> list[str]:
     lines += [f"  {one_line(line)}" for line in told.get("output", ())]
     if times > 1:
         lines.append(f"{uid}: {identical} of {times} identical, {tokens}")
-    elif identical:
+    elif identical and told["tokens"]:
         lines.append(f"{uid}: identical, {tokens}")
     for found in told["differences"]:
         if times == 1 and found.get("failed", "") == told.get("failed"):

@@ -13,7 +13,7 @@ from ops.connection import NotThere, counted, one_line, split_named
 from ops.replay.report import short
 from ops.replay.source import open_source
 from ops.replay.waited import company_at, why
-from ops.trace import as_json, when
+from ops.trace import as_json, pairs_of, when
 from pipeline.errors import ConfigError
 from pipeline.events import SamplingParams, as_plain
 from pipeline.flags import at_least, flag, parse_flags
@@ -129,8 +129,8 @@ def lines_of(told: Mapping[str, Any]) -> list[str]:
         *_made(told),
         *_company(told),
         *(("meanwhile" if not index else "", reason) for index, reason in enumerate(told.get("meanwhile", ()))),
-        *(("mark", _pairs(mark)) for mark in told["marks"]),
-        ("sampling", _pairs(told["sampling"])),
+        *(("mark", pairs_of(mark)) for mark in told["marks"]),
+        ("sampling", pairs_of(told["sampling"])),
         *_scores(told),
         ("text", one_line(told["text"])),
         ("ids", " ".join(map(str, told["token_ids"]))),
@@ -170,7 +170,7 @@ def _made(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     prompt = f", with the last of {told['chunks']} chunks of its prompt" if told["chunks"] else ""
     how = {name: told[name] for name in ("weights", "numerics", "version") if told[name]}
     step = f"epoch {told['epoch']}, step {told['step'].partition('-')[2]}{prompt}"
-    return [("engine", f"{one_line(told['engine'])} {step}"), ("with", _pairs(how))]
+    return [("engine", f"{one_line(told['engine'])} {step}"), ("with", pairs_of(how))]
 
 
 def _company(told: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -197,7 +197,3 @@ def _scores(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     texts = [f"{each['text']!r} {short(each['logprob'])}" for each in (score, *score["top"])]
     names = ("logprob", "probable", *("" for _ in score["top"]))
     return list(zip(names, texts, strict=False))
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{one_line(str(name))}={one_line(str(value))}" for name, value in values.items())

@@ -295,7 +295,7 @@ def test_a_command_line_without_a_uid_is_refused(run: Run) -> None:
 
 def died(code: str, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 60) -> dict[str, object]:
     monkeypatch.setattr(alone, "PROGRAM", (sys.executable, "-c", code))
-    pairs = entries((97,), 98, end=Failed(status=500, code="poisonous", message="No."))
+    pairs = entries((97,), end=Failed(status=500, code="poisonous", message="No."))  # it died in the prompt
     return alone.compute_alone(history(pairs), (ModelConfig(), EngineConfig()), timeout_s)
 
 
