@@ -31,12 +31,12 @@ from pipeline.log.drivers import Driver
 from pipeline.log.forgetting import Told
 from pipeline.log.protocol import DeadLetter, RequestLimits
 from pipeline.log.redis import RedisLog
-from pipeline.names import ARCHIVE, Names, base_uid, sibling_uids
+from pipeline.names import ARCHIVE, WEB, Names, base_uid, sibling_uids
 from pipeline.process.config import WorkerConfig
 from pipeline.process.failpoints import FOLDER_VARIABLE, POINTS, VARIABLE, arm
 from pipeline.process.redis_server import EmbeddedRedis
 from pipeline.recording import Recording
-from pipeline.slots import SlotLease, acquire_slot
+from pipeline.slots import SlotLease, acquire_slot, read_statuses
 from pipeline.worker import Stop
 from stages.archive.config import ArchiveConfig, FilesConfig
 from stages.archive.worker import open_archive, serve
@@ -258,6 +258,16 @@ def test_a_copy_of_a_request_that_another_server_has_is_removed(scene: Scene) ->
     scene.lived.let_go()
     assert scene.forget(elsewhere, elsewhere=True) == 0
     assert scene.log.begins([copy])[copy].fields["by"] == "forget"
+
+
+def test_a_tombstone_stays_as_long_as_the_server_keeps_requests(scene: Scene) -> None:
+    with contextlib.closing(RedisLog(scene.url, NAMES, RequestLimits(retention_s=100))) as log:
+        web = SlotLease(log, acquire_slot(log, WEB, 60_000), 60_000)
+        until(lambda: read_statuses(scene.log, WEB))
+        for uid, flags, kept_s in ((scene.anns[0], [], 100), (scene.anns[1], ["--retention", "70"], 70)):
+            assert scene.forget(uid, *flags, elsewhere=True) == 0
+            assert kept_s - 20 < command(scene.url, "PTTL", NAMES.request(uid)) / 1000 <= kept_s
+        web.leave()
 
 
 def test_what_is_not_there_is_said_and_what_is_there_goes(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
