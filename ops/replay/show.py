@@ -177,7 +177,7 @@ def _company(told: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "batch" not in told:
         return []
     if told["batch"] is None:
-        return [("batch", "the journal no longer has this step (--journal-bytes, --retention)")]
+        return [("batch", "unknown: the journal does not have this step (--journal-bytes, --retention)")]
     batch, pages = told["batch"], told["pages"]
     others = batch["others"]
     named = ", ".join(map(one_line, others[:MOST_NAMED])) or "no other request"

@@ -84,7 +84,7 @@ def test_who_shared_the_batch_and_the_pages_is_told_while_the_journal_has_the_st
     lived: LivedRequests, show: Tool, redis_url: str
 ) -> None:
     uid = finished(lived)
-    gone = "batch      the journal no longer has this step (--journal-bytes, --retention)"
+    gone = "batch      unknown: the journal does not have this step (--journal-bytes, --retention)"
     assert gone.split() in [line.split() for line in show(uid)] and show.json(uid)["batch"] is None
     assert not any(line.startswith("batch") for line in show(uid, "--at", "0"))
     others = [new_uid() for _ in range(10)]
