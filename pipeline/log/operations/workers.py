@@ -18,6 +18,7 @@ from pipeline.log.entries import (
     kept_ms,
     made_ms_of,
     produced_words,
+    words_of,
 )
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import end_words, flat, shared_by, written
@@ -136,21 +137,21 @@ def produced(
     keys = [*_keys_of_produced(names, owner.slot, engine)]
     histories, replies = produced_words(events)
     made_ms = {entry.id: made_ms_of(entry) for entry in entries}
-    tokens: dict[str, list[str | bytes]] = {entry.id: [] for entry in entries}
+    tokens: dict[str, list[str | int]] = {entry.id: [] for entry in entries}
     histories_of: dict[str, list[str]] = {step: [] for step in tokens}
     others: list[tuple[Produced, dict[str, bytes]]] = []
     others_of = set[str]()
     request = names.request("")
     for item, fields in zip(events, histories, strict=True):
-        if isinstance(fields, dict):
-            others.append((item, fields))
-            others_of.add(item.uid)
-        elif fields.step in tokens and item.uid not in others_of:  # produced.lua has the names of the fields
-            histories_of[fields.step].append(request + item.uid)
-            tokens[fields.step] += (item.entry_id, fields.tokens, fields.text)
-        else:
-            others.append((item, fields.words()))
-            others_of.add(item.uid)
+        if isinstance(fields, tuple):
+            token, text, step = fields
+            if step in tokens and item[0] not in others_of:  # produced.lua has the names of the fields
+                histories_of[step].append(request + item[0])
+                tokens[step] += (item[1], token, text)
+                continue
+            fields = words_of(fields)
+        others.append((item, fields))
+        others_of.add(item.uid)
     keys += chain.from_iterable(histories_of.values())
     index: dict[str, int] = {}
 
