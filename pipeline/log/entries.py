@@ -141,9 +141,10 @@ def words_of(one: OneToken) -> dict[str, bytes]:
 
 def made_ms_of(step: Entry) -> int:
     """Return when a step was computed, or else committed, in ms of Redis' clock; 0 if its entry does not say that."""
-    said = step.fields.get("made_ms", "0"), step.fields.get("ms", "")
-    times = [int(text) for text in said if text.isdecimal() and len(text) <= LONGEST_TIME]
-    return min((ms for ms in times if ms), default=0)
+    made, committed = step.fields.get("made_ms", "0"), step.fields.get("ms", "")
+    made_ms = int(made) if made.isdecimal() and len(made) <= LONGEST_TIME else 0
+    ms = int(committed) if committed.isdecimal() and len(committed) <= LONGEST_TIME else 0
+    return min(made_ms, ms) if made_ms and ms else made_ms or ms
 
 
 def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequence[Entry]) -> dict[str, str]:

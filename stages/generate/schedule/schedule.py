@@ -295,7 +295,10 @@ class Schedule:
                 continue  # it ended while the step ran; its uid may have come again
             if request.num_computed > position and request.num_known % page_size == 0:
                 self._cache.fill(request.holding, request.token_ids, request.num_known)  # by the step in flight
-            row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
+            if end is None and not chunks:  # to check a default takes as long as another value
+                row = TokenRow(uid=request.uid, n=request.num_output, token=token)
+            else:
+                row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
             if request.table in scores or request.prompt_scores:  # its last chunk may have had no token to score
                 score = scores[request.table].token if request.table in scores else None
                 told = {"score": score, "prompt_scores": tuple(request.prompt_scores) or None}
