@@ -55,6 +55,7 @@ GIVES_WAY = 8
 """Steps of niceness on a CPU, whose cores the engine shares with the processes that pass its tokens on."""
 SWITCH_INTERVAL_S = 0.0005
 """How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
+NO_STEP = StepCompleted(rows=())
 GRAMMAR_POLL_S = 0.005
 """An idle engine looks so often for news while it waits for a grammar."""
 
@@ -314,19 +315,16 @@ class GenerateWorker:
     ) -> None:
         schedule = self._schedule
         given, chunks = schedule.note() if isinstance(schedule, NotedSchedule) else ((), ())
-        event = StepCompleted.model_construct(  # without looking at each row again
-            rows=(*self._rows, *rows),
-            let_go=tuple(self._let_go),
-            given=given,
-            chunks=chunks,
-            schedule=self._snapshot,
-            figures=Figures(
-                running=schedule.num_running,
-                waiting=schedule.num_waiting,
-                free_pages=schedule.free_pages,
-                **figures,
-            ),
-        )
+        held = {"running": schedule.num_running, "waiting": schedule.num_waiting, "free_pages": schedule.free_pages}
+        said = {
+            "rows": (*self._rows, *rows),
+            "let_go": tuple(self._let_go),
+            "given": given,
+            "chunks": chunks,
+            "schedule": self._snapshot,
+            "figures": Figures(**held, **figures),
+        }
+        event = NO_STEP.model_copy(update=said)  # it looks at no row again, and model_construct takes twice as long
         self._meter.committed(event)
         self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], self._room, settled=settled)
         self._rows, self._let_go, self._refused = [], [], []

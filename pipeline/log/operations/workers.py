@@ -382,16 +382,23 @@ def lease(log: LogContext, slot: str) -> Batch[Lease]:
     return Batch([["GET", key], ["PTTL", key]], lambda replies: lease_of(*replies))
 
 
+@functools.cache
+def _looked_at(names: Names, first: int) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    """Return the engines' slots from number *first* on, the keys of their leases and of those of their detokenizers,
+    and the keys of their steps. Detokenizers ask for these several times a second, so they are not written anew."""
+    engines = slots_of(GENERATE, first)
+    detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
+    return engines, [names.lease(slot) for slot in (*engines, *detokenizers)], [names.steps(slot) for slot in engines]
+
+
 def unattended(log: LogContext) -> Steps[list[str]]:
     found: list[str] = []
     for first in count(0, SLOTS_PER_LOOK):
-        engines = slots_of(GENERATE, first)
-        detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
-        keys = map(log.names.lease, (*engines, *detokenizers))
-        holders = yield from Command(["MGET", *keys], list, once=True)  # detokenizers ask several times a second
+        engines, leases, streams = _looked_at(log.names, first)
+        holders = yield from Command(["MGET", *leases], list, once=True)
         living, attending = holders[: len(engines)], holders[len(engines) :]
-        free = [number for number, holder in enumerate(attending) if lease_of(holder, 0).is_free]
-        steps = [log.names.steps(engines[number]) for number in free]
+        free = [at for at, holder in enumerate(attending) if holder is None or lease_of(holder, 0).is_free]
+        steps = [streams[number] for number in free]
         num_streams = (yield from Command(["EXISTS", *steps], int, once=True)) if steps else 0
         lengths = (yield from Batch([["XLEN", key] for key in steps], list)) if num_streams else [0] * len(steps)
         found += [engines[number] for number, length in zip(free, lengths, strict=True) if length or living[number]]

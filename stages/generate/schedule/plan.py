@@ -1,8 +1,8 @@
 """The interface between the schedule and `forward`: the rows, tokens and pages of one step, and its result.
 
 Knows no tensors. A plan carries only what is new: every rank keeps the page tables, and a row adds pages to its own.
-Nobody changes a plan, a row, a sample or a result. They are not frozen because every step makes hundreds: frozen ones
-take twice as long.
+Nobody changes a plan, a row or a result. They are not frozen because every step makes hundreds: frozen ones take twice
+as long. A sample is changed by its request alone, once the step that it was for has landed.
 
 A plan may be made before the tokens of the step before are known. Then a row has a placeholder in the place of such a
 token: -1 minus the index of the token among those that the step before samples.
