@@ -116,8 +116,12 @@ def produced_words(events: Sequence[Produced]) -> tuple[list[dict[str, bytes] | 
     histories: list[dict[str, bytes] | OneToken] = []
     replies: dict[str, list[dict[str, Any]]] = {}
     for uid, entry_id, n, event, frontend, _ in events:
-        if type(event) is TokensProduced and _is_one_token(event):  # it takes a third of the time of those below
-            tokens, text, step = event.tokens, event.text, event.step
+        if (
+            type(event) is TokensProduced
+            and event.__pydantic_fields_set__ <= _OF_ONE_TOKEN
+            and len(tokens := event.tokens) == event.count == 1
+        ):  # it takes a third of the time of those below
+            text, step = event.text, event.step
             plain = {"kind": "tokens", "tokens": tokens, "text": text, "step": step}
             histories.append((tokens[0], text, step))
         else:
@@ -160,11 +164,6 @@ def history_fields(said: Mapping[str, bytes] | OneToken, ms: int, steps: Sequenc
 def is_tombstone(history: Sequence[Entry]) -> bool:
     """Say whether *history*, read from its start, is all that is left of a request that was erased: an end alone."""
     return len(history) == 1 and history[0].id == SEAL
-
-
-def _is_one_token(event: TokensProduced) -> bool:
-    """Say whether it has one token, and nothing else that is not always there."""
-    return event.count == len(event.tokens) == 1 and event.__pydantic_fields_set__ <= _OF_ONE_TOKEN
 
 
 def say_skipped(entry_id: str, error: str) -> None:
