@@ -346,7 +346,7 @@ class Figures(Value):
     running: int = 0
     waiting: int = 0
     free_pages: int = 0
-    forward_ms: float = 0
+    forward_ms: float = 0.0
     """How long the engine's loop stood still for the forward pass. Requests are admitted to a step before it."""
 
 
@@ -417,13 +417,28 @@ def as_plain(event: Event, *, without: Collection[str] = ()) -> dict[str, Any]:
     """Return *event* as plain values. Fields with their default are left out, but not the kind, and those *without*."""
     defaults, numbers = _defaults(type(event)), _number_lists(type(event))
     plain: dict[str, Any] = {}
-    is_plain = True  # as tokens are, and most events are tokens: pydantic takes three times as long
+    is_plain = True  # as tokens and steps are, and most events are these: pydantic takes three times as long
     for name, value in vars(event).items():
         if value is None or name == "ms" or name in without or (name in defaults and value == defaults[name]):
             continue
-        plain[name] = list(value) if name in numbers else value
-        is_plain = is_plain and (name in numbers or type(value) in (str, int))
+        if name in numbers:
+            plain[name] = list(value)
+        elif type(event) is StepCompleted and name == "rows":
+            plain[name] = [_plain_row(row) for row in value]
+        elif type(value) is Figures:
+            plain[name] = {name: number for name, number in vars(value).items() if number is not None}
+        else:
+            plain[name] = value
+            is_plain = is_plain and type(value) in (str, int)
     return plain if is_plain else event.model_dump(mode="json", include=set(plain), exclude_none=True)
+
+
+def _plain_row(row: StepRow) -> dict[str, Any]:
+    if type(row) is not TokenRow or row.score is not None or row.prompt_scores is not None:
+        return row.model_dump(mode="json", exclude_none=True)
+    if row.end is None:
+        return {"kind": "token", "uid": row.uid, "n": row.n, "token": row.token, "chunks": row.chunks}
+    return {"kind": "token", "uid": row.uid, "n": row.n, "token": row.token, "end": row.end, "chunks": row.chunks}
 
 
 def decode(fields: Mapping[str, str], *, without: Collection[str] = ()) -> AnyEvent:

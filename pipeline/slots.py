@@ -16,8 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import structlog
 from pydantic import Field, ValidationError
@@ -262,8 +261,7 @@ def _acquire_when_dead(log: StreamLog, slot: str, nonce: str, lease_ms: int, ser
         time.sleep(min(0.1, now.ttl_ms / 1000 + 0.001))
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
+class _Round(NamedTuple):
     """What the watchdog knows of the loop's current round. One value, because two threads use it."""
 
     began_s: float
@@ -316,7 +314,8 @@ class Voice:
         If it takes longer, the process ends. With *give_up* only the request of that round is at fault: the watchdog
         calls it first, and the process is replaced at once.
         """
-        self._round = _Round(time.monotonic(), time.process_time(), patience_s, cpu_s, give_up)
+        began_cpu_s = time.process_time() if cpu_s < math.inf else 0.0  # it is a system call
+        self._round = _Round(time.monotonic(), began_cpu_s, patience_s, cpu_s, give_up)
 
     def leave(self) -> None:
         """Stop the thread."""

@@ -186,6 +186,8 @@ class LogThread:
 
     def hear(self, timeout_s: float = 0.0) -> News | None:
         """Return the next news, waiting up to *timeout_s* for it; None when there is none."""
+        if not timeout_s and self._news.empty():
+            return None  # as after nearly every step
         try:
             news = self._news.get(timeout=timeout_s) if timeout_s else self._news.get_nowait()
         except queue.Empty:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -55,6 +55,7 @@ GIVES_WAY = 8
 """Steps of niceness on a CPU, whose cores the engine shares with the processes that pass its tokens on."""
 SWITCH_INTERVAL_S = 0.0005
 """How long the log thread may keep the interpreter from the forward pass, which wants it at every operation."""
+NO_STEP = StepCompleted(rows=())
 GRAMMAR_POLL_S = 0.005
 """An idle engine looks so often for news while it waits for a grammar."""
 
@@ -126,7 +127,7 @@ class GenerateWorker:
             elif self._flights:
                 self._land_until(0)
             elif self._let_go or self._rows:
-                self._commit(self._schedule.skip_step(), [], [], Figures())
+                self._commit(self._schedule.skip_step(), [], [])
             else:
                 (self._log_thread.look if self._grammars else self._log_thread.idle)(self._room)
                 self._books.check()
@@ -137,8 +138,9 @@ class GenerateWorker:
 
     def _launch(self) -> bool:
         """Plan and launch the next step; False: there is nothing to compute, or a step must land first."""
-        budget = None if self._pace is None else self._pace.budget(self._schedule.work)
-        planned = self._schedule.plan(budget)
+        schedule, pace = self._schedule, self._pace
+        budget = pace.budget(schedule.work) if pace is not None and schedule.has_prompts else None
+        planned = schedule.plan(budget)
         if planned is None:
             return False
         plan, marks = planned
@@ -159,7 +161,7 @@ class GenerateWorker:
             ended = [row.uid for row in rows if isinstance(row, TokenRow) and row.end is not None]
             if ended:
                 failpoint("generate.with_end_row")
-            self._commit(flight.number, [*flight.marks, *rows], ended, _figures(flight))
+            self._commit(flight.number, [*flight.marks, *rows], ended, **_figures(flight))
 
     def _take_in(self) -> None:
         while (news := self._log_thread.hear()) is not None:
@@ -244,7 +246,7 @@ class GenerateWorker:
             return
         self._land_until(0)
         rows = [self._taken_over(request.uid, len(request.output_ids), alone=alone) for request in requests]
-        self._commit(self._schedule.skip_step(), rows, [], Figures(), settled=True)
+        self._commit(self._schedule.skip_step(), rows, [], settled=True)
         failpoint("generate.after_takeover_committed")
         self._take_in()  # as in _take_over
 
@@ -286,7 +288,7 @@ class GenerateWorker:
                 rows.append(self._taken_over(mark.uid, n, alone=trial is not None and trial.uid == mark.uid))
         if rows:
             assert not self._flights, "step.lua would take a step in flight for one that was committed before"
-            self._commit(plan.step, [*rows, *marks], [], Figures(mixed_prefill_length=budget), settled=True)
+            self._commit(plan.step, [*rows, *marks], [], mixed_prefill_length=budget, settled=True)
             failpoint("generate.after_takeover_committed")
             self._take_in()  # raises if it could not be committed because the slot has another owner
         return bool(rows)
@@ -309,24 +311,20 @@ class GenerateWorker:
         self._refused.append(request.uid)
 
     def _commit(
-        self, number: int, rows: Sequence[StepRow], ended: Sequence[str], figures: Figures, *, settled: bool = False
+        self, number: int, rows: Sequence[StepRow], ended: Sequence[str], *, settled: bool = False, **figures: Any
     ) -> None:
         schedule = self._schedule
         given, chunks = schedule.note() if isinstance(schedule, NotedSchedule) else ((), ())
-        event = StepCompleted.model_construct(  # without looking at each row again
-            rows=(*self._rows, *rows),
-            let_go=tuple(self._let_go),
-            given=given,
-            chunks=chunks,
-            schedule=self._snapshot,
-            figures=figures.model_copy(
-                update={
-                    "running": schedule.num_running,
-                    "waiting": schedule.num_waiting,
-                    "free_pages": schedule.free_pages,
-                }
-            ),
-        )
+        held = {"running": schedule.num_running, "waiting": schedule.num_waiting, "free_pages": schedule.free_pages}
+        said = {
+            "rows": (*self._rows, *rows),
+            "let_go": tuple(self._let_go),
+            "given": given,
+            "chunks": chunks,
+            "schedule": self._snapshot,
+            "figures": Figures(**held, **figures),
+        }
+        event = NO_STEP.model_copy(update=said)  # it looks at no row again, and model_construct takes twice as long
         self._meter.committed(event)
         self._log_thread.commit(number, event, [*ended, *self._refused, *self._let_go], self._room, settled=settled)
         self._rows, self._let_go, self._refused = [], [], []
@@ -340,16 +338,16 @@ class GenerateWorker:
             self._snapshot_s = time.monotonic() + SNAPSHOT_EVERY_S
 
 
-def _figures(flight: Flight) -> Figures:
+def _figures(flight: Flight) -> dict[str, Any]:
     plan = flight.plan
     prefills = plan.rows[plan.num_decode_rows :]
-    return Figures(
-        decode_rows=plan.num_decode_rows,
-        prefill_rows=len(prefills),
-        prefill_tokens=sum(len(row.token_ids) for row in prefills),
-        mixed_prefill_length=flight.budget,
-        forward_ms=round(flight.seconds * 1000, 3),
-    )
+    return {
+        "decode_rows": plan.num_decode_rows,
+        "prefill_rows": len(prefills),
+        "prefill_tokens": sum(len(row.token_ids) for row in prefills),
+        "mixed_prefill_length": flight.budget,
+        "forward_ms": round(flight.seconds * 1000, 3),
+    }
 
 
 @dataclass(frozen=True, slots=True)

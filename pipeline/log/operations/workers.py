@@ -18,6 +18,7 @@ from pipeline.log.entries import (
     kept_ms,
     made_ms_of,
     produced_words,
+    words_of,
 )
 from pipeline.log.operation import Batch, Command, LogContext, Script, Steps, Words, blocking
 from pipeline.log.operations.requests import end_words, flat, shared_by, written
@@ -136,21 +137,21 @@ def produced(
     keys = [*_keys_of_produced(names, owner.slot, engine)]
     histories, replies = produced_words(events)
     made_ms = {entry.id: made_ms_of(entry) for entry in entries}
-    tokens: dict[str, list[str | bytes]] = {entry.id: [] for entry in entries}
+    tokens: dict[str, list[str | int]] = {entry.id: [] for entry in entries}
     histories_of: dict[str, list[str]] = {step: [] for step in tokens}
     others: list[tuple[Produced, dict[str, bytes]]] = []
     others_of = set[str]()
     request = names.request("")
     for item, fields in zip(events, histories, strict=True):
-        if isinstance(fields, dict):
-            others.append((item, fields))
-            others_of.add(item.uid)
-        elif fields.step in tokens and item.uid not in others_of:  # produced.lua has the names of the fields
-            histories_of[fields.step].append(request + item.uid)
-            tokens[fields.step] += (item.entry_id, fields.tokens, fields.text)
-        else:
-            others.append((item, fields.words()))
-            others_of.add(item.uid)
+        if isinstance(fields, tuple):
+            token, text, step = fields
+            if step in tokens and item[0] not in others_of:  # produced.lua has the names of the fields
+                histories_of[step].append(request + item[0])
+                tokens[step] += (item[1], token, text)
+                continue
+            fields = words_of(fields)
+        others.append((item, fields))
+        others_of.add(item.uid)
     keys += chain.from_iterable(histories_of.values())
     index: dict[str, int] = {}
 
@@ -381,16 +382,23 @@ def lease(log: LogContext, slot: str) -> Batch[Lease]:
     return Batch([["GET", key], ["PTTL", key]], lambda replies: lease_of(*replies))
 
 
+@functools.cache
+def _looked_at(names: Names, first: int) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    """Return the engines' slots from number *first* on, the keys of their leases and of those of their detokenizers,
+    and the keys of their steps. Detokenizers ask for these several times a second, so they are not written anew."""
+    engines = slots_of(GENERATE, first)
+    detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
+    return engines, [names.lease(slot) for slot in (*engines, *detokenizers)], [names.steps(slot) for slot in engines]
+
+
 def unattended(log: LogContext) -> Steps[list[str]]:
     found: list[str] = []
     for first in count(0, SLOTS_PER_LOOK):
-        engines = slots_of(GENERATE, first)
-        detokenizers = [slot_name(DETOKENIZE, slot_index(engine)) for engine in engines]
-        keys = map(log.names.lease, (*engines, *detokenizers))
-        holders = yield from Command(["MGET", *keys], list, once=True)  # detokenizers ask several times a second
+        engines, leases, streams = _looked_at(log.names, first)
+        holders = yield from Command(["MGET", *leases], list, once=True)
         living, attending = holders[: len(engines)], holders[len(engines) :]
-        free = [number for number, holder in enumerate(attending) if lease_of(holder, 0).is_free]
-        steps = [log.names.steps(engines[number]) for number in free]
+        free = [at for at, holder in enumerate(attending) if holder is None or lease_of(holder, 0).is_free]
+        steps = [streams[number] for number in free]
         num_streams = (yield from Command(["EXISTS", *steps], int, once=True)) if steps else 0
         lengths = (yield from Batch([["XLEN", key] for key in steps], list)) if num_streams else [0] * len(steps)
         found += [engines[number] for number, length in zip(free, lengths, strict=True) if length or living[number]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -17,7 +17,7 @@ from stages.generate.schedule.plan import BatchPlan, PlanRow
 # T = packed tokens, B = rows of the batch, N = pages of a row, A = rows of the page table, X = several of these in one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForwardBatch:
     """The rows of one step, their tokens packed one after the other. Lengths are on the host, tensors, of int32, on the
     device.
@@ -46,6 +46,11 @@ class PageTables:
     def __init__(self, max_running_requests: int, max_seq_len: int, page_size: int) -> None:
         self.page_size = page_size
         self.pages_AN = np.zeros((max_running_requests, -(-max_seq_len // page_size)), np.int32)
+        self._address, self._row_bytes = self.pages_AN.ctypes.data, self.pages_AN.strides[0]
+
+    def address(self, table: int) -> int:
+        """Return where a row of the table is: NumPy takes long to say it."""
+        return self._address + table * self._row_bytes
 
     def update(self, rows: Iterable[PlanRow]) -> None:
         """Append the new pages of *rows*."""
@@ -59,31 +64,47 @@ class PageTables:
 def build_batch(plan: BatchPlan, tables: PageTables, device: torch.device) -> ForwardBatch:
     """Return *plan* as tensors on *device*; *tables* must have been updated with it.
 
-    All of them are parts of one, so there is one copy. Nothing waits for the device.
+    There is one copy at most. Nothing waits for the device.
     """
-    rows, page_size = plan.rows, tables.page_size
-    lengths_B = np.array([len(row.token_ids) for row in rows])
-    assert lengths_B.min() > 0, "a row without tokens"
-    seq_lens_B = np.array([row.start for row in rows]) + lengths_B
-    ends_B = lengths_B.cumsum()
-    rows_T = np.arange(len(rows)).repeat(lengths_B)
-    positions_T = np.arange(ends_B[-1]) + (seq_lens_B - ends_B)[rows_T]
-    pages_BN = tables.pages_AN[[row.table for row in rows], : -(-seq_lens_B.max() // page_size)]
-    slots_T = pages_BN[rows_T, positions_T // page_size] * page_size + positions_T % page_size
-    token_ids_T = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32, ends_B[-1])
-    arrays = (token_ids_T, positions_T, slots_T, pages_BN)
-    numbers_X = on_device(np.concatenate(arrays, axis=None, dtype=np.int32), device)
-    token_ids, positions, slots, pages = torch.split(numbers_X, [array.size for array in arrays])
+    rows, page_size, pages_AN = plan.rows, tables.page_size, tables.pages_AN
+    starts, tables_B = [row.start for row in rows], [row.table for row in rows]
+    if plan.num_decode_rows == len(rows):  # one token each, so T is B
+        ends = [*range(1, len(rows) + 1)]
+        seq_lens = [start + 1 for start in starts]
+        numbers_XT = np.array(([row.token_ids[0] for row in rows], starts, tables_B), np.int32)
+    else:
+        lengths_B = np.array([len(row.token_ids) for row in rows])
+        assert lengths_B.min() > 0, "a row without tokens"
+        seq_lens_B, ends_B = lengths_B + starts, lengths_B.cumsum()
+        ends, seq_lens = ends_B.tolist(), seq_lens_B.tolist()
+        numbers_XT = np.empty((3, ends[-1]), np.int32)
+        numbers_XT[0] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32, ends[-1])
+        numbers_XT[1] = np.arange(ends[-1]) + (seq_lens_B - ends_B).repeat(lengths_B)
+        numbers_XT[2] = np.repeat(tables_B, lengths_B)
+    token_ids_T, positions_T, slots_T = numbers_XT  # the last ones are tables, until the next lines
+    places_T = positions_T // page_size
+    pages_T = pages_AN.reshape(-1)[slots_T * pages_AN.shape[1] + places_T]
+    slots_T[:] = (pages_T - places_T) * page_size + positions_T
+    pages_BN = np.ascontiguousarray(pages_AN[tables_B, : -(-max(seq_lens) // page_size)])
+    token_ids, positions, slots, pages = _on_device((token_ids_T, positions_T, slots_T, pages_BN), device)
     return ForwardBatch(
         token_ids_T=token_ids,
         positions_T=positions,
         slots_T=slots,
-        query_starts=(0, *ends_B.tolist()),
-        seq_lens=tuple(seq_lens_B.tolist()),
-        page_table_BN=pages.view(pages_BN.shape),
+        query_starts=(0, *ends),
+        seq_lens=tuple(seq_lens),
+        page_table_BN=pages,
         host_table_BN=pages_BN,
         num_decode_rows=plan.num_decode_rows,
     )
+
+
+def _on_device(arrays: Sequence[npt.NDArray[np.int32]], device: torch.device) -> Sequence[Tensor]:
+    """Return *arrays* as tensors. On another device than the host, they are parts of one."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    parts = on_device(np.concatenate(arrays, axis=None), device).split_with_sizes([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def seen_by_tokens(batch: ForwardBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

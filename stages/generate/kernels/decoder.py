@@ -167,7 +167,11 @@ class KernelDecoder:
             unknown_T = known_T < 0
             known_T[unknown_T] = last_R.clamp(min=0).numpy()[-1 - known_T[unknown_T]]
         width = -(-max(lengths) // tables.page_size)
-        pages_BN = np.ascontiguousarray(tables.pages_AN[[row.table for row in rows], :width])
+        if len(rows) == 1:  # its pages are read where they are
+            pages, table_width = tables.address(rows[0].table), tables.pages_AN.shape[1]
+        else:
+            pages_BN = np.ascontiguousarray(tables.pages_AN[[row.table for row in rows], :width])
+            pages, table_width = pages_BN.ctypes.data, pages_BN.shape[1]
         frequencies_TF = self._frequencies(starts, lengths)
         x_TE = torch.empty(starts[-1], self._spec.hidden_size)
         starts_B, lengths_B = array("i", starts), array("i", lengths)
@@ -177,8 +181,8 @@ class KernelDecoder:
             token_ids=_address(token_ids_T),
             starts=_address(starts_B),
             lengths=_address(lengths_B),
-            tables=pages_BN.ctypes.data,
-            table_width=pages_BN.shape[1],
+            tables=pages,
+            table_width=table_width,
             frequencies=None if frequencies_TF is None else frequencies_TF.ctypes.data,
             pages=kv_L2PKSD.data_ptr(),
             num_pages=kv_L2PKSD.shape[2],
@@ -194,8 +198,8 @@ class KernelDecoder:
         if outcome == _WRONG_ROW:
             raise ValueError(f"row {step.wrong} of the step cannot be: its tokens and its length do not fit together")
         if outcome == _WRONG_PAGE:
-            pages = pages_BN[step.wrong].tolist()
-            raise ValueError(f"row {step.wrong} of the step has pages {pages}; there are {kv_L2PKSD.shape[2]}")
+            wrong = tables.pages_AN[rows[step.wrong].table, :width].tolist()
+            raise ValueError(f"row {step.wrong} of the step has pages {wrong}; there are {kv_L2PKSD.shape[2]}")
         return x_TE, starts
 
     @property

@@ -1,7 +1,8 @@
 """The interface between the schedule and `forward`: the rows, tokens and pages of one step, and its result.
 
 Knows no tensors. A plan carries only what is new: every rank keeps the page tables, and a row adds pages to its own.
-Nobody changes a row or a sample. They are not frozen because every step makes hundreds: frozen ones take twice as long.
+Nobody changes a plan, a row or a result. They are not frozen because every step makes hundreds: frozen ones take twice
+as long. A sample is changed by its request alone, once the step that it was for has landed.
 
 A plan may be made before the tokens of the step before are known. Then a row has a placeholder in the place of such a
 token: -1 minus the index of the token among those that the step before samples.
@@ -122,7 +123,7 @@ class PlanRow:
     """None: the client does not ask for log-probabilities of the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchPlan:
     """The rows of one step, decode rows first, then prefill chunks."""
 
@@ -155,7 +156,7 @@ class RowScores:
     """One for each of `Scoring.targets`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Computed:
     """The result of a plan."""
 

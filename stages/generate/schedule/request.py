@@ -80,12 +80,16 @@ class Request:
     """No token before the next one says how that is sampled."""
     seen: Seen | None = field(init=False)
     """Of `token_ids`, for penalties. Only whoever draws tokens counts them there."""
+    _samples: tuple[Sample, Sample] = field(init=False)
+    """If it is plain: of its even and of its odd positions, because two steps may be in flight."""
 
     def __post_init__(self) -> None:
         self.num_known = len(self.token_ids)
         shaped = self.sampling.min_tokens or self.sampling.penalizes or self.bad_words
         self.is_plain = not shaped and self.matcher is None
         self.seen = Seen(self.prompt_length) if self.sampling.penalizes else None
+        even, odd = (Sample(self.sampling, 0, (), (), self.prompt_length) for _ in range(2))
+        self._samples = even, odd
 
     @property
     def order(self) -> tuple[int, int]:
@@ -120,10 +124,12 @@ class Request:
         return Scoring(tuple(self.token_ids[start + 1 : end + 1]), num_top)
 
     def sample(self, eos_ids: tuple[int, ...]) -> Sample:
-        """Return how the next token is sampled."""
+        """Return how the next token is sampled. It may change once the step after the next one is planned."""
         sampling, position = self.sampling, len(self.token_ids)
         if self.is_plain:
-            return Sample(sampling, position, (), (), self.prompt_length)
+            sample = self._samples[position % 2]
+            sample.position = position
+            return sample
         forbidden: tuple[int, ...] = ()
         if position - self.prompt_length < sampling.min_tokens:
             forbidden = sampling.stop_token_ids if sampling.ignore_eos else eos_ids + sampling.stop_token_ids

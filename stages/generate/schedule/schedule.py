@@ -216,6 +216,11 @@ class Schedule:
     # what comes out
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a request is here whose prompt is not computed yet."""
+        return bool(self._waiting) or any(request.chunks > 0 for request in self._running)
+
+    @property
     def work(self) -> Work:
         """What is there to compute, before the next plan is made."""
         decoding = [request for request in self._running if request.decodes]
@@ -242,12 +247,8 @@ class Schedule:
         self._sampled = []
         rows = self._plan_decodes(marks)
         num_decode_rows = len(rows)
-        budget = self._limits.prefill_budget(num_decode_rows, len(self._running) + len(self._waiting))
-        if rows and mixed_prefill_length is not None:
-            budget = min(mixed_prefill_length, self._limits.max_prefill_length)
-        if any(request.stands_still for request in (*self._waiting, *self._running)):
-            budget = self._limits.max_prefill_length  # one long step serves a stream that stands still best
-        rows += self._plan_prefills(budget, marks)
+        if self._waiting or num_decode_rows < len(self._running):  # else all decode, as in most steps
+            rows += self._plan_prefills(self._prefill_budget(num_decode_rows, mixed_prefill_length), marks)
         if not rows:
             may_run = self._by_uid if self._alone is None else {self._alone} & self._by_uid.keys()
             assert not may_run or self._flights, "requests are here, but no row could be planned"
@@ -294,7 +295,10 @@ class Schedule:
                 continue  # it ended while the step ran; its uid may have come again
             if request.num_computed > position and request.num_known % page_size == 0:
                 self._cache.fill(request.holding, request.token_ids, request.num_known)  # by the step in flight
-            row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
+            if end is None and not chunks:  # to check a default takes as long as another value
+                row = TokenRow(uid=request.uid, n=request.num_output, token=token)
+            else:
+                row = TokenRow(uid=request.uid, n=request.num_output, token=token, end=end, chunks=chunks)
             if request.table in scores or request.prompt_scores:  # its last chunk may have had no token to score
                 score = scores[request.table].token if request.table in scores else None
                 told = {"score": score, "prompt_scores": tuple(request.prompt_scores) or None}
@@ -320,31 +324,35 @@ class Schedule:
 
     # how
 
+    def _prefill_budget(self, num_streams: int, mixed_prefill_length: int | None) -> int:
+        """Return the most prompt tokens of a step in which *num_streams* decode. The other one: as in `plan`."""
+        limits = self._limits
+        if any(request.stands_still for request in (*self._waiting, *self._running)):
+            return limits.max_prefill_length  # one long step serves a stream that stands still best
+        if num_streams and mixed_prefill_length is not None:
+            return min(mixed_prefill_length, limits.max_prefill_length)
+        return limits.prefill_budget(num_streams, len(self._running) + len(self._waiting))
+
     def _plan_decodes(self, marks: list[StepRow]) -> list[PlanRow]:
         rows: list[PlanRow] = []
-        page_size = self._cache.page_size
+        page_size, number = self._cache.page_size, self._num_plans + 1
         for request in list(self._running):
             if request.table < 0 or not request.decodes:
                 continue  # an earlier one preempted it just now, or its prompt is not done
-            start, pages = request.num_computed, request.holding.pages
-            if start < len(pages) * page_size and (start + 1) % page_size:  # its page has room, and is not full then
-                rows.append(self._decode_row(request))
+            start, first_page = request.num_computed, len(request.holding.pages)
+            if start < first_page * page_size and (start + 1) % page_size:
+                # As `_row`: its page has room, and is not full then, so nothing in the cache changes. Nearly every row
+                # of an engine is one of these.
+                request.stands_still = False
+                request.num_computed, request.last_plan = start + 1, number
+                sample, token = request.sample(self._eos_ids), request.token_ids[start]
+                rows.append(PlanRow(request.table, start, (token,), (), first_page, sample))
+                self._expect(request, 0)
                 continue
-            first_page = len(pages)
             new_pages = self._pages_for(request, marks)
             if new_pages is not None:
                 rows.append(self._row(request, 1, new_pages, first_page))
         return rows
-
-    def _decode_row(self, request: Request) -> PlanRow:
-        """As `_row`, for a token that changes nothing in the cache: nearly every row of an engine is one."""
-        start, token_ids = request.num_computed, request.token_ids
-        request.stands_still = False
-        request.num_computed = start + 1
-        request.last_plan = self._num_plans + 1
-        sample = request.sample(self._eos_ids)
-        self._expect(request, 0)
-        return PlanRow(request.table, start, (token_ids[start],), (), len(request.holding.pages), sample)
 
     def _expect(self, request: Request, chunks: int) -> None:
         """Give a request a placeholder for the token that the plan being made samples."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+import numpy as np
 import pytest
 import torch
 from pretend_cuda import CUDA, pretend_cuda
 
 from ops.bench.gpu.pages import make_plan
 from pipeline.events import SamplingParams
-from stages.generate.forward.batch import PageTables, build_batch
+from stages.generate.forward.batch import ForwardBatch, PageTables, build_batch, parted
 from stages.generate.schedule.plan import BatchPlan, PlanRow, Sample
 
 CPU = torch.device("cpu")
@@ -33,6 +36,18 @@ def test_a_mixed_batch_packs_decode_rows_and_chunks() -> None:
     assert batch.page_table_BN[:2].tolist() == [[7, 3], [5, 9]]
     assert batch.page_table_BN[2, 0] == 8
     assert batch.num_decode_rows == 1
+
+
+def test_rows_that_all_decode_are_laid_out_as_beside_a_chunk() -> None:
+    plan, tables, _ = make_plan([(5, 1), (16, 1), (0, 9), (63, 1)], 4)
+    decodes = BatchPlan(1, tuple(row for row in plan.rows if row.start), 3)
+    tables.update(plan.rows)
+    beside, _ = parted(build_batch(BatchPlan(1, (*decodes.rows, plan.rows[2]), 3), tables, CPU))
+    alone = build_batch(decodes, tables, CPU)
+    assert (alone.query_starts, alone.seq_lens, alone.num_decode_rows) == ((0, 1, 2, 3), (6, 17, 64), 3)
+    for name in (field.name for field in fields(ForwardBatch)):
+        mine, its = getattr(alone, name), getattr(beside, name)
+        assert np.array_equal(mine, its), name
 
 
 def test_a_table_row_is_taken_over_by_the_next_request() -> None:

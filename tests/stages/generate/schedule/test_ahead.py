@@ -48,6 +48,20 @@ def test_a_placeholder_names_the_row_of_the_step_before() -> None:
     assert tokens_of(ahead(schedule)) == [(13,), (14,)], "nothing is in flight"
 
 
+def test_the_samples_of_two_steps_in_flight_do_not_change_each_other() -> None:
+    schedule = make_schedule()
+    schedule.add(request("a", length=4, seed=3))
+
+    def positions(*plans: BatchPlan) -> list[int]:
+        samples = [plan.rows[0].sample for plan in plans]
+        return [sample.position for sample in samples if sample is not None]
+
+    first, second = ahead(schedule), ahead(schedule)
+    assert positions(first, second) == [4, 5]
+    landed(schedule, 7)
+    assert positions(second, ahead(schedule)) == [5, 6]
+
+
 def test_no_row_is_planned_for_a_request_that_ends_by_length_with_the_step_in_flight() -> None:
     schedule = make_schedule()
     schedule.add(request("a", max_tokens=1))

@@ -120,15 +120,19 @@ def test_what_there_is_to_compute_is_known_before_the_plan() -> None:
     assert schedule.work == Work(0, 0, 0, 0)
     streams = start_streams(schedule)
     length = sum(schedule.num_tokens(uid) for uid in streams)
-    assert schedule.work == Work(STREAMS, length, 0, 0)
+    assert schedule.work == Work(STREAMS, length, 0, 0) and not schedule.has_prompts
     add(schedule, "first", LONG, first=50_000)
     add(schedule, "second", LONG, first=60_000)
-    assert schedule.work == Work(STREAMS, length, 2, 0)
+    assert schedule.work == Work(STREAMS, length, 2, 0) and schedule.has_prompts
     step(schedule)
     assert schedule.work == Work(STREAMS, length + STREAMS, 2, MIXED)
     for _ in range(LONG // MIXED - 1):
         step(schedule)
     assert schedule.work == Work(STREAMS + 1, length + STREAMS * LONG // MIXED + LONG + 1, 1, 0)
+    for _ in range(LONG // MIXED):
+        assert schedule.has_prompts, "it waits, or has begun"
+        step(schedule)
+    assert not schedule.has_prompts
 
 
 @pytest.mark.parametrize("cache", sorted(CACHES))
