@@ -9,7 +9,7 @@
 //
 // *page* of both: {signal, onChange(), onUid()}. *onChange* is called after each change of the answers.
 
-import { ApiError, call, events, explain, follow, request } from "../api.js";
+import { ApiError, call, events, explain, follow, pathOf, request } from "../api.js";
 
 /** Return an empty answer of *side*, which remembers the settings that it was asked with. */
 export function newAnswer({ model, system, fields }) {
@@ -107,7 +107,7 @@ async function listen(answers, { signal, onChange }, elapsed, open) {
 
 function cancel(uid) {
   if (uid)
-    call(`/v1/requests/${encodeURIComponent(uid)}`, { method: "DELETE", asks: false }).catch(() => {
+    call(pathOf(uid), { method: "DELETE", asks: false }).catch(() => {
       /* it has ended, or ends with its reader */
     });
 }
@@ -130,11 +130,7 @@ async function* chunks(response, uid, signal, onNote) {
 /** Read the frames of a request after the one with the id *last*, or all of them. */
 async function* rest(uid, last, signal, onNote) {
   const onState = (state, sentence) => onNote(sentence);
-  for await (const { data } of follow(`/v1/requests/${encodeURIComponent(uid)}/events`, {
-    signal,
-    lastEventId: last,
-    onState,
-  })) {
+  for await (const { data } of follow(`${pathOf(uid)}/events`, { signal, lastEventId: last, onState })) {
     if (data === "[DONE]") return;
     yield parsed(data);
   }
