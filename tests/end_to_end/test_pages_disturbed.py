@@ -85,9 +85,9 @@ def kinds_of(log: RedisLog, uid: str) -> list[str]:
     return [entry.fields["kind"] for entry in log.histories([uid])[0]]
 
 
-def traced(server: Server, uid: str) -> dict[str, Any]:
+def traced(server: Server, uid: str, *flags: str) -> dict[str, Any]:
     """Return what `minisgl trace --json` prints."""
-    line = [sys.executable, str(ROOT / "minisgl.py"), "trace", uid, "--redis-url", server.redis_url, "--json"]
+    line = [sys.executable, str(ROOT / "minisgl.py"), "trace", uid, "--redis-url", server.redis_url, "--json", *flags]
     story: dict[str, Any] = json.loads(subprocess.run(line, check=True, capture_output=True, timeout=60).stdout)
     return story
 
@@ -140,7 +140,7 @@ def test_the_live_page_shows_the_ranks_of_an_engine_and_the_death_of_one(
         ranks = browser.run("return [...document.querySelectorAll('.stage.rank .worker')].map(one => one.dataset.slot)")
         assert ranks == ["rank-0-0", "rank-1-0"]
         streams = begun(server, FEW)
-        (victim,) = (each for each in server.command.workers(GENERATE) if each.cmdline()[-2:] == ["--rank", "1"])
+        (victim,) = (each for each in server.command.workers(GENERATE) if "--rank 1" in " ".join(each.cmdline()))
         victim.kill()
         browser.has("[data-slot='rank-1-0'] .took", "epoch 2, taken over")
         browser.has("[data-slot='generate-0'] .took", "epoch 2, taken over")
@@ -225,9 +225,9 @@ def test_the_timeline_of_a_request_that_only_the_archive_has_is_what_trace_says(
     with serve(tmp_path / "server", "--model", str(model), *FLAGS, "--archive", kept, "--retention", "1") as server:
         stream = Stream(server, "Tell me", max_tokens=40)
         assert stream.answer[1] == "length"
-        story = traced(server, stream.uid)
         with server.log() as log:
             eventually(lambda: not log.histories([stream.uid])[0], "Redis has dropped it")
+        story = traced(server, stream.uid, "--archive", kept)
         browser.open(f"{server.url}/pipeline")
         browser.has("[data-slot='archive-0']", "ready")
         browser.type("#search", stream.uid)
