@@ -269,6 +269,20 @@ def test_an_answer_in_the_playground_outlives(disturbed: str, tmp_path: Path, br
         browser.has(".answer:last-child .meta", f"tokens {ANSWER:,}")
         uid = browser.run("return [...document.querySelectorAll('.answer a.button')].at(-1).pathname.split('/').pop()")
         assert "".join(last_answer(browser).split()) == "".join(traced(server, uid)["text"].split())
+
+        browser.run(SET, "#field-max_completion_tokens", "8")
+        if disturbed == "Redis":
+            redis.suspend()
+        else:
+            server.command.workers(WEB)[0].kill()
+        browser.type("#question", "And now?\n")
+        if disturbed == "Redis":
+            try:
+                browser.has(".answer:last-child .badge", "The server cannot take it yet. Trying again.")
+            finally:
+                redis.resume()
+        browser.gone(".busy")
+        assert browser.run(LAST_ERROR) == "" and len(last_answer(browser)) >= 8
         browser.leave()
 
 

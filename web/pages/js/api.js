@@ -197,7 +197,8 @@ export async function* follow(path, { signal, lastEventId = null, again = "broke
   }
 }
 
-function pause(ms, signal) {
+/** Wait, at most until *signal* aborts. */
+export function pause(ms, signal) {
   return new Promise(resolve => {
     const timer = setTimeout(resolve, ms);
     signal?.addEventListener(

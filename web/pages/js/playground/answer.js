@@ -9,7 +9,9 @@
 //
 // *page* of both: {signal, onChange(), onUid()}. *onChange* is called after each change of the answers.
 
-import { ApiError, call, events, explain, follow, pathOf, request } from "../api.js";
+import { ApiError, call, events, explain, follow, pathOf, pause, request } from "../api.js";
+
+const MOST_TRIES = 30; // of a question that the server cannot take yet
 
 /** Return an empty answer of *side*, which remembers the settings that it was asked with. */
 export function newAnswer({ model, system, fields }) {
@@ -40,7 +42,7 @@ export function ask(body, answers, page) {
     page,
     () => performance.now() - began,
     async onNote => {
-      const response = await request("/v1/chat/completions", { method: "POST", body, signal: page.signal });
+      const response = await taken(body, page.signal, onNote);
       const uid = response.headers.get("x-minisgl-uid") ?? "";
       answers.forEach((answer, n) => {
         answer.uid = uid && answers.length > 1 ? `${uid}.${n}` : uid;
@@ -54,6 +56,20 @@ export function ask(body, answers, page) {
       return [whole];
     },
   );
+}
+
+/** Send *body* until the server takes it: at its start, or while it has no room, it says 503. */
+async function taken(body, signal, onNote) {
+  for (let left = MOST_TRIES; ; left--) {
+    try {
+      return await request("/v1/chat/completions", { method: "POST", body, signal });
+    } catch (error) {
+      if (error.status !== 503 || !left) throw error;
+      onNote("The server cannot take it yet. Trying again.");
+      await pause(Math.max(error.retryAfterMs, 1000), signal);
+      onNote("");
+    }
+  }
 }
 
 /** Read an *answer* that the page left before it was complete, from its start. The server has what was said to it. */
